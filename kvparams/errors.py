@@ -1,0 +1,68 @@
+"""What can go wrong with a document, as classes that carry data.
+
+    KVParamsError
+    ├── JSONTextError           the bytes are not JSON that we accept
+    ├── InvalidParams           a document breaks the protocol; every problem is listed
+    │   └── UnsupportedVersion  it declares a version that this SDK does not speak
+    └── PluginError             a name is not registered, or what is registered does not load
+
+The one rule: callers tell errors apart by class and by `Problem.kind`, never by message.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["InvalidParams", "JSONTextError", "KVParamsError", "PluginError", "Problem", "ProblemKind", "UnsupportedVersion"]
+
+ProblemKind = Literal[
+    "missing",  # a required field is absent
+    "type",  # the wrong JSON type
+    "value",  # the right type, but not a value the field may have
+    "range",  # a number outside its bounds
+    "length",  # a string or list too short or too long
+    "conflict",  # two fields contradict each other
+    "version",  # a protocol version that is not spoken here
+    "critical",  # `must_understand` names a field that is not understood here
+    "json",  # not JSON at all, or JSON that we refuse (duplicate keys, NaN, too deep)
+]
+
+
+class KVParamsError(Exception):
+    """The root of every error this project raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One fault in a document: where it is, of which kind, and in words."""
+
+    path: tuple[str | int, ...]
+    """Keys and list indexes from the document's root; empty for the document itself."""
+    kind: ProblemKind
+    message: str
+
+    def __str__(self) -> str:
+        where = ".".join(str(part) for part in self.path) or "document"
+        return f"{where}: {self.message} [{self.kind}]"
+
+
+class JSONTextError(KVParamsError, ValueError):
+    """The text is not JSON, or is JSON that this project refuses (duplicate keys, NaN, too deep, too long)."""
+
+
+class InvalidParams(KVParamsError, ValueError):
+    """The document breaks the protocol. `problems` holds every fault found, not only the first."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__(problems)  # args kept whole, so that it survives a trip between processes
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(str(problem) for problem in self.problems)
+
+
+class UnsupportedVersion(InvalidParams):
+    """The document declares a protocol version that this SDK does not speak."""
+
+
+class PluginError(KVParamsError, LookupError):
+    """A name is not registered in its group, or what is registered under it cannot be loaded."""
