@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             broken.append(f"{name}: {error}")
             continue
         child = subparsers.add_parser(
-            name, help=command.summary, description=command.summary, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=command.summary,
+            description=command.summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(child)
         child.set_defaults(command=command)

@@ -12,7 +12,15 @@ The one rule: callers tell errors apart by class and by `Problem.kind`, never by
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["InvalidParams", "JSONTextError", "KVParamsError", "PluginError", "Problem", "ProblemKind", "UnsupportedVersion"]
+__all__ = [
+    "InvalidParams",
+    "JSONTextError",
+    "KVParamsError",
+    "PluginError",
+    "Problem",
+    "ProblemKind",
+    "UnsupportedVersion",
+]
 
 ProblemKind = Literal[
     "missing",  # a required field is absent

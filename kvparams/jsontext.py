@@ -1,19 +1,19 @@
 """JSON text as it comes from strangers: refused when it is not plain, and editable without being re-encoded.
 
-`loads` reads, `fields` says where the top-level members of an object stand in the raw bytes, `edit` replaces, removes
-and adds members in place. The one rule: bytes that nobody asked to change leave as they came.
+`loads` reads any document, `load_object` reads an object and says where its members stand in the raw bytes, `edit`
+replaces, removes and adds members in place. The one rule: bytes that nobody asked to change leave as they came.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
 
-__all__ = ["DEFAULT_LIMITS", "Field", "JSONLimits", "edit", "fields", "loads"]
+__all__ = ["DEFAULT_LIMITS", "Field", "JSONLimits", "edit", "fields", "load_object", "loads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,13 @@ class JSONLimits:
 DEFAULT_LIMITS: Final = JSONLimits()
 
 _SPACE: Final = b" \t\r\n"
-_SCALAR: Final = re.compile(rb"[^,}\]\s]+")
+_MEMBER: Final = re.compile(rb'[ \t\r\n,]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*(["{\[]|[^,}\]\s]+)')
+"""One member up to the first byte of a string or container, or to the end of any other value."""
 _GAP: Final = re.compile(rb"[ \t\r\n]*")
-_COLON: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
-_HUGE: Final = re.compile(rb"[0-9][eE]\+?[0-9]{3,}|[0-9]{300,}")
-"""Only such a number can overflow a double: the parser reads it as infinity, which is not JSON."""
+_NUMBER: Final = re.compile(rb"-?[0-9][0-9.eE+-]*")
+_DOUBLE_DIGITS: Final = 300
+"""A number without an exponent needs more digits than this to overflow a double."""
 
 
 class Field(NamedTuple):
@@ -54,37 +55,33 @@ def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
     Raises:
         JSONTextError: with the reason in words.
     """
-    if len(raw) > limits.max_bytes:
-        raise JSONTextError(f"the text is {len(raw)} bytes long; at most {limits.max_bytes} are accepted")
-    try:
-        document: object = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise JSONTextError(f"not valid JSON: {error}") from error
+    document = _parse(raw, limits)
     start = _skip(raw, 0)
     if raw[start] in b"{[":
         _check_container(raw, start, limits.max_depth)
-    elif _HUGE.search(raw):
-        _refuse_infinity(document)
+    else:
+        _check_numbers(raw, 0, len(raw))
     return document
 
 
-def fields(raw: bytes) -> dict[str, Field]:
-    """Where the top-level members of the object `raw` stand.
+def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[str, object], dict[str, Field]]:
+    """Read one JSON object as `loads` does, and say where its members stand, in one walk.
 
-    `raw` must have passed `loads`: this walks, it does not check. Cost: a fraction of a microsecond for each member,
-    however long its value is.
+    Raises:
+        JSONTextError: as for `loads`, and when the document is not an object.
     """
-    found: dict[str, Field] = {}
-    at = _skip(raw, _skip(raw, 0) + 1)
-    while raw[at] == 0x22:
-        key_end = _string_end(raw, at)
-        value = _after_colon(raw, key_end)
-        end = _value_end(raw, value)
-        found[_key(raw, at, key_end)] = Field(at, value, end)
-        at = _skip(raw, end)
-        if raw[at] == 0x2C:
-            at = _skip(raw, at + 1)
-    return found
+    document = _parse(raw, limits)
+    if not isinstance(document, dict):
+        raise JSONTextError(f"the document must be a JSON object, not {_kind(document)}")
+    found = _walk(raw, limits.max_depth)
+    if len(found) != len(cast("dict[str, object]", document)):
+        raise JSONTextError("the members of the object could not be told apart")  # a guard: parser and walker disagree
+    return cast("dict[str, object]", document), found
+
+
+def fields(raw: bytes) -> dict[str, Field]:
+    """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
+    return _walk(raw, DEFAULT_LIMITS.max_depth)
 
 
 def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | None]) -> bytes:
@@ -92,9 +89,9 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
 
     Args:
         raw: the text of a JSON object.
-        spans: what `fields(raw)` said.
+        spans: where its members stand (`load_object`, `fields`).
         changes: by member name the new value as JSON text, or None to remove the member. A name that is not there is
-            added at the end.
+            added at the end. Names must not need escaping.
     """
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
@@ -106,37 +103,106 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         elif value is not None:
             cuts.append((field.value, field.end, value))
         else:
-            cuts.append((*_with_comma(raw, field), b""))
+            cuts.append((field.start, _behind_comma(raw, field.end), b""))
     if len(cuts) > 1:
         cuts.sort()
+    close = raw.rindex(b"}")
     pieces: list[bytes] = []
     at = 0
     for start, end, value in cuts:
-        if start < at:  # neighbours that are both removed share one comma
-            start = at
         pieces.append(raw[at:start])
         pieces.append(value)
         at = end
-    close = raw.rindex(b"}")
-    if not added:
-        pieces.append(raw[at:])
-        return b"".join(pieces)
-    body = b"".join((*pieces, raw[at:close])).rstrip(_SPACE)
-    comma = b"" if body.endswith(b"{") or body.endswith(b",") else b","
+    pieces.append(raw[at:close])
+    body = b"".join(pieces).rstrip(_SPACE)
+    if body.endswith(b","):  # the last member was removed
+        body = body[:-1].rstrip(_SPACE)
+    comma = b"," if added and not body.endswith(b"{") else b""
     return b"%b%b%b}" % (body, comma, b",".join(added))
 
 
-def _with_comma(raw: bytes, field: Field) -> tuple[int, int]:
-    """The span to cut so that what is left is still an object: the member and the comma behind it, or before it."""
-    after = _skip(raw, field.end)
-    if raw[after] == 0x2C:
-        return field.start, _skip(raw, after + 1)
-    before = field.start
-    while raw[before - 1] in _SPACE:
-        before -= 1
-    if raw[before - 1] == 0x2C:
-        return before - 1, field.end
-    return field.start, field.end
+def _parse(raw: bytes, limits: JSONLimits) -> object:
+    if len(raw) > limits.max_bytes:
+        raise JSONTextError(f"the text is {len(raw)} bytes long; at most {limits.max_bytes} are accepted")
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise JSONTextError(f"not valid JSON: {error}") from error
+
+
+def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
+    """The members of the object `raw`; doubled keys, overflowing numbers and too much depth in it are refused."""
+    found: dict[str, Field] = {}
+    at = raw.index(b"{") + 1
+    while (member := _MEMBER.match(raw, at)) is not None:
+        start = member.start(1)
+        value = member.start(2)
+        first = raw[value]
+        if first == 0x22:
+            at = _string_end(raw, value)
+        elif first == 0x7B or first == 0x5B:
+            at = _flat_list_end(raw, value) or _check_container(raw, value, max_depth - 1)
+        else:
+            at = member.end(2)
+            if at - value > 3 and first not in b"tfn":
+                _check_numbers(raw, value, at)
+        key = _key(raw, start, member.end(1))
+        if key in found:
+            raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
+        found[key] = Field(start, value, at)
+    return found
+
+
+def _check_container(raw: bytes, at: int, max_depth: int) -> int:
+    """Walk the container that opens at `at` and return the position behind it; refuse as `loads` says."""
+    keys: list[set[str] | None] = []  # one per open container: the keys of an object, None for a list
+    size = len(raw)
+    while at < size:
+        quote = raw.find(b'"', at)
+        stop = size if quote < 0 else quote
+        if stop - at > 3:
+            _check_numbers(raw, at, stop)
+        for found in _BRACKET.finditer(raw, at, stop):
+            position = found.start()
+            bracket = raw[position]
+            if bracket == 0x7B:
+                keys.append(set())
+            elif bracket == 0x5B:
+                keys.append(None)
+            else:
+                keys.pop()
+                if not keys:
+                    return position + 1
+            if len(keys) > max_depth:
+                raise JSONTextError(f"nested deeper than {max_depth} levels")
+        at = size if quote < 0 else _string_end(raw, quote)
+        if keys and (seen := keys[-1]) is not None and raw[_skip(raw, at)] == 0x3A:
+            key = _key(raw, quote, at)
+            if key in seen:
+                raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
+            seen.add(key)
+    raise JSONTextError("walked text that is not JSON")
+
+
+def _flat_list_end(raw: bytes, at: int) -> int:
+    """The end of a list without strings or containers in it (token ids are such), or 0. At the speed of memchr."""
+    if raw[at] != 0x5B:
+        return 0
+    end = raw.find(b"]", at)
+    if raw.find(b'"', at, end) >= 0 or raw.find(b"{", at, end) >= 0 or raw.find(b"[", at + 1, end) >= 0:
+        return 0
+    _check_numbers(raw, at, end)
+    return end + 1
+
+
+def _check_numbers(raw: bytes, start: int, end: int) -> None:
+    """Refuse numbers in `raw[start:end]`, which holds no string, that a double can only hold as infinity."""
+    exponent = raw.find(b"e", start, end) >= 0 or raw.find(b"E", start, end) >= 0
+    if not exponent and (end - start < _DOUBLE_DIGITS or raw.find(b".", start, end) < 0):
+        return
+    for found in _NUMBER.finditer(raw, start, end):
+        if from_json(found.group()) in (float("inf"), float("-inf")):
+            raise JSONTextError("a number is too large for a double; infinities are not JSON")
 
 
 def _skip(raw: bytes, at: int) -> int:
@@ -146,15 +212,13 @@ def _skip(raw: bytes, at: int) -> int:
     return found.end() if found else at
 
 
-def _after_colon(raw: bytes, at: int) -> int:
-    found = _COLON.match(raw, at)
-    if found is None:
-        raise JSONTextError("walked text that is not JSON")
-    return found.end()
+def _behind_comma(raw: bytes, at: int) -> int:
+    after = _skip(raw, at)
+    return _skip(raw, after + 1) if raw[after] == 0x2C else at
 
 
 def _string_end(raw: bytes, at: int) -> int:
-    """The position behind the closing quote of the string that opens at `at`."""
+    """The position behind the closing quote of the string that opens at `at`. At the speed of memchr."""
     end = raw.find(b'"', at + 1)
     while end > 0 and raw[end - 1] == 0x5C:  # perhaps an escaped quote: an odd number of backslashes before it
         slashes = end - 1
@@ -175,91 +239,7 @@ def _key(raw: bytes, start: int, end: int) -> str:
     return text.decode()
 
 
-def _value_end(raw: bytes, at: int) -> int:
-    first = raw[at]
-    if first == 0x22:
-        return _string_end(raw, at)
-    if first in b"{[":
-        return _container_end(raw, at)
-    found = _SCALAR.match(raw, at)
-    if found is None:
-        raise JSONTextError("walked text that is not JSON")
-    return found.end()
-
-
-def _container_end(raw: bytes, at: int) -> int:
-    """The position behind the bracket that closes the one at `at`."""
-    flat = _flat_list_end(raw, at)
-    if flat:
-        return flat
-    depth = 0
-    for position, bracket in _brackets(raw, at):
-        depth += 1 if bracket in b"{[" else -1
-        if depth == 0:
-            return position + 1
-    raise JSONTextError("walked text that is not JSON")
-
-
-def _flat_list_end(raw: bytes, at: int) -> int:
-    """The end of a list without strings or containers in it (token ids are such), or 0. At the speed of memchr."""
-    if raw[at] != 0x5B:
-        return 0
-    end = raw.find(b"]", at)
-    inside = (b'"', b"{", b"[")
-    return 0 if any(raw.find(mark, at + 1, end) >= 0 for mark in inside) else end + 1
-
-
-def _brackets(raw: bytes, at: int) -> Iterator[tuple[int, int]]:
-    """Every bracket from `at` on that is not inside a string."""
-    size = len(raw)
-    while at < size:
-        quote = raw.find(b'"', at)
-        stop = size if quote < 0 else quote
-        for found in _BRACKET.finditer(raw, at, stop):
-            yield found.start(), raw[found.start()]
-        at = size if quote < 0 else _string_end(raw, quote)
-
-
-def _check_container(raw: bytes, at: int, max_depth: int) -> None:
-    """Refuse duplicate keys, too much depth and numbers that overflow, in one walk over everything but string bodies."""
-    keys: list[set[str] | None] = []  # one per open container: the keys of an object, None for a list
-    size = len(raw)
-    while at < size:
-        quote = raw.find(b'"', at)
-        stop = size if quote < 0 else quote
-        if stop - at > 300 or raw.find(b"e", at, stop) >= 0 or raw.find(b"E", at, stop) >= 0:
-            _check_numbers(raw, at, stop)
-        if not (stop - at < 3 and raw[at] in b",:" and raw[stop - 1] in b" ,:"):  # between two strings of one container
-            for found in _BRACKET.finditer(raw, at, stop):
-                bracket = raw[found.start()]
-                if bracket == 0x7B:
-                    keys.append(set())
-                elif bracket == 0x5B:
-                    keys.append(None)
-                else:
-                    keys.pop()
-                if len(keys) > max_depth:
-                    raise JSONTextError(f"nested deeper than {max_depth} levels")
-        if quote < 0:
-            return
-        at = _string_end(raw, quote)
-        if keys and (seen := keys[-1]) is not None and raw[_skip(raw, at)] == 0x3A:
-            key = _key(raw, quote, at)
-            if key in seen:
-                raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
-            seen.add(key)
-
-
-def _check_numbers(raw: bytes, start: int, end: int) -> None:
-    for found in _HUGE.finditer(raw, start, end):
-        left, right = found.start(), found.end()
-        while left > start and raw[left - 1] in b"0123456789.+-eE":
-            left -= 1
-        while right < end and raw[right] in b"0123456789.+-eE":
-            right += 1
-        _refuse_infinity(from_json(raw[left:right]))
-
-
-def _refuse_infinity(value: object) -> None:
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        raise JSONTextError("a number is too large for a double; infinities are not JSON")
+def _kind(document: object) -> str:
+    if document is None:
+        return "null"
+    return "a list" if isinstance(document, list) else f"a {type(document).__name__}"
