@@ -1,0 +1,115 @@
+"""The one door between JSON and `KVTransferParams`.
+
+Nothing else looks inside a raw document: proxy, connectors and engines hold the model and hand it back here to be
+written. The one rule: `dump(parse(x)) == x` as JSON for every valid `x`, unknown members and nulls included.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final, cast
+
+from pydantic import ValidationError
+
+from kvparams import trio
+from kvparams.errors import InvalidParams, Problem, UnsupportedVersion
+from kvparams.fields import MAX_MEMBERS
+from kvparams.params import VERSION_FORM, KVTransferParams
+from kvparams.problems import invalid, json_object
+
+__all__ = ["DOCUMENT_KEY", "dump", "dump_json", "parse", "read_request", "write"]
+
+DOCUMENT_KEY: Final = "kvparams"
+"""The key inside `kv_transfer_params` under which the document travels, beside an engine's native keys."""
+
+
+def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
+    """Read one document.
+
+    Args:
+        document: the JSON object, or its text. Never modified, and nothing of it is shared with the result.
+
+    Raises:
+        UnsupportedVersion: it declares a version other than `1.y`; nothing else was judged.
+        InvalidParams: it breaks the protocol; `problems` lists every fault, text that is not JSON included.
+    """
+    if isinstance(document, str | bytes):
+        document = json_object(document)
+    _check_outline(document)
+    try:
+        return KVTransferParams.model_validate(document if isinstance(document, dict) else dict(document))
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def dump(params: KVTransferParams) -> dict[str, object]:
+    """The document as a JSON object of its own: changing it does not change `params`."""
+    return params.model_dump(mode="json", exclude_unset=True)
+
+
+def dump_json(params: KVTransferParams) -> bytes:
+    """The document as compact JSON text in UTF-8."""
+    return params.__pydantic_serializer__.to_json(params, exclude_unset=True)
+
+
+def read_request(
+    kv_transfer_params: Mapping[str, object] | str | None,
+    *,
+    request_id: str | None = None,
+    transfer_id: str | None = None,
+) -> KVTransferParams | None:
+    """The document in a request's (or an answer's) `kv_transfer_params`, or None where there is none.
+
+    The trio of vLLM #12957 is read too. It names neither request nor transfer, so the caller does: `request_id` is that
+    of the HTTP request, `transfer_id` the same if not given.
+
+    Args:
+        kv_transfer_params: the value of the field: an object, the text of one, or null.
+
+    Raises:
+        InvalidParams: what is there breaks the protocol; paths start at `kv_transfer_params`. Also a trio for several
+            prompts (`kvparams.trio.read` reads these), and a trio where `request_id` is None.
+    """
+    if kv_transfer_params is None:
+        return None
+    if isinstance(kv_transfer_params, str):
+        kv_transfer_params = json_object(kv_transfer_params)
+    if DOCUMENT_KEY in kv_transfer_params:
+        return _inner(kv_transfer_params[DOCUMENT_KEY])
+    if not trio.present(kv_transfer_params):
+        return None
+    if request_id is None:
+        raise InvalidParams((Problem(("request_id",), "missing", "the trio has no identity; pass request_id"),))
+    found = trio.read(kv_transfer_params)
+    if found.batched:
+        raise InvalidParams((Problem((), "conflict", "holds several prompts; read it with kvparams.trio.read"),))
+    (params,) = found.to_params(request_id, transfer_id or request_id)
+    return params
+
+
+def write(params: KVTransferParams, native: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The value of `kv_transfer_params`: the document beside the engine's `native` keys, which stay as they are."""
+    return {**(native or {}), DOCUMENT_KEY: dump(params)}
+
+
+def _inner(document: object) -> KVTransferParams:
+    if not isinstance(document, Mapping):
+        raise InvalidParams((Problem((DOCUMENT_KEY,), "type", "Input should be an object"),))
+    try:
+        return parse(cast("Mapping[str, object]", document))
+    except InvalidParams as error:
+        inside = (Problem((DOCUMENT_KEY, *found.path), found.kind, found.message) for found in error.problems)
+        raise type(error)(tuple(inside)) from None
+
+
+def _check_outline(document: Mapping[str, object]) -> None:
+    """What must be known before the members are judged: the version, and that there are not too many of them."""
+    version = document.get("version")
+    if isinstance(version, str) and re.fullmatch(VERSION_FORM, version) is None:
+        raise UnsupportedVersion((Problem(("version",), "version", "this version is not spoken here; 1.y is"),))
+    crowded: list[tuple[str, ...]] = [()] if len(document) > MAX_MEMBERS else []
+    for name, part in document.items():
+        if isinstance(part, dict) and len(cast("dict[object, object]", part)) > MAX_MEMBERS:
+            crowded.append((name,))
+    if crowded:
+        message = f"an object has at most {MAX_MEMBERS} members"
+        raise InvalidParams(tuple(Problem(path, "length", message) for path in crowded))
