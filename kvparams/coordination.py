@@ -1,0 +1,148 @@
+"""How prefill and decode work together for one request: a manager yields legs, somebody else runs them.
+
+The one rule: no I/O here. A manager is a generator of legs; it is told how each ended and says what comes next. What a
+leg costs (connections, load, time) belongs to the executor that runs it.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvparams.codec import dump_json, parse
+from kvparams.dialects import Dialect, NotSplittable
+from kvparams.jsontext import edit, fields
+from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Mode, Phase, Transfer
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.tokens import TokenPrefix
+
+__all__ = ["Leg", "LegAnswer", "Legs", "PrefillThenDecode", "RequestManager"]
+
+_PREFILL_LIMITS: Final[Mapping[str, bytes | None]] = {
+    "max_tokens": b"1",
+    "stream": b"false",
+    "stream_options": None,
+    "min_tokens": None,
+    "n": None,
+    "best_of": None,
+}
+"""What a prefill leg changes in the client's body: one token, one answer, no stream (a streaming answer carries no
+`kv_transfer_params`: vLLM 0.32.0 completion/protocol.py)."""
+
+_HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
+"""What a decode leg is told of prefill's result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One request to one engine."""
+
+    instance: Instance
+    changes: Mapping[str, bytes | None]
+    """To the client's body, as for `kvparams.jsontext.edit`."""
+    answers_client: bool
+    """Whether its answer goes to the client; otherwise the manager is told it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegAnswer:
+    """What an engine said at the end of a leg that does not answer the client."""
+
+    kv_transfer_params: bytes
+    """The text of that object in the answer; `{}` where there was none."""
+
+
+Legs = Generator[Leg, LegAnswer, None]
+
+
+class RequestManager(Protocol):
+    """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`."""
+
+    def legs(
+        self,
+        request: RequestFacts,
+        members: Mapping[str, object],
+        choose: Callable[[Role], Instance],
+        dialect: Callable[[Instance], Dialect],
+    ) -> Legs:
+        """The legs of one request.
+
+        Args:
+            request: what is known about it.
+            members: the names in the client's body; only their presence matters.
+            choose: takes an instance of a role, now; its load counts from here on.
+            dialect: how an instance is spoken to.
+
+        Raises (from the generator):
+            NotSplittable: the connector cannot carry this request.
+            HandoffMissing: the prefill answer cannot be handed on.
+            InvalidParams: the prefill engine's own document breaks the protocol.
+        """
+        ...
+
+
+class PrefillThenDecode:
+    """Prefill with one token, then decode with the client's own limits; decode is chosen when prefill is done."""
+
+    def legs(
+        self,
+        request: RequestFacts,
+        members: Mapping[str, object],
+        choose: Callable[[Role], Instance],
+        dialect: Callable[[Instance], Dialect],
+    ) -> Legs:
+        """See `RequestManager.legs`."""
+        prefill = choose(Role.PREFILL)
+        speech = dialect(prefill)
+        if (why := speech.refuse(request)) is not None:
+            raise NotSplittable(why)
+        transfer = Transfer(id=request.transfer_id, attempt=1)
+        asked = _document(request, transfer, "prefill", speech.mode, producer=prefill)
+        limits = {name: value for name, value in _PREFILL_LIMITS.items() if value is not None or name in members}
+        if "max_completion_tokens" in members:
+            limits["max_completion_tokens"] = b"1"
+        limits["kv_transfer_params"] = _beside(speech.prefill_keys(), asked)
+        answer = yield Leg(prefill, limits, answers_client=False)
+
+        native = speech.decode_keys(answer.kv_transfer_params)
+        decode = choose(Role.DECODE)
+        wanted = _document(
+            request, transfer, "decode", speech.mode, producer=prefill, consumer=decode, result=_result(answer)
+        )
+        yield Leg(decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True)
+
+
+def _document(
+    request: RequestFacts,
+    transfer: Transfer,
+    phase: Phase,
+    mode: Mode,
+    *,
+    producer: Instance,
+    consumer: Instance | None = None,
+    result: KVTransferParams | None = None,
+) -> bytes:
+    """Our document for one leg, as JSON text. Of a prefill `result` the decode leg is told where the KV is."""
+    said: dict[str, Any] = {}
+    if request.token_ids is not None:
+        said["prefix"] = TokenPrefix.by_digest(request.token_ids)
+    if request.cache_salt is not None:
+        said["isolation"] = Isolation(cache_salt=request.cache_salt)
+    said["producer"] = Endpoint(id=producer.id, incarnation=producer.incarnation)
+    if consumer is not None:
+        said["consumer"] = Endpoint(id=consumer.id, incarnation=consumer.incarnation)
+    if result is not None:
+        said |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+    document = KVTransferParams(
+        version=PROTOCOL_VERSION, request_id=request.request_id, transfer=transfer, phase=phase, mode=mode, **said
+    )
+    return dump_json(document)
+
+
+def _result(answer: LegAnswer) -> KVTransferParams | None:
+    """Our document in a prefill answer, where the engine speaks it."""
+    span = fields(answer.kv_transfer_params).get("kvparams")
+    return None if span is None else parse(answer.kv_transfer_params[span.value : span.end])
+
+
+def _beside(native: bytes, document: bytes) -> bytes:
+    return edit(native, {}, {"kvparams": document})

@@ -1,0 +1,56 @@
+"""vLLM's NixlConnector: the decode engine pulls blocks that the prefill engine holds under a lease.
+
+Prefill is asked with six keys; its answer names engine, address, request and blocks, and goes to decode verbatim.
+Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py.
+"""
+
+from typing import Final
+
+from kvparams.dialects import HandoffMissing
+from kvparams.jsontext import edit, fields
+from kvparams.params import Mode
+from kvparams.scheduling import RequestFacts
+
+__all__ = ["NIXL", "Nixl"]
+
+_PREFILL: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_NEEDED: Final = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+
+
+class Nixl:
+    """See the module."""
+
+    mode: Mode = "pull"
+
+    def refuse(self, request: RequestFacts) -> str | None:
+        """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
+        if request.prompts > 1:
+            return "several prompts in one request cannot be split between prefill and decode here; send one each"
+        if request.choices > 1:
+            return "`n` above 1 cannot be split between prefill and decode here; send the request several times"
+        return None
+
+    def prefill_keys(self) -> bytes:
+        """The six keys that routers conventionally send."""
+        return _PREFILL
+
+    def decode_keys(self, answer: bytes) -> bytes:
+        """What prefill said, as it said it, without our own document."""
+        spans = fields(answer)
+        missing = [name for name in _NEEDED if name not in spans or _null(answer, spans[name].value)]
+        if missing:
+            raise HandoffMissing(
+                f"the prefill engine's answer lacks {', '.join(missing)} in kv_transfer_params: "
+                "is it started with a NixlConnector (--kv-transfer-config)?"
+            )
+        return edit(answer, spans, {"kvparams": None}) if "kvparams" in spans else answer
+
+
+def _null(raw: bytes, at: int) -> bool:
+    return raw.startswith(b"null", at)
+
+
+NIXL: Final = Nixl()

@@ -1,0 +1,83 @@
+"""Which instance runs a leg: the policy interface and round robin.
+
+The one rule: a policy is a pure decision over what it is shown. Load, turns and later the prefix index are the fleet's,
+so that several processes can share them without the policy knowing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+__all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
+
+
+class Role(StrEnum):
+    """What an instance is used for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One running engine. An engine that restarts is another instance: same id, other incarnation."""
+
+    id: str
+    """The operator's name for it, unique in the fleet."""
+    incarnation: str
+    """Changes at every start; KV of an earlier incarnation is gone."""
+    role: Role
+    url: str
+    """`http://host:port` or `https://host:port`, without a path."""
+    dialect: str
+    """How its KV connector is spoken to: a name in the entry-point group `kvparams.dialects`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An instance that may be chosen, and its load at this moment."""
+
+    instance: Instance
+    in_flight: int
+    """Legs that run there now, counted from the moment of choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is known about a request when its legs are planned."""
+
+    request_id: str
+    """The client's where it was harmless; on both legs and on the answer."""
+    transfer_id: str
+    """Minted for this attempt to move KV; never repeated, whatever the client sends."""
+    model: str | None
+    prompts: int
+    """Prompts in the request; chat is one."""
+    choices: int
+    """Answers asked for each prompt (`n`)."""
+    token_ids: Sequence[int] | None
+    """The prompt, where it came as token ids of one prompt."""
+    cache_salt: str | None
+
+
+class SchedulingPolicy(Protocol):
+    """Chooses among candidates. Third parties register theirs in the entry-point group `kvparams.policies`."""
+
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts, turn: int) -> Candidate:
+        """The candidate that runs the leg.
+
+        Args:
+            candidates: never empty; always in the same order while the fleet does not change.
+            request: what is known about it.
+            turn: how many choices were made for this role before; it never repeats.
+        """
+        ...
+
+
+class RoundRobin:
+    """Everyone in turn."""
+
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts, turn: int) -> Candidate:
+        """The next candidate in order, whatever the request."""
+        return candidates[turn % len(candidates)]

@@ -1,0 +1,161 @@
+"""The proxy as a Starlette app: routes, and what lives as long as the app does.
+
+The one rule: everything is made in the lifespan and passed on; there is no app, pool or client at module level.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, cast
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvparams import plugins
+from kvparams.coordination import RequestManager
+from kvparams.dialects import Dialect
+from kvparams.scheduling import Role, SchedulingPolicy
+from kvparams_proxy.downstream import ASGIDownstream, Downstream, open_downstream
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.executor import Execution, Resources
+from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.intake import Endpoint, read, request_id
+from kvparams_proxy.metrics import Metrics
+from kvparams_proxy.probes import Prober
+from kvparams_proxy.settings import Settings
+from kvparams_proxy.upstream import Pool
+
+__all__ = ["create_app"]
+
+_FORWARDED: Final = frozenset((b"authorization", b"traceparent", b"tracestate"))
+"""The only client headers that engines see: others can steer an engine's KV connector (`x-data-parallel-rank`, ...)."""
+
+
+def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlette:
+    """The proxy.
+
+    Args:
+        settings: what the operator decided.
+        tls: how to trust engines behind https; the system's way by default.
+
+    Raises:
+        PluginError: a policy, manager or dialect that is named is not registered.
+    """
+    policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
+    manager = cast("type[RequestManager]", plugins.load("managers", settings.manager))
+    spoken = {instance.dialect for instance in settings.instances}
+    dialects = {name: cast("Dialect", plugins.load("dialects", name)) for name in spoken}
+    fleet = Fleet(settings.instances, {role: policy() for role in Role})
+    metrics = Metrics(fleet)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
+        loop = asyncio.get_running_loop()
+        pools = {i.id: Pool(i.url, settings.upstream, tls) for i in settings.instances}
+        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings)
+        async with Prober(fleet, settings.probe_s, tls):
+            yield {"resources": resources}
+        for pool in pools.values():
+            pool.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", Generate("completions"), methods=["POST"]),
+            Route("/v1/chat/completions", Generate("chat"), methods=["POST"]),
+            Route("/v1/models", _models, methods=["GET"]),
+            Route("/health", _health, methods=["GET"]),
+            Route("/metrics", _metrics, methods=["GET"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={404: _not_found, 405: _not_found, 500: _bug},
+    )
+
+
+class Generate:
+    """The ASGI app of one generating endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint: Endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the request, refuse it or have it executed."""
+        resources: Resources = scope["state"]["resources"]
+        given: bytes | None = None
+        headers: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                given = value
+            elif name in _FORWARDED:
+                headers.append(b"%b: %b\r\n" % (name, value))
+        request = request_id(given)
+        try:
+            body = await _body(receive, resources.settings.body.max_bytes)
+            inbound = read(self._endpoint, body, request, resources.settings.body)
+            if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
+                message = f"the model {model[:200]!r} is not served here; see /v1/models"
+                raise ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+        except ProxyError as error:
+            resources.metrics.outcomes["refused"].inc()
+            await _error(error, request)(scope, receive, send)
+            return
+        except ConnectionError:  # the client left while it was sending
+            resources.metrics.outcomes["gone"].inc()
+            return
+        downstream: Downstream = open_downstream(scope, receive, send)
+        try:
+            await Execution(resources, scope["raw_path"], inbound, b"".join(headers), downstream).run()
+        finally:
+            if isinstance(downstream, ASGIDownstream):
+                await downstream.finished()
+
+
+async def _body(receive: Receive, limit_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the client has left")
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit_bytes:
+            raise ProxyError(413, "invalid_request_error", f"the body is larger than {limit_bytes} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _error(error: ProxyError, request: str | None = None) -> Response:
+    headers = {} if request is None else {"x-request-id": request}
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+async def _models(request: Request) -> Response:
+    models = request.state.resources.fleet.models()
+    data = [{"id": model, "object": "model", "created": 0, "owned_by": "kvparams"} for model in models]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def _health(request: Request) -> Response:
+    missing = request.state.resources.fleet.missing_roles()
+    body = {"status": "ok"} if not missing else {"status": "unavailable", "missing_roles": missing}
+    return Response(json.dumps(body), 503 if missing else 200, media_type="application/json")
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(request.state.resources.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _not_found(request: Request, exc: Exception) -> Response:
+    status = int(getattr(exc, "status_code", 404))
+    message = f"{request.method} {request.url.path[:200]} is not served here"
+    return _error(ProxyError(status, "not_found_error", message))
+
+
+async def _bug(request: Request, exc: Exception) -> Response:
+    return _error(ProxyError(500, "internal_error", "the proxy failed; its log says why"))

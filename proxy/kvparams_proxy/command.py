@@ -1,0 +1,104 @@
+"""`kvparams proxy`: the global proxy from the command line."""
+
+import argparse
+import logging
+import sys
+from secrets import token_hex
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvparams import plugins
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.server import serve
+from kvparams_proxy.settings import Settings
+
+__all__ = ["COMMAND"]
+
+_EXAMPLE: Final = """
+example, two prefill and two decode engines that speak vLLM's NIXL connector:
+
+  kvparams proxy --prefill http://10.0.0.1:8000 --prefill http://10.0.0.2:8000 \\
+                 --decode  http://10.0.0.3:8000 --decode  http://10.0.0.4:8000
+
+then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
+Also served: /v1/models, /health (503 while a role is missing), /metrics.
+"""
+
+
+class ProxyCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Put a proxy in front of prefill and decode engines."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """One argument for each setting."""
+        parser.epilog = _EXAMPLE
+        for role in Role:
+            parser.add_argument(
+                f"--{role}",
+                action="append",
+                default=[],
+                metavar="[NAME=]URL",
+                help=f"a {role} engine, http://host:port; repeat it for each (default names: {role}-0, {role}-1, ...)",
+            )
+        known = ", ".join(plugins.names("dialects"))
+        parser.add_argument("--connector", default="nixl", help=f"the engines' KV connector: {known} (default: nixl)")
+        known = ", ".join(plugins.names("policies"))
+        parser.add_argument("--policy", default="round_robin", help=f"who runs a leg: {known} (default: round_robin)")
+        parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
+        parser.add_argument("--port", type=int, default=8100, help="where to listen (default: %(default)s)")
+        seconds: tuple[tuple[str, float, str], ...] = (
+            ("--prefill-timeout", 300.0, "for a whole prefill leg"),
+            ("--decode-timeout", 600.0, "the longest silence of a decode engine"),
+            ("--probe", 5.0, "how often each engine is asked whether it lives and what it serves"),
+        )
+        for name, default, text in seconds:
+            parser.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default: {default:g} s)")
+        route = "name the instances used in the headers x-kvparams-prefill and x-kvparams-decode"
+        parser.add_argument("--expose-route", action="store_true", help=route)
+        plain = "write answers through ASGI instead of uvicorn's transport (slower, works the same)"
+        parser.add_argument("--plain-asgi", action="store_true", help=plain)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Serve until told to stop."""
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        try:
+            instances = tuple(
+                instance
+                for role in Role
+                for instance in _instances(role, getattr(arguments, role.value), arguments.connector)
+            )
+            settings = Settings(
+                instances=instances,
+                policy=arguments.policy,
+                prefill_timeout_s=arguments.prefill_timeout,
+                decode_timeout_s=arguments.decode_timeout,
+                probe_s=arguments.probe,
+                expose_route=arguments.expose_route,
+            )
+        except ValueError as error:
+            print(f"kvparams proxy: {error}", file=sys.stderr)
+            return 2
+        for role in Role:
+            count = sum(instance.role is role for instance in instances)
+            if not count:
+                print(f"kvparams proxy: no --{role} given: requests will be answered 503", file=sys.stderr)
+        print(f"kvparams proxy: http://{arguments.host}:{arguments.port}, {len(instances)} engines", flush=True)
+        serve(settings, arguments.host, arguments.port, direct=not arguments.plain_asgi)
+        return 0
+
+
+def _instances(role: Role, given: list[str], dialect: str) -> list[Instance]:
+    found: list[Instance] = []
+    for index, text in enumerate(given):
+        name, equals, url = text.partition("=")
+        if not equals or "://" in name:
+            name, url = f"{role}-{index}", text
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise ValueError(f"--{role} {text}: an engine is given as http://host:port or https://host:port")
+        found.append(Instance(name, token_hex(8), role, url.rstrip("/"), dialect))
+    return found
+
+
+COMMAND: Final = ProxyCommand()

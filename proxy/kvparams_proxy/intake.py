@@ -1,0 +1,187 @@
+"""A client's request, checked: the facts a plan needs, where the body's members stand, and what must be stripped.
+
+The one rule: what the proxy itself acts on is checked here, with the member named; everything else passes through
+untouched for the engine to judge.
+"""
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Final, Literal, TypeVar, cast
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
+from kvparams.scheduling import RequestFacts
+from kvparams_proxy.errors import ProxyError
+
+__all__ = ["Inbound", "read", "request_id"]
+
+Endpoint = Literal["completions", "chat"]
+T = TypeVar("T")
+
+STRIPPED: Final = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "kv_hints",
+    "kv_hint",
+    "disaggregated_params",
+    "disagg_prefill_resp",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "decode_tp_size",
+    "request_id",
+    "rid",
+)
+"""Members by which an engine can be told to fetch KV from somewhere, or that name a transfer. Only the proxy says that.
+Source: vLLM 0.32.0 entrypoints/openai/*/protocol.py; SGLang 0.5.23 entrypoints/openai/protocol.py."""
+
+_CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext": ()}
+"""Members whose own members reach an engine's KV connector too (vLLM 0.32.0 chat_completion/protocol.py)."""
+
+_SAFE_ID: Final = re.compile(r"(?!___)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
+
+_MAX_CHOICES: Final = 128
+_MAX_PROMPTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """One request that may be planned."""
+
+    facts: RequestFacts
+    body: bytes
+    """The client's body without what was stripped, otherwise byte for byte."""
+    spans: Mapping[str, Field]
+    """Where the members of `body` stand."""
+    stream: bool
+
+
+def request_id(given: bytes | None) -> str:
+    """The client's X-Request-Id where it is harmless, else a new one of 128 random bits."""
+    if given is not None and _SAFE_ID.fullmatch(text := given.decode("latin-1")):
+        return text
+    return token_hex(16)
+
+
+def read(endpoint: Endpoint, body: bytes, request: str, limits: JSONLimits) -> Inbound:
+    """Check a request's body.
+
+    Raises:
+        ProxyError: 400 or 413, naming the member and what it should be.
+    """
+    if len(body) > limits.max_bytes:
+        raise ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    try:
+        document, spans = load_object(body, limits)
+    except JSONTextError as error:
+        raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
+    model = _optional(document, "model", str, "a string")
+    prompts, token_ids = _chat(document) if endpoint == "chat" else _prompt(document)
+    _whole(document, "max_tokens", 1)
+    _whole(document, "max_completion_tokens", 1)
+    _whole(document, "min_tokens", 0)
+    choices = _whole(document, "n", 1, _MAX_CHOICES) or 1
+    stream = _optional(document, "stream", bool, "true or false") or False
+    _optional(document, "stream_options", dict, "an object")
+    salt = _optional(document, "cache_salt", str, "a string")
+    body, spans = _strip(document, body, spans)
+    facts = RequestFacts(request, token_hex(16), model, prompts, choices, token_ids, salt)
+    return Inbound(facts, body, spans, stream)
+
+
+def _invalid(name: str, message: str) -> ProxyError:
+    return ProxyError(400, "invalid_request_error", message, param=name, code="invalid_value")
+
+
+def _optional(document: Mapping[str, object], name: str, kind: type[T], expected: str) -> T | None:
+    value = document.get(name)
+    if value is None or type(value) is kind:
+        return cast("T | None", value)
+    raise _invalid(name, f"`{name}` must be {expected}")
+
+
+def _whole(document: Mapping[str, object], name: str, least: int, most: int = 2**31 - 1) -> int | None:
+    value = _optional(document, name, int, "a whole number")
+    if value is not None and not least <= value <= most:
+        raise _invalid(name, f"`{name}` must be a whole number from {least} to {most}")
+    return value
+
+
+def _chat(document: Mapping[str, object]) -> tuple[int, None]:
+    messages = document.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _invalid("messages", "`messages` must be a list of at least one message")
+    for index, message in enumerate(cast("list[object]", messages)):
+        if not isinstance(message, dict) or type(cast("dict[str, object]", message).get("role")) is not str:
+            raise _invalid(f"messages[{index}]", "each message must be an object with a `role`")
+    return 1, None
+
+
+def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
+    """How many prompts there are, and the token ids where it is one prompt of ids."""
+    prompt = document.get("prompt")
+    if type(prompt) is str:
+        if not prompt:
+            raise _invalid("prompt", "`prompt` is empty")
+        return 1, None
+    if not isinstance(prompt, list) or not prompt:
+        raise _invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
+    items = cast("list[object]", prompt)
+    if type(items[0]) is int:
+        return 1, _token_ids(items, "prompt")
+    if len(items) > _MAX_PROMPTS:
+        raise _invalid("prompt", f"at most {_MAX_PROMPTS} prompts fit in one request")
+    kind = type(items[0])
+    for index, item in enumerate(items):
+        if type(item) is not kind or kind not in (str, list) or not item:
+            raise _invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
+        if kind is list:
+            _token_ids(cast("list[object]", item), f"prompt[{index}]")
+    if len(items) == 1 and kind is list:
+        return 1, _token_ids(cast("list[object]", items[0]), "prompt[0]")
+    return len(items), None
+
+
+def _token_ids(items: list[object], name: str) -> Sequence[int]:
+    if set(map(type, items)) != {int}:
+        raise _invalid(name, f"`{name}` must hold whole numbers only: token ids")
+    try:
+        return array("I", cast("list[int]", items))
+    except OverflowError as error:
+        raise _invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
+
+
+def _strip(
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
+) -> tuple[bytes, Mapping[str, Field]]:
+    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
+    for name, path in _CARRIERS.items():
+        if isinstance(document.get(name), dict):
+            before = body[spans[name].value : spans[name].end]
+            after = _strip_inside(before, path)
+            if after != before:
+                changes[name] = after
+    if not changes:
+        return body, spans
+    body = edit(body, spans, changes)
+    return body, fields(body)
+
+
+def _strip_inside(raw: bytes, path: tuple[str, ...]) -> bytes:
+    """The object `raw` without what is stripped, in itself and in the object that `path` leads to."""
+    spans = fields(raw)
+    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in spans}
+    if path and (field := spans.get(path[0])) is not None and raw[field.value] == 0x7B:
+        inner = raw[field.value : field.end]
+        changed = _strip_inside(inner, path[1:])
+        if changed != inner:
+            changes[path[0]] = changed
+    return edit(raw, spans, changes) if changes else raw
