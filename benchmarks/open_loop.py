@@ -77,6 +77,14 @@ class Report:
     lag: Spread | None
     """How late the generator sent; if this is not small beside `e2e`, the generator was the bottleneck."""
 
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        """Read back what the command printed."""
+        document = json.loads(text)
+        for name in ("ttft", "itl", "e2e", "lag"):
+            document[name] = None if document[name] is None else Spread(**document[name])
+        return cls(**document)
+
 
 def _report(mode: str, asked_per_s: float | None, requests: int, wall_s: float, tally: Tally) -> Report:
     return Report(

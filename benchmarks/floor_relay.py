@@ -1,0 +1,159 @@
+"""The floor under any proxy in this language: both legs of a request, and nothing else.
+
+The one rule: no work that the two legs do not force on it. It checks nothing, corrects nothing, hides nothing and does
+not survive errors; it splices bytes it knows the shape of, and what the decode engine sends goes to the client as it
+comes. It exists so that a proxy's CPU per request can be told as a ratio, in the same run on the same machine.
+
+    python benchmarks/floor_relay.py --port 8200 --prefill 8100 --prefill 8101 --decode 8102 --decode 8103
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import cast
+
+import httptools
+import uvloop
+
+_PREFILL_END = b',"max_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true}}'
+_PARAMS = b'"kv_transfer_params":'
+_BACKLOG = 2048
+
+
+class _Engine:
+    """One engine and the idle connections to it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.idle: list[_Upstream] = []
+
+    def send(self, client: "_Client", body: bytes, *, relay: bool) -> None:
+        wire = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (client.path, len(body), body)
+        if self.idle:
+            self.idle.pop().send(client, wire, relay)
+        else:
+            client.task = asyncio.get_running_loop().create_task(self._open(client, wire, relay))
+
+    async def _open(self, client: "_Client", wire: bytes, relay: bool) -> None:
+        loop = asyncio.get_running_loop()
+        _, upstream = await loop.create_connection(lambda: _Upstream(self), "127.0.0.1", self.port)
+        upstream.send(client, wire, relay)
+
+
+class _Upstream(asyncio.Protocol):
+    """A connection to an engine, in use by one leg at a time."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport = cast("asyncio.Transport", None)
+        self._client: _Client | None = None
+        self._relay = False
+        self._body: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def send(self, client: "_Client", wire: bytes, relay: bool) -> None:
+        self._client = client
+        self._relay = relay
+        client.upstream = self
+        self._transport.write(wire)
+
+    def data_received(self, data: bytes) -> None:
+        if self._relay and self._client is not None:
+            self._client.transport.write(data)
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._relay:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        client, self._client = self._client, None
+        body, self._body = self._body, []
+        self._engine.idle.append(self)
+        if client is not None:
+            client.upstream = None
+            if not self._relay:
+                client.prefilled(b"".join(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self in self._engine.idle:
+            self._engine.idle.remove(self)
+        if self._client is not None:
+            self._client.transport.close()
+
+    def drop(self) -> None:
+        self._client = None
+        self._transport.abort()
+
+
+class _Client(asyncio.Protocol):
+    """A client's connection; one request at a time."""
+
+    def __init__(self, prefill: Iterator[_Engine], decode: Iterator[_Engine]) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._parser = httptools.HttpRequestParser(self)
+        self._parts: list[bytes] = []
+        self._body = b""
+        self.path = b""
+        self.upstream: _Upstream | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.transport = cast("asyncio.Transport", None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self.path = url
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_method() == b"GET":
+            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            return
+        self._body, self._parts = b"".join(self._parts)[:-1], []
+        # The last of two members of one name is the one that counts.
+        next(self._prefill).send(self, self._body + _PREFILL_END, relay=False)
+
+    def prefilled(self, answer: bytes) -> None:
+        """The prefill leg has ended: its KV params are the last member of the answer."""
+        params = answer[answer.rindex(_PARAMS) : -1]
+        next(self._decode).send(self, b"%b,%b}" % (self._body, params), relay=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.upstream is not None:
+            self.upstream.drop()
+
+
+async def _serve(port: int, prefill: Sequence[int], decode: Sequence[int]) -> None:
+    prefills = cycle([_Engine(each) for each in prefill])
+    decodes = cycle([_Engine(each) for each in decode])
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Client(prefills, decodes), "127.0.0.1", port, backlog=_BACKLOG)
+    async with server:
+        await server.serve_forever()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Relay until killed."""
+    parser = argparse.ArgumentParser(description="The least a proxy can do: two legs, nothing else.")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--prefill", type=int, action="append", required=True, metavar="PORT")
+    parser.add_argument("--decode", type=int, action="append", required=True, metavar="PORT")
+    arguments = parser.parse_args(argv)
+    uvloop.run(_serve(arguments.port, arguments.prefill, arguments.decode))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""This proxy beside its peers, on an external bench rig if there is one.
+
+The one rule: without a rig this file is of no use, and nothing else in the project needs it.
+
+    python benchmarks/rig_compare.py --rig DIR --rig-home DIR [--rounds 9] [--peers vr-pd-rr,...] [--only closed|open]
+
+Closed loop: CPU per request as the median of per-round ratios with its bootstrap interval, and the engines' counters.
+Open loop: added p50 and p99 beside the first peer at half the slower one's capacity. Exit status 1 if a counter does
+not add up. Tables on stdout, JSON in the results folder.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.load_process import LoadError
+from benchmarks.processes import Processes, StartError
+from benchmarks.rig import SCENARIOS, Rig, name_of
+from benchmarks.rig_closed import closed_table, compare_closed, problems, run_closed
+from benchmarks.rig_open import compare_open, open_table, run_open
+
+__all__ = ["main"]
+
+_OPEN_SCENARIOS = "ns-s-64,ns-l-64,stb-s-64"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="This proxy beside its peers, on an external bench rig.")
+    parser.add_argument("--rig", type=Path, required=True, help="the folder with bench.py")
+    parser.add_argument("--rig-home", type=Path, required=True, help="where its setup put mock, load and venvs")
+    parser.add_argument("--peers", default="vr-pd-rr", help="routers of the rig; the open loop takes the first")
+    parser.add_argument("--only", choices=("closed", "open"), help="one of the two comparisons")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="closed loop")
+    parser.add_argument("--scale", type=float, default=0.5, help="closed loop: of the rig's requests a round")
+    parser.add_argument("--limit", type=float, default=2.5, help="closed loop: seconds a run may take")
+    parser.add_argument("--open-scenarios", default=_OPEN_SCENARIOS, help="open loop")
+    parser.add_argument("--open-seconds", type=float, default=3.0, help="open loop: seconds a run takes")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print the tables, write JSON."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    peers: list[str] = arguments.peers.split(",")
+    scenarios: list[str] = arguments.scenarios.split(",")
+    open_scenarios: list[str] = arguments.open_scenarios.split(",")
+    unknown = [name for name in scenarios + open_scenarios if name not in SCENARIOS]
+    if unknown:
+        parser.error(f"unknown scenarios {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
+    document: dict[str, object] = {"taken": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    wrong: list[str] = []
+    try:
+        rig = Rig(arguments.rig, arguments.rig_home)
+        with rig.with_ours():
+            if arguments.only != "open":
+                rows = run_closed(
+                    rig,
+                    peers=peers,
+                    scenarios=scenarios,
+                    rounds=arguments.rounds,
+                    scale=arguments.scale,
+                    limit_s=arguments.limit,
+                )
+                compared = compare_closed(rows, peers)
+                print(closed_table(compared))
+                document["closed"] = {"summary": [asdict(each) for each in compared], "rows": rows}
+                wrong += problems(rows)
+            if arguments.only != "closed":
+                with tempfile.TemporaryDirectory() as logs, Processes(Path(logs)) as processes:
+                    figures = run_open(
+                        rig,
+                        processes,
+                        peer=peers[0],
+                        scenarios=open_scenarios,
+                        rounds=arguments.rounds,
+                        duration_s=arguments.open_seconds,
+                    )
+                results = compare_open(figures, peers[0])
+                print(f"\npeer: {name_of(peers[0])}\n\n{open_table(results)}")
+                document["open"] = {
+                    "summary": [asdict(each) for each in results],
+                    "rows": [asdict(each) for each in figures],
+                }
+                wrong += [
+                    f"open loop, round {each.round} {each.scenario} {name_of(each.router)}: {each.problem}"
+                    for each in figures
+                    if each.problem
+                ]
+    except (StartError, LoadError) as error:
+        print(f"rig_compare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("rig_compare: interrupted; every process it started is gone", file=sys.stderr)
+        return 130
+    document["problems"] = wrong
+    results_directory: Path = arguments.results
+    results_directory.mkdir(parents=True, exist_ok=True)
+    (results_directory / "rig.json").write_text(json.dumps(document, indent=1) + "\n")
+    print("\ncounters: " + ("; ".join(wrong) if wrong else "every request counted, both legs carried KV params"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
