@@ -1,0 +1,83 @@
+"""Page-sized buffers, allocated once, touched once, leased and given back.
+
+Fresh memory is the dominant cost of moving pages, so the steady path allocates none. The one rule: a slot is given back
+only when nobody can touch it any more; tie that to `Job.on_settled`, never to the end of a wait.
+"""
+
+import threading
+from typing import Final
+
+import numpy as np
+
+__all__ = ["Arena", "Slot"]
+
+_ALIGNMENT: Final = 4096
+
+
+class Slot:
+    """One leased buffer."""
+
+    def __init__(self, arena: "Arena", index: int, view: memoryview) -> None:
+        self._arena = arena
+        self.index: Final = index
+        self.view: Final = view
+        """`slot_bytes` writable bytes, aligned to 64."""
+
+    def give_back(self) -> None:
+        """End the lease.
+
+        Raises:
+            RuntimeError: it has ended already: two owners would write over each other.
+        """
+        self._arena.give_back(self)
+
+
+class Arena:
+    """A fixed number of equal slots in one piece of memory."""
+
+    def __init__(self, size_bytes: int, slot_bytes: int) -> None:
+        """Allocate and touch `size_bytes`, at least one slot's worth.
+
+        Args:
+            size_bytes: for all slots together.
+            slot_bytes: usable bytes of one slot; rounded up to a multiple of 64 in memory.
+        """
+        if slot_bytes < 1:
+            raise ValueError(f"slot_bytes is {slot_bytes}; a slot has at least one byte")
+        stride = -(-slot_bytes // 64) * 64
+        self.slot_bytes: Final = slot_bytes
+        self.slots: Final = max(1, size_bytes // stride)
+        memory = np.empty(self.slots * stride + _ALIGNMENT, dtype=np.uint8)
+        memory.fill(0)  # touch every page now, not during a transfer
+        offset = -memory.ctypes.data % _ALIGNMENT
+        whole = memory.data[offset : offset + self.slots * stride]
+        self.memory: Final = whole
+        """All slots: what a store registers."""
+        self._views = [whole[start : start + slot_bytes] for start in range(0, self.slots * stride, stride)]
+        self._changed = threading.Condition(threading.Lock())
+        self._free = list(range(self.slots))[::-1]
+        self._leased: dict[int, Slot] = {}
+
+    @property
+    def free(self) -> int:
+        """How many slots are not leased."""
+        with self._changed:
+            return len(self._free)
+
+    def lease(self, timeout_s: float = 0.0) -> Slot | None:
+        """A slot, or None if none comes free within `timeout_s`; its content is whatever was left there."""
+        with self._changed:
+            if not self._free and not self._changed.wait_for(lambda: self._free, timeout_s):
+                return None
+            index = self._free.pop()
+            slot = self._leased[index] = Slot(self, index, self._views[index])
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """End the lease of `slot`; see `Slot.give_back`."""
+        with self._changed:
+            if self._leased.get(slot.index) is not slot:
+                raise RuntimeError(f"slot {slot.index} was given back twice")
+            del self._leased[slot.index]
+            self._free.append(slot.index)
+            self._changed.notify()

@@ -1,0 +1,89 @@
+"""What a connector's jobs say when they are done, and its counters.
+
+The one rule: a report says what happened to every page that was asked for; nothing is dropped in silence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvparams.pages import Reason
+from kvparams_connectors.store import Code
+
+__all__ = ["ConnectorStats", "Hit", "LoadReport", "RefusedPage", "ReleaseReport", "SaveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest stored prefix of a plan."""
+
+    tokens: int
+    """Tokens that pages without a gap cover from token 0 on; a stored partial last page counts."""
+    pages: int
+    nbytes: int
+    """Stored bytes of those pages, headers included."""
+    failure: Code | None = None
+    """Why the search ended early, if the store failed; None if it ended at a page that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedPage:
+    """A page that was read and not used."""
+
+    index: int
+    key: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What reached the blocks: the tokens [start_token, end_token), and not one more."""
+
+    start_token: int
+    end_token: int
+    pages: int = 0
+    nbytes: int = 0
+    """Bytes read for those pages, headers included."""
+    refused: tuple[RefusedPage, ...] = ()
+    """The page at which the load stopped because it was not the page that was asked for."""
+    failure: Code | None = None
+    """The store's result at which the load stopped (MISS, TIMEOUT, ...); None if it came to its end or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What became of the pages of a save."""
+
+    saved: int = 0
+    """Pages stored by this job."""
+    existing: int = 0
+    """Pages that were stored already."""
+    dropped: int = 0
+    """Pages for which no slot of the arena was free: they are not stored."""
+    failed: Mapping[Code, int] = field(default_factory=dict[Code, int])
+    """Pages that the store did not take, by its result."""
+    nbytes: int = 0
+    """Bytes stored by this job, headers included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReport:
+    """How many keys were deleted."""
+
+    deleted: int = 0
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counters since the start; they only grow."""
+
+    pages_loaded: int = 0
+    bytes_loaded: int = 0
+    tokens_loaded: int = 0
+    pages_saved: int = 0
+    bytes_saved: int = 0
+    pages_existing: int = 0
+    pages_dropped: int = 0
+    pages_refused: dict[str, int] = field(default_factory=dict[str, int])
+    """By reason (`kvparams.pages.Reason`)."""
+    store_failures: dict[str, int] = field(default_factory=dict[str, int])
+    """By result code, without MISS."""

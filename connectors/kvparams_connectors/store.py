@@ -1,0 +1,255 @@
+"""The bytes-level store: what a new backend implements, and nothing about tensors, tokens or engines.
+
+Values are write-once: a key names its content, so a second put of the same key changes nothing. The one rule: a batch
+never raises for one of its keys; every key has its own result from a closed set.
+"""
+
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, TypeVar, cast
+
+from kvparams import plugins
+from kvparams_connectors.arena import Arena
+from kvparams_connectors.jobs import Job, Lane
+from kvparams_connectors.settings import StoreError, StoreURL
+
+__all__ = [
+    "DEFAULT_DEADLINE_S",
+    "Capabilities",
+    "Code",
+    "GetOp",
+    "KVStore",
+    "LaneStore",
+    "PutOp",
+    "Result",
+    "Results",
+    "StoreError",
+    "StoreFactory",
+    "open_store",
+    "valid_key",
+]
+
+Op = TypeVar("Op")
+
+_LOGGER: Final = logging.getLogger(__name__)
+_KEY: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+DEFAULT_DEADLINE_S: Final = 5.0
+"""How long an operation may take if the caller does not say."""
+
+
+class Code(Enum):
+    """What became of one key of a batch."""
+
+    OK = "ok"
+    EXISTS = "exists"
+    """put: the key is there already, whole; nothing was written."""
+    MISS = "miss"
+    """get, exists, delete: the key is not there."""
+    CORRUPT = "corrupt"
+    """get: the store itself found the value damaged."""
+    FULL = "full"
+    """put: there is no room, and none can be made."""
+    TOO_LARGE = "too_large"
+    """put: larger than the store takes. get: larger than the buffers; `nbytes` says how large."""
+    TIMEOUT = "timeout"
+    """The deadline passed; the work may still be running (see `Job.settled`)."""
+    UNAVAILABLE = "unavailable"
+    """The store cannot be reached, is closed or has too much to do."""
+    DENIED = "denied"
+    """The store refuses this caller."""
+    INVALID = "invalid"
+    """The operation itself is wrong: a bad key, a buffer that cannot be used."""
+    INTERNAL = "internal"
+    """A defect in the store; the log has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one key."""
+
+    code: Code
+    nbytes: int = 0
+    """put, get: bytes moved. exists: the value's size. TOO_LARGE on get: the value's size. Otherwise 0."""
+
+
+Results = list[Result]
+"""One result per operation, in the order of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutOp:
+    """Store the bytes of `buffers`, one after the other, under `key`."""
+
+    key: str
+    buffers: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class GetOp:
+    """Read the value of `key` into `buffers`, one after the other. They may be larger than the value together."""
+
+    key: str
+    buffers: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do and how much it takes; the conformance suite holds it to this."""
+
+    persistent: bool
+    """Values outlive the process that stored them."""
+    shared: bool
+    """Other processes see them."""
+    max_value_bytes: int
+    """Larger values are TOO_LARGE."""
+
+
+class KVStore(ABC):
+    """Bytes under keys, in batches, as jobs.
+
+    A key has 1 to 128 characters from `[A-Za-z0-9._-]`; a buffer is a contiguous memoryview, writable for get. The
+    caller leaves a buffer alone until the job is settled, whatever the wait said before.
+
+    Use: an existing key that is found by put, get or exists counts as used. Within one batch the first key counts as
+    used last, so that of a sequence of pages the tail is evicted before the head.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this store can do."""
+
+    @abstractmethod
+    def register(self, arena: Arena) -> None:
+        """Say once which memory most buffers will come from."""
+
+    @abstractmethod
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Store values. OK: stored by us and visible. EXISTS: visible already."""
+
+    @abstractmethod
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Read values. What the buffers hold where the code is not OK, or behind `nbytes`, means nothing."""
+
+    @abstractmethod
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """OK with the value's size, or MISS."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """OK: it was there and is gone. MISS: it was not there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait, within bounds, for what was submitted, and let go of everything; a second call does nothing."""
+
+
+class LaneStore(KVStore):
+    """A store whose operations are ordinary blocking calls, done by a lane of worker threads.
+
+    A subclass writes `put_now`, `get_now`, `exists_now`, `delete_now` and `release`. Keys and buffers have been checked
+    before they are called. `deadline` is on the clock of `time.monotonic`; past it, give up with TIMEOUT.
+    """
+
+    def __init__(self, name: str, *, threads: int = 1) -> None:
+        self._lane = Lane(f"kvparams-{name}", threads=threads)
+
+    def register(self, arena: Arena) -> None:
+        """Nothing: a store that copies with the CPU need not know."""
+
+    @abstractmethod
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """See `put`."""
+
+    @abstractmethod
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """See `get`."""
+
+    @abstractmethod
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        """See `exists`."""
+
+    @abstractmethod
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        """See `delete`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of everything; no worker is running any more."""
+
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        valid = [valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers) for op in ops]
+        return self._submit(ops, valid, self.put_now, deadline_s)
+
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        valid = [
+            valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
+            for op in ops
+        ]
+        return self._submit(ops, valid, self.get_now, deadline_s)
+
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._submit(keys, [valid_key(key) for key in keys], self.exists_now, deadline_s)
+
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._submit(keys, [valid_key(key) for key in keys], self.delete_now, deadline_s)
+
+    def close(self) -> None:
+        if self._lane.close():
+            self.release()
+        else:
+            _LOGGER.error("a store was closed while an operation was stuck in it; its memory is kept")
+
+    def _submit(
+        self,
+        ops: Sequence[Op],
+        valid: Sequence[bool],
+        work: Callable[[Sequence[Op], float], Results],
+        deadline_s: float,
+    ) -> Job[Results]:
+        good = [op for op, fine in zip(ops, valid, strict=True) if fine]
+
+        def run(job: Job[Results]) -> Results:
+            try:
+                found = iter(work(good, job.deadline))
+            except Exception:
+                _LOGGER.exception("a store failed")
+                found = iter([Result(Code.INTERNAL)] * len(good))
+            return [next(found) if fine else Result(Code.INVALID) for fine in valid]
+
+        return self._lane.submit(
+            run,
+            deadline_s,
+            timed_out=[Result(Code.TIMEOUT)] * len(ops),
+            refused=[Result(Code.UNAVAILABLE)] * len(ops),
+        )
+
+
+def valid_key(key: str) -> bool:
+    """Whether every store takes this key."""
+    return _KEY.fullmatch(key) is not None
+
+
+class StoreFactory(Protocol):
+    """What is registered in the entry-point group `kvparams.stores` under a URL's scheme."""
+
+    def __call__(self, url: StoreURL) -> KVStore:
+        """Open the store that `url` names; raises StoreError."""
+        ...
+
+
+def open_store(url: str) -> KVStore:
+    """Open a store by its URL: `memory:?size=1GiB`, `file:///dev/shm/kv?size=4GiB`.
+
+    Raises:
+        StoreError: the URL or a setting is wrong, or the store cannot be opened.
+        PluginError: no store is registered under the URL's scheme; the message lists the known ones.
+    """
+    parsed = StoreURL.parse(url)
+    factory = cast("StoreFactory", plugins.load("stores", parsed.scheme))
+    return factory(parsed)

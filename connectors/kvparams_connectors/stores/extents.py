@@ -1,0 +1,116 @@
+"""Room for values of any size in one piece of memory: equal units, handed out as runs of neighbours.
+
+Units instead of size classes: no page size can starve another, and any page may be evicted for any other. The one rule:
+a value's bytes lie in its runs in order, each run full but the last.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bytes", "Extents", "Run", "copy_in", "copy_out", "units_for"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_SMALL: Final = 32 << 10
+"""Copies up to here are cheaper without letting go of the interpreter lock."""
+
+
+class Run(NamedTuple):
+    """`units` neighbouring units from `first` on."""
+
+    first: int
+    units: int
+
+
+class Extents:
+    """Which units are free. It does not lock; whoever owns it does."""
+
+    def __init__(self, free: npt.NDArray[np.bool_]) -> None:
+        """Args:
+        free: one flag per unit, True where it is free; may lie in shared memory.
+        """
+        self._free = free
+
+    def take(self, units: int, max_runs: int | None = None) -> list[Run] | None:
+        """Hand out `units` units in at most `max_runs` runs, or None if that cannot be done now.
+
+        The first run that is long enough is taken; only if there is none, the longest ones together.
+        """
+        if units == 0:
+            return []
+        free = np.flatnonzero(self._free)
+        if len(free) < units:
+            return None
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(free) != 1) + 1))
+        lengths = np.diff(np.concatenate((starts, [len(free)])))
+        first_fit = int(np.argmax(lengths >= units))
+        if lengths[first_fit] >= units:
+            runs = [Run(int(free[starts[first_fit]]), units)]
+        else:
+            runs: list[Run] = []
+            missing = units
+            for index in np.argsort(-lengths, kind="stable"):
+                runs.append(Run(int(free[starts[index]]), min(int(lengths[index]), missing)))
+                missing -= runs[-1].units
+                if missing == 0:
+                    break
+            if max_runs is not None and len(runs) > max_runs:
+                return None
+        for run in runs:
+            self._free[run.first : run.first + run.units] = False
+        return runs
+
+    def give_back(self, runs: Sequence[Run]) -> None:
+        """Take back what `take` handed out."""
+        for run in runs:
+            self._free[run.first : run.first + run.units] = True
+
+
+def units_for(nbytes: int, unit_bytes: int) -> int:
+    """How many units `nbytes` take."""
+    return -(-nbytes // unit_bytes)
+
+
+def copy_in(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:
+    """Copy the first `nbytes` bytes of `buffers` into the units of `runs`."""
+    for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
+        _copy(inside, outside)
+
+
+def copy_out(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:
+    """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`."""
+    for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
+        _copy(outside, inside)
+
+
+def _pieces(
+    memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int
+) -> Iterator[tuple[Bytes, Bytes]]:
+    """Pairs of equally long stretches, inside and outside, that cover the value once."""
+    run_index = buffer_index = run_at = buffer_at = 0
+    missing = nbytes
+    while missing:
+        first, count = runs[run_index]
+        outside = np.frombuffer(buffers[buffer_index], dtype=np.uint8) if buffers[buffer_index].nbytes else None
+        room = 0 if outside is None else outside.size - buffer_at
+        length = min(count * unit_bytes - run_at, room, missing)
+        if outside is not None and length:
+            start = first * unit_bytes + run_at
+            yield memory[start : start + length], outside[buffer_at : buffer_at + length]
+        missing -= length
+        run_at += length
+        buffer_at += length
+        if run_at == count * unit_bytes:
+            run_index, run_at = run_index + 1, 0
+        if length == room:
+            buffer_index, buffer_at = buffer_index + 1, 0
+
+
+def _copy(target: Bytes, source: Bytes) -> None:
+    if target.size <= _SMALL:
+        target.data[:] = source.data
+    else:
+        np.copyto(target, source)  # lets go of the interpreter lock

@@ -1,0 +1,221 @@
+"""The store inside one process: a bounded piece of memory, least recently used first out.
+
+The one rule: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.stores.extents import Extents, Run, copy_in, copy_out, units_for
+
+__all__ = ["MemoryStore", "open_url"]
+
+_DEFAULT_SIZE: Final = 1 << 30
+_DEFAULT_UNIT: Final = 64 << 10
+
+
+class _Value:
+    """A value in the table. Not `ready`: its writer is still copying."""
+
+    __slots__ = ("nbytes", "pins", "ready", "removed", "runs")
+
+    def __init__(self, runs: list[Run], nbytes: int) -> None:
+        self.runs = runs
+        self.nbytes = nbytes
+        self.ready = False
+        self.pins = 1
+        """Copies in progress: its writer's and its readers'."""
+        self.removed = False
+        """No longer in the table; its room is given back with the last pin."""
+
+
+class MemoryStore(LaneStore):
+    """Values in this process's memory."""
+
+    def __init__(self, size_bytes: int = _DEFAULT_SIZE, *, unit_bytes: int = _DEFAULT_UNIT, threads: int = 1) -> None:
+        """Allocate and touch the memory.
+
+        Args:
+            size_bytes: for all values together; rounded down to whole units.
+            unit_bytes: a value takes whole units.
+            threads: how many batches are worked on at a time.
+        """
+        units = size_bytes // unit_bytes
+        if units < 1:
+            raise StoreError(f"memory store: size {size_bytes} is less than one unit of {unit_bytes} bytes")
+        self._unit_bytes = unit_bytes
+        self._memory = np.empty(units * unit_bytes, dtype=np.uint8)
+        self._memory.fill(0)  # touch every page now, not during a transfer
+        self._extents = Extents(np.ones(units, dtype=np.bool_))
+        self._values: OrderedDict[str, _Value] = OrderedDict()  # least recently used first
+        self._changed = threading.Condition(threading.Lock())
+        self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
+        super().__init__("memory", threads=threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        results = [Result(Code.TIMEOUT)] * len(ops)
+        left = list(range(len(ops)))
+        while left:  # once, and again for a key whose other writer gave up
+            left = self._put_round(ops, left, results, deadline)
+        with self._changed:
+            self._touch([op.key for op in ops])
+        return results
+
+    def _put_round(self, ops: Sequence[PutOp], left: list[int], results: Results, deadline: float) -> list[int]:
+        """Try the operations `left`; those that have to be tried again."""
+        sizes = {index: sum(buffer.nbytes for buffer in ops[index].buffers) for index in left}
+        ours: dict[int, _Value] = {}
+        others: dict[int, _Value] = {}
+        held: list[_Value] = []
+        with self._changed:
+            for index in left:
+                op = ops[index]
+                value = self._values.get(op.key)
+                if value is not None:
+                    others[index] = value
+                    value.pins += 1  # what this batch says exists is not evicted for the rest of the batch
+                    held.append(value)
+                    continue
+                nbytes = sizes[index]
+                if nbytes > self._capabilities.max_value_bytes:
+                    results[index] = Result(Code.TOO_LARGE)
+                    continue
+                runs = self._make_room(units_for(nbytes, self._unit_bytes))
+                if runs is None:
+                    results[index] = Result(Code.FULL)
+                    continue
+                self._values[op.key] = ours[index] = _Value(runs, nbytes)
+        for index, value in ours.items():
+            results[index] = self._fill(ops[index], value, deadline)
+        again: list[int] = []
+        with self._changed:
+            for value in held:
+                self._unpin(value)
+            for index, value in others.items():
+                self._changed.wait_for(lambda value=value: value.ready or value.removed, deadline - time.monotonic())
+                if value.removed:
+                    again.append(index)
+                elif value.ready:
+                    results[index] = Result(Code.EXISTS)
+        return again if time.monotonic() < deadline else []
+
+    def _fill(self, op: PutOp, value: _Value, deadline: float) -> Result:
+        """Copy a new value in and make it visible, or take it out of the table again."""
+        code = Code.TIMEOUT
+        if time.monotonic() < deadline:
+            try:
+                copy_in(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes)
+                code = Code.OK
+            except ValueError:  # the caller released a buffer that it had leased to us
+                code = Code.INVALID
+        with self._changed:
+            value.ready = code is Code.OK
+            if not value.ready:
+                self._remove(op.key, value)
+            self._unpin(value)
+            self._changed.notify_all()
+        return Result(code, value.nbytes if value.ready else 0)
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        with self._changed:
+            found = [self._values.get(op.key) for op in ops]
+            found = [value if value is not None and value.ready else None for value in found]
+            for value in found:
+                if value is not None:
+                    value.pins += 1
+            self._touch([op.key for op in ops])
+        results: Results = []
+        for op, value in zip(ops, found, strict=True):
+            if value is None:
+                results.append(Result(Code.MISS))
+                continue
+            results.append(self._read(op, value, deadline))
+            with self._changed:
+                self._unpin(value)
+        return results
+
+    def _read(self, op: GetOp, value: _Value, deadline: float) -> Result:
+        if sum(buffer.nbytes for buffer in op.buffers) < value.nbytes:
+            return Result(Code.TOO_LARGE, value.nbytes)
+        if time.monotonic() >= deadline:
+            return Result(Code.TIMEOUT)
+        try:
+            copy_out(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes)
+        except ValueError:  # the caller released a buffer that it had leased to us
+            return Result(Code.INVALID)
+        return Result(Code.OK, value.nbytes)
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        with self._changed:
+            values = [self._values.get(key) for key in keys]
+            self._touch(keys)
+            return [
+                Result(Code.OK, value.nbytes) if value is not None and value.ready else Result(Code.MISS)
+                for value in values
+            ]
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        results: Results = []
+        with self._changed:
+            for key in keys:
+                value = self._values.get(key)
+                if value is None or not value.ready:
+                    results.append(Result(Code.MISS))
+                else:
+                    self._remove(key, value)
+                    results.append(Result(Code.OK))
+        return results
+
+    def release(self) -> None:
+        self._values.clear()
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    # ---- the lock is held
+
+    def _touch(self, keys: Sequence[str]) -> None:
+        for key in reversed(keys):
+            if key in self._values:
+                self._values.move_to_end(key)
+
+    def _make_room(self, units: int) -> list[Run] | None:
+        """Units for a new value, evicting as little as needed; None if everything else is being copied."""
+        while (runs := self._extents.take(units)) is None:
+            victim = next(((key, value) for key, value in self._values.items() if not value.pins), None)
+            if victim is None:
+                return None
+            self._remove(*victim)
+        return runs
+
+    def _remove(self, key: str, value: _Value) -> None:
+        del self._values[key]
+        value.removed = True
+        if not value.pins:
+            self._extents.give_back(value.runs)
+
+    def _unpin(self, value: _Value) -> None:
+        value.pins -= 1
+        if value.removed and not value.pins:
+            self._extents.give_back(value.runs)
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`memory:?size=1GiB&unit=64KiB&threads=1`."""
+    url.only("size", "unit", "threads")
+    if url.place or url.path:
+        raise StoreError(f"memory store: {url.text!r} names a place; a memory store has none: memory:?size=1GiB")
+    return MemoryStore(
+        url.size("size", _DEFAULT_SIZE),
+        unit_bytes=url.size("unit", _DEFAULT_UNIT),
+        threads=url.number("threads", 1, low=1, high=64),
+    )
