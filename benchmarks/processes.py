@@ -12,14 +12,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
-__all__ = ["Processes", "StartError", "Usage", "free_ports", "http_get", "tree_usage"]
+__all__ = ["Processes", "StartError", "Usage", "free_ports", "http_get", "require_free", "tree_usage"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.05
@@ -74,6 +74,17 @@ def free_ports(count: int) -> list[int]:
     raise StartError(
         f"only {len(found)} of {count} ports are free on 127.0.0.1: 500 between 10000 and 30000 were tried"
     )
+
+
+def require_free(ports: Iterable[int]) -> None:
+    """Raise StartError if somebody listens on one of these loopback ports: it would be taken for what is measured."""
+    taken: list[int] = []
+    for port in ports:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                taken.append(port)
+    if taken:
+        raise StartError(f"somebody else listens on 127.0.0.1 {', '.join(map(str, taken))}: wait for it or end it")
 
 
 def http_get(url: str, timeout_s: float = 2.0) -> tuple[int, bytes]:

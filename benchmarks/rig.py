@@ -20,6 +20,7 @@ from benchmarks.processes import StartError, http_get
 
 __all__ = [
     "DECODE_PORTS",
+    "ENGINE_PORTS",
     "OURS",
     "OUR_PORT",
     "PREFILL_PORTS",
@@ -35,6 +36,7 @@ OURS = "ours-pd"
 OUR_PORT = 18299
 PREFILL_PORTS = (18100, 18101)
 DECODE_PORTS = (18102, 18103)
+ENGINE_PORTS = PREFILL_PORTS + DECODE_PORTS
 _STATS_URL = f"http://127.0.0.1:{PREFILL_PORTS[0]}"
 _NAMES = {OURS: "kvparams proxy", "vr-pd-rr": "vllm-router 0.1.17", "direct": "no router"}
 

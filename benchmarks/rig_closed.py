@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from benchmarks.load_process import LoadError
+from benchmarks.processes import require_free
 from benchmarks.ratios import Interval, median_interval
-from benchmarks.rig import OURS, Counted, Rig, name_of
+from benchmarks.rig import ENGINE_PORTS, OURS, Counted, Rig, name_of
 
 __all__ = ["ClosedResult", "Row", "closed_table", "compare_closed", "problems", "run_closed"]
 
@@ -58,7 +59,8 @@ class ClosedResult:
 def run_closed(
     rig: Rig, *, peers: Sequence[str], scenarios: Sequence[str], rounds: int, scale: float, limit_s: float
 ) -> list[Row]:
-    """Run the rig's interleaved comparison and read its rows. Raises LoadError if it fails."""
+    """Run the rig's interleaved comparison and read its rows. Raises StartError or LoadError if it fails."""
+    require_free([*ENGINE_PORTS, *(rig.router(name).port for name in (OURS, *peers))])
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "rows.jsonl"
         only = ",".join([OURS, *peers])

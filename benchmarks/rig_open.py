@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.load_process import LoadError, open_at
-from benchmarks.processes import Processes, tree_usage
+from benchmarks.processes import Processes, require_free, tree_usage
 from benchmarks.ratios import Interval, median_interval
-from benchmarks.rig import DECODE_PORTS, OURS, Rig, name_of
+from benchmarks.rig import DECODE_PORTS, ENGINE_PORTS, OURS, Rig, name_of
 
 __all__ = ["OpenFigures", "OpenResult", "compare_open", "open_table", "run_open"]
 
@@ -62,13 +62,14 @@ def run_open(
     rig: Rig, processes: Processes, *, peer: str, scenarios: Sequence[str], rounds: int, duration_s: float
 ) -> list[OpenFigures]:
     """Start the engines and both routers, find the rates, take the rounds. Raises StartError or LoadError."""
+    routers = [rig.router(name) for name in (OURS, peer)]
+    require_free([*ENGINE_PORTS, *(router.port for router in routers)])
     processes.start("mock", rig.mock, ready=[rig.mock_ready])
     pids: dict[str, int] = {}
     ports = {"direct": DECODE_PORTS[0]}
-    for name in (OURS, peer):
-        router = rig.router(name)
-        ports[name] = router.port
-        pids[name] = processes.start(name, router.command, ready=router.ready, directory=rig.home)
+    for router in routers:
+        ports[router.name] = router.port
+        pids[router.name] = processes.start(router.name, router.command, ready=router.ready, directory=rig.home)
     figures: list[OpenFigures] = []
     for scenario in scenarios:
         rig.prepare(scenario)

@@ -119,9 +119,9 @@ class KVTransferParams(Part):
     prefix: TokenPrefix | None = None
     """The token ids that the KV belongs to; for disaggregated prefill the whole prompt."""
     store_keys: Keys | None = None
-    """Under which keys the KV is, or shall be, stored."""
+    """Under which keys the receiver shall store the KV."""
     load_keys: Keys | None = None
-    """Under which keys KV is to be found."""
+    """Under which keys KV is to be found; in a prefill result, what was just stored."""
     producer: Endpoint | None = None
     """The instance that computes the KV."""
     consumer: Endpoint | None = None

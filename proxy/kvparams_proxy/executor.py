@@ -7,6 +7,7 @@ and connections. The one rule: nobody else in the proxy starts, aborts or ends a
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Final
 
 from kvparams.coordination import Leg, LegAnswer, RequestManager
@@ -104,7 +105,7 @@ class Execution:
         self._gone = False
         self._held: list[Instance] = []
         self._route: list[Instance] = []
-        self._begun = resources.loop.time()
+        self._begun = perf_counter()
 
     async def run(self) -> None:
         """Answer the client, in one way or another. Never raises for what engines or clients do."""
@@ -196,7 +197,7 @@ class Execution:
             body = corrections.whole(raw)
         except JSONTextError as error:
             raise ProxyError(502, "upstream_error", "the decode engine's answer is not JSON") from error
-        self._resources.metrics.first_byte.observe(self._resources.loop.time() - self._begun)
+        self._resources.metrics.first_byte.observe(perf_counter() - self._begun)
         self._downstream.head(200, _JSON + self._answer_headers(), len(body))
         self._downstream.body(body)
         self._downstream.end()
@@ -205,7 +206,7 @@ class Execution:
     async def _whole_answer(self, leg: Leg, limit_s: float) -> tuple[Head, bytes]:
         resources = self._resources
         collect = Collect(resources.loop, resources.settings.upstream.answer_bytes)
-        begun = resources.loop.time()
+        begun = perf_counter()
         self._start(leg, collect)
         timer = resources.loop.call_later(limit_s, self._expire)
         try:
@@ -222,7 +223,7 @@ class Execution:
         headers = b"cache-control: no-cache\r\n" + self._answer_headers()
         limit_bytes = resources.settings.upstream.answer_bytes
         relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, silence.heard)
-        begun = resources.loop.time()
+        begun = perf_counter()
         try:
             self._start(leg, relay)
             ended = await relay.ended
@@ -259,7 +260,7 @@ class Execution:
         self._exchange = None
         self._held.remove(leg.instance)
         self._resources.fleet.release(leg.instance)
-        self._resources.metrics.legs[leg.instance.role].observe(self._resources.loop.time() - begun)
+        self._resources.metrics.legs[leg.instance.role].observe(perf_counter() - begun)
 
     def _failed(self, leg: Leg, error: UpstreamError) -> ProxyError | ClientGone:
         """What a broken exchange means for the client."""

@@ -7,6 +7,7 @@ be answered in another way; from then on events leave together as they came toge
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from time import perf_counter
 
 from kvparams.errors import JSONTextError
 from kvparams_proxy.corrections import Corrections, complete_events
@@ -130,6 +131,6 @@ class Relay:
     def _send(self, events: bytes) -> None:
         if not self.begun:
             self.begun = True
-            self.first_event_at = self.loop.time()
+            self.first_event_at = perf_counter()
             self._downstream.head(200, b"content-type: %b\r\n%b" % (self.head.content_type, self._headers), None)
         self._downstream.body(self._corrections.events(events))

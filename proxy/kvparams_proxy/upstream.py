@@ -152,6 +152,7 @@ class Connection(asyncio.Protocol):
         "_head",
         "_head_bytes",
         "_head_done",
+        "_keep_alive",
         "_parser",
         "_paused",
         "_pool",
@@ -180,6 +181,7 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._head_done = False
         self._complete = False
+        self._keep_alive = False
 
     # what the pool and the exchange call
 
@@ -294,12 +296,13 @@ class Connection(asyncio.Protocol):
         """Remember it: the connection must not be used again before the parser has returned."""
         if self._head_done:
             self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns
         else:  # the end of a 1xx answer
             self._head = Head()
 
     def _end(self) -> None:
         exchange, self._exchange, self._sink = self._exchange, None, None
-        if self._strange or not self._parser.should_keep_alive() or self.transport.is_closing():
+        if self._strange or not self._keep_alive or self.transport.is_closing():
             self.transport.close()
         else:
             self.resume()
