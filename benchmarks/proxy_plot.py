@@ -30,7 +30,7 @@ def write_plot(rows: Sequence[SummaryRow], path: Path) -> None:
             heights = [value for value, row in zip(values, rows, strict=True) if row.subject == subject]
             places = [place + (index + 0.5) * width - 0.4 for place in range(len(scenarios))]
             drawn = axes.bar(places, heights, width, label=subject + suffix)
-            axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+            axes.bar_label(drawn, fmt="%.4g", fontsize=7)
         axes.set_xticks(range(len(scenarios)), scenarios)
         axes.set_title(title)
         axes.legend(fontsize=8)
