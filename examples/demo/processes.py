@@ -1,0 +1,135 @@
+"""Servers as child processes: started together, waited for within bounds, always stopped.
+
+The one rule: a process that was started here is ended here, by its own id, however the caller leaves the `with` block.
+"""
+
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import httpx
+
+__all__ = ["ProcessError", "Processes", "Server", "free_port"]
+
+_STOP_S: Final = 10.0
+_POLL_S: Final = 0.05
+_LOG_TAIL: Final = 2_000
+
+
+class ProcessError(RuntimeError):
+    """A server ended, or was not ready in time; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that was started."""
+
+    name: str
+    url: str
+    log: Path
+    process: "subprocess.Popen[bytes]" = field(repr=False)
+
+    def tail(self) -> str:
+        """The end of what it wrote to stdout and stderr."""
+        return self.log.read_text("utf-8", "replace")[-_LOG_TAIL:]
+
+
+def free_port() -> int:
+    """A port on the loopback interface that nothing listens on, below the range that connections are made from."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class Processes:
+    """A group of servers; use it in a `with` block."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` takes the logs."""
+        self._directory = directory
+        self._servers: list[Server] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(*self._servers)
+
+    def start(self, name: str, *command: str, port: int) -> Server:
+        """Start a server that will listen on `port`; does not wait for it."""
+        log = self._directory / f"{name}-{port}.log"
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C reaches us alone, and we stop the servers in order.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        server = Server(name, f"http://127.0.0.1:{port}", log, process)
+        self._servers.append(server)
+        return server
+
+    def engine(
+        self, name: str, role: Literal["prefill", "decode", "both"] = "both", store: str | None = None, *more: str
+    ) -> Server:
+        """Start a reference engine; `more` are further arguments of `python -m reference_engine`."""
+        port = free_port()
+        command = [sys.executable, "-m", "reference_engine", "--id", name, "--role", role, "--port", str(port)]
+        if store is not None:
+            command += ["--store", store]
+        return self.start(name, *command, *more, port=port)
+
+    def proxy(self, prefill: Sequence[Server], decode: Sequence[Server], *more: str) -> Server:
+        """Start the proxy before these engines, with KV travelling through the store they share."""
+        port = free_port()
+        command = [sys.executable, "-m", "kvparams.cli", "proxy", "--connector", "store", "--port", str(port)]
+        for server in prefill:
+            command += ["--prefill", server.url]
+        for server in decode:
+            command += ["--decode", server.url]
+        return self.start("proxy", *command, *more, port=port)
+
+    def wait_ready(self, *servers: Server, within_s: float = 60.0) -> None:
+        """Wait until all of them answer `/health`.
+
+        Raises:
+            ProcessError: one has ended, or they are not ready within `within_s` seconds.
+        """
+        deadline = time.monotonic() + within_s
+        for server in servers:
+            while not _healthy(server.url):
+                if server.process.poll() is not None:
+                    raise ProcessError(f"{server.name} ended with status {server.process.returncode}: {server.tail()}")
+                if time.monotonic() > deadline:
+                    raise ProcessError(f"{server.name} was not ready within {within_s} s: {server.tail()}")
+                time.sleep(_POLL_S)
+
+    def stop(self, *servers: Server) -> None:
+        """Ask them to end, all at once, and kill what has not after ten seconds."""
+        for server in servers:
+            server.process.terminate()
+        deadline = time.monotonic() + _STOP_S
+        for server in servers:
+            try:
+                server.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait()
+        self._servers = [server for server in self._servers if server not in servers]
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=1.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

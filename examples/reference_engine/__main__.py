@@ -1,0 +1,83 @@
+"""`python -m reference_engine`: one engine in one process.
+
+The one rule: every setting is an argument; nothing is read from the environment.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+import uvicorn
+
+from kvparams.errors import KVParamsError
+from reference_engine.api import Service, create_app
+from reference_engine.cache import PagedCache
+from reference_engine.engine import Engine, EngineSettings
+from reference_engine.kv import KVSharing, Role
+from reference_engine.metrics import Metrics
+from reference_engine.model import Model, ModelShape
+
+__all__ = ["main"]
+
+_SHUTDOWN_S: Final = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; requests in flight then have five seconds. Returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    shape = ModelShape()
+    settings = EngineSettings(blocks=cast("int", arguments.blocks), block_size=cast("int", arguments.block_size))
+    metrics = Metrics()
+    cache = PagedCache(shape.layers, settings.blocks, settings.block_size, shape.kv_heads, shape.head_dim)
+    role = cast("Role", arguments.role)
+    model_name = cast("str", arguments.model_name)
+    try:
+        sharing = KVSharing(
+            role=role,
+            instance_id=cast("str | None", arguments.id) or f"{role}-{os.getpid()}",
+            store_url=cast("str | None", arguments.store),
+            model_name=model_name,
+            shape=shape,
+            cache=cache,
+            page_tokens=cast("int", arguments.page_tokens),
+            verify=not cast("bool", arguments.no_verify),
+            metrics=metrics,
+        )
+    except KVParamsError as error:
+        print(f"reference_engine: cannot open the store: {error}", file=sys.stderr)
+        return 2
+    engine = Engine(Model(shape, settings.max_model_len), cache, settings, metrics)
+    service = Service(engine, sharing, metrics, model_name, settings.max_model_len)
+    config = uvicorn.Config(
+        create_app(service),
+        host=cast("str", arguments.host),
+        port=cast("int", arguments.port),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    uvicorn.Server(config).run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="reference_engine", description="A small but real inference engine.")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--id", help="the instance's name (default: role and process id)")
+    parser.add_argument("--model-name", default="reference")
+    parser.add_argument("--store", metavar="URL", help="share KV through this store, e.g. file:///dev/shm/kv?size=1GiB")
+    parser.add_argument("--no-verify", action="store_true", help="use stored pages unchecked (to show what that does)")
+    parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")
+    parser.add_argument("--page-tokens", type=int, default=64, help="tokens of a stored page (default: 64)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
