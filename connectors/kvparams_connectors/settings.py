@@ -73,10 +73,10 @@ class StoreURL:
                 f"{self.scheme} store: unknown setting {', '.join(unknown)} in {self.text!r}; known: {', '.join(known)}"
             )
 
-    def size(self, name: str, default: int) -> int:
-        """The setting `name` in bytes."""
+    def size(self, name: str) -> int | None:
+        """The setting `name` in bytes; None if it is not there."""
         text = self.settings.get(name)
-        return default if text is None else parse_size(text)
+        return None if text is None else parse_size(text)
 
     def number(self, name: str, default: int, *, low: int, high: int) -> int:
         """The setting `name` as a whole number in [low, high]."""

@@ -35,14 +35,12 @@ class Extents:
         self._free = free
 
     def take(self, units: int, max_runs: int | None = None) -> list[Run] | None:
-        """Hand out `units` units in at most `max_runs` runs, or None if that cannot be done now.
+        """Hand out `units` units (at least 1) in at most `max_runs` runs, or None if that cannot be done now.
 
         The first run that is long enough is taken; only if there is none, the longest ones together.
         """
-        if units == 0:
-            return []
         free = np.flatnonzero(self._free)
-        if len(free) < units:
+        if not 0 < units <= len(free):
             return None
         starts = np.concatenate(([0], np.flatnonzero(np.diff(free) != 1) + 1))
         lengths = np.diff(np.concatenate((starts, [len(free)])))
@@ -70,8 +68,8 @@ class Extents:
 
 
 def units_for(nbytes: int, unit_bytes: int) -> int:
-    """How many units `nbytes` take."""
-    return -(-nbytes // unit_bytes)
+    """How many units a value of `nbytes` takes; at least one, so that units bound the number of values too."""
+    return max(1, -(-nbytes // unit_bytes))
 
 
 def copy_in(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:

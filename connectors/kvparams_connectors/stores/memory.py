@@ -215,7 +215,7 @@ def open_url(url: StoreURL) -> KVStore:
     if url.place or url.path:
         raise StoreError(f"memory store: {url.text!r} names a place; a memory store has none: memory:?size=1GiB")
     return MemoryStore(
-        url.size("size", _DEFAULT_SIZE),
-        unit_bytes=url.size("unit", _DEFAULT_UNIT),
+        url.size("size") or _DEFAULT_SIZE,
+        unit_bytes=url.size("unit") or _DEFAULT_UNIT,
         threads=url.number("threads", 1, low=1, high=64),
     )
