@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from kvparams.codec import dump_json, parse
+from pydantic_core import to_json
+
+from kvparams.codec import DOCUMENT_KEY, dump_json, read_request
 from kvparams.dialects import Dialect, NotSplittable
-from kvparams.jsontext import edit, fields
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Mode, Phase, Transfer
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.tokens import TokenPrefix
@@ -47,8 +48,8 @@ class Leg:
 class LegAnswer:
     """What an engine said at the end of a leg that does not answer the client."""
 
-    kv_transfer_params: bytes
-    """The text of that object in the answer; `{}` where there was none."""
+    kv_transfer_params: Mapping[str, object]
+    """That object of the answer; empty where there was none."""
 
 
 Legs = Generator[Leg, LegAnswer, None]
@@ -105,10 +106,9 @@ class PrefillThenDecode:
 
         native = speech.decode_keys(answer.kv_transfer_params)
         decode = choose(Role.DECODE)
-        wanted = _document(
-            request, transfer, "decode", speech.mode, producer=prefill, consumer=decode, result=_result(answer)
-        )
-        yield Leg(decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True)
+        result = read_request(answer.kv_transfer_params, request_id=request.request_id)
+        wanted = _document(request, transfer, "decode", speech.mode, producer=prefill, consumer=decode, result=result)
+        yield Leg(decode, {"kv_transfer_params": _beside(to_json(native), wanted)}, answers_client=True)
 
 
 def _document(
@@ -138,11 +138,6 @@ def _document(
     return dump_json(document)
 
 
-def _result(answer: LegAnswer) -> KVTransferParams | None:
-    """Our document in a prefill answer, where the engine speaks it."""
-    span = fields(answer.kv_transfer_params).get("kvparams")
-    return None if span is None else parse(answer.kv_transfer_params[span.value : span.end])
-
-
 def _beside(native: bytes, document: bytes) -> bytes:
-    return edit(native, {}, {"kvparams": document})
+    """The text of `kv_transfer_params`: our document beside native members."""
+    return b'%b%b"%b":%b}' % (native[:-1], b"" if native == b"{}" else b",", DOCUMENT_KEY.encode(), document)

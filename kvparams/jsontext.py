@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
 
-__all__ = ["DEFAULT_LIMITS", "Field", "JSONLimits", "edit", "fields", "load_object", "loads"]
+__all__ = ["DEFAULT_LIMITS", "Field", "JSONLimits", "edit", "fields", "load_object", "loads", "locate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,42 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
 def fields(raw: bytes) -> dict[str, Field]:
     """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
     return _walk(raw, DEFAULT_LIMITS.max_depth)
+
+
+def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field | None:
+    """Where the member `name` of the object `raw` stands, mostly without walking all of it; None where there is none.
+
+    `document` must be what `raw` parses to.
+
+    Raises:
+        JSONTextError: it had to walk after all, and `raw` is not plain (see `loads`).
+    """
+    if name not in document:
+        return None
+    needle = b'"%b"' % name.encode()
+    start = raw.rfind(needle)  # what is looked for tends to stand at the end
+    if start > 0 and raw[start - 1] != 0x5C and raw.find(needle, 0, start) < 0:
+        member = _MEMBER.match(raw, start)
+        if member is not None and (end := _end_of(raw, member.start(2), document[name])):
+            return Field(start, member.start(2), end)
+    return fields(raw).get(name)  # also another object's member, or a name that is written with escapes
+
+
+def _end_of(raw: bytes, at: int, value: object) -> int:
+    """Where the value that starts at `at` and parses to `value` ends, or 0 where that is not plain to see."""
+    if value is None:
+        return at + 4 if raw.startswith(b"null", at) else 0
+    if not isinstance(value, dict):
+        return 0
+    end = at
+    for _ in range(8):  # closing braces to try: the first one closes an object without objects in it
+        end = raw.find(b"}", end) + 1
+        try:
+            if end and from_json(raw[at:end]) == value:
+                return end
+        except ValueError:
+            continue
+    return 0
 
 
 def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | None]) -> bytes:

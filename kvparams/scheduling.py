@@ -7,7 +7,7 @@ so that several processes can share them without the policy knowing.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 __all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
 
@@ -34,13 +34,18 @@ class Instance:
     """How its KV connector is spoken to: a name in the entry-point group `kvparams.dialects`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Protocol):
     """An instance that may be chosen, and its load at this moment."""
 
-    instance: Instance
-    in_flight: int
-    """Legs that run there now, counted from the moment of choice."""
+    @property
+    def instance(self) -> Instance:
+        """Who it is."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Legs that run there now, counted from the moment of choice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,13 @@ class RequestFacts:
     cache_salt: str | None
 
 
+C = TypeVar("C", bound=Candidate)
+
+
 class SchedulingPolicy(Protocol):
     """Chooses among candidates. Third parties register theirs in the entry-point group `kvparams.policies`."""
 
-    def choose(self, candidates: Sequence[Candidate], request: RequestFacts, turn: int) -> Candidate:
+    def choose(self, candidates: Sequence[C], request: RequestFacts, turn: int) -> C:
         """The candidate that runs the leg.
 
         Args:
@@ -78,6 +86,6 @@ class SchedulingPolicy(Protocol):
 class RoundRobin:
     """Everyone in turn."""
 
-    def choose(self, candidates: Sequence[Candidate], request: RequestFacts, turn: int) -> Candidate:
+    def choose(self, candidates: Sequence[C], request: RequestFacts, turn: int) -> C:
         """The next candidate in order, whatever the request."""
         return candidates[turn % len(candidates)]

@@ -4,6 +4,7 @@ A dialect is one small object in one file, registered under its name in the entr
 one rule: what an engine wrote about its own KV is carried to the decode engine as it came.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvparams.errors import KVParamsError
@@ -35,11 +36,11 @@ class Dialect(Protocol):
         """The native members of `kv_transfer_params` on the prefill request, as the text of a JSON object."""
         ...
 
-    def decode_keys(self, answer: bytes) -> bytes:
-        """The native members of `kv_transfer_params` on the decode request, as the text of a JSON object.
+    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
+        """The native members of `kv_transfer_params` on the decode request.
 
         Args:
-            answer: the text of the `kv_transfer_params` object in the prefill engine's answer; `{}` if it had none.
+            answer: `kv_transfer_params` of the prefill engine's answer; empty if it had none.
 
         Raises:
             HandoffMissing: decode could only recompute with this.

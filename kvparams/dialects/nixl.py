@@ -4,10 +4,11 @@ Prefill is asked with six keys; its answer names engine, address, request and bl
 Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
+from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects import HandoffMissing
-from kvparams.jsontext import edit, fields
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts
 
@@ -37,20 +38,15 @@ class Nixl:
         """The six keys that routers conventionally send."""
         return _PREFILL
 
-    def decode_keys(self, answer: bytes) -> bytes:
+    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
         """What prefill said, as it said it, without our own document."""
-        spans = fields(answer)
-        missing = [name for name in _NEEDED if name not in spans or _null(answer, spans[name].value)]
+        missing = [name for name in _NEEDED if answer.get(name) is None]
         if missing:
             raise HandoffMissing(
                 f"the prefill engine's answer lacks {', '.join(missing)} in kv_transfer_params: "
                 "is it started with a NixlConnector (--kv-transfer-config)?"
             )
-        return edit(answer, spans, {"kvparams": None}) if "kvparams" in spans else answer
-
-
-def _null(raw: bytes, at: int) -> bool:
-    return raw.startswith(b"null", at)
+        return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
 
 
 NIXL: Final = Nixl()

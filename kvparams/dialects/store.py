@@ -1,9 +1,10 @@
 """A store that both sides reach, spoken to in our own document alone: keys say what to put and what to get."""
 
+from collections.abc import Mapping
 from typing import Final
 
+from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects import HandoffMissing
-from kvparams.jsontext import fields
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts
 
@@ -23,13 +24,13 @@ class Store:
         """None beside our document."""
         return b"{}"
 
-    def decode_keys(self, answer: bytes) -> bytes:
+    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
         """None beside our document, which prefill must have answered with."""
-        if "kvparams" not in fields(answer):
+        if DOCUMENT_KEY not in answer:
             raise HandoffMissing(
                 "the prefill engine's answer carries no kv_transfer_params.kvparams: does its connector speak kvparams?"
             )
-        return b"{}"
+        return {}
 
 
 STORE: Final = Store()

@@ -4,13 +4,16 @@ Decode counts transferred KV as cached; only prefill knows what was. And KV para
 every other byte leaves as the engine wrote it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from kvparams.jsontext import edit, fields, load_object
+from pydantic_core import from_json, to_json
 
-__all__ = ["Corrections", "complete_events", "prompt_details"]
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import edit, fields, locate
+
+__all__ = ["Corrections", "complete_events", "load_answer", "prompt_details"]
 
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "disagg_prefill_resp")
 _NEEDLES: Final = (b'"prompt_tokens"', b"_transfer_params", b"disagg")
@@ -22,23 +25,25 @@ _NEEDLES: Final = (b'"prompt_tokens"', b"_transfer_params", b"disagg")
 class Corrections:
     """What prefill said, for the answers of decode."""
 
-    prompt_tokens_details: bytes
-    """That member of prefill's `usage` as JSON text; `null` where the engine does not report it."""
+    prompt_tokens_details: object
+    """That member of prefill's `usage`; None where the engine does not report it."""
 
     def whole(self, raw: bytes) -> bytes:
         """A JSON answer, corrected.
 
         Raises:
-            JSONTextError: it is not one.
+            JSONTextError: it is not a JSON object.
         """
-        _, spans = load_object(raw)
+        document = load_answer(raw)
+        spans = {name: span for name in (*_PRIVATE, "usage") if (span := locate(raw, document, name)) is not None}
         changes: dict[str, bytes | None] = {name: None for name in _PRIVATE if name in spans}
-        usage = spans.get("usage")
-        if usage is not None and raw[usage.value] == 0x7B:
-            before = raw[usage.value : usage.end]
-            after = self._usage(before)
-            if after is not before:
-                changes["usage"] = after
+        usage = document.get("usage")
+        if isinstance(usage, dict):
+            details = cast("dict[str, object]", usage).get("prompt_tokens_details")
+            if details != self.prompt_tokens_details:
+                inside = raw[spans["usage"].value : spans["usage"].end]
+                change = {"prompt_tokens_details": to_json(self.prompt_tokens_details)}
+                changes["usage"] = edit(inside, fields(inside), change)
         return edit(raw, spans, changes) if changes else raw
 
     def events(self, raw: bytes) -> bytes:
@@ -64,25 +69,26 @@ class Corrections:
         others = b"".join(line for line in lines if not line.startswith(b"data:") and line.strip())
         return b"%bdata: %b\n\n" % (others, corrected)
 
-    def _usage(self, raw: bytes) -> bytes:
-        spans = fields(raw)
-        there = spans.get("prompt_tokens_details")
-        if there is None and self.prompt_tokens_details == b"null":
-            return raw
-        if there is not None and raw[there.value : there.end] == self.prompt_tokens_details:
-            return raw
-        return edit(raw, spans, {"prompt_tokens_details": self.prompt_tokens_details})
+
+def load_answer(raw: bytes) -> dict[str, object]:
+    """An engine's answer as an object, at the parser's speed: its keys are not examined for doubles.
+
+    Raises:
+        JSONTextError: it is not a JSON object.
+    """
+    try:
+        document: object = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise JSONTextError(f"not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise JSONTextError("not a JSON object")
+    return cast("dict[str, object]", document)
 
 
-def prompt_details(answer: bytes) -> bytes:
-    """`usage.prompt_tokens_details` of a JSON answer as text, `null` where it is absent."""
-    spans = fields(answer)
-    usage = spans.get("usage")
-    if usage is None or answer[usage.value] != 0x7B:
-        return b"null"
-    raw = answer[usage.value : usage.end]
-    details = fields(raw).get("prompt_tokens_details")
-    return b"null" if details is None else raw[details.value : details.end]
+def prompt_details(answer: Mapping[str, object]) -> object:
+    """`usage.prompt_tokens_details` of an answer, None where the engine does not report it."""
+    usage = answer.get("usage")
+    return cast("dict[str, object]", usage).get("prompt_tokens_details") if isinstance(usage, dict) else None
 
 
 def complete_events(raw: bytes) -> int:

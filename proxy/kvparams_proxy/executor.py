@@ -8,14 +8,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
+from typing import Final, cast
 
 from kvparams.coordination import Leg, LegAnswer, RequestManager
 from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
 from kvparams.errors import InvalidParams, JSONTextError
-from kvparams.jsontext import edit, load_object
+from kvparams.jsontext import edit
 from kvparams.scheduling import Instance, Role
-from kvparams_proxy.corrections import Corrections, prompt_details
+from kvparams_proxy.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.downstream import Downstream
 from kvparams_proxy.errors import ProxyError, engine_refusal
 from kvparams_proxy.fleet import Fleet
@@ -115,7 +115,7 @@ class Execution:
         legs = resources.manager.legs(facts, self._inbound.spans, self._choose, self._dialect)
         outcome = "failed"
         try:
-            corrections = Corrections(b"null")
+            corrections = Corrections(None)
             leg = next(legs)
             while not leg.answers_client:
                 answer, corrections = await self._collect(leg)
@@ -176,12 +176,10 @@ class Execution:
         head, raw = await self._whole_answer(leg, self._resources.settings.prefill_timeout_s)
         if head.status != 200:
             raise engine_refusal(leg.instance.role, head.status, raw)
-        document, spans = load_object(raw)
-        span = spans.get("kv_transfer_params")
-        params = b"{}" if span is None or raw[span.value] != 0x7B else raw[span.value : span.end]
-        if not document.get("choices"):
-            raise JSONTextError("no choices")
-        return LegAnswer(params), Corrections(prompt_details(raw))
+        document = load_answer(raw)
+        params = document.get("kv_transfer_params")
+        said = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+        return LegAnswer(said), Corrections(prompt_details(document))
 
     async def _answer(self, leg: Leg, corrections: Corrections) -> str:
         """Run the leg that answers the client; how it went."""

@@ -5,24 +5,28 @@ processes would have to share is behind this object, which is passed in and neve
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Final
 
-from kvparams.scheduling import Candidate, Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.errors import ProxyError
 
 __all__ = ["Fleet", "Member"]
 
+_REMEMBERED: Final = 1024
 
-@dataclass(slots=True)
+
 class Member:
-    """One instance and what is known about it now."""
+    """One instance and what is known about it now: a `kvparams.scheduling.Candidate`."""
 
-    instance: Instance
-    ready: bool = True
-    """Whether it may be chosen: until the first probe says otherwise, yes."""
-    models: frozenset[str] | None = None
-    """The models it serves; None as long as it has not said."""
-    in_flight: int = 0
+    __slots__ = ("in_flight", "instance", "models", "ready")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.ready = True
+        """Whether it may be chosen: until the first probe says otherwise, yes."""
+        self.models: frozenset[str] | None = None
+        """The models it serves; None as long as it has not said."""
+        self.in_flight = 0
 
 
 class Fleet:
@@ -33,6 +37,7 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._policies = dict(policies)
         self._turns = dict.fromkeys(Role, 0)
+        self._candidates: dict[tuple[Role, str | None], list[Member]] = {}
         for instance in instances:
             if instance.id in self._members:
                 raise ValueError(f"two instances are called {instance.id!r}")
@@ -43,24 +48,24 @@ class Fleet:
         """All of them, in the order they were named."""
         return self._members.values()
 
+    def learn(self, member: Member, ready: bool, models: frozenset[str] | None) -> None:
+        """A probe has found out how a member is."""
+        if (member.ready, member.models) != (ready, models):
+            member.ready, member.models = ready, models
+            self._candidates.clear()
+
     def choose(self, role: Role, request: RequestFacts) -> Instance:
         """Take an instance for one leg; its load counts until `release`.
 
         Raises:
             ProxyError: 503 naming the role that is missing.
         """
-        candidates = [
-            Candidate(member.instance, member.in_flight)
-            for member in self._members.values()
-            if member.instance.role is role and member.ready and _serves(member, request.model)
-        ]
-        if not candidates:
-            raise ProxyError(503, "service_unavailable", self._why_none(role), code=f"no_{role}_instance")
+        candidates = self._candidates.get((role, request.model)) or self._list(role, request.model)
         turn = self._turns[role]
         self._turns[role] = turn + 1
-        chosen = self._policies[role].choose(candidates, request, turn).instance
-        self._members[chosen.id].in_flight += 1
-        return chosen
+        chosen = self._policies[role].choose(candidates, request, turn)
+        chosen.in_flight += 1
+        return chosen.instance
 
     def release(self, instance: Instance) -> None:
         """Give back what `choose` counted."""
@@ -68,7 +73,8 @@ class Fleet:
 
     def unreachable(self, instance: Instance) -> None:
         """No connection could be made: do not choose it again before a probe has found it alive."""
-        self._members[instance.id].ready = False
+        member = self._members[instance.id]
+        self.learn(member, False, member.models)
 
     def know_model(self, model: str) -> bool:
         """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
@@ -83,6 +89,16 @@ class Fleet:
         """Roles that nobody ready has."""
         ready = {member.instance.role for member in self._members.values() if member.ready}
         return [role for role in Role if role not in ready]
+
+    def _list(self, role: Role, model: str | None) -> list[Member]:
+        """Who may be chosen, remembered until something changes. A client's invented models do not fill the memory."""
+        found = [m for m in self._members.values() if m.instance.role is role and m.ready and _serves(m, model)]
+        if not found:
+            raise ProxyError(503, "service_unavailable", self._why_none(role), code=f"no_{role}_instance")
+        if len(self._candidates) >= _REMEMBERED:
+            self._candidates.clear()
+        self._candidates[role, model] = found
+        return found
 
     def _why_none(self, role: Role) -> str:
         known = [member for member in self._members.values() if member.instance.role is role]

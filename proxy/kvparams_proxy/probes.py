@@ -56,7 +56,7 @@ class Prober:
             ready, models = False, member.models
         if ready is not member.ready:
             _log.warning("%s %s is %s", member.instance.role, member.instance.id, "ready" if ready else "not reachable")
-        member.ready, member.models = ready, models
+        self._fleet.learn(member, ready, models)
 
 
 def _models(answer: httpx.Response) -> frozenset[str] | None:

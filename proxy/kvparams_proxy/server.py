@@ -1,6 +1,7 @@
 """Runs the app on uvicorn, with the protocol that lets answers go straight to the transport."""
 
 import asyncio
+import gc
 import socket
 import ssl
 
@@ -35,6 +36,7 @@ def serve(settings: Settings, host: str, port: int, *, direct: bool = True, tls:
         lifespan="on",
         access_log=False,
         log_level="warning",
+        proxy_headers=False,
         server_header=False,
         date_header=False,
         backlog=socket.SOMAXCONN,
@@ -42,5 +44,8 @@ def serve(settings: Settings, host: str, port: int, *, direct: bool = True, tls:
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = uvicorn.Server(config)
+    config.load()
+    gc.collect()
+    gc.freeze()  # what was imported stays for good: no collection needs to look at it again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve())
