@@ -4,7 +4,7 @@ The one rule: nothing is converted. `"1"`, `1.0` and `true` are not the integer 
 understood (an unknown member, an extension) is still bounded, and copied, so that nobody can change it afterwards.
 """
 
-from typing import Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
@@ -119,17 +119,16 @@ Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
-class Part(BaseModel):
+class Part(BaseModel, frozen=True):
     """An object of the document: frozen, strict, and keeping what it does not know.
 
     Two parts are equal when they are the same JSON: a member that is absent differs from one that is null.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow", hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
-    __pydantic_extra__: dict[Name, Json] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    if not TYPE_CHECKING:  # for pydantic alone: type checkers would take it for a parameter of `__init__`
+        __pydantic_extra__: dict[Name, Json]
 
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and self.model_fields_set == cast("Part", other).model_fields_set
-
-    __hash__ = BaseModel.__hash__

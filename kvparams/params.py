@@ -44,28 +44,28 @@ ExtensionName = Annotated[str, StringConstraints(max_length=128, pattern=r"^[a-z
 Extension = Annotated[dict[Name, Json], Field(max_length=MAX_MEMBERS)]
 
 
-class Transfer(Part):
+class Transfer(Part, frozen=True):
     """One try to move this prompt's KV. A retry is a new transfer: a new `id`, `attempt` one higher."""
 
     id: Identifier
     attempt: Annotated[int, Field(ge=1, le=65_535)]
 
 
-class Endpoint(Part):
+class Endpoint(Part, frozen=True):
     """An engine instance. One that was restarted is another instance: the same `id`, another `incarnation`."""
 
     id: Visible
     incarnation: Identifier | None = None
 
 
-class Lease(Part):
+class Lease(Part, frozen=True):
     """How long the producer keeps the KV for the consumer."""
 
     ttl_ms: Annotated[int, Field(ge=1, le=86_400_000)]
     """Milliseconds, counted from the moment the document is received; clocks of two machines are never compared."""
 
 
-class Isolation(Part):
+class Isolation(Part, frozen=True):
     """What separates KV that must not be shared, although the token ids are equal."""
 
     cache_salt: Label | None = None
@@ -73,7 +73,7 @@ class Isolation(Part):
     """The adapter's name, as the engine knows it."""
 
 
-class Usage(Part):
+class Usage(Part, frozen=True):
     """What the leg that did the work counted."""
 
     prompt_tokens: Count | None = None
@@ -103,7 +103,7 @@ def _understood(path: str) -> str:
 CriticalPath = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_understood)]
 
 
-class KVTransferParams(Part):
+class KVTransferParams(Part, frozen=True):
     """The document itself. It travels in `kv_transfer_params` under the key `kvparams`.
 
     Read one with `kvparams.parse`, write it with `kvparams.dump` or `kvparams.dump_json`. Made directly, a wrong value

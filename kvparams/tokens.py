@@ -72,7 +72,7 @@ def _swapped(ids: "array[int]") -> "array[int]":
     return swapped
 
 
-class TokenPrefix(Part):
+class TokenPrefix(Part, frozen=True):
     """The token ids at the start of a prompt that a document speaks of.
 
     In JSON `{"count", "packed"}`, `{"count", "digest"}`, `{"count", "ids"}`, or a plain list of ids; it is written back

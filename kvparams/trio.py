@@ -32,7 +32,7 @@ _MEMBERS: Final = {
 """The trio's members, and what the document calls them."""
 
 
-class TrioPrompt(Part):
+class TrioPrompt(Part, frozen=True):
     """What the trio says of one prompt."""
 
     prefix_prompt_ids: TokenIds | None = None
