@@ -9,7 +9,7 @@ from typing import Final, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvparams.errors import InvalidParams, JSONTextError, Problem, ProblemKind
+from kvparams.errors import InvalidParams, Problem, ProblemKind
 from kvparams.jsontext import loads
 
 __all__ = ["invalid", "json_object"]
@@ -58,7 +58,7 @@ def json_object(text: str | bytes) -> Mapping[str, object]:
     """
     try:
         document = loads(text.encode() if isinstance(text, str) else text)
-    except (JSONTextError, UnicodeEncodeError) as error:
+    except ValueError as error:  # JSONTextError, and text that cannot be UTF-8
         raise InvalidParams((Problem((), "json", str(error)),)) from error
     if not isinstance(document, dict):
         raise InvalidParams((Problem((), "type", "Input should be an object"),))

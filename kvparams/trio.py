@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvparams.errors import InvalidParams, Problem
 from kvparams.fields import Keys, Part
-from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
+from kvparams.params import PROTOCOL_VERSION, KVTransferParams
 from kvparams.problems import invalid, json_object
 from kvparams.tokens import TokenIds, TokenPrefix
 
@@ -171,7 +171,7 @@ def _to_params(prompt: TrioPrompt, request_id: str, transfer_id: str) -> KVTrans
     document: dict[str, object] = {
         "version": PROTOCOL_VERSION,
         "request_id": request_id,
-        "transfer": Transfer(id=transfer_id, attempt=1),
+        "transfer": {"id": transfer_id, "attempt": 1},
         "phase": "decode" if prompt.kvcache_load_keys and not prompt.kvcache_store_keys else "prefill",
         "mode": "store",
     }
