@@ -1,0 +1,248 @@
+"""Content keys: the laws that sharing rests on, and fixed values that other languages can be held to."""
+
+import hashlib
+import re
+import struct
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.keys import (
+    MAX_KEY_CHARS,
+    Extra,
+    Geometry,
+    Namespace,
+    Page,
+    Rectangle,
+    page_chain,
+    page_key,
+)
+
+SHAPE = Geometry(layers=4, kv_heads=2, k_dim=8, v_dim=8)
+SPACE = Namespace("model", "revision", "float32", SHAPE, page_tokens=16)
+PART = Rectangle.whole(SHAPE)
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=100)
+SPACES = st.builds(replace, st.just(SPACE), page_tokens=st.integers(1, 40))
+
+
+@st.composite
+def an_extra(draw: st.DrawFn) -> Extra:
+    start = draw(st.integers(0, 110))
+    return Extra(start, start + draw(st.integers(1, 60)), draw(st.binary(min_size=16, max_size=64)))
+
+
+EXTRAS = st.lists(an_extra(), max_size=4)
+
+
+def keys(namespace: Namespace, tokens: list[int], extras: list[Extra] | None = None) -> list[str]:
+    return [page_key(namespace, page, PART) for page in page_chain(namespace, tokens, extras or ())]
+
+
+def test_the_encodings_are_what_the_documentation_says_byte_by_byte() -> None:
+    """Spec-mandated: written out here a second time, without the module's own helpers."""
+    namespace = replace(SPACE, lora="adapter", page_tokens=2)
+    text = b"kvparams namespace 1\n"
+    for name, value in (
+        ("model", "model"),
+        ("revision", "revision"),
+        ("dtype", "float32"),
+        ("layers", "4"),
+        ("kv_heads", "2"),
+        ("k_dim", "8"),
+        ("v_dim", "8"),
+        ("wire_layout", "layer.kv.head.token.dim"),
+        ("page_tokens", "2"),
+        ("lora", "adapter"),
+    ):
+        text += struct.pack("<I", len(name)) + name.encode() + b"\1" + struct.pack("<I", len(value)) + value.encode()
+    text += struct.pack("<I", 10) + b"cache_salt" + b"\0"
+    assert namespace.digest == hashlib.sha256(text).digest()
+
+    image = Extra(1, 5, b"i" * 32)
+    first = b"kvparams page 1\n" + namespace.digest + struct.pack("<III", 2, 7, 8)
+    first += struct.pack("<IIIQI", 1, 1, 2, 0, 32) + b"i" * 32
+    second = b"kvparams page 1\n" + hashlib.sha256(first).digest() + struct.pack("<II", 1, 9)
+    second += struct.pack("<IIIQI", 1, 0, 1, 1, 32) + b"i" * 32
+    assert page_chain(namespace, [7, 8, 9], [image]) == (
+        Page(0, 0, 2, hashlib.sha256(first).digest()),
+        Page(1, 2, 1, hashlib.sha256(second).digest()),
+    )
+
+
+def test_known_sequences_have_known_keys() -> None:
+    """Spec-mandated: fixed values; if one moves, every stored page is lost and other implementations disagree."""
+    assert SPACE.digest.hex() == "c3170b7d8af574cd3338de06980d7debf369288df762307bb58b2870cd208a43"
+    assert keys(SPACE, list(range(18))) == [
+        "kv1.c3170b7d8af574cd.ecb3f474fc44a03b4100df55ed8491cf54d8669ae14b333d78ad6e4ec3809fe9.16.L0-4.H0-2",
+        "kv1.c3170b7d8af574cd.8871ede585a7e0786ef1c7f0491fb5caa879dc76d70fb86dead7076c855420a2.2.L0-4.H0-2",
+    ]
+
+
+@given(SPACES, TOKENS, EXTRAS)
+def test_pages_cover_every_token_once(namespace: Namespace, tokens: list[int], extras: list[Extra]) -> None:
+    pages = page_chain(namespace, tokens, extras)
+    assert [position for page in pages for position in range(page.start, page.end)] == list(range(len(tokens)))
+    assert [page.index for page in pages] == list(range(len(pages)))
+    assert all(page.tokens == namespace.page_tokens for page in pages[:-1])
+
+
+@given(SPACES, TOKENS, TOKENS, EXTRAS)
+def test_full_pages_do_not_depend_on_what_follows(
+    namespace: Namespace, tokens: list[int], more: list[int], extras: list[Extra]
+) -> None:
+    full = len(tokens) // namespace.page_tokens
+    assert page_chain(namespace, tokens, extras)[:full] == page_chain(namespace, tokens + more, extras)[:full]
+
+
+@given(SPACES, TOKENS, st.data())
+def test_another_token_changes_the_key_of_its_page_and_of_all_that_follow(
+    namespace: Namespace, tokens: list[int], data: st.DataObject
+) -> None:
+    if not tokens:
+        return
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    other = list(tokens)
+    other[at] = (other[at] + data.draw(st.integers(1, 2**32 - 1))) % 2**32
+    page = at // namespace.page_tokens
+    before, after = keys(namespace, tokens), keys(namespace, other)
+    assert before[:page] == after[:page]
+    assert not set(before[page:]) & set(after[page:])
+
+
+@given(SPACES, TOKENS)
+def test_a_partial_page_never_has_the_key_of_a_longer_or_shorter_one(namespace: Namespace, tokens: list[int]) -> None:
+    found = {page_key(namespace, page, PART) for n in range(len(tokens)) for page in page_chain(namespace, tokens[:n])}
+    full, rest = divmod(max(0, len(tokens) - 1), namespace.page_tokens)
+    partial = full * (namespace.page_tokens - 1) + rest
+    assert len(found) == full + partial
+
+
+CHANGES: list[dict[str, object]] = [
+    {"model": "other"},
+    {"revision": "other"},
+    {"dtype": "bfloat16"},
+    {"page_tokens": 17},
+    {"lora": "adapter"},
+    {"lora": ""},
+    {"cache_salt": "salt"},
+    {"cache_salt": ""},
+    {"geometry": replace(SHAPE, layers=5)},
+    {"geometry": replace(SHAPE, kv_heads=3)},
+    {"geometry": replace(SHAPE, k_dim=9)},
+    {"geometry": replace(SHAPE, v_dim=0)},
+]
+
+
+def test_whatever_changes_the_bytes_changes_every_key() -> None:
+    spaces = [SPACE, *(replace(SPACE, **change) for change in CHANGES)]  # pyright: ignore[reportArgumentType]
+    tokens = list(range(40))
+    found = [key for space in spaces for key in keys(space, tokens)]
+    assert len(set(found)) == len(found)
+    assert len({space.digest[:8] for space in spaces}) == len(spaces)
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
+def test_text_cannot_slip_from_one_field_into_the_next(a: str, b: str, c: str, d: str) -> None:
+    first = replace(SPACE, model="m" + a, revision="r" + b)
+    second = replace(SPACE, model="m" + c, revision="r" + d)
+    assert (first.digest == second.digest) == ((a, b) == (c, d))
+
+
+def test_what_a_rank_holds_is_in_the_key_and_not_in_the_namespace() -> None:
+    page = page_chain(SPACE, [1, 2, 3])[0]
+    parts = [Rectangle(a, b, c, d) for a, b, c, d in product((0, 1), (2, 4), (0, 1), (2,))]
+    assert len({page_key(SPACE, page, part) for part in parts}) == len(parts)
+
+
+def test_the_longest_key_is_within_the_limit_and_plain() -> None:
+    shape = Geometry(4096, 4096, 1 << 16, 1 << 16)
+    namespace = replace(SPACE, geometry=shape, page_tokens=1 << 16)
+    page = Page(0, 0, 1 << 16, b"\xff" * 32)
+    longest = page_key(namespace, page, Rectangle(4095, 4096, 4095, 4096))
+    assert len(longest) <= MAX_KEY_CHARS
+    assert re.fullmatch(r"[A-Za-z0-9._-]+", longest)
+
+
+@given(SPACES, TOKENS, EXTRAS)
+def test_extras_change_the_pages_they_touch_and_none_before(
+    namespace: Namespace, tokens: list[int], extras: list[Extra]
+) -> None:
+    size = namespace.page_tokens
+    touched = min((extra.start // size for extra in extras if extra.start < len(tokens)), default=len(tokens))
+    plain, dressed = keys(namespace, tokens), keys(namespace, tokens, extras)
+    assert plain[:touched] == dressed[:touched]
+    assert not set(plain[touched:]) & set(dressed[touched:])
+
+
+@given(SPACES, TOKENS, EXTRAS, st.randoms(use_true_random=False))
+def test_the_order_in_which_extras_are_listed_says_nothing(
+    namespace: Namespace, tokens: list[int], extras: list[Extra], random: Random
+) -> None:
+    shuffled = list(extras)
+    random.shuffle(shuffled)
+    assert page_chain(namespace, tokens, extras) == page_chain(namespace, tokens, shuffled)
+
+
+def test_another_image_at_the_same_place_is_another_key() -> None:
+    """Two requests of equal token ids, as vision models make them: placeholders are all the same."""
+    tokens = [9] * 40
+    first, second = Extra(4, 20, b"a" * 32), Extra(4, 20, b"b" * 32)
+    moved = Extra(5, 21, b"a" * 32)
+    found = [keys(SPACE, tokens, [extra]) for extra in (first, second, moved)]
+    assert len({key for one in found for key in one}) == 9
+
+
+def test_an_image_that_crosses_a_page_is_told_from_two_that_meet_there() -> None:
+    one, two = [Extra(8, 24, b"a" * 32)], [Extra(8, 16, b"a" * 32), Extra(16, 24, b"a" * 32)]
+    first, second = keys(SPACE, [9] * 32, one), keys(SPACE, [9] * 32, two)
+    assert first[0] == second[0]  # up to here they are the same
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, "7", 1.5, None])
+def test_what_is_no_token_id_is_refused(token: int) -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        page_chain(SPACE, [1, token])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": ""},
+        {"revision": ""},
+        {"dtype": "float33"},
+        {"page_tokens": 0},
+        {"page_tokens": (1 << 16) + 1},
+        {"model": "m" * 1025},
+        {"cache_salt": "s" * 1025},
+    ],
+)
+def test_a_namespace_that_says_too_little_or_too_much_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - which words it uses is not the matter
+        replace(SPACE, **change)  # pyright: ignore[reportArgumentType]
+
+
+def test_impossible_shapes_are_refused() -> None:
+    for arguments in ((0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, -1), (4097, 1, 1, 1)):
+        with pytest.raises(ValueError, match="must be in"):
+            Geometry(*arguments)
+    for arguments in ((0, 0, 0, 1), (2, 1, 0, 1), (0, 1, 1, 1), (-1, 1, 0, 1)):
+        with pytest.raises(ValueError, match="must be in"):
+            Rectangle(*arguments)
+    for start, end in ((3, 3), (-1, 2), (5, 2)):
+        with pytest.raises(ValueError, match="nothing"):
+            Extra(start, end, b"d" * 32)
+    with pytest.raises(ValueError, match="digest"):
+        Extra(0, 1, b"short")
+
+
+def test_payload_sizes_follow_from_the_geometry() -> None:
+    assert SPACE.payload_bytes(3, PART) == 3 * 4 * 2 * (8 + 8) * 4
+    assert SPACE.payload_bytes(3, Rectangle(1, 2, 0, 1)) == 3 * (8 + 8) * 4
+    latent = replace(SPACE, geometry=Geometry(2, 1, 576, 0), dtype="float8_e4m3fn")
+    assert latent.payload_bytes(16, Rectangle.whole(latent.geometry)) == 16 * 2 * 576
