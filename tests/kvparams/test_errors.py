@@ -1,0 +1,54 @@
+"""Errors carry data, survive a trip between processes, and are one tree."""
+
+import copy
+import multiprocessing
+from typing import get_args
+
+import pytest
+
+from kvparams import (
+    InvalidParams,
+    JSONTextError,
+    KVParamsError,
+    PluginError,
+    Problem,
+    UnsupportedVersion,
+    parse,
+    problems,
+)
+from kvparams.errors import ProblemKind
+
+PROBLEMS = (Problem(("load_keys", 3), "length", "too long"), Problem((), "json", "not JSON"))
+
+
+@pytest.mark.parametrize("kind", [InvalidParams, UnsupportedVersion, JSONTextError, PluginError])
+def test_every_error_is_ours(kind: type[Exception]) -> None:
+    assert issubclass(kind, KVParamsError)
+
+
+def test_an_unsupported_version_is_an_invalid_document() -> None:
+    assert issubclass(UnsupportedVersion, InvalidParams)
+    assert issubclass(InvalidParams, ValueError)
+
+
+def test_the_text_says_where_and_what() -> None:
+    assert str(InvalidParams(PROBLEMS)) == "load_keys.3: too long [length]; document: not JSON [json]"
+
+
+@pytest.mark.parametrize("kind", [InvalidParams, UnsupportedVersion])
+def test_an_error_survives_a_copy(kind: type[InvalidParams]) -> None:
+    again = copy.copy(kind(PROBLEMS))
+    assert type(again) is kind
+    assert again.problems == PROBLEMS
+
+
+def test_an_error_survives_a_trip_between_processes() -> None:
+    """Ours: engines run their schedulers in processes of their own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool, pytest.raises(InvalidParams) as caught:
+        pool.apply_async(parse, ({},)).get(timeout=60)
+    assert {problem.kind for problem in caught.value.problems} == {"missing"}
+    assert len(caught.value.problems) == 5
+
+
+def test_kinds_are_mapped_to_the_closed_set() -> None:
+    assert set(problems._KINDS.values()) <= set(get_args(ProblemKind))  # pyright: ignore[reportPrivateUsage]
