@@ -1,0 +1,103 @@
+"""One request through the proxy: what engines receive, what clients get."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.stub_engine import StubEngines
+
+BODY: dict[str, Any] = {"model": "stub", "prompt": "Who is there?", "max_tokens": 5, "temperature": 0.25}
+CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "Who is there?"}], "max_tokens": 5}
+
+
+def counted(stub: StubEngines, name: str) -> list[int]:
+    return [getattr(engine.counters, name) for engine in stub.engines]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_request_runs_one_prefill_and_one_decode_leg_with_params(
+    stub: StubEngines, stubbed: Any, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    for _ in range(4):
+        got = await stubbed.client.post(path, json=body | {"stream": stream})
+        assert got.status_code == 200
+    assert counted(stub, "requests") == [2, 2, 2, 2]
+    assert counted(stub, "prefill") == [2, 2, 0, 0]
+    assert counted(stub, "decode_with_kv") == [0, 0, 2, 2]
+    assert counted(stub, "with_kvparams") == [2, 2, 2, 2]
+    assert counted(stub, "streams") == [0, 0, 2 * stream, 2 * stream]
+    assert counted(stub, "live") == [0, 0, 0, 0]
+    assert await stubbed.metric("kvparams_proxy_in_flight") == 0
+    assert await stubbed.metric('kvparams_proxy_requests_total{outcome="ok"}') == 4
+
+
+async def test_a_whole_answer_tells_what_prefill_found_cached_and_nothing_of_the_engines(stubbed: Any) -> None:
+    got = (await stubbed.client.post("/v1/completions", json=BODY)).json()
+    assert got["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+    assert got["usage"]["completion_tokens"] == 5
+    assert "kv_transfer_params" not in got
+    assert got["choices"][0]["text"]
+
+
+async def test_a_stream_arrives_whole_with_usage_corrected(stubbed: Any) -> None:
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+    got = await stubbed.client.post("/v1/completions", json=body)
+    assert got.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in got.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert sum(len(chunk["choices"]) for chunk in chunks) == 5
+    assert "kv_transfer_params" not in got.text
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    assert [usage["prompt_tokens_details"] for usage in usages] == [{"cached_tokens": 7}]
+
+
+async def test_the_request_id_is_on_the_answer_and_the_route_names_who_ran_it(stubbed: Any) -> None:
+    got = await stubbed.client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine-1"})
+    assert got.headers["x-request-id"] == "mine-1"
+    assert got.headers["x-kvparams-prefill"] == "prefill-0"
+    assert got.headers["x-kvparams-decode"] == "decode-0"
+
+
+@pytest.mark.parametrize("given", ["___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2_x", "a b", "x" * 200])
+async def test_a_request_id_that_an_engine_could_read_an_address_from_is_replaced(stubbed: Any, given: str) -> None:
+    got = await stubbed.client.post("/v1/completions", json=BODY, headers={"x-request-id": given})
+    assert got.status_code == 200
+    assert got.headers["x-request-id"] != given
+
+
+async def test_models_health_and_metrics_are_served(stubbed: Any) -> None:
+    models = (await stubbed.client.get("/v1/models")).json()
+    assert [model["id"] for model in models["data"]] == ["stub"]
+    assert (await stubbed.client.get("/health")).status_code == 200
+    assert "kvparams_proxy_leg_seconds" in (await stubbed.client.get("/metrics")).text
+
+
+async def test_what_is_not_served_is_refused_in_the_openai_shape(stubbed: Any) -> None:
+    got = await stubbed.client.get("/v1/nothing")
+    assert got.status_code == 404
+    assert got.json()["error"]["type"] == "not_found_error"
+    assert (await stubbed.client.get("/v1/completions")).status_code == 405
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_missing_role_is_named(stub: StubEngines, proxy: Any, role: str) -> None:
+    urls = {r: [e.url for e in stub.engines if e.role == r and r != role] for r in ("prefill", "decode")}
+    running = await proxy(urls["prefill"], urls["decode"])
+    got = await running.client.post("/v1/completions", json=BODY)
+    assert got.status_code == 503
+    assert role in got.json()["error"]["message"]
+    health = await running.client.get("/health")
+    assert (health.status_code, health.json()["missing_roles"]) == (503, [role])
+    assert await running.metric("kvparams_proxy_in_flight") == 0
+
+
+async def test_nixl_refuses_what_its_answer_cannot_describe(stubbed: Any) -> None:
+    for change in ({"n": 2}, {"prompt": ["one", "two"]}, {"prompt": [[1, 2], [3]]}):
+        got = await stubbed.client.post("/v1/completions", json=BODY | change)
+        assert got.status_code == 400
+        assert got.json()["error"]["code"] == "not_supported"
+    one = await stubbed.client.post("/v1/completions", json=BODY | {"prompt": [[1, 2]]})
+    assert one.status_code == 200
