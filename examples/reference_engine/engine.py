@@ -26,7 +26,11 @@ _POLL_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Sizes of an engine."""
+    """Sizes of an engine.
+
+    Raises:
+        ValueError: the longest request does not fit into the blocks: it would wait for ever.
+    """
 
     blocks: int = 4096
     block_size: int = 16
@@ -36,6 +40,10 @@ class EngineSettings:
     """Sequences that are computed at the same time; more wait."""
     step_tokens: int = 512
     """Tokens computed in one step; longer prompts take several."""
+
+    def __post_init__(self) -> None:
+        if self.max_model_len > self.blocks * self.block_size:
+            raise ValueError(f"{self.blocks} blocks of {self.block_size} tokens cannot hold {self.max_model_len} tokens")
 
 
 class Engine:
@@ -113,8 +121,9 @@ class Engine:
 
     def _take_in(self) -> None:
         with self._wake:
-            if not (self._inbox or self._leaving or self._running or self._closing):
-                self._wake.wait(_POLL_S if self._loading or self._saving else None)
+            polling = bool(self._loading or self._saving)
+            if not (self._inbox or self._leaving or self._running or self._closing or (self._waiting and not polling)):
+                self._wake.wait(_POLL_S if polling else None)
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             leaving, self._leaving = self._leaving, []
