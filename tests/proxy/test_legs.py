@@ -13,7 +13,12 @@ ANSWER = {
     "object": "text_completion",
     "model": "stub",
     "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
-    "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}},
+    "usage": {
+        "prompt_tokens": 4,
+        "completion_tokens": 1,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    },
 }
 NIXL = {
     "do_remote_prefill": True,
@@ -41,7 +46,9 @@ CLIENT: dict[str, Any] = {
 def answering(document: dict[str, Any]) -> Any:
     async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raw = json.dumps(document).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+        )
 
     return script
 

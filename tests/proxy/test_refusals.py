@@ -1,0 +1,109 @@
+"""What the edge refuses, with a clear 4xx, and what it lets through."""
+
+import json
+from typing import Any
+
+from benchmarks.stub_engine import StubEngines
+from kvparams.jsontext import JSONLimits
+
+GOOD: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"model":"stub","prompt":"x"',
+    b'{"model":"stub","prompt":"x","temperature":NaN}',
+    b'{"model":"stub","prompt":"x","temperature":Infinity}',
+    b'{"model":"stub","prompt":"x","temperature":1e999}',
+    b'{"model":"stub","prompt":"x","model":"other"}',
+    b'{"model":"stub","prompt":"x","a":{"b":1,"b":2}}',
+    b'{"model":"stub","prompt":"x","pr\\u006fmpt":"y"}',
+    b'{"model":"stub","prompt":"\xff"}',
+    b'{"model":"stub","prompt":"x","a":' + b"[" * 100 + b"]" * 100 + b"}",
+    b"[" * 1_000_000,
+    b'{"model":"stub","prompt":"\\ud800"}',
+]
+
+WRONG = [
+    ("prompt", ""),
+    ("prompt", []),
+    ("prompt", None),
+    ("prompt", 5),
+    ("prompt", {"a": 1}),
+    ("prompt", [""]),
+    ("prompt", [[]]),
+    ("prompt", [1, "a"]),
+    ("prompt", ["a", 1]),
+    ("prompt", [1, True]),
+    ("prompt", [1, 2.0]),
+    ("prompt", [-1]),
+    ("prompt", [2**32]),
+    ("prompt", [[1], ["a"]]),
+    ("model", 7),
+    ("max_tokens", "5"),
+    ("max_tokens", 0),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("max_completion_tokens", -1),
+    ("min_tokens", "1"),
+    ("n", 0),
+    ("n", 10**9),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("stream_options", []),
+    ("cache_salt", 5),
+]
+
+
+async def test_malformed_bodies_are_refused_and_reach_no_engine(stub: StubEngines, stubbed: Any) -> None:
+    for raw in MALFORMED:
+        got = await stubbed.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert got.status_code == 400, raw[:80]
+        error = got.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+    assert sum(engine.counters.requests for engine in stub.engines) == 0
+
+
+async def test_wrong_values_are_refused_by_name(stub: StubEngines, stubbed: Any) -> None:
+    for name, value in WRONG:
+        got = await stubbed.client.post("/v1/completions", json=GOOD | {name: value})
+        assert got.status_code == 400, (name, value)
+        assert got.json()["error"]["param"].startswith(name)
+    for messages in ([], None, "x", [1], [{"content": "x"}]):
+        got = await stubbed.client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
+        assert got.status_code == 400, messages
+        assert got.json()["error"]["param"].startswith("messages")
+    assert sum(engine.counters.requests for engine in stub.engines) == 0
+
+
+async def test_null_is_as_good_as_absent(stubbed: Any) -> None:
+    nulls = dict.fromkeys(("max_completion_tokens", "min_tokens", "n", "stream", "stream_options", "cache_salt"))
+    assert (await stubbed.client.post("/v1/completions", json=GOOD | nulls)).status_code == 200
+
+
+async def test_an_unknown_model_is_not_found(stubbed: Any) -> None:
+    got = await stubbed.client.post("/v1/completions", json=GOOD | {"model": "gpt-x"})
+    assert got.status_code == 404
+    assert got.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_body_over_the_limit_is_refused_without_being_read(stub: StubEngines, proxy: Any) -> None:
+    engines = {role: [e.url for e in stub.engines if e.role == role] for role in ("prefill", "decode")}
+    running = await proxy(engines["prefill"], engines["decode"], body=JSONLimits(max_bytes=1000))
+    fits = GOOD | {"prompt": "x" * 900}
+    assert (await running.client.post("/v1/completions", json=fits)).status_code == 200
+    got = await running.client.post("/v1/completions", json=GOOD | {"prompt": "x" * 100_000})
+    assert got.status_code == 413
+    assert "1000 bytes" in got.json()["error"]["message"]
+
+
+async def test_token_id_prompts_and_unknown_members_pass_through(stub: StubEngines, stubbed: Any) -> None:
+    raw = json.dumps(GOOD | {"prompt": [1, 2, 3], "future_member": {"a": [1.0, None]}}).encode()
+    got = await stubbed.client.post("/v1/completions", content=raw)
+    assert got.status_code == 200
+    assert sum(engine.counters.decode_with_kv for engine in stub.engines) == 1
