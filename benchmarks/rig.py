@@ -9,6 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ PREFILL_PORTS = (18100, 18101)
 DECODE_PORTS = (18102, 18103)
 ENGINE_PORTS = PREFILL_PORTS + DECODE_PORTS
 _STATS_URL = f"http://127.0.0.1:{PREFILL_PORTS[0]}"
+_QUIET_S = 0.3
+_SETTLE_S = 10.0
 _NAMES = {OURS: "kvparams proxy", "vr-pd-rr": "vllm-router 0.1.17", "direct": "no router"}
 
 
@@ -86,7 +89,7 @@ class Counted:
     """Of all requests, those that carried what makes a decode leg with KV."""
 
     def problem(self, answered: int, in_flight: int) -> str | None:
-        """What is wrong with it if `answered` requests were answered; at most `in_flight` were cut off at the end."""
+        """What is wrong with it if `answered` requests were answered and at most `in_flight` more were cut off."""
         if self.prefill_requests != self.prefills:
             return f"{self.prefill_requests - self.prefills} prefill legs without KV params"
         if self.decode_requests != self.decodes_with_kv:
@@ -182,8 +185,20 @@ class Rig:
             decodes_with_kv=sum(engine["decode_kv"] for engine in engines.values()),
         )
 
+    def settle(self) -> None:
+        """Wait until the engines see nothing more of a run that was cut off. Raises StartError if that takes long."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        before, now = None, self.counted()
+        while before != now:
+            if time.monotonic() > deadline_s:
+                raise StartError(
+                    f"requests still reach the engines {_SETTLE_S:.0f} s after a run: is somebody else here?"
+                )
+            time.sleep(_QUIET_S)
+            before, now = now, self.counted()
+
     def capacity_per_s(self, port: int, scenario: str, *, concurrency: int, limit_s: float) -> float:
-        """Answers per second of a closed loop, by the rig's own generator."""
+        """Answers per second of a closed loop, by the rig's own generator, which cuts it off at `limit_s`."""
         ask = self.ask(scenario)
         stream: Sequence[str] = () if ask.events is None else ("-s", "-e", str(ask.events))
         command = [str(self.home / "load"), str(port), ask.path, str(ask.body), str(concurrency), "1000000"]
@@ -193,4 +208,5 @@ class Rig:
         row = json.loads(done.stdout)
         if row["errors"] or row["bad"]:
             raise StartError(f"port {port}, {scenario}: wrong answers: {row['err']}")
+        self.settle()
         return float(row["rps"])

@@ -31,6 +31,7 @@ class Row(TypedDict):
     rd: int
     conc: int
     n: int
+    wall: float
     rps: float
     cpu_us: float
     rss: float
@@ -78,10 +79,16 @@ def run_closed(
         return [cast("Row", json.loads(line)) for line in out.read_text().splitlines()]
 
 
-def problems(rows: Sequence[Row]) -> list[str]:
-    """Every row, of whichever router, whose answers were wrong or whose legs the engines did not count."""
+def problems(rows: Sequence[Row], limit_s: float) -> list[str]:
+    """Every row, of whichever router, whose answers were wrong or whose legs the engines did not count.
+
+    A run that reached `limit_s` was cut off: its last requests are counted but not answered, and what was left of them
+    may still be counted in the next run. Otherwise the counts must be exact.
+    """
     found: list[str] = []
+    before = after = 0
     for row in rows:
+        before, after = after, row["conc"] if row["wall"] >= limit_s else 0
         if row["router"] == "direct":
             continue
         counted = Counted(
@@ -91,7 +98,7 @@ def problems(rows: Sequence[Row]) -> list[str]:
             decodes_with_kv=sum(row["dec_kv"]),
         )
         wrong = f"{row['errors']} errors, {row['bad']} bad: {row['err']}" if row["errors"] or row["bad"] else None
-        problem = wrong or counted.problem(row["n"], row["conc"])
+        problem = wrong or counted.problem(row["n"], before + after)
         if problem:
             found.append(f"round {row['rd']} {row['sc']} {name_of(row['router'])}: {problem}")
     return found

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="closed loop")
     parser.add_argument("--scale", type=float, default=0.5, help="closed loop: of the rig's requests a round")
-    parser.add_argument("--limit", type=float, default=2.5, help="closed loop: seconds a run may take")
+    parser.add_argument("--limit", type=float, default=20.0, help="closed loop: seconds after which a run is cut off")
     parser.add_argument("--open-scenarios", default=_OPEN_SCENARIOS, help="open loop")
     parser.add_argument("--open-seconds", type=float, default=3.0, help="open loop: seconds a run takes")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compared = compare_closed(rows, peers)
                 print(closed_table(compared))
                 document["closed"] = {"summary": [asdict(each) for each in compared], "rows": rows}
-                wrong += problems(rows)
+                wrong += problems(rows, arguments.limit)
             if arguments.only != "closed":
                 with tempfile.TemporaryDirectory() as logs, Processes(Path(logs)) as processes:
                     figures = run_open(
