@@ -15,7 +15,7 @@ from kvparams.errors import KVParamsError
 __all__ = ["StoreError", "StoreURL", "parse_size"]
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE: Final = re.compile(r"([0-9]{1,15})([A-Za-z]*)")
+_SIZE: Final = re.compile(r"([1-9][0-9]{0,14})([A-Za-z]*)")
 _MAX_SETTINGS: Final = 64
 
 

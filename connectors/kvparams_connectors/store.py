@@ -6,6 +6,7 @@ never raises for one of its keys; every key has its own result from a closed set
 
 import logging
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,8 @@ class LaneStore(KVStore):
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._lane = Lane(f"kvparams-{name}", threads=threads)
+        self._closing = threading.Lock()
+        self._released = False
 
     def register(self, arena: Arena) -> None:
         """Nothing: a store that copies with the CPU need not know."""
@@ -180,7 +183,7 @@ class LaneStore(KVStore):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of everything; no worker is running any more."""
+        """Let go of everything; called once, when no worker is running any more."""
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         valid = [valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers) for op in ops]
@@ -200,9 +203,12 @@ class LaneStore(KVStore):
         return self._submit(keys, [valid_key(key) for key in keys], self.delete_now, deadline_s)
 
     def close(self) -> None:
-        if self._lane.close():
+        ended = self._lane.close()
+        with self._closing:
+            first, self._released = ended and not self._released, self._released or ended
+        if first:
             self.release()
-        else:
+        elif not ended:
             _LOGGER.error("a store was closed while an operation was stuck in it; its memory is kept")
 
     def _submit(

@@ -1,0 +1,106 @@
+"""The law of a bounded store, as a machine that tries random operations: it behaves like a dict with a capacity.
+
+The one rule: the model is exact. It says for every key whether it is there, so a store that loses a value too early, or
+keeps one that it should have given up, fails as surely as one that returns a wrong byte.
+"""
+
+from collections import OrderedDict
+from random import Random
+from typing import Final
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+
+__all__ = ["StoreMachine"]
+
+_KEYS: Final = st.sampled_from([f"key-{number}" for number in range(12)])
+_BATCH: Final = st.lists(_KEYS, min_size=1, max_size=5, unique=True)
+_DEADLINE_S: Final = 20.0
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store with least-recently-used eviction in whole units, against a dict.
+
+    A subclass says how the store is opened: `open_store`, `unit_bytes`, and `units` as its capacity.
+    """
+
+    unit_bytes: int = 4096
+    units: int = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = self.open_store()
+        self.model: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        self.writings = 0
+
+    def open_store(self) -> KVStore:
+        """A new, empty store."""
+        raise NotImplementedError("a subclass of StoreMachine says how its store is opened")
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    @rule(keys=_BATCH, sizes=st.lists(st.integers(0, 20 * 4096), min_size=5, max_size=5))
+    def put(self, keys: list[str], sizes: list[int]) -> None:
+        """Values of any size; each writing has other bytes, so that a stale value is seen as such."""
+        self.writings += 1
+        values = {key: Random(f"{key} {self.writings}").randbytes(size) for key, size in zip(keys, sizes, strict=False)}
+        ops = [PutOp(key, (memoryview(value),)) for key, value in values.items()]
+        expected = [self._put(key, value, set(keys[:at])) for at, (key, value) in enumerate(values.items())]
+        self._touch(keys)
+        assert self.store.put(ops, _DEADLINE_S).result() == expected
+
+    @rule(keys=_BATCH)
+    def get(self, keys: list[str]) -> None:
+        """What is there comes back whole."""
+        targets = {key: memoryview(bytearray(20 * 4096)) for key in keys}
+        results = self.store.get([GetOp(key, (target,)) for key, target in targets.items()], _DEADLINE_S).result()
+        assert results == [self._found(key) for key in keys]
+        for key, result in zip(keys, results, strict=True):
+            if result.code is Code.OK:
+                assert targets[key][: result.nbytes] == self.model[key]
+        self._touch(keys)
+
+    @rule(keys=_BATCH)
+    def exists(self, keys: list[str]) -> None:
+        """Sizes, and a use."""
+        assert self.store.exists(keys, _DEADLINE_S).result() == [self._found(key) for key in keys]
+        self._touch(keys)
+
+    @rule(keys=_BATCH)
+    def delete(self, keys: list[str]) -> None:
+        """Gone is gone."""
+        expected = [Result(Code.OK if key in self.model else Code.MISS) for key in keys]
+        assert self.store.delete(keys, _DEADLINE_S).result() == expected
+        for key in keys:
+            self.model.pop(key, None)
+
+    def _found(self, key: str) -> Result:
+        return Result(Code.OK, len(self.model[key])) if key in self.model else Result(Code.MISS)
+
+    def _put(self, key: str, value: bytes, batch: set[str]) -> Result:
+        """What the store must say; `batch` has been put or found before in the same batch and is not evicted."""
+        if key in self.model:
+            return Result(Code.EXISTS)
+        if self._units(value) > self.units:
+            return Result(Code.TOO_LARGE)
+        while self._used() + self._units(value) > self.units:
+            victim = next((old for old in self.model if old not in batch), None)
+            if victim is None:
+                return Result(Code.FULL)
+            del self.model[victim]
+        self.model[key] = value
+        return Result(Code.OK, len(value))
+
+    def _touch(self, keys: list[str]) -> None:
+        for key in reversed(keys):
+            if key in self.model:
+                self.model.move_to_end(key)
+
+    def _used(self) -> int:
+        return sum(self._units(value) for value in self.model.values())
+
+    def _units(self, value: bytes) -> int:
+        return max(1, -(-len(value) // self.unit_bytes))
