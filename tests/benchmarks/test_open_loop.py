@@ -81,7 +81,7 @@ async def test_the_arrivals_keep_their_pace() -> None:
     async with scripted_server(OK) as port:
         report = await run_open_loop(target(port), OpenLoop(rate_per_s=400, duration_s=0.5, arrivals="fixed"))
     assert report.requests == report.right == 200
-    assert report.wall_s == pytest.approx(0.5, abs=0.2)
+    assert 0.49 <= report.wall_s <= 1.5
 
 
 async def test_requests_of_the_warm_up_are_checked_but_not_timed() -> None:
@@ -106,7 +106,7 @@ async def test_connections_are_opened_as_the_plan_needs_them_and_used_again() ->
         report = await run_open_loop(target(port), OpenLoop(rate_per_s=200, duration_s=0.5, arrivals="fixed"))
     # 200/s for 100 ms each: about 20 at once, of 100 requests.
     assert report.right == 100
-    assert 15 <= report.connections <= 60
+    assert 15 <= report.connections < 100
 
 
 async def test_every_event_is_seen_however_it_is_cut() -> None:
@@ -159,9 +159,10 @@ async def test_times_to_the_first_token_and_between_tokens_are_those_of_the_engi
     assert report.ttft is not None
     assert report.itl is not None
     assert report.e2e is not None
-    assert report.ttft.p50 == pytest.approx(50, abs=25)
-    assert report.itl.p50 <= 40  # four gaps, the last one (to [DONE]) of nothing
-    assert report.e2e.p50 == pytest.approx(50 + 3 * 20, abs=40)
+    # A busy machine may add to these, nothing takes away from them (but what a timer of whole milliseconds rounds).
+    assert 48 <= report.ttft.p50 <= 200
+    assert 0.25 * 3 * 19 <= report.itl.mean <= 100  # four gaps, the last one (to [DONE]) of nothing
+    assert 48 + 3 * 19 <= report.e2e.p50 <= 500
 
 
 def test_the_command_prints_one_document_and_fails_if_an_answer_was_wrong(tmp_path: Path) -> None:
