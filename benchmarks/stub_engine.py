@@ -211,6 +211,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        # uvloop does this itself; asyncio does not if it was handed the listening socket, and then the second small
+        # write of a stream waits 40 ms for the acknowledgement of the first.
+        connection = cast("socket.socket", transport.get_extra_info("socket"))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._register.add(self)
 
     def data_received(self, data: bytes) -> None:
