@@ -43,7 +43,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.blocks * self.block_size:
-            raise ValueError(f"{self.blocks} blocks of {self.block_size} tokens cannot hold {self.max_model_len} tokens")
+            raise ValueError(
+                f"{self.blocks} blocks of {self.block_size} tokens cannot hold {self.max_model_len} tokens"
+            )
 
 
 class Engine:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+import torch
 
 from demo.client import new_client
 from demo.processes import Processes, Server
@@ -13,6 +14,7 @@ from reference_engine.model import Model, ModelShape
 @pytest.fixture(scope="session")
 def model() -> Model:
     """The model that every engine serves."""
+    torch.set_num_threads(1)  # as in an engine: the matrices are too small for more
     return Model(ModelShape(), max_tokens=4096)
 
 
@@ -26,7 +28,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 @pytest.fixture(scope="session")
 def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The file store of the session."""
-    return f"file://{tmp_path_factory.mktemp('store')}/kv?size=512MiB"
+    return f"file://{tmp_path_factory.mktemp('store')}/kv?size=256MiB"
 
 
 @pytest.fixture(scope="session")

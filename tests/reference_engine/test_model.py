@@ -46,12 +46,12 @@ def greedy(model: Model, tokens: list[int], count: int) -> list[int]:
 
 
 def test_paged_grouped_attention_equals_plain_attention_written_out() -> None:
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     spans, width, tokens, heads, kv_heads, dim = 3, 5, 48, 4, 2, 8
     start = torch.tensor([0, 17, 43])
-    query = torch.randn(spans * width, heads, dim, dtype=COMPUTE)
-    keys = torch.randn(spans, tokens, kv_heads, dim, dtype=COMPUTE)
-    values = torch.randn(spans, tokens, kv_heads, dim, dtype=COMPUTE)
+    query = torch.randn(spans * width, heads, dim, generator=generator, dtype=COMPUTE)
+    keys = torch.randn(spans, tokens, kv_heads, dim, generator=generator, dtype=COMPUTE)
+    values = torch.randn(spans, tokens, kv_heads, dim, generator=generator, dtype=COMPUTE)
     positions = start.view(-1, 1) + torch.arange(width)
     mask = (torch.arange(tokens) <= positions.unsqueeze(-1)).unsqueeze(1).repeat(1, 1, heads // kv_heads, 1)
 

@@ -1,0 +1,59 @@
+"""Damage to a stored page, as a failing disk or a stray write would do it: the negative control.
+
+The one rule: the file is changed behind the store's back; no store takes part in its own undoing.
+"""
+
+from array import array
+from mmap import mmap
+from pathlib import Path
+from typing import Final
+
+from kvparams.pages import HEADER_BYTES
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import Code, GetOp, open_store
+from reference_engine.model import ModelShape
+
+__all__ = ["flip_stored_byte", "is_stored"]
+
+_LARGEST_PAGE: Final = 1 << 20
+_NEEDLE_BYTES: Final = 64
+
+
+def flip_stored_byte(store_url: str, key: str) -> None:
+    """Flip one bit of one stored V element of the page `key` of a file store: a number below 1 becomes an enormous one.
+
+    Raises:
+        LookupError: the page is not stored, or not to be found in the file.
+    """
+    page = _read(store_url, key)
+    if page is None:
+        raise LookupError(f"{key} is not stored")
+    shape = ModelShape()
+    values = array("f", page[HEADER_BYTES:])
+    # The last part is V of the last layer. It depends on the context, so the bytes around it stand in one page only;
+    # V of the first layer depends on the token alone and stands in every page that has the token.
+    last = len(values) - len(values) // (2 * shape.layers)
+    element = next(at for at in range(last, len(values)) if 0.5 <= abs(values[at]) < 1)
+    at = HEADER_BYTES + 4 * element + 3  # the byte with the exponent
+    start = at - at % _NEEDLE_BYTES
+    path = Path(StoreURL.parse(store_url).path)
+    with path.open("r+b") as file, mmap(file.fileno(), 0) as mapped:
+        found = mapped.find(page[start : start + _NEEDLE_BYTES])
+        if found < 0:
+            raise LookupError(f"{key} was not found in {path}")
+        mapped[found + at - start] ^= 0x40
+
+
+def is_stored(store_url: str, key: str) -> bool:
+    """Whether the page is there, good or not."""
+    return _read(store_url, key) is not None
+
+
+def _read(store_url: str, key: str) -> bytes | None:
+    store = open_store(store_url)
+    try:
+        page = bytearray(_LARGEST_PAGE)
+        (result,) = store.get([GetOp(key, (memoryview(page),))]).result()
+        return bytes(page[: result.nbytes]) if result.code is Code.OK else None
+    finally:
+        store.close()
