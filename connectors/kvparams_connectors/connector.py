@@ -91,7 +91,7 @@ class KVStoreConnector:
         self._saves = Lane("kvparams-save")
         self._loads = Lane("kvparams-load", threads=self._settings.load_threads)
         self._lock = threading.Lock()
-        self._stats = ConnectorStats()
+        self._stats = ConnectorStats(self._arena.slots, self._arena.slots)
         self._tails: OrderedDict[str, int] = OrderedDict()
 
     def plan(
@@ -365,10 +365,15 @@ class KVStoreConnector:
         return deleted.then(lambda results: ReleaseReport(sum(result.code is Code.OK for result in results)))
 
     def stats(self) -> ConnectorStats:
-        """A copy of the counters."""
+        """A copy of the counters, and the arena's state."""
         with self._lock:
             stats = self._stats
-            return replace(stats, pages_refused=dict(stats.pages_refused), store_failures=dict(stats.store_failures))
+            return replace(
+                stats,
+                slots_free=self._arena.free,
+                pages_refused=dict(stats.pages_refused),
+                store_failures=dict(stats.store_failures),
+            )
 
     def close(self) -> None:
         """Wait, within bounds, for saves and loads that are under way; the store stays open."""

@@ -74,7 +74,12 @@ class ReleaseReport:
 
 @dataclass(slots=True)
 class ConnectorStats:
-    """Counters since the start; they only grow."""
+    """Counters since the start, which only grow, and how much of the arena is free now."""
+
+    slots: int
+    """Pages that may be on their way at a time."""
+    slots_free: int
+    """How many of them are not; less than `slots` when nothing goes on means that a store still holds buffers."""
 
     pages_loaded: int = 0
     bytes_loaded: int = 0
