@@ -1,0 +1,229 @@
+"""The file store's file: what is opened, what is refused, and what a stopped neighbour can do."""
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvparams_connectors.settings import StoreError
+from kvparams_connectors.store import Code, GetOp, PutOp
+from kvparams_connectors.stores.file import FileStore
+from kvparams_connectors.stores.filelock import FileLock, Membership
+
+SIZE = 1 << 20
+DEADLINE_S = 20.0
+
+
+def put(store: FileStore, key: str, size: int = 10_000, deadline_s: float = DEADLINE_S) -> Code:
+    return store.put([PutOp(key, (memoryview(bytearray(size)),))], deadline_s).result()[0].code
+
+
+def has(store: FileStore, key: str) -> bool:
+    return store.exists([key], DEADLINE_S).result()[0].code is Code.OK
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with one value, closed."""
+    store = FileStore(tmp_path / "store", SIZE, unit_bytes=4096)
+    assert put(store, "key") is Code.OK
+    store.close()
+    return tmp_path / "store"
+
+
+def patch(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def test_the_file_has_exactly_the_size_that_was_asked_for_and_every_block_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    for size in (SIZE, 3 * SIZE + 12_345):
+        FileStore(path, size, unit_bytes=4096).close()
+        status = path.stat()
+        assert status.st_size == size
+        assert status.st_blocks * 512 >= size
+        assert status.st_mode & 0o777 == 0o600  # KV holds what users said
+        path.unlink()
+
+
+def test_an_existing_store_is_opened_as_it_is(path: Path) -> None:
+    for store in (FileStore(path), FileStore(path, SIZE), FileStore(path, SIZE, unit_bytes=4096)):
+        assert has(store, "key")
+        store.close()
+
+
+@pytest.mark.parametrize(("size", "unit"), [(2 * SIZE, None), (None, 8192), (SIZE - 1, 4096)])
+def test_an_existing_store_of_another_size_is_refused_and_stays(path: Path, size: int | None, unit: int | None) -> None:
+    with pytest.raises(StoreError, match="exists with"):
+        FileStore(path, size, unit_bytes=unit)
+    store = FileStore(path)
+    assert has(store, "key")
+    store.close()
+
+
+def test_a_file_of_another_version_is_refused_and_stays(path: Path) -> None:
+    before = path.read_bytes()
+    patch(path, 8, b"\2")
+    with pytest.raises(StoreError, match="version 2"):
+        FileStore(path)
+    patch(path, 8, b"\1")
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_store_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "letter"
+    for content in (b"Dear Sir or Madam", b"x" * 100_000, b"KVPFILE"):
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match="no store"):
+            FileStore(path, SIZE)
+        assert path.read_bytes() == content
+
+
+def test_a_damaged_head_and_a_file_that_was_cut_are_refused(path: Path) -> None:
+    patch(path, 16, struct.pack("<Q", 2 * SIZE))
+    with pytest.raises(StoreError, match="damaged"):
+        FileStore(path)
+    patch(path, 16, struct.pack("<Q", SIZE))
+    os.truncate(path, SIZE - 4096)
+    with pytest.raises(StoreError, match="cut"):
+        FileStore(path)
+
+
+def test_a_link_is_not_followed_and_a_directory_is_no_store(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(path)
+    for wrong in (tmp_path / "link", tmp_path):
+        with pytest.raises(StoreError, match="cannot open"):
+            FileStore(wrong, SIZE)
+
+
+def test_a_creation_that_was_cut_short_is_done_again(tmp_path: Path, path: Path) -> None:
+    fixed = path.read_bytes()[:40]
+    creating = fixed[:12] + struct.pack("<I", 1) + fixed[16:]
+    for left_over in (b"", creating + zlib.crc32(creating).to_bytes(4, "little")):
+        other = tmp_path / "other"
+        other.write_bytes(left_over)
+        store = FileStore(other, SIZE, unit_bytes=4096)
+        assert put(store, "key") is Code.OK
+        store.close()
+        other.unlink()
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_creation(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("needs /dev/shm: a tmpfs, which refuses at once what is larger than itself")
+    disk = os.statvfs(shared)
+    path = shared / f"kvparams-too-large-{os.getpid()}"
+    try:
+        with pytest.raises(StoreError, match="no room"):
+            FileStore(path, disk.f_blocks * disk.f_frsize + (1 << 30))
+        assert path.stat().st_blocks == 0
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_size_without_room_for_one_unit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no room for one unit"):
+        FileStore(tmp_path / "store", 8192, unit_bytes=4096)
+
+
+def test_after_a_restart_of_the_machine_the_store_starts_empty(path: Path) -> None:
+    """What a power cut left in the file need not fit together. The control: without the restart the value is there."""
+    store = FileStore(path)
+    assert has(store, "key")
+    store.close()
+    patch(path, 1024 + 64, b"\0" * 16)  # where the boot id stands
+    store = FileStore(path)
+    assert not has(store, "key")
+    assert put(store, "key", size=store.capabilities.max_value_bytes) is Code.OK
+    store.close()
+
+
+@contextmanager
+def neighbour_holding_the_lock(path: Path) -> Generator[None]:
+    """As a process does that was stopped in the middle of a change."""
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_a_stopped_neighbour_costs_a_writer_its_deadline_and_a_reader_nothing(path: Path) -> None:
+    store = FileStore(path)
+    with neighbour_holding_the_lock(path):
+        before = time.monotonic()
+        assert put(store, "other", deadline_s=0.1) is Code.TIMEOUT
+        assert store.delete(["key"], 0.1).result()[0].code is Code.TIMEOUT
+        assert has(store, "key")
+        target = memoryview(bytearray(10_000))
+        assert store.get([GetOp("key", (target,))], DEADLINE_S).result()[0].code is Code.OK
+        assert time.monotonic() - before < DEADLINE_S / 2
+    assert put(store, "other") is Code.OK
+    store.close()
+
+
+def test_opening_waits_for_a_neighbour_no_longer_than_it_should(path: Path) -> None:
+    with neighbour_holding_the_lock(path), pytest.raises(StoreError, match=r"another process"):
+        FileStore(path, timeout_s=0.1)
+
+
+def test_a_change_that_was_not_finished_is_repaired_by_whoever_comes_next(path: Path) -> None:
+    store, other = FileStore(path), FileStore(path)
+    patch(path, 1024, struct.pack("<Q", 1))  # the mark of a change in progress
+    repairs = store.repairs
+    assert put(other, "other") is Code.OK
+    assert store.repairs == repairs + 1
+    assert has(store, "key")
+    assert has(store, "other")
+    store.close()
+    other.close()
+
+
+def test_records_that_are_not_whole_are_dropped_by_a_repair_and_their_room_is_used_again(path: Path) -> None:
+    store = FileStore(path)
+    raw = path.read_bytes()
+    record = raw.index(b"key".ljust(128, b"\0"))
+    patch(path, record + 200, b"\xff")
+    assert not has(store, "key")  # the record's checksum does not fit
+    patch(path, 1024, struct.pack("<Q", 1))
+    assert put(store, "whole", size=store.capabilities.max_value_bytes) is Code.OK
+    store.close()
+
+
+def test_a_seat_ends_with_whoever_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "seats"
+    path.touch()
+    fds = [os.open(path, os.O_RDWR) for _ in range(3)]
+    first, second = Membership(fds[0], 2), Membership(fds[1], 2)
+    assert (first.seat, second.seat) == (0, 1)
+    assert (first.taken(1), second.taken(0)) == (True, True)
+    with pytest.raises(OSError, match="seats"):
+        Membership(fds[2], 2)
+    os.close(fds[0])  # as the kernel does when a process is killed
+    assert not second.taken(0)
+    assert Membership(fds[2], 2).seat == 0
+    second.leave()
+    for fd in fds[1:]:
+        os.close(fd)
+
+
+def test_a_lock_excludes_the_threads_of_its_own_process_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    lock = FileLock(fd)
+    with lock.held(time.monotonic() + DEADLINE_S), pytest.raises(TimeoutError), lock.held(time.monotonic() + 0.05):
+        pass
+    with lock.held(time.monotonic()):
+        pass
+    os.close(fd)
