@@ -12,14 +12,16 @@ from pydantic import ValidationError
 
 from kvparams import trio
 from kvparams.errors import InvalidParams, Problem, UnsupportedVersion
-from kvparams.fields import MAX_MEMBERS
+from kvparams.fields import MAX_MEMBERS, Part
 from kvparams.params import VERSION_FORM, KVTransferParams
 from kvparams.problems import invalid, json_object
 
-__all__ = ["DOCUMENT_KEY", "dump", "dump_json", "parse", "read_request", "write"]
+__all__ = ["DOCUMENT_KEY", "Template", "dump", "dump_json", "parse", "read_request", "write"]
 
 DOCUMENT_KEY: Final = "kvparams"
 """The key inside `kv_transfer_params` under which the document travels, beside an engine's native keys."""
+
+_IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 
 def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
@@ -41,7 +43,7 @@ def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
         raise invalid(error) from None
 
 
-def dump(params: KVTransferParams) -> dict[str, object]:
+def dump(params: Part) -> dict[str, object]:
     """The document as a JSON object of its own: changing it does not change `params`."""
     return params.model_dump(mode="json", exclude_unset=True)
 
@@ -49,6 +51,35 @@ def dump(params: KVTransferParams) -> dict[str, object]:
 def dump_json(params: KVTransferParams) -> bytes:
     """The document as compact JSON text in UTF-8."""
     return params.__pydantic_serializer__.to_json(params, exclude_unset=True)
+
+
+class Template:
+    """One document for many requests: checked once, then only request id and transfer id are filled in.
+
+    Filling costs about a microsecond, making and dumping a document about ten.
+    """
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, params: KVTransferParams) -> None:
+        """`params` with any ids; its other members, the attempt included, are those of every document."""
+        marks = {"request_id": "REQUEST-ID-HERE", "transfer": {**dump(params.transfer), "id": "TRANSFER-ID-HERE"}}
+        text = dump_json(parse(dump(params) | marks))
+        before, _, rest = text.partition(b"REQUEST-ID-HERE")
+        between, _, after = rest.partition(b"TRANSFER-ID-HERE")
+        self._pieces = before, between, after
+
+    def fill(self, request_id: str, transfer_id: str) -> bytes:
+        """The document as compact JSON text.
+
+        Raises:
+            InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128.
+        """
+        for name, value in (("request_id", request_id), ("transfer.id", transfer_id)):
+            if _IDENTIFIER.fullmatch(value) is None:
+                raise InvalidParams((Problem(tuple(name.split(".")), "value", "is not an identifier"),))
+        before, between, after = self._pieces
+        return b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
 
 
 def read_request(

@@ -5,14 +5,13 @@ leg costs (connections, load, time) belongs to the executor that runs it.
 """
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from pydantic_core import to_json
 
-from kvparams.codec import DOCUMENT_KEY, dump_json, read_request
+from kvparams.codec import DOCUMENT_KEY, Template, dump_json, parse, read_request
 from kvparams.dialects import Dialect, NotSplittable
-from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Mode, Phase, Transfer
+from kvparams.params import PROTOCOL_VERSION, Isolation, KVTransferParams, Mode, Phase
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.tokens import TokenPrefix
 
@@ -31,10 +30,11 @@ _PREFILL_LIMITS: Final[Mapping[str, bytes | None]] = {
 
 _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 """What a decode leg is told of prefill's result."""
+_REMEMBERED: Final = 4096
+"""Templates kept at most: one for each pair of instances that ever met, and each incarnation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(NamedTuple):
     """One request to one engine."""
 
     instance: Instance
@@ -44,8 +44,7 @@ class Leg:
     """Whether its answer goes to the client; otherwise the manager is told it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LegAnswer:
+class LegAnswer(NamedTuple):
     """What an engine said at the end of a leg that does not answer the client."""
 
     kv_transfer_params: Mapping[str, object]
@@ -84,6 +83,9 @@ class RequestManager(Protocol):
 class PrefillThenDecode:
     """Prefill with one token, then decode with the client's own limits; decode is chosen when prefill is done."""
 
+    def __init__(self) -> None:
+        self._templates: dict[tuple[Phase, Mode, Instance, Instance | None], Template] = {}
+
     def legs(
         self,
         request: RequestFacts,
@@ -96,46 +98,66 @@ class PrefillThenDecode:
         speech = dialect(prefill)
         if (why := speech.refuse(request)) is not None:
             raise NotSplittable(why)
-        transfer = Transfer(id=request.transfer_id, attempt=1)
-        asked = _document(request, transfer, "prefill", speech.mode, producer=prefill)
+        known: dict[str, object] = {}
+        if request.token_ids is not None:
+            known["prefix"] = TokenPrefix.by_digest(request.token_ids)
+        if request.cache_salt is not None:
+            known["isolation"] = Isolation(cache_salt=request.cache_salt)
+        asked = self._document(request, "prefill", speech.mode, prefill, None, known)
         limits = {name: value for name, value in _PREFILL_LIMITS.items() if value is not None or name in members}
         if "max_completion_tokens" in members:
             limits["max_completion_tokens"] = b"1"
         limits["kv_transfer_params"] = _beside(speech.prefill_keys(), asked)
         answer = yield Leg(prefill, limits, answers_client=False)
 
-        native = speech.decode_keys(answer.kv_transfer_params)
-        decode = choose(Role.DECODE)
+        native = to_json(speech.decode_keys(answer.kv_transfer_params))
         result = read_request(answer.kv_transfer_params, request_id=request.request_id)
-        wanted = _document(request, transfer, "decode", speech.mode, producer=prefill, consumer=decode, result=result)
-        yield Leg(decode, {"kv_transfer_params": _beside(to_json(native), wanted)}, answers_client=True)
+        if result is not None:
+            known |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+        decode = choose(Role.DECODE)
+        wanted = self._document(request, "decode", speech.mode, prefill, decode, known)
+        yield Leg(decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True)
+
+    def _document(
+        self,
+        request: RequestFacts,
+        phase: Phase,
+        mode: Mode,
+        producer: Instance,
+        consumer: Instance | None,
+        known: dict[str, object],
+    ) -> bytes:
+        """Our document for one leg, as JSON text; `known` are the members that this request alone has."""
+        if known:
+            return dump_json(_params(request, phase, mode, producer, consumer, known))
+        kind = phase, mode, producer, consumer
+        template = self._templates.get(kind)
+        if template is None:
+            if len(self._templates) >= _REMEMBERED:
+                self._templates.clear()
+            template = self._templates[kind] = Template(_params(request, phase, mode, producer, consumer, {}))
+        return template.fill(request.request_id, request.transfer_id)
 
 
-def _document(
+def _params(
     request: RequestFacts,
-    transfer: Transfer,
     phase: Phase,
     mode: Mode,
-    *,
     producer: Instance,
-    consumer: Instance | None = None,
-    result: KVTransferParams | None = None,
-) -> bytes:
-    """Our document for one leg, as JSON text. Of a prefill `result` the decode leg is told where the KV is."""
-    said: dict[str, Any] = {}
-    if request.token_ids is not None:
-        said["prefix"] = TokenPrefix.by_digest(request.token_ids)
-    if request.cache_salt is not None:
-        said["isolation"] = Isolation(cache_salt=request.cache_salt)
-    said["producer"] = Endpoint(id=producer.id, incarnation=producer.incarnation)
+    consumer: Instance | None,
+    known: dict[str, object],
+) -> KVTransferParams:
+    members: dict[str, object] = {
+        "version": PROTOCOL_VERSION,
+        "request_id": request.request_id,
+        "transfer": {"id": request.transfer_id, "attempt": 1},
+        "phase": phase,
+        "mode": mode,
+        "producer": {"id": producer.id, "incarnation": producer.incarnation},
+    }
     if consumer is not None:
-        said["consumer"] = Endpoint(id=consumer.id, incarnation=consumer.incarnation)
-    if result is not None:
-        said |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
-    document = KVTransferParams(
-        version=PROTOCOL_VERSION, request_id=request.request_id, transfer=transfer, phase=phase, mode=mode, **said
-    )
-    return dump_json(document)
+        members["consumer"] = {"id": consumer.id, "incarnation": consumer.incarnation}
+    return parse(members | known)
 
 
 def _beside(native: bytes, document: bytes) -> bytes:

@@ -59,7 +59,7 @@ def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
     start = _skip(raw, 0)
     if raw[start] in b"{[":
         _check_container(raw, start, limits.max_depth)
-    else:
+    elif raw[start] != 0x22:
         _check_numbers(raw, 0, len(raw))
     return document
 
@@ -84,23 +84,21 @@ def fields(raw: bytes) -> dict[str, Field]:
     return _walk(raw, DEFAULT_LIMITS.max_depth)
 
 
-def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field | None:
-    """Where the member `name` of the object `raw` stands, mostly without walking all of it; None where there is none.
+def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:
+    """Where the member `name` of the object `raw` stands, mostly without walking all of it.
 
-    `document` must be what `raw` parses to.
+    `document` is what `raw` parses to, and has that member.
 
     Raises:
         JSONTextError: it had to walk after all, and `raw` is not plain (see `loads`).
     """
-    if name not in document:
-        return None
     needle = b'"%b"' % name.encode()
     start = raw.rfind(needle)  # what is looked for tends to stand at the end
     if start > 0 and raw[start - 1] != 0x5C and raw.find(needle, 0, start) < 0:
         member = _MEMBER.match(raw, start)
         if member is not None and (end := _end_of(raw, member.start(2), document[name])):
             return Field(start, member.start(2), end)
-    return fields(raw).get(name)  # also another object's member, or a name that is written with escapes
+    return fields(raw)[name]  # also another object's member, or a name that is written with escapes
 
 
 def _end_of(raw: bytes, at: int, value: object) -> int:

@@ -7,7 +7,7 @@ so that several processes can share them without the policy knowing.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 __all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
 
@@ -48,8 +48,7 @@ class Candidate(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(NamedTuple):
     """What is known about a request when its legs are planned."""
 
     request_id: str

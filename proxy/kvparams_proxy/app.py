@@ -6,8 +6,10 @@ The one rule: everything is made in the lifespan and passed on; there is no app,
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
+from secrets import token_hex
 from typing import Any, Final, cast
 
 from starlette.applications import Starlette
@@ -24,7 +26,7 @@ from kvparams_proxy.downstream import ASGIDownstream, Downstream, open_downstrea
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.executor import Execution, Resources
 from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.intake import Endpoint, read, request_id
+from kvparams_proxy.intake import Endpoint, harmless, read
 from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.probes import Prober
 from kvparams_proxy.settings import Settings
@@ -57,7 +59,7 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
         pools = {i.id: Pool(i.url, settings.upstream, tls) for i in settings.instances}
-        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings)
+        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings, _identifiers())
         async with Prober(fleet, settings.probe_s, tls):
             yield {"resources": resources}
         for pool in pools.values():
@@ -92,19 +94,20 @@ class Generate:
                 given = value
             elif name in _FORWARDED:
                 headers.append(b"%b: %b\r\n" % (name, value))
-        request = request_id(given)
+        transfer = resources.new_id()
+        request = given.decode() if given is not None and harmless(given) else transfer
         try:
             body = await _body(receive, resources.settings.body.max_bytes)
-            inbound = read(self._endpoint, body, request, resources.settings.body)
+            inbound = read(self._endpoint, body, request, transfer, resources.settings.body)
             if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
                 message = f"the model {model[:200]!r} is not served here; see /v1/models"
                 raise ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
         except ProxyError as error:
-            resources.metrics.outcomes["refused"].inc()
+            resources.metrics.outcomes["refused"] += 1
             await _error(error, request)(scope, receive, send)
             return
         except ConnectionError:  # the client left while it was sending
-            resources.metrics.outcomes["gone"].inc()
+            resources.metrics.outcomes["gone"] += 1
             return
         downstream: Downstream = open_downstream(scope, receive, send)
         try:
@@ -112,6 +115,12 @@ class Generate:
         finally:
             if isinstance(downstream, ASGIDownstream):
                 await downstream.finished()
+
+
+def _identifiers() -> Callable[[], str]:
+    """Makes ids that no other process and no later run makes. Unique, not secret: none costs fresh entropy."""
+    run, numbers = token_hex(12), count()
+    return lambda: f"{run}-{next(numbers):x}"
 
 
 async def _body(receive: Receive, limit_bytes: int) -> bytes:

@@ -5,8 +5,7 @@ every other byte leaves as the engine wrote it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from pydantic_core import from_json, to_json
 
@@ -21,8 +20,7 @@ _NEEDLES: Final = (b'"prompt_tokens"', b"_transfer_params", b"disagg")
 `"prompt_tokens"` does not look like it.)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Corrections:
+class Corrections(NamedTuple):
     """What prefill said, for the answers of decode."""
 
     prompt_tokens_details: object
@@ -35,13 +33,14 @@ class Corrections:
             JSONTextError: it is not a JSON object.
         """
         document = load_answer(raw)
-        spans = {name: span for name in (*_PRIVATE, "usage") if (span := locate(raw, document, name)) is not None}
-        changes: dict[str, bytes | None] = {name: None for name in _PRIVATE if name in spans}
+        changes: dict[str, bytes | None] = {name: None for name in _PRIVATE if name in document}
+        spans = {name: locate(raw, document, name) for name in changes}
         usage = document.get("usage")
         if isinstance(usage, dict):
             details = cast("dict[str, object]", usage).get("prompt_tokens_details")
             if details != self.prompt_tokens_details:
-                inside = raw[spans["usage"].value : spans["usage"].end]
+                span = spans["usage"] = locate(raw, document, "usage")
+                inside = raw[span.value : span.end]
                 change = {"prompt_tokens_details": to_json(self.prompt_tokens_details)}
                 changes["usage"] = edit(inside, fields(inside), change)
         return edit(raw, spans, changes) if changes else raw

@@ -273,5 +273,5 @@ class ASGIDownstream:
 
 def open_downstream(scope: Scope, receive: Receive, send: Send) -> Downstream:
     """The fastest way this server offers."""
-    offered = scope.get("extensions", {}).get(EXTENSION)
+    offered = scope.get("extensions", {}).pop(EXTENSION, None)  # else scope and answer would keep each other alive
     return offered if isinstance(offered, DirectDownstream) else ASGIDownstream(receive, send)

@@ -46,6 +46,8 @@ class Resources:
     """By instance id."""
     metrics: Metrics
     settings: Settings
+    new_id: Callable[[], str]
+    """Makes a transfer id, never the same twice."""
 
 
 class Silence:
@@ -138,7 +140,7 @@ class Execution:
                 self._exchange.abort(UpstreamError("the request was given up"))
             while self._held:
                 resources.fleet.release(self._held.pop())
-            resources.metrics.outcomes[outcome].inc()
+            resources.metrics.outcomes[outcome] += 1
 
     # the client, as `downstream.Watcher`
 

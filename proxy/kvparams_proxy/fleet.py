@@ -78,6 +78,8 @@ class Fleet:
 
     def know_model(self, model: str) -> bool:
         """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
+        if (Role.PREFILL, model) in self._candidates:
+            return True
         members = self._members.values()
         return not members or any(_serves(member, model) for member in members)
 

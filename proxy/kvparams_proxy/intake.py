@@ -7,16 +7,15 @@ untouched for the engine to judge.
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from secrets import token_hex
-from typing import Final, Literal, TypeVar, cast
+from typing import Final, Literal, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
 from kvparams.scheduling import RequestFacts
+from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Inbound", "read", "request_id"]
+__all__ = ["Endpoint", "Inbound", "harmless", "read"]
 
 Endpoint = Literal["completions", "chat"]
 T = TypeVar("T")
@@ -45,15 +44,17 @@ Source: vLLM 0.32.0 entrypoints/openai/*/protocol.py; SGLang 0.5.23 entrypoints/
 _CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext": ()}
 """Members whose own members reach an engine's KV connector too (vLLM 0.32.0 chat_completion/protocol.py)."""
 
-_SAFE_ID: Final = re.compile(r"(?!___)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SUSPICIOUS: Final = frozenset((*STRIPPED, *_CARRIERS))
+
+_SAFE_ID: Final = re.compile(rb"(?!___)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
+_MAX_SALT: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Inbound:
+class Inbound(NamedTuple):
     """One request that may be planned."""
 
     facts: RequestFacts
@@ -64,14 +65,12 @@ class Inbound:
     stream: bool
 
 
-def request_id(given: bytes | None) -> str:
-    """The client's X-Request-Id where it is harmless, else a new one of 128 random bits."""
-    if given is not None and _SAFE_ID.fullmatch(text := given.decode("latin-1")):
-        return text
-    return token_hex(16)
+def harmless(request_id: bytes) -> bool:
+    """Whether a client's X-Request-Id may reach engines as it is."""
+    return _SAFE_ID.fullmatch(request_id) is not None
 
 
-def read(endpoint: Endpoint, body: bytes, request: str, limits: JSONLimits) -> Inbound:
+def read(endpoint: Endpoint, body: bytes, request_id: str, transfer_id: str, limits: JSONLimits) -> Inbound:
     """Check a request's body.
 
     Raises:
@@ -92,8 +91,10 @@ def read(endpoint: Endpoint, body: bytes, request: str, limits: JSONLimits) -> I
     stream = _optional(document, "stream", bool, "true or false") or False
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
+    if salt is not None and not 0 < len(salt) <= _MAX_SALT:
+        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
     body, spans = _strip(document, body, spans)
-    facts = RequestFacts(request, token_hex(16), model, prompts, choices, token_ids, salt)
+    facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt)
     return Inbound(facts, body, spans, stream)
 
 
@@ -151,6 +152,8 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
 
 
 def _token_ids(items: list[object], name: str) -> Sequence[int]:
+    if len(items) > MAX_TOKENS:
+        raise _invalid(name, f"`{name}` must hold at most {MAX_TOKENS} token ids")
     if set(map(type, items)) != {int}:
         raise _invalid(name, f"`{name}` must hold whole numbers only: token ids")
     try:
@@ -162,6 +165,8 @@ def _token_ids(items: list[object], name: str) -> Sequence[int]:
 def _strip(
     document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
 ) -> tuple[bytes, Mapping[str, Field]]:
+    if _SUSPICIOUS.isdisjoint(document):
+        return body, spans
     changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
     for name, path in _CARRIERS.items():
         if isinstance(document.get(name), dict):

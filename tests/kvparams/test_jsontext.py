@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
@@ -40,6 +40,7 @@ def plain(value: Any) -> bool:
     return True
 
 
+@example('"0E', None, True)
 @given(VALUES.filter(plain), INDENTS, ENCODINGS)
 def test_every_plain_document_is_read_as_the_standard_library_reads_it(
     value: object, indent: int | None, ascii_only: bool

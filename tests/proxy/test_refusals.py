@@ -56,6 +56,8 @@ WRONG = [
     ("stream", 1),
     ("stream_options", []),
     ("cache_salt", 5),
+    ("cache_salt", ""),
+    ("cache_salt", "x" * 257),
 ]
 
 
