@@ -89,19 +89,19 @@ class Processes:
             command += ["--store", store]
         return self.start(name, *command, *more, port=port)
 
-    def proxy(self, prefill: Sequence[Server], decode: Sequence[Server], *more: str) -> Server:
+    def proxy(self, prefill: Sequence[Server], decode: Sequence[Server], *, port: int | None = None) -> Server:
         """Start the proxy before these engines, with KV travelling through the store they share.
 
         Its answers name the engines used, in the headers `x-kvparams-prefill` and `x-kvparams-decode`.
         """
-        port = free_port()
+        port = port or free_port()
         command = [sys.executable, "-m", "kvparams.cli", "proxy", "--connector", "store", "--port", str(port)]
         command.append("--expose-route")
         for server in prefill:
             command += ["--prefill", f"{server.name}={server.url}"]
         for server in decode:
             command += ["--decode", f"{server.name}={server.url}"]
-        return self.start("proxy", *command, *more, port=port)
+        return self.start("proxy", *command, port=port)
 
     def wait_ready(self, *servers: Server, within_s: float = 60.0) -> None:
         """Wait until all of them answer `/health`.

@@ -1,0 +1,116 @@
+"""The demo as a user runs it: it proves what it says, notices what is wrong, and leaves nothing running."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+from demo.client import ask, new_client
+from demo.control import damage_unchecked, damage_verified
+from demo.display import Display
+from demo.processes import ProcessError, Processes, Server, free_port
+
+COMMAND = [sys.executable, "-u", "-m", "demo"]
+WAIT_S = 100.0
+URL = re.compile(r"is ready at (http://\S+)")
+
+
+def unreachable(output: str) -> bool:
+    """Whether none of the servers that the demo named answers any more; guarded against naming none."""
+    urls = URL.findall(output)
+    assert len(urls) == 6
+    for url in urls:
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+    return True
+
+
+def read_until(lines: IO[str], found: Callable[[str], bool]) -> str:
+    """What was written up to the line that is looked for."""
+    output = ""
+    for line in lines:
+        output += line
+        if found(line):
+            return output
+    raise AssertionError(f"the output ended: {output}")
+
+
+def test_the_demo_proves_its_point_and_ends() -> None:
+    done = subprocess.run([*COMMAND, "--turns", "2"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  yes\n") == 6
+    assert done.stdout.count("ok: ") == 6
+    assert "WRONG" not in done.stdout
+    assert unreachable(done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the printed request is a curl command")
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
+def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signals) -> None:
+    command = [*COMMAND, "--serve", "--port", str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
+        assert demo.stdout is not None
+        try:
+            output = read_until(demo.stdout, lambda line: "Ctrl-C" in line)
+            printed = re.search(r"^  (curl .*)$", output, re.MULTILINE)
+            assert printed is not None
+            tried = subprocess.run(["sh", "-c", printed[1]], capture_output=True, text=True, timeout=WAIT_S, check=True)
+            assert tried.stdout.count("data: ") > 3
+            assert tried.stdout.endswith("data: [DONE]\n\n")
+        finally:
+            demo.send_signal(way)
+        output += demo.stdout.read()
+        assert demo.wait(WAIT_S) == 130
+    assert unreachable(output)
+
+
+async def test_the_controls_notice_when_they_do_not_hold(
+    processes: Processes, servers: dict[str, Server], store_url: str, tmp_path: Path
+) -> None:
+    """Negative control of the negative control: each is run where its claim is false."""
+    url = f"file://{tmp_path}/kv?size=32MiB"
+    careless = processes.engine("careless-p", "prefill", url, "--no-verify")
+    other = processes.engine("careless-d", "decode", url, "--no-verify")
+    processes.wait_ready(careless, other)
+    unverified, verified = Display(), Display()
+    async with new_client() as client:
+        await damage_verified(client, careless, other, servers["single"], url, unverified)
+        await damage_unchecked(client, servers["prefill"], servers["decode"], servers["single"], store_url, verified)
+    processes.stop(careless, other)
+
+    assert len(unverified.failures) == 3
+    assert len(verified.failures) == 1
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_own_words(processes: Processes) -> None:
+    engine = processes.engine("wrong", "both", "file:///nowhere/at/all/kv?size=32MiB")
+
+    with pytest.raises(ProcessError, match="nowhere"):
+        processes.wait_ready(engine)
+
+
+async def test_an_engine_that_is_told_to_end_finishes_what_it_began(
+    processes: Processes, servers: dict[str, Server]
+) -> None:
+    body: dict[str, object] = {"prompt": "Once", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    engine = processes.engine("leaving", "both")
+    processes.wait_ready(engine)
+    async with new_client() as client:
+        asked = {**body, "stream": True}
+        async with client.stream("POST", f"{engine.url}/v1/completions", json=asked) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            engine.process.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines if line]
+        assert len(rest) >= 299
+        assert rest[-1] == "data: [DONE]"
+        assert engine.process.wait(WAIT_S) is not None
+        assert (await ask(client, servers["single"].url, "/v1/completions", body)).count("completion_tokens") == 300
