@@ -51,6 +51,12 @@ def test_a_process_may_die_at_every_line_of_the_index(tmp_path: Path) -> None:
     assert repairs > 200
 
 
+def await_ready(worker: "subprocess.Popen[str]") -> None:
+    assert worker.stdout is not None
+    if worker.stdout.readline() != "ready\n":
+        pytest.fail(f"a worker ended by itself: {worker.communicate(timeout=DEADLINE_S)[1]}")
+
+
 def kill_in_a_loop(path: Path, workers: list["subprocess.Popen[str]"], *, kills: int) -> None:
     """Three workers; one after the other is killed at a random moment and replaced."""
     FileStore(path, 1 << 20, unit_bytes=4096).close()
@@ -58,8 +64,7 @@ def kill_in_a_loop(path: Path, workers: list["subprocess.Popen[str]"], *, kills:
     workers.extend(start("loop", path, seed) for seed in range(3))
     for number in range(kills):
         victim = workers[number % 3]
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == "ready\n"
+        await_ready(victim)
         with pytest.raises(subprocess.TimeoutExpired):  # it works until it is killed
             victim.wait(random.uniform(0.0, 0.1))
         victim.send_signal(signal.SIGKILL)
@@ -67,8 +72,7 @@ def kill_in_a_loop(path: Path, workers: list["subprocess.Popen[str]"], *, kills:
         assert (victim.returncode, err) == (-signal.SIGKILL, "")
         workers[number % 3] = start("loop", path, 1000 + number)
     for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
+        await_ready(worker)
         worker.kill()
         worker.communicate(timeout=DEADLINE_S)
     store = FileStore(path)

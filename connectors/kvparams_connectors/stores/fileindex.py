@@ -70,6 +70,7 @@ class FileIndex:
         self._extents = Extents(file.free)
         self._mask = file.shape.buckets - 1
         self._member = Membership(file.fd, len(file.owners))
+        self._owner = 0  # nobody's number: entering may have to repair first
         with self.changing(deadline):
             self._owner = file.counters[_OWNER] = file.counters[_OWNER] + 1
             file.owners[self._member.seat] = self._owner
