@@ -1,0 +1,81 @@
+"""Corrections of an engine's answer: what must change does, every other byte stays."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.errors import JSONTextError
+from kvparams_proxy.corrections import Corrections, complete_events, prompt_details
+
+EVENTS = [
+    b'data: {"choices":[{"text":"a"}],"usage":null}\n\n',
+    b'data: {"choices":[{"text":"say \\"prompt_tokens\\" or \\"kv_transfer_params\\""}]}\n\n',
+    b": keep-alive\n\n",
+    b'event: x\ndata: {"usage": {"prompt_tokens": 5, "total": 6 }, "x" : 1.50}\n\n',
+    b'data: {"kv_transfer_params":{"remote_host":"10.0.0.1"},"choices":[]}\r\n\r\n',
+    b'data: {"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":5}},"kv_transfer_params":null}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+def payloads(raw: bytes) -> list[Any]:
+    lines = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def test_cached_tokens_become_prefills_and_params_go() -> None:
+    corrected = Corrections({"cached_tokens": 3}).events(b"".join(EVENTS))
+    seen = payloads(corrected)
+    assert all("kv_transfer_params" not in event for event in seen)
+    assert [e["usage"]["prompt_tokens_details"] for e in seen if e.get("usage")] == [{"cached_tokens": 3}] * 2
+    assert b"10.0.0.1" not in corrected
+    for untouched in (*EVENTS[:3], EVENTS[6]):
+        assert untouched in corrected
+    assert b'"total": 6' in corrected
+    assert b'"x" : 1.50' in corrected
+    assert b"event: x\n" in corrected
+
+
+def test_what_prefill_did_not_report_decode_may_not_claim() -> None:
+    """Decode counts transferred KV as cached; without prefill's word there is no number to give."""
+    raw = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}'
+    assert json.loads(Corrections(None).whole(raw))["usage"]["prompt_tokens_details"] is None
+    silent = b'{"usage":{"prompt_tokens":9}}'
+    assert Corrections(None).whole(silent) is silent
+
+
+def test_nothing_to_correct_is_returned_as_it_is() -> None:
+    raw = b'{ "choices" : [1.0], "usage" : {"prompt_tokens" : 9, "prompt_tokens_details" : {"cached_tokens":8 }} }'
+    assert Corrections({"cached_tokens": 8}).whole(raw) is raw
+    plain = EVENTS[0] + EVENTS[1] + EVENTS[6]
+    assert Corrections({"cached_tokens": 8}).events(plain) == plain
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"7", b'{"a":NaN}'])
+def test_what_is_not_an_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(JSONTextError):
+        Corrections(None).whole(raw)
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(0, 600), max_size=6))
+def test_how_events_are_cut_by_the_network_makes_no_difference(events: list[bytes], cuts: list[int]) -> None:
+    raw = b"".join(events)
+    corrections = Corrections({"cached_tokens": 3})
+    expected = corrections.events(raw)
+    got, tail, at = b"", b"", 0
+    for cut in [*sorted(min(cut, len(raw)) for cut in cuts), len(raw)]:
+        tail += raw[at:cut]
+        at = cut
+        end = complete_events(tail)
+        got += corrections.events(tail[:end])
+        tail = tail[end:]
+    assert (got, tail) == (expected, b"")
+
+
+def test_details_are_read_where_they_are() -> None:
+    assert prompt_details({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}}) == {"cached_tokens": 1}
+    for answer in ({}, {"usage": None}, {"usage": {}}, {"usage": 7}):
+        assert prompt_details(answer) is None

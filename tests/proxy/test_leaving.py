@@ -1,0 +1,118 @@
+"""Clients that leave or are slow: engines hear of it at once, nothing is left, memory stays where it is."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.stub_engine import StubEngines
+
+BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
+GOOD = json.dumps(
+    {
+        "choices": [{"index": 0, "text": "x"}],
+        "usage": {"prompt_tokens": 1},
+        "kv_transfer_params": {
+            "remote_engine_id": "e",
+            "remote_block_ids": [[1]],
+            "remote_host": "h",
+            "remote_port": 1,
+        },
+    }
+).encode()
+
+
+def request(body: dict[str, Any]) -> bytes:
+    raw = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return (head % len(raw)).encode() + raw
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait, bounded, until something is so."""
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110  what is waited for is in another task's hands and says nothing
+            await asyncio.sleep(0.005)
+
+
+def live(stub: StubEngines) -> int:
+    return sum(engine.counters.live for engine in stub.engines)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
+async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngines, stubbed: Any, phase: str) -> None:
+    delays = {"prefill": ("prefill_ms", 5000.0), "decode": ("ttft_ms", 5000.0), "stream": ("itl_ms", 50.0)}
+    setattr(stub.delays, *delays[phase])
+    reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+    writer.write(request(BODY | {"stream": phase == "stream"}))
+    role = "prefill" if phase == "prefill" else "decode"
+    await until(lambda: any(engine.counters.live for engine in stub.engines if engine.role == role))
+    if phase == "stream":
+        await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    await until(lambda: live(stub) == 0)
+    assert sum(engine.counters.aborted for engine in stub.engines if engine.role == role) == 1
+    await until(lambda: stubbed.app is not None)
+    assert await stubbed.metric("kvparams_proxy_in_flight") == 0
+    assert await stubbed.metric('kvparams_proxy_requests_total{outcome="gone"}') == 1
+
+
+async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: StubEngines, stubbed: Any) -> None:
+    """A short form of `tests/soak/test_drops.py`."""
+    stub.delays.prefill_ms, stub.delays.itl_ms = 5.0, 1.0
+    draw = random.Random(7)
+
+    async def one() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+        writer.write(request(BODY | {"stream": draw.random() < 0.8}))
+        await asyncio.sleep(draw.random() * 0.08)
+        writer.transport.abort()
+
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(10)))
+    await until(lambda: live(stub) == 0)
+    assert sum(engine.counters.requests for engine in stub.engines) > 50
+    assert await stubbed.metric("kvparams_proxy_in_flight") == 0
+
+
+async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted: Any, proxy: Any) -> None:
+    """The engine has 64 MiB to say; a client that reads nothing lets it say little more than the sockets hold."""
+    said = 0
+    total = 64 << 20
+
+    async def chatter(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal said
+        event = b"data: " + b"x" * 16_000 + b"\n\n"
+        piece = b"%x\r\n%b\r\n" % (len(event), event)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        while said < total:
+            writer.write(piece)
+            await writer.drain()
+            said += 16_000
+        writer.write(b"0\r\n\r\n")
+
+    async def good(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(GOOD) + GOOD)
+
+    prefill, decode = await scripted(good), await scripted(chatter)
+    running = await proxy([prefill.url], [decode.url])
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 16)
+    writer.write(request(BODY | {"stream": True}))
+    await reader.readuntil(b"data: ")
+    before = -1
+    async with asyncio.timeout(20):
+        while said != before:  # until the engine is stuck
+            before = said
+            await asyncio.sleep(0.3)
+    assert said < total // 2
+    # The control: it was the client that held it up. It reads to the end of the stream, and all of it arrives.
+    received, tail = 0, b""
+    async with asyncio.timeout(60):
+        while not tail.endswith(b"0\r\n\r\n") and (piece := await reader.read(1 << 20)):
+            received += piece.count(b"x")
+            tail = (tail + piece)[-8:]
+    assert received == said
+    writer.close()

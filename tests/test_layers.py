@@ -1,0 +1,53 @@
+"""The layering rule of ARCHITECTURE.md, held: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = {
+    "kvparams": ROOT / "kvparams",
+    "kvparams_proxy": ROOT / "proxy" / "kvparams_proxy",
+    "kvparams_connectors": ROOT / "connectors" / "kvparams_connectors",
+}
+FORBIDDEN = {
+    "kvparams": {
+        *("kvparams_proxy", "kvparams_connectors", "reference_engine", "demo", "benchmarks", "tests"),
+        *("torch", "numpy", "httpx", "starlette", "uvicorn", "socket", "asyncio", "threading", "subprocess", "mmap"),
+    },
+    "kvparams_proxy": {"kvparams_connectors", "reference_engine", "demo", "benchmarks", "tests", "torch", "numpy"},
+    "kvparams_connectors": {"kvparams_proxy", "reference_engine", "demo", "benchmarks", "tests"},
+}
+
+
+def imported(source: str) -> set[str]:
+    """The top-level names that a module imports anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_what_lies_below_it(layer: str) -> None:
+    modules = sorted(LAYERS[layer].rglob("*.py"))
+    assert len(modules) > 5
+    for module in modules:
+        assert not imported(module.read_text()) & FORBIDDEN[layer], module
+
+
+def test_the_check_sees_an_import_wherever_it_hides() -> None:
+    """The control: an import inside a function counts."""
+    assert "kvparams_connectors" in imported("def f():\n    from kvparams_connectors.store import KVStore\n")
+
+
+def test_every_module_is_in_the_architecture() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for folder in LAYERS.values():
+        for module in folder.rglob("*.py"):
+            if module.name != "__init__.py":
+                assert f"`{module.name}`" in text, f"{module} has no sentence in ARCHITECTURE.md"
