@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, or serve; everything that was started is stopped on every way out. Returns the exit status."""
     arguments = _parser().parse_args(argv)
     display = Display()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it otherwise
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     base = _MEMORY_DISK if _MEMORY_DISK.is_dir() else None
     try:
         with tempfile.TemporaryDirectory(prefix="kvparams-demo-", dir=base) as directory:
@@ -96,10 +97,6 @@ async def _serve(client: httpx.AsyncClient, fleet: Fleet, display: Display) -> N
     print(f"\n  curl -N {fleet.proxy.url}{path} -H 'content-type: application/json' -d {shlex.quote(body)}\n")
     display.step("Ctrl-C stops everything")
     await asyncio.Event().wait()
-
-
-def _interrupt(_: int, __: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

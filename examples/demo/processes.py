@@ -96,7 +96,7 @@ class Processes:
         """
         port = port or free_port()
         command = [sys.executable, "-m", "kvparams.cli", "proxy", "--connector", "store", "--port", str(port)]
-        command.append("--expose-route")
+        command += ["--expose-route", "--probe", "1"]  # engines that start beside it are seen within a second
         for server in prefill:
             command += ["--prefill", f"{server.name}={server.url}"]
         for server in decode:

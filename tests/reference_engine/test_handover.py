@@ -1,7 +1,9 @@
 """Prefill in one process, decode in another, driven by hand as a proxy would: what travels, and what if it does not."""
 
+import asyncio
 import random
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +20,7 @@ PATH = "/v1/completions"
 COMPUTED = 'reference_engine:prompt_tokens_total{source="computed"}'
 LOADED = "reference_engine:kv_bytes_loaded_total"
 PAGE_TOKENS = 64
+WAIT_S = 20.0
 
 
 def document(phase: str, **more: object) -> JSON:
@@ -194,6 +197,38 @@ async def test_native_keys_alone_are_ignored(client: httpx.AsyncClient, decode: 
     body: JSON = {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}
 
     assert (await ask(client, decode, PATH, body)).kv_transfer_params is None
+
+
+async def test_clients_that_leave_during_either_leg_leave_nothing_behind(
+    client: httpx.AsyncClient, prefill: str, decode: str, single: str
+) -> None:
+    """They leave while pages are looked up, loaded, computed and saved; the same prompts still work afterwards."""
+    draw = random.Random(4)
+    bodies: list[JSON] = [
+        {"prompt": random_prompt(4_000 + number, draw.randrange(100, 900)), "max_tokens": 20, "temperature": 0}
+        for number in range(60)
+    ]
+
+    async def leave(url: str, phase: str, body: JSON) -> None:
+        asked = {**body, "kv_transfer_params": document(phase)}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(draw.random() * 2):
+                await ask(client, url, PATH, asked)
+
+    await asyncio.gather(*(leave(prefill, "prefill", {**body, "max_tokens": 1}) for body in bodies))
+    await asyncio.gather(*(leave(decode, "decode", body) for body in bodies))
+
+    for url in (prefill, decode):
+        async with asyncio.timeout(WAIT_S):
+            while (await scrape(client, url))["reference_engine:requests_in_flight"]:
+                pass
+        metrics = await scrape(client, url)
+        assert metrics["reference_engine:kv_blocks_in_use"] == 0
+        assert metrics['reference_engine:requests_total{finish="abort"}'] > 0
+    for body in bodies[:5]:
+        await prefill_leg(client, prefill, body)
+        reply = await decode_leg(client, decode, body)
+        assert reply.outcome == (await ask(client, single, PATH, body)).outcome
 
 
 def third_key(result: KVTransferParams) -> str:
