@@ -33,15 +33,22 @@ class Extents:
         free: one flag per unit, True where it is free; may lie in shared memory.
         """
         self._free = free
+        self._hint = Run(0, 0)
+        """Given back last: most likely what the next value of the same size fits into."""
 
     def take(self, units: int, max_runs: int | None = None) -> list[Run] | None:
         """Hand out `units` units (at least 1) in at most `max_runs` runs, or None if that cannot be done now.
 
-        The first run that is long enough is taken; only if there is none, the longest ones together.
+        One run if there is one that is long enough; only if there is none, the longest ones together.
         """
-        free = np.flatnonzero(self._free)
-        if not 0 < units <= len(free):
+        if not 0 < units <= np.count_nonzero(self._free):
             return None
+        first = self._hint.first
+        if units <= self._hint.units and self._free[first : first + units].all():
+            self._free[first : first + units] = False
+            self._hint = Run(first + units, self._hint.units - units)
+            return [Run(first, units)]
+        free = np.flatnonzero(self._free)
         starts = np.concatenate(([0], np.flatnonzero(np.diff(free) != 1) + 1))
         lengths = np.diff(np.concatenate((starts, [len(free)])))
         first_fit = int(np.argmax(lengths >= units))
@@ -65,6 +72,7 @@ class Extents:
         """Take back what `take` handed out."""
         for run in runs:
             self._free[run.first : run.first + run.units] = True
+            self._hint = run
 
 
 def units_for(nbytes: int, unit_bytes: int) -> int:

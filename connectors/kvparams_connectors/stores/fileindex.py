@@ -8,7 +8,7 @@ the lock. The one rule: a slot's word changes before its units are given to anyb
 
 import struct
 import zlib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -33,6 +33,7 @@ _REPAIRS: Final = 3  # how often the index was made anew
 _KEY_BYTES: Final = 128
 _SLOT: Final = 0xFFFFFFFF  # the half of a bucket's entry that is the slot's number plus 1
 _RECORD: Final = struct.Struct(f"<{_KEY_BYTES}sQQQII")  # key, generation, nbytes, owner, seat, number of runs
+_RUN: Final = struct.Struct("<II")
 _MAX_RUNS: Final = (RECORD_BYTES - 4 - _RECORD.size) // 8
 _CHECKED: Final = RECORD_BYTES - 4
 
@@ -64,6 +65,7 @@ class FileIndex:
             OSError: too many processes use the file.
         """
         self._file = file
+        self._units, self._unit_bytes = file.shape.units, file.shape.unit_bytes
         self._words = file.words
         self._ticks = file.ticks
         self._tick_array = np.frombuffer(file.ticks, dtype=np.uint64)
@@ -197,24 +199,25 @@ class FileIndex:
     def _find(self, key: str) -> Entry | None:
         raw = key.encode()
         digest = xxh3_64_intdigest(raw)
-        for at in self._places(digest):
-            packed = self._file.buckets[at]
-            if packed >> 32 == digest >> 32 and packed & _SLOT:
-                slot = (packed & _SLOT) - 1
-                word = self._words[slot]
-                if word & 3 != _FREE:
-                    found = self._read_record(slot, word)
+        mark = digest >> 32
+        for bucket in self._two_buckets(digest):
+            for packed in self._file.buckets[bucket : bucket + WAYS].tolist():
+                if packed >> 32 == mark and packed & _SLOT:
+                    slot = (packed & _SLOT) - 1
+                    word = self._words[slot]
+                    found = self._read_record(slot, word) if word & 3 != _FREE else None
                     if found is not None and found[0] == raw and self._words[slot] == word:
                         return found[1]
         return None
 
-    def _places(self, digest: int) -> Iterator[int]:
-        """Where in the buckets an entry with this hash may stand: two buckets of `WAYS` places."""
-        first = digest & self._mask
-        yield from range(first * WAYS, first * WAYS + WAYS)
-        second = (digest >> 12 ^ 1) & self._mask
-        if second != first:
-            yield from range(second * WAYS, second * WAYS + WAYS)
+    def _two_buckets(self, digest: int) -> tuple[int, ...]:
+        """Where the one or two buckets start in which an entry with this hash may stand."""
+        first, second = digest & self._mask, (digest >> 12 ^ 1) & self._mask
+        return (first * WAYS,) if first == second else (first * WAYS, second * WAYS)
+
+    def _places(self, digest: int) -> list[int]:
+        """All places in those buckets."""
+        return [at for bucket in self._two_buckets(digest) for at in range(bucket, bucket + WAYS)]
 
     def _link(self, slot: int, digest: int) -> bool:
         """Enter a slot into the emptier of its two buckets; False if both are full."""
@@ -227,29 +230,30 @@ class FileIndex:
         return True
 
     def _write_record(self, slot: int, key: bytes, generation: int, nbytes: int, runs: Sequence[Run]) -> None:
-        numbers = [number for run in runs for number in run]
         raw = _RECORD.pack(key, generation, nbytes, self._owner, self._member.seat, len(runs))
-        raw += struct.pack(f"<{len(numbers)}I", *numbers)
-        raw = raw.ljust(_CHECKED, b"\0")
+        raw = b"".join((raw, *(_RUN.pack(*run) for run in runs))).ljust(_CHECKED, b"\0")
         start = slot * RECORD_BYTES
         self._file.records[start : start + RECORD_BYTES] = raw + zlib.crc32(raw).to_bytes(4, "little")
 
     def _read_record(self, slot: int, word: int) -> tuple[bytes, Entry] | None:
         """The key and the entry in `slot`; None if the record is not whole or is another generation's."""
-        raw = bytes(self._file.records[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+        raw = self._file.records[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES].tobytes()
         if zlib.crc32(raw[:_CHECKED]) != int.from_bytes(raw[_CHECKED:], "little"):
             return None
         key, generation, nbytes, owner, seat, count = _RECORD.unpack_from(raw)
         if generation != word >> 2 or not 1 <= count <= _MAX_RUNS:
             return None
-        numbers = struct.unpack_from(f"<{2 * count}I", raw, _RECORD.size)
-        runs = tuple(Run(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
-        shape = self._file.shape
-        if any(run.first + run.units > shape.units for run in runs):
+        room = 0
+        runs: list[Run] = []
+        for at in range(_RECORD.size, _RECORD.size + 8 * count, 8):
+            first, units = _RUN.unpack_from(raw, at)
+            if first + units > self._units:
+                return None
+            runs.append(Run(first, units))
+            room += units
+        if room * self._unit_bytes < nbytes:
             return None
-        if sum(run.units for run in runs) * shape.unit_bytes < nbytes:
-            return None
-        return key.rstrip(b"\0"), Entry(slot, word, nbytes, owner, seat, runs)
+        return key.rstrip(b"\0"), Entry(slot, word, nbytes, owner, seat, tuple(runs))
 
     def _alive(self, entry: Entry) -> bool:
         """Whether whoever writes the value still lives."""
