@@ -140,19 +140,29 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
             cuts.append((field.start, _behind_comma(raw, field.end), b""))
     if len(cuts) > 1:
         cuts.sort()
-    close = raw.rindex(b"}")
     pieces: list[bytes] = []
     at = 0
     for start, end, value in cuts:
         pieces.append(raw[at:start])
         pieces.append(value)
         at = end
-    pieces.append(raw[at:close])
-    body = b"".join(pieces).rstrip(_SPACE)
-    if body.endswith(b","):  # the last member was removed
-        body = body[:-1].rstrip(_SPACE)
-    comma = b"," if added and not body.endswith(b"{") else b""
-    return b"%b%b%b}" % (body, comma, b",".join(added))
+    pieces.append(raw[at : raw.rindex(b"}")])
+    if cuts:
+        _trim(pieces)
+    if added:
+        if pieces[-1].rstrip(_SPACE)[-1:] != b"{":
+            pieces.append(b",")
+        pieces.append(b",".join(added))
+    pieces.append(b"}")
+    return b"".join(pieces)
+
+
+def _trim(pieces: list[bytes]) -> None:
+    """Take away the comma that is left at the end where the last member was removed."""
+    while len(pieces) > 1 and not pieces[-1].strip(_SPACE):
+        pieces.pop()
+    last = pieces[-1].rstrip(_SPACE)
+    pieces[-1] = last[:-1] if last.endswith(b",") else last
 
 
 def _parse(raw: bytes, limits: JSONLimits) -> object:

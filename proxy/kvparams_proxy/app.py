@@ -13,10 +13,11 @@ from secrets import token_hex
 from typing import Any, Final, cast
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvparams import plugins
 from kvparams.coordination import RequestManager
@@ -65,17 +66,33 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
         for pool in pools.values():
             pool.close()
 
+    generate = {"/v1/completions": Generate("completions"), "/v1/chat/completions": Generate("chat")}
     return Starlette(
         routes=[
-            Route("/v1/completions", Generate("completions"), methods=["POST"]),
-            Route("/v1/chat/completions", Generate("chat"), methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),
             Route("/v1/models", _models, methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
         ],
+        middleware=[Middleware(_Shortcut, endpoints=generate)],
         lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_found, 500: _bug},
     )
+
+
+class _Shortcut:
+    """Hands generating requests straight to their endpoint: the router's way there costs as much as reading one."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is not None and scope["method"] == "POST":
+            await endpoint(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class Generate:

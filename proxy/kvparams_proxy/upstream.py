@@ -17,6 +17,10 @@ import httptools
 __all__ = ["Collect", "Exchange", "Head", "Pool", "Sink", "UpstreamError", "UpstreamLimits", "UpstreamTimeout"]
 
 
+Request = tuple[bytes, bytes]
+"""Head and body, as they are sent: putting them together would copy the body once more."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpstreamLimits:
     """What one engine may take of this process."""
@@ -85,7 +89,7 @@ class Exchange:
 
     __slots__ = ("_connecting", "_connection", "_pool", "_request", "_retry", "_sink")
 
-    def __init__(self, pool: "Pool", request: bytes, sink: Sink) -> None:
+    def __init__(self, pool: "Pool", request: Request, sink: Sink) -> None:
         self._pool = pool
         self._request = request
         self._sink: Sink | None = sink
@@ -185,12 +189,12 @@ class Connection(asyncio.Protocol):
 
     # what the pool and the exchange call
 
-    def begin(self, exchange: Exchange, sink: Sink, request: bytes) -> None:
+    def begin(self, exchange: Exchange, sink: Sink, request: Request) -> None:
         """Send a request; the answer goes to `sink`."""
         self._exchange = exchange
         self._sink = sink
         self._reset()
-        self.transport.write(request)
+        self.transport.writelines(request)
 
     def close(self) -> None:
         """Close at once; whoever waits has been told."""
@@ -337,17 +341,17 @@ class Pool:
         self._connecting = 0
         self._loop = asyncio.get_running_loop()
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> bytes:
-        """The bytes of a POST. `headers` are whole lines, each ending in CRLF."""
+    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+        """A POST. `headers` are whole lines, each ending in CRLF."""
         prefix = self._prefixes.get(path)
         if prefix is None:
             prefix = self._prefixes[path] = (
                 b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n"
                 % (path, self._authority)
             )
-        return b"%b%bcontent-length: %d\r\n\r\n%b" % (prefix, headers, len(body), body)
+        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, len(body)), body
 
-    def exchange(self, request: bytes, sink: Sink) -> Exchange:
+    def exchange(self, request: Request, sink: Sink) -> Exchange:
         """Send `request`, deliver its answer to `sink`."""
         exchange = Exchange(self, request, sink)
         while self._idle:

@@ -81,7 +81,7 @@ def test_edit_changes_what_was_asked_and_nothing_else(
 def test_bytes_nobody_asked_to_change_leave_as_they_came() -> None:
     raw = b'{ "temperature" : 1.00 ,\n "max_tokens":16, "x\\u0061": [1 , 2.50, "\\/"] , "stream" : true}'
     edited = edit(raw, fields(raw), {"max_tokens": b"1", "stream": None, "n": b"2"})
-    assert edited == b'{ "temperature" : 1.00 ,\n "max_tokens":1, "x\\u0061": [1 , 2.50, "\\/"],"n":2}'
+    assert edited == b'{ "temperature" : 1.00 ,\n "max_tokens":1, "x\\u0061": [1 , 2.50, "\\/"] ,"n":2}'
 
 
 @pytest.mark.parametrize("keys", [["a"], ["a", "b"], ["b", "c"], ["a", "b", "c"], ["c", "b"]])
