@@ -30,7 +30,12 @@ class PagedCache:
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the blocks in `table` [sequences, blocks]: each [sequences, tokens, kv_heads, head_dim]."""
-        return self.keys[layer][table].flatten(1, 2), self.values[layer][table].flatten(1, 2)
+        rows, (_, _, kv_heads, dim) = table.flatten(), self.keys[layer].shape
+        keys, values = (
+            tensor.flatten(1).index_select(0, rows).view(len(table), -1, kv_heads, dim)
+            for tensor in (self.keys[layer], self.values[layer])
+        )
+        return keys, values
 
 
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:

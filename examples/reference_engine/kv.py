@@ -228,7 +228,7 @@ class KVSession:
         self._lookup: Job[Hit] | None = None
         self._load: Job[LoadReport] | None = None
         self._saves: list[Job[SaveReport]] = []
-        self._stored_to = 0
+        self._stored_to = 0  # as far as is known: what lies before need not be saved
 
     @property
     def _wanted(self) -> int:
@@ -256,8 +256,8 @@ class KVSession:
             report = self._load.result(0)
             self._load = None
             self.loaded_to, self.loaded_bytes = report.end_token, report.nbytes
-            if report.refused or report.failure is not None:
-                self._stored_to = min(self._stored_to, report.end_token)
+            if self._handoff.decoding or report.refused or report.failure is not None:
+                self._stored_to = report.end_token
             if self._handoff.fails and report.end_token < self._wanted:
                 why = report.failure.value if report.failure else report.refused[0].reason
                 self.failure = f"KV of {self._wanted - report.end_token} prompt tokens could not be loaded: {why}"

@@ -170,8 +170,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tens
     folded = query.view(spans, width, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     mixed = functional.scaled_dot_product_attention(
         folded.reshape(spans, kv_heads, -1, dim),
-        keys.transpose(1, 2).to(COMPUTE),
-        values.transpose(1, 2).to(COMPUTE),
+        keys.to(COMPUTE).transpose(1, 2),
+        values.to(COMPUTE).transpose(1, 2),
         attn_mask=mask,
     )
     unfolded = mixed.view(spans, kv_heads, heads // kv_heads, width, dim).permute(0, 3, 1, 2, 4)
