@@ -2,9 +2,9 @@
 
     python -m benchmarks.store_bench [--store URL]... [--page-bytes N] [--pages N] [--batch N] [--pairs N]
 
-One pair is one pass over the working set by plain memcpy and one by the store, in random order; what is reported is the
-median of the pairs' ratios and its bootstrap interval. The one rule: both sides are warm and move the same bytes from
-and to the same buffers; the store does everything that it does in use, eviction included.
+One pair is one pass over a working set by plain memcpy and one by the store, in random order; what is reported is the
+median of the pairs' ratios and its bootstrap interval. The one rule: both sides are warm and move equally many bytes
+between memory that does not fit into a cache; the store does everything that it does in use, eviction included.
 """
 
 import argparse
@@ -51,6 +51,7 @@ class Bench:
         self.sources, self.targets = slots[:pages], slots[pages:]
         for number, source in enumerate(self.sources):
             source[:] = random.Random(number).randbytes(page_bytes)
+        self._floor = [np.full(pages * page_bytes, number, dtype=np.uint8) for number in (1, 2)]
         self._store = store
         self._batch = batch
         self._round = 0
@@ -62,9 +63,8 @@ class Bench:
         self.seal()
 
     def memcpy(self) -> None:
-        """The floor: page by page, one core."""
-        for source, target in zip(self.sources, self.targets, strict=True):
-            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+        """The floor: the whole working set in one call of one core. That is faster than page by page."""
+        np.copyto(self._floor[1], self._floor[0])
 
     def seal(self) -> None:
         """Headers and checksums of all pages."""

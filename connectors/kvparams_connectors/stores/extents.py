@@ -10,9 +10,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Extents", "Run", "copy_in", "copy_out", "units_for"]
+__all__ = ["SKEW", "Bytes", "Extents", "Run", "copy_in", "copy_out", "units_for"]
 
 Bytes = npt.NDArray[np.uint8]
+
+SKEW: Final = 2048
+"""Where units start behind a memory page's start. The buffers of callers mostly start with a page, and copying between
+addresses that agree in their low 12 bits costs a fifth of the speed (10.5, not 13.2 GB/s, for 1 MiB on an EPYC)."""
 
 _SMALL: Final = 32 << 10
 """Copies up to here are cheaper without letting go of the interpreter lock."""

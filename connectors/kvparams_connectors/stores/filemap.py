@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvparams_connectors.settings import StoreError
-from kvparams_connectors.stores.extents import Bytes
+from kvparams_connectors.stores.extents import SKEW, Bytes
 from kvparams_connectors.stores.filelock import FileLock
 
 __all__ = ["NEVER", "RECORD_BYTES", "WAYS", "FileMap", "Shape", "current_boot", "open_map"]
@@ -67,6 +67,7 @@ class Shape(NamedTuple):
         at = [_PAGE]
         for size in sizes:
             at.append(-(-(at[-1] + size) // _PAGE) * _PAGE)
+        at[-1] += SKEW
         return [*at, at[-1] + self.units * self.unit_bytes]
 
     @classmethod

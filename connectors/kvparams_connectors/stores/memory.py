@@ -13,12 +13,13 @@ import numpy as np
 
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
-from kvparams_connectors.stores.extents import Extents, Run, copy_in, copy_out, units_for
+from kvparams_connectors.stores.extents import SKEW, Extents, Run, copy_in, copy_out, units_for
 
 __all__ = ["MemoryStore", "open_url"]
 
 _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
+_MEMORY_PAGE: Final = 4096
 
 
 class _Value:
@@ -51,8 +52,10 @@ class MemoryStore(LaneStore):
         if units < 1:
             raise StoreError(f"memory store: size {size_bytes} is less than one unit of {unit_bytes} bytes")
         self._unit_bytes = unit_bytes
-        self._memory = np.empty(units * unit_bytes, dtype=np.uint8)
-        self._memory.fill(0)  # touch every page now, not during a transfer
+        memory = np.empty(units * unit_bytes + _MEMORY_PAGE, dtype=np.uint8)
+        memory.fill(0)  # touch every page now, not during a transfer
+        start = (SKEW - memory.ctypes.data) % _MEMORY_PAGE
+        self._memory = memory[start : start + units * unit_bytes]
         self._extents = Extents(np.ones(units, dtype=np.bool_))
         self._values: OrderedDict[str, _Value] = OrderedDict()  # least recently used first
         self._changed = threading.Condition(threading.Lock())
