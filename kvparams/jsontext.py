@@ -179,18 +179,16 @@ def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
     found: dict[str, Field] = {}
     at = raw.index(b"{") + 1
     while (member := _MEMBER.match(raw, at)) is not None:
-        start = member.start(1)
-        value = member.start(2)
+        start, key_end = member.span(1)
+        value, at = member.span(2)
         first = raw[value]
         if first == 0x22:
             at = _string_end(raw, value)
         elif first == 0x7B or first == 0x5B:
             at = _flat_list_end(raw, value) or _check_container(raw, value, max_depth - 1)
-        else:
-            at = member.end(2)
-            if at - value > 3 and first not in b"tfn":
-                _check_numbers(raw, value, at)
-        key = _key(raw, start, member.end(1))
+        elif at - value > 3 and first not in b"tfn":
+            _check_numbers(raw, value, at)
+        key = _key(raw, start, key_end)
         if key in found:
             raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
         found[key] = Field(start, value, at)

@@ -19,9 +19,12 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """One running engine. An engine that restarts is another instance: same id, other incarnation."""
+    """One running engine. An engine that restarts is another instance: same id, other incarnation.
+
+    Compared by identity, which makes it a cheap key: whoever keeps the fleet keeps one object for each instance.
+    """
 
     id: str
     """The operator's name for it, unique in the fleet."""

@@ -32,6 +32,7 @@ from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.probes import Prober
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.upstream import Pool
+from kvparams_proxy.watch import Watch
 
 __all__ = ["create_app"]
 
@@ -60,7 +61,7 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
         pools = {i.id: Pool(i.url, settings.upstream, tls) for i in settings.instances}
-        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings, _identifiers())
+        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings, _identifiers(), Watch(loop))
         async with Prober(fleet, settings.probe_s, tls):
             yield {"resources": resources}
         for pool in pools.values():

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple, cast
 from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import edit, fields, locate
+from kvparams.jsontext import Field, edit, fields, locate
 
 __all__ = ["Corrections", "complete_events", "load_answer", "prompt_details"]
 
-_PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "disagg_prefill_resp")
+_PRIVATE: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "disagg_prefill_resp"))
 _NEEDLES: Final = (b'"prompt_tokens"', b"_transfer_params", b"disagg")
 """Text without any of these needs no correction. (Inside a JSON string a quote is escaped, so a model that writes
 `"prompt_tokens"` does not look like it.)"""
@@ -33,8 +33,11 @@ class Corrections(NamedTuple):
             JSONTextError: it is not a JSON object.
         """
         document = load_answer(raw)
-        changes: dict[str, bytes | None] = {name: None for name in _PRIVATE if name in document}
-        spans = {name: locate(raw, document, name) for name in changes}
+        changes: dict[str, bytes | None] = {}
+        spans: dict[str, Field] = {}
+        for name in _PRIVATE & document.keys():
+            changes[name] = None
+            spans[name] = locate(raw, document, name)
         usage = document.get("usage")
         if isinstance(usage, dict):
             details = cast("dict[str, object]", usage).get("prompt_tokens_details")

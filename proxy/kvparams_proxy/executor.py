@@ -24,6 +24,7 @@ from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.relay import Ended, Relay
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.upstream import Collect, Exchange, Head, Pool, UpstreamError, UpstreamTimeout
+from kvparams_proxy.watch import Watch
 
 __all__ = ["Execution", "Resources"]
 
@@ -48,34 +49,7 @@ class Resources:
     settings: Settings
     new_id: Callable[[], str]
     """Makes a transfer id, never the same twice."""
-
-
-class Silence:
-    """Aborts an exchange when nothing has come from the engine for too long."""
-
-    __slots__ = ("_act", "_heard", "_limit_s", "_loop", "_timer")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, act: Callable[[], None]) -> None:
-        self._loop = loop
-        self._limit_s = limit_s
-        self._act = act
-        self._heard = loop.time()
-        self._timer = loop.call_later(limit_s, self._check)
-
-    def heard(self) -> None:
-        """Something came. Costs a clock reading: the timer looks at it when it fires."""
-        self._heard = self._loop.time()
-
-    def stop(self) -> None:
-        """The exchange is over."""
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        left = self._heard + self._limit_s - self._loop.time()
-        if left > 0.001:
-            self._timer = self._loop.call_later(left, self._check)
-        else:
-            self._act()
+    watch: Watch
 
 
 class Execution:
@@ -208,27 +182,25 @@ class Execution:
         collect = Collect(resources.loop, resources.settings.upstream.answer_bytes)
         begun = perf_counter()
         self._start(leg, collect)
-        timer = resources.loop.call_later(limit_s, self._expire)
+        resources.watch.start(self, limit_s)
         try:
             return await collect.answer
         except UpstreamError as error:
             raise self._failed(leg, error) from error
         finally:
-            timer.cancel()
             self._end(leg, begun)
 
     async def _stream(self, leg: Leg, corrections: Corrections) -> str:
         resources = self._resources
-        silence = Silence(resources.loop, resources.settings.decode_timeout_s, self._expire)
         headers = b"cache-control: no-cache\r\n" + self._answer_headers()
         limit_bytes = resources.settings.upstream.answer_bytes
-        relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, silence.heard)
+        relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, self._heard)
         begun = perf_counter()
+        self._start(leg, relay)
+        self._heard()
         try:
-            self._start(leg, relay)
             ended = await relay.ended
         finally:
-            silence.stop()
             self._end(leg, begun)
         if relay.begun:
             resources.metrics.first_byte.observe(relay.first_event_at - self._begun)
@@ -252,11 +224,16 @@ class Execution:
         body = edit(inbound.body, inbound.spans, leg.changes)
         self._exchange = pool.exchange(pool.request(self._path, self._up, body), sink)
 
-    def _expire(self) -> None:
+    def _heard(self) -> None:
+        self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
+
+    def expire(self) -> None:
+        """For the watch: the engine has been silent for too long."""
         if self._exchange is not None:
             self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
 
     def _end(self, leg: Leg, begun: float) -> None:
+        self._resources.watch.stop(self)
         self._exchange = None
         self._held.remove(leg.instance)
         self._resources.fleet.release(leg.instance)

@@ -49,6 +49,7 @@ _SUSPICIOUS: Final = frozenset((*STRIPPED, *_CARRIERS))
 _SAFE_ID: Final = re.compile(rb"(?!___)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
+_WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
@@ -84,9 +85,8 @@ def read(endpoint: Endpoint, body: bytes, request_id: str, transfer_id: str, lim
         raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
     model = _optional(document, "model", str, "a string")
     prompts, token_ids = _chat(document) if endpoint == "chat" else _prompt(document)
-    _whole(document, "max_tokens", 1)
-    _whole(document, "max_completion_tokens", 1)
-    _whole(document, "min_tokens", 0)
+    for name in _WHOLE & document.keys():
+        _whole(document, name, 0 if name == "min_tokens" else 1)
     choices = _whole(document, "n", 1, _MAX_CHOICES) or 1
     stream = _optional(document, "stream", bool, "true or false") or False
     _optional(document, "stream_options", dict, "an object")

@@ -1,0 +1,45 @@
+"""Time-outs of legs: one sweep over all of them in place of a timer for each.
+
+The one rule: starting or renewing a time-out costs an entry in a dictionary; it fires at most a tick late.
+"""
+
+import asyncio
+from typing import Final, Protocol
+
+__all__ = ["Expiring", "Watch"]
+
+TICK_S: Final = 0.05
+
+
+class Expiring(Protocol):
+    """What has a time-out."""
+
+    def expire(self) -> None:
+        """Its time is over."""
+        ...
+
+
+class Watch:
+    """Knows until when everything that is watched has time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._deadlines: dict[Expiring, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, what: Expiring, limit_s: float) -> None:
+        """`what` has `limit_s` seconds from now on, whatever it had before."""
+        self._deadlines[what] = self._loop.time() + limit_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._sweep)
+
+    def stop(self, what: Expiring) -> None:
+        """It is over."""
+        self._deadlines.pop(what, None)
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for what in [what for what, deadline in self._deadlines.items() if deadline <= now]:
+            self.stop(what)
+            what.expire()
+        self._timer = self._loop.call_later(TICK_S, self._sweep) if self._deadlines else None
