@@ -23,6 +23,7 @@ from reference_engine.model import Model, ModelShape
 __all__ = ["main"]
 
 _SHUTDOWN_S: Final = 5
+_MAX_MODEL_LEN: Final = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     torch.set_num_threads(1)
     shape = ModelShape()
-    settings = EngineSettings(blocks=cast("int", arguments.blocks), block_size=cast("int", arguments.block_size))
+    blocks, block_size = cast("int", arguments.blocks), cast("int", arguments.block_size)
+    settings = EngineSettings(blocks, block_size, max_model_len=min(_MAX_MODEL_LEN, blocks * block_size))
     metrics = Metrics()
     cache = PagedCache(shape.layers, settings.blocks, settings.block_size, shape.kv_heads, shape.head_dim)
     role = cast("Role", arguments.role)
@@ -47,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             verify=not cast("bool", arguments.no_verify),
             metrics=metrics,
         )
-    except KVParamsError as error:
-        print(f"reference_engine: cannot open the store: {error}", file=sys.stderr)
+    except (KVParamsError, ValueError) as error:
+        print(f"reference_engine: cannot share KV: {error}", file=sys.stderr)
         return 2
     engine = Engine(Model(shape, settings.max_model_len), cache, settings, metrics)
     service = Service(engine, sharing, metrics, model_name, settings.max_model_len)
