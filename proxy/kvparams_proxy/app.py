@@ -29,9 +29,9 @@ from kvparams_proxy.executor import Execution, Resources
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.intake import Endpoint, harmless, read
 from kvparams_proxy.metrics import Metrics
+from kvparams_proxy.pool import Pool
 from kvparams_proxy.probes import Prober
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import Pool
 from kvparams_proxy.watch import Watch
 
 __all__ = ["create_app"]

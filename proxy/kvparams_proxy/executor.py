@@ -15,15 +15,17 @@ from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
 from kvparams.errors import InvalidParams, JSONTextError
 from kvparams.jsontext import edit
 from kvparams.scheduling import Instance, Role
+from kvparams_proxy.connection import Exchange
 from kvparams_proxy.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.downstream import Downstream
 from kvparams_proxy.errors import ProxyError, engine_refusal
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.intake import Inbound
 from kvparams_proxy.metrics import Metrics
+from kvparams_proxy.pool import Pool
 from kvparams_proxy.relay import Ended, Relay
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import Collect, Exchange, Head, Pool, UpstreamError, UpstreamTimeout
+from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamTimeout
 from kvparams_proxy.watch import Watch
 
 __all__ = ["Execution", "Resources"]

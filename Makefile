@@ -1,0 +1,53 @@
+# Everything a developer or CI does. A fresh machine needs Python 3.11 or later and a way to install packages.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help install demo serve check lint test soak bench-proxy bench-store clean
+
+help:
+	@echo "make demo         conversations over two prefill and two decode engines, with proof (60 s)"
+	@echo "make serve        the same engines, store and proxy, kept up for you to try"
+	@echo "make check        lint, types and the fast tests (3 min)"
+	@echo "make test         everything; what CI runs (25 min at most)"
+	@echo "make soak         the stress tests at full length; records figures in benchmarks/results"
+	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
+	@echo "make bench-store  speed of the stores, against memcpy"
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvparams needs Python 3.11 or later; say which: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python -m demo
+
+serve: $(READY)
+	@$(BIN)/python -m demo --serve
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+
+check: lint
+	$(BIN)/pytest -m "not slow"
+
+test: lint
+	$(BIN)/pytest
+
+soak: $(READY)
+	$(BIN)/pytest -m slow --soak --timeout 3600
+
+bench-proxy: $(READY)
+	$(BIN)/python benchmarks/proxy_bench.py
+
+bench-store: $(READY)
+	$(BIN)/python benchmarks/store_bench.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
