@@ -6,60 +6,27 @@ verified in its slot before any of it is written to a block, and no block is wri
 """
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-from kvparams.keys import Extra, Namespace, Page, page_chain, page_key
-from kvparams.pages import HEADER_BYTES, PageIdentity, Refusal, identify, seal, verify
+from kvparams.keys import Extra, Namespace
+from kvparams.pages import HEADER_BYTES, seal
 from kvparams.params import KVTransferParams
 from kvparams_connectors.arena import Arena, Slot
+from kvparams_connectors.connector_settings import ConnectorSettings
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.reports import ConnectorStats, Hit, LoadReport, RefusedPage, ReleaseReport, SaveReport
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
+from kvparams_connectors.loading import Load
+from kvparams_connectors.plan import Plan, make_plan
+from kvparams_connectors.reports import ConnectorStats, Hit, LoadReport, ReleaseReport, SaveReport
+from kvparams_connectors.store import Code, KVStore, PutOp, Results
 
 __all__ = ["ConnectorSettings", "KVStoreConnector", "Plan"]
 
 _MAX_TAILS: Final = 65_536
 """Partial pages remembered for `release`; older ones are left to the store's eviction."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorSettings:
-    """How a connector uses its store."""
-
-    deadline_s: float = 5.0
-    """For each job, from its submission on."""
-    arena_bytes: int = 64 << 20
-    """For pages on their way: a save that finds no room drops pages, a load waits for it."""
-    portion_pages: int = 8
-    """A load asks the store for so many pages at a time, and for the next ones while it verifies."""
-    load_threads: int = 2
-    """How many loads make progress at a time."""
-    verify: bool = True
-    """False uses whatever the store gives back. It exists to show what verification is good for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a sequence is to a store: its pages and their keys. Pure data; nothing has been asked or moved."""
-
-    namespace: Namespace
-    """The connector's, with the request's cache salt and LoRA."""
-    tokens: int
-    pages: tuple[Page, ...]
-    """In order; the last one may be partial."""
-    keys: tuple[str, ...]
-    """One per page."""
-    promised_tokens: int
-    """Up to where the params' load keys promise stored KV; 0 if they promise nothing."""
-    foreign_keys: int
-    """Load or store keys in the params that are no key of this sequence. They are never used."""
-    savable: frozenset[str] | None
-    """If the params name store keys: only these are stored."""
 
 
 class KVStoreConnector:
@@ -97,26 +64,8 @@ class KVStoreConnector:
     def plan(
         self, token_ids: Sequence[int], params: KVTransferParams | None = None, extras: Iterable[Extra] = ()
     ) -> Plan:
-        """The pages of a sequence and their keys, the partial last page included.
-
-        Keys are always derived from the token ids. Load keys in `params` are a promise, never an address: one that is
-        not among the derived keys is counted and not used. Store keys in `params`, if there are any, limit what is
-        stored. Cache salt and LoRA come from `params.isolation`.
-
-        Raises:
-            ValueError: a token id is not an integer in [0, 2^32).
-        """
-        namespace = self._namespace
-        if params is not None and params.isolation is not None:
-            isolation = params.isolation
-            namespace = replace(namespace, lora=isolation.lora, cache_salt=isolation.cache_salt)
-        pages = page_chain(namespace, token_ids, extras)
-        keys = tuple(page_key(namespace, page, self._layout.rectangle) for page in pages)
-        load_keys = frozenset((params and params.load_keys) or ())
-        store_keys = None if params is None or params.store_keys is None else frozenset(params.store_keys)
-        promised = max((page.end for page, key in zip(pages, keys, strict=True) if key in load_keys), default=0)
-        foreign = len((load_keys | (store_keys or frozenset())).difference(keys))
-        return Plan(namespace, len(token_ids), pages, keys, promised, foreign, store_keys)
+        """The pages of a sequence and their keys, the partial last page included; see `make_plan`."""
+        return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras)
 
     def lookup(self, plan: Plan) -> Job[Hit]:
         """How much of the sequence is stored without a gap. A page of the wrong size counts as not stored."""
@@ -124,7 +73,7 @@ class KVStoreConnector:
         def longest(results: Results) -> Hit:
             nbytes = 0
             for index, result in enumerate(results):
-                expected = self._identity(plan, index).stored_bytes
+                expected = plan.identity(index).stored_bytes
                 if result.code is not Code.OK or result.nbytes != expected:
                     failure = None if result.code in (Code.OK, Code.MISS) else result.code
                     return Hit(plan.pages[index].start, index, nbytes, failure)
@@ -163,7 +112,7 @@ class KVStoreConnector:
                 dropped += 1
                 continue
             held[index] = slot
-            payload = slot.view[HEADER_BYTES : self._identity(plan, index).stored_bytes]
+            payload = slot.view[HEADER_BYTES : plan.identity(index).stored_bytes]
             try:
                 self._layout.gather(block_ids, page.start, page.tokens, payload)
             except IndexError:
@@ -184,8 +133,8 @@ class KVStoreConnector:
     def _save(self, job: Job[SaveReport], plan: Plan, held: dict[int, Slot], report: SaveReport) -> SaveReport:
         """Seal and put the pages in `held`; slots that go to the store are taken out of it."""
         indexes = sorted(held)
-        found = self._store.exists([plan.keys[index] for index in indexes], _remaining(job)).result()
-        identities = {index: self._identity(plan, index) for index in indexes}
+        found = self._store.exists([plan.keys[index] for index in indexes], job.remaining_s()).result()
+        identities = {index: plan.identity(index) for index in indexes}
         stored = [
             index
             for index, result in zip(indexes, found, strict=True)
@@ -200,7 +149,7 @@ class KVStoreConnector:
             buffer = slot.view[: identities[index].stored_bytes]
             seal(buffer, identities[index])
             ops.append(PutOp(plan.keys[index], (buffer,)))
-        put = self._store.put(ops, _remaining(job))
+        put = self._store.put(ops, job.remaining_s())
         put.on_settled(lambda: _give_back(lent))
         failed: dict[Code, int] = {}
         saved = existing = nbytes = 0
@@ -245,92 +194,13 @@ class KVStoreConnector:
             end_token: the position behind the last one to write; need not be a page's end.
         """
         nothing = LoadReport(start_token, start_token)
+        load = Load(self._store, self._arena, self._layout, self._settings, plan, block_ids, start_token, end_token)
         return self._loads.submit(
-            lambda job: self._load(job, plan, block_ids, start_token, end_token),
+            lambda job: self._loaded(load.run(job)),
             self._settings.deadline_s,
             timed_out=replace(nothing, failure=Code.TIMEOUT),
             refused=replace(nothing, failure=Code.UNAVAILABLE),
         )
-
-    def _load(
-        self, job: Job[LoadReport], plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int
-    ) -> LoadReport:
-        wanted = [index for index, page in enumerate(plan.pages) if page.start < end_token and start_token < page.end]
-        report = LoadReport(start_token, start_token)
-        waiting: list[_Portion] = []
-        try:
-            while wanted or waiting:
-                while wanted and len(waiting) < 2:
-                    # Wait for a slot only if nothing else can be done meanwhile.
-                    portion = self._request(job, plan, wanted, patient=not waiting)
-                    if portion is None:
-                        break
-                    waiting.append(portion)
-                if not waiting:
-                    return self._loaded(replace(report, failure=Code.TIMEOUT))
-                portion = waiting.pop(0)
-                try:
-                    report = self._use(job, plan, portion, block_ids, end_token, report)
-                finally:
-                    portion.job.on_settled(portion.give_back)
-                if report.failure is not None or report.refused:
-                    break
-        finally:
-            for portion in waiting:
-                portion.job.on_settled(portion.give_back)
-        return self._loaded(report)
-
-    def _request(self, job: Job[LoadReport], plan: Plan, wanted: list[int], *, patient: bool) -> "_Portion | None":
-        """Ask the store for the next pages; takes them out of `wanted`. None if no slot comes free."""
-        slots: list[Slot] = []
-        while len(slots) < min(self._settings.portion_pages, len(wanted)):
-            slot = self._arena.lease(_remaining(job) if patient and not slots else 0.0)
-            if slot is None:
-                break
-            slots.append(slot)
-        if not slots:
-            return None
-        indexes = wanted[: len(slots)]
-        del wanted[: len(slots)]
-        # The whole slot, so that a value longer than its page is seen as such.
-        ops = [GetOp(plan.keys[index], (slot.view,)) for index, slot in zip(indexes, slots, strict=True)]
-        return _Portion(indexes, slots, self._store.get(ops, _remaining(job)))
-
-    def _use(
-        self,
-        job: Job[LoadReport],
-        plan: Plan,
-        portion: "_Portion",
-        block_ids: Sequence[int],
-        end_token: int,
-        report: LoadReport,
-    ) -> LoadReport:
-        """Verify the pages of a portion and write them to the blocks, up to the first that is not good."""
-        results = portion.job.result()
-        for index, slot, result in zip(portion.indexes, portion.slots, results, strict=True):
-            if result.code not in (Code.OK, Code.TOO_LARGE):
-                return replace(report, failure=result.code)
-            page, identity = plan.pages[index], self._identity(plan, index)
-            refusal = self._judge(slot, result, identity)
-            if refusal is not None:
-                self._store.delete([plan.keys[index]], self._settings.deadline_s)
-                return replace(report, refused=(RefusedPage(index, plan.keys[index], refusal.reason),))
-            end = min(page.end, end_token)
-            payload = slot.view[HEADER_BYTES : identity.stored_bytes]
-            with job.section() as in_time:
-                if not in_time:
-                    return replace(report, failure=Code.TIMEOUT)
-                tokens = end - report.end_token
-                self._layout.scatter(block_ids, report.end_token, tokens, payload, range(page.start, page.end))
-                report = replace(report, end_token=end, pages=report.pages + 1, nbytes=report.nbytes + result.nbytes)
-                job.offer(replace(report, failure=Code.TIMEOUT))
-        return report
-
-    def _judge(self, slot: Slot, result: Result, identity: PageIdentity) -> Refusal | None:
-        """Why what the store gave back is not the page that was asked for; None if it is."""
-        if result.code is Code.TOO_LARGE or (not self._settings.verify and result.nbytes != identity.stored_bytes):
-            return Refusal("torn", f"{result.nbytes} of {identity.stored_bytes} bytes")
-        return verify(slot.view[: result.nbytes], identity) if self._settings.verify else None
 
     def _loaded(self, report: LoadReport) -> LoadReport:
         with self._lock:
@@ -380,27 +250,7 @@ class KVStoreConnector:
         self._saves.close()
         self._loads.close()
 
-    def _identity(self, plan: Plan, index: int) -> PageIdentity:
-        return identify(plan.namespace, plan.pages[index], self._layout.rectangle)
-
-
-@dataclass(frozen=True, slots=True)
-class _Portion:
-    """Pages asked for together."""
-
-    indexes: list[int]
-    slots: list[Slot]
-    job: Job[Results]
-
-    def give_back(self) -> None:
-        for slot in self.slots:
-            slot.give_back()
-
 
 def _give_back(held: dict[int, Slot]) -> None:
     while held:
         held.popitem()[1].give_back()
-
-
-def _remaining(job: Job[SaveReport] | Job[LoadReport]) -> float:
-    return max(0.0, job.deadline - time.monotonic())

@@ -40,7 +40,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
         self._settled = False
         self._in_section = False
-        self._on_settled: list[Callable[[], None]] = []
+        self._on_settled: list[Callable[[], object]] = []
         self._wakers: list[Callable[[], None]] = []
 
     # ---- for those who wait
@@ -76,12 +76,16 @@ class Job(Generic[T]):
                 self._changed.wait(until - now if until > now else None)
             return self._read()
 
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; 0 behind it."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def wait_settled(self, timeout_s: float) -> bool:
         """Wait until the work has truly ended, at most `timeout_s`; whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._settled, timeout_s)
 
-    def on_settled(self, callback: Callable[[], None]) -> None:
+    def on_settled(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when the work has truly ended: in the thread that ended it, or at once if it has."""
         with self._changed:
             if not self._settled:

@@ -15,11 +15,13 @@ from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.toy_engine import (
     PAGE_BYTES,
     SPACE,
+    WAIT_S,
     a_toy,
     saved,
     table,
     tokens,
 )
+from kvparams_connectors.connector import ConnectorSettings
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.layout import LayoutError
 from kvparams_connectors.reports import LoadReport
@@ -158,6 +160,16 @@ def test_a_load_uses_what_is_there_up_to_the_first_gap(store: KVStore) -> None:
         got = engine.sequence(table(2))
         assert torch.equal(got[:, :, 3:16], wanted[:, :, 3:16])
         assert not got[:, :, 16:].any()
+
+
+def test_after_a_load_in_portions_the_tail_is_evicted_before_the_head() -> None:
+    store = MemoryStore(8 * 4096, unit_bytes=4096)  # a page takes one unit
+    plan, _ = saved(store, 48)
+    with a_toy(store, settings=ConnectorSettings(portion_pages=2, deadline_s=WAIT_S)) as engine:
+        assert engine.connector.load(plan, table(2), 0, 48).result().pages == 6
+        store.put([PutOp(f"pressure-{number}", (memoryview(bytes(10)),)) for number in range(5)]).result()
+        assert engine.connector.lookup(plan).result().pages == 3
+    store.close()
 
 
 # ---- what a request says

@@ -1,0 +1,72 @@
+"""What a sequence is to a store: its pages and their keys.
+
+Pure: nothing is asked or moved. The one rule: keys are derived from token ids, here; what a request says about keys is
+a promise or a limit, never an address.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvparams.keys import Extra, Namespace, Page, Rectangle, page_chain, page_key
+from kvparams.pages import PageIdentity, identify
+from kvparams.params import KVTransferParams
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One sequence, and the part of the model that this engine holds."""
+
+    namespace: Namespace
+    """The connector's, with the request's cache salt and LoRA."""
+    rectangle: Rectangle
+    tokens: int
+    pages: tuple[Page, ...]
+    """In order; the last one may be partial."""
+    keys: tuple[str, ...]
+    """One per page."""
+    promised_tokens: int
+    """Up to where the params' load keys promise stored KV; 0 if they promise nothing."""
+    foreign_keys: int
+    """Load or store keys in the params that are no key of this sequence. They are never used."""
+    savable: frozenset[str] | None
+    """If the params name store keys: only these are stored."""
+
+    def identity(self, index: int) -> PageIdentity:
+        """What the header of page `index` must say."""
+        return identify(self.namespace, self.pages[index], self.rectangle)
+
+
+def make_plan(
+    namespace: Namespace,
+    rectangle: Rectangle,
+    token_ids: Sequence[int],
+    params: KVTransferParams | None,
+    extras: Iterable[Extra],
+) -> Plan:
+    """The pages of a sequence and their keys, the partial last page included.
+
+    Load keys in `params` are a promise: one that is not among the derived keys is counted and not used. Store keys, if
+    there are any, limit what is stored. Cache salt and LoRA come from `params.isolation`.
+
+    Args:
+        namespace: the engine's, without cache salt and LoRA.
+        rectangle: the part of the model that the engine holds.
+        token_ids: the whole sequence.
+        params: what the request says, if it says anything.
+        extras: what the KV depends on besides token ids.
+
+    Raises:
+        ValueError: a token id is not an integer in [0, 2^32).
+    """
+    if params is not None and params.isolation is not None:
+        isolation = params.isolation
+        namespace = replace(namespace, lora=isolation.lora, cache_salt=isolation.cache_salt)
+    pages = page_chain(namespace, token_ids, extras)
+    keys = tuple(page_key(namespace, page, rectangle) for page in pages)
+    load_keys = frozenset((params and params.load_keys) or ())
+    store_keys = None if params is None or params.store_keys is None else frozenset(params.store_keys)
+    promised = max((page.end for page, key in zip(pages, keys, strict=True) if key in load_keys), default=0)
+    foreign = len((load_keys | (store_keys or frozenset())).difference(keys))
+    return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, store_keys)
