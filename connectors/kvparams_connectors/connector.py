@@ -115,7 +115,7 @@ class KVStoreConnector:
             payload = slot.view[HEADER_BYTES : plan.identity(index).stored_bytes]
             try:
                 self._layout.gather(block_ids, page.start, page.tokens, payload)
-            except IndexError:
+            except BaseException:
                 _give_back(held)
                 raise
         with self._lock:

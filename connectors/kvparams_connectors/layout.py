@@ -94,6 +94,7 @@ class PagedKVLayout:
         """Bytes that `tokens` tokens take in a payload."""
         return tokens * self._token_elements * self._bits.itemsize
 
+    @torch.inference_mode()  # an engine may have allocated its cache in it, and then it is written only in it
     def gather(self, block_ids: Sequence[int], start_token: int, tokens: int, payload: memoryview) -> None:
         """Copy the KV of `tokens` tokens from position `start_token` on into `payload`, in canonical order.
 
@@ -110,6 +111,7 @@ class PagedKVLayout:
         for tensor, part in zip(self._tensors, self._parts(payload, tokens), strict=True):
             part.copy_(tensor.index_select(0, rows).transpose(0, 1))
 
+    @torch.inference_mode()
     def scatter(
         self, block_ids: Sequence[int], start_token: int, tokens: int, payload: memoryview, page: range
     ) -> None:

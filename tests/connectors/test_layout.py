@@ -1,5 +1,6 @@
 """Paged tensors and canonical payloads, against a plain loop over every element."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
 
@@ -99,6 +100,17 @@ def test_tensors_with_gaps_between_tokens_and_heads_are_read_by_their_strides() 
     packed[:, :, :, :8] = 0
     layout.scatter([3, 9, 0, 5], 2, 13, memoryview(payload), range(2, 15))
     assert bytes(payload) == oracle(keys, values, [3, 9, 0, 5], 2, 13)
+
+
+def test_tensors_that_were_made_in_inference_mode_are_written_from_any_thread() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(1, 2, 4, 4, 1, 4)
+    layout = PagedKVLayout.from_stacked(tensor)
+    payload = memoryview(bytearray(b"\1" * layout.payload_bytes(4)))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(layout.scatter, [2], 0, 4, payload, range(4)).result()
+    assert tensor[:, :, 2].all()
+    assert int((tensor != 0).sum()) == 2 * 4 * 4
 
 
 def test_a_position_behind_the_table_and_a_block_that_is_none_are_errors() -> None:

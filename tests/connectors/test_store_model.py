@@ -4,10 +4,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
+from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.model import StoreMachine
-from kvparams_connectors.store import KVStore
+from kvparams_connectors.store import Code, KVStore
 from kvparams_connectors.stores.file import FileStore
 from kvparams_connectors.stores.filemap import Shape
 from kvparams_connectors.stores.memory import MemoryStore
@@ -29,9 +32,37 @@ class FileMachine(StoreMachine):
         shutil.rmtree(self.directory)
 
 
+class WrongByteMachine(MemoryMachine):
+    def open_store(self) -> KVStore:
+        faulty = Fault("flip", at=3)
+        return FaultyStore(super().open_store(), lambda operation, key: faulty if operation == "get" else None)
+
+
+class ForgetfulMachine(MemoryMachine):
+    def open_store(self) -> KVStore:
+        return FaultyStore(
+            super().open_store(), lambda _, key: Fault("fail", code=Code.MISS) if key == "key-7" else None
+        )
+
+
+class GrudgingMachine(MemoryMachine):
+    """A store with less room than it says: it evicts too early."""
+
+    def open_store(self) -> KVStore:
+        return MemoryStore(15 * 4096, unit_bytes=4096)
+
+
 BUDGET = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 TestMemoryStore = MemoryMachine.TestCase
 TestMemoryStore.settings = BUDGET
 TestFileStore = FileMachine.TestCase
 TestFileStore.settings = BUDGET
+
+
+@pytest.mark.parametrize("machine", [WrongByteMachine, ForgetfulMachine, GrudgingMachine])
+def test_a_store_that_breaks_the_law_does_not_pass(machine: type[StoreMachine]) -> None:
+    """The control: the machine has teeth."""
+    budget = settings(BUDGET, phases=[Phase.generate], database=None, print_blob=False)
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        run_state_machine_as_test(machine, settings=budget)

@@ -30,7 +30,7 @@ _ABANDON_S: Final = 5.0
 
 
 class FileStore(LaneStore):
-    """Values in a mapped file."""
+    """Values in a mapped file. A forked child cannot use its parent's; it opens the file anew."""
 
     def __init__(
         self,

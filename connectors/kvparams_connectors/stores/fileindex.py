@@ -204,7 +204,7 @@ class FileIndex:
             for packed in self._file.buckets[bucket : bucket + WAYS].tolist():
                 if packed >> 32 == mark and packed & _SLOT:
                     slot = (packed & _SLOT) - 1
-                    word = self._words[slot]
+                    word = self._words[slot] if slot < self._units else _FREE
                     found = self._read_record(slot, word) if word & 3 != _FREE else None
                     if found is not None and found[0] == raw and self._words[slot] == word:
                         return found[1]
