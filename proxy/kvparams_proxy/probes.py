@@ -5,7 +5,7 @@ import logging
 import ssl
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, cast
+from typing import Final, Self, cast
 
 import httpx
 
@@ -13,6 +13,8 @@ from kvparams_proxy.fleet import Fleet, Member
 
 __all__ = ["Prober"]
 
+_RETRY_S: Final = 0.5
+"""How often while an engine is missing: engines that are started together with the proxy are found at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,8 @@ class Prober:
 
     async def _rounds(self) -> None:
         while True:
-            await asyncio.sleep(self._every_s)
+            all_ready = all(member.ready for member in self._fleet.members)
+            await asyncio.sleep(self._every_s if all_ready else min(self._every_s, _RETRY_S))
             await self._round()
 
     async def _round(self) -> None:

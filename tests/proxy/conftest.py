@@ -124,7 +124,7 @@ async def running(settings: Settings, direct: bool) -> AsyncIterator[Proxy]:
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(10):
-        while not server.started:
+        while not server.started:  # noqa: ASYNC110  uvicorn says nothing when it is
             await asyncio.sleep(0.005)
     port = listener.getsockname()[1]
     try:

@@ -55,13 +55,12 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngi
     writer.transport.abort()
     await until(lambda: live(stub) == 0)
     assert sum(engine.counters.aborted for engine in stub.engines if engine.role == role) == 1
-    await until(lambda: stubbed.app is not None)
     assert await stubbed.metric("kvparams_proxy_in_flight") == 0
     assert await stubbed.metric('kvparams_proxy_requests_total{outcome="gone"}') == 1
 
 
 async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: StubEngines, stubbed: Any) -> None:
-    """A short form of `tests/soak/test_drops.py`."""
+    """A short form of `tests/test_drops.py`."""
     stub.delays.prefill_ms, stub.delays.itl_ms = 5.0, 1.0
     draw = random.Random(7)
 
