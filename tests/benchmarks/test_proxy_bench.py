@@ -51,6 +51,7 @@ def test_every_scenario_asks_for_what_its_name_says() -> None:
         assert scenario.events == (document["max_tokens"] + 1 if scenario.stream else None)
 
 
+@pytest.mark.slow
 def test_the_bench_measures_the_shipped_proxy_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

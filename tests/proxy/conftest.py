@@ -3,7 +3,7 @@ the proxy itself on a real uvicorn, once with its direct writer and once as plai
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -115,7 +115,7 @@ async def stub(stack: AsyncExitStack) -> StubEngines:
 
 
 @asynccontextmanager
-async def running(settings: Settings, direct: bool) -> AsyncIterator[Proxy]:
+async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings)
     config = uvicorn.Config(

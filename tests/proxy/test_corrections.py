@@ -77,5 +77,6 @@ def test_how_events_are_cut_by_the_network_makes_no_difference(events: list[byte
 
 def test_details_are_read_where_they_are() -> None:
     assert prompt_details({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}}) == {"cached_tokens": 1}
-    for answer in ({}, {"usage": None}, {"usage": {}}, {"usage": 7}):
+    silent: list[dict[str, object]] = [{}, {"usage": None}, {"usage": {}}, {"usage": 7}]
+    for answer in silent:
         assert prompt_details(answer) is None

@@ -28,7 +28,7 @@ MALFORMED = [
     b'{"model":"stub","prompt":"\\ud800"}',
 ]
 
-WRONG = [
+WRONG: list[tuple[str, object]] = [
     ("prompt", ""),
     ("prompt", []),
     ("prompt", None),

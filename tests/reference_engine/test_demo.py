@@ -1,7 +1,6 @@
 """The demo as a user runs it: it proves what it says, notices what is wrong, and leaves nothing running."""
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +41,7 @@ def read_until(lines: IO[str], found: Callable[[str], bool]) -> str:
     raise AssertionError(f"the output ended: {output}")
 
 
+@pytest.mark.slow
 def test_the_demo_proves_its_point_and_ends() -> None:
     done = subprocess.run([*COMMAND, "--turns", "2"], capture_output=True, text=True, timeout=WAIT_S, check=False)
 
@@ -52,7 +52,7 @@ def test_the_demo_proves_its_point_and_ends() -> None:
     assert unreachable(done.stdout)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the printed request is a curl command")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
 def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signals) -> None:
     command = [*COMMAND, "--serve", "--port", str(free_port())]

@@ -94,6 +94,7 @@ def proves_disaggregation(asked: list[Case], work: Work) -> bool:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 async def test_a_thousand_prompts_give_the_tokens_of_one_engine_and_decode_computes_one_token_of_each(
     processes: Processes, servers: dict[str, Server]
 ) -> None:

@@ -1,0 +1,57 @@
+"""Names to objects by entry points, and the command that is made of them."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from kvparams import plugins
+from kvparams.cli import main
+from kvparams.errors import PluginError
+from kvparams.scheduling import RoundRobin
+
+
+def test_what_is_registered_is_found_by_name() -> None:
+    assert plugins.load("policies", "round_robin") is RoundRobin
+    assert {"nixl", "store"} <= set(plugins.names("dialects"))
+    assert {"file", "memory"} <= set(plugins.names("stores"))
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(PluginError, match="round_robin"):
+        plugins.load("policies", "no-such")
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([("x", "no_such_module_anywhere:X")], "pip install"),
+        ([("x", "kvparams.version:__version__"), ("x", "kvparams.cli:main")], "more than once"),
+    ],
+)
+def test_a_broken_registration_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, points: list[tuple[str, str]], words: str
+) -> None:
+    found = EntryPoints(EntryPoint(name, value, "kvparams.things") for name, value in points)
+
+    def registered(group: str, name: str) -> EntryPoints:
+        return found.select(group=group, name=name)
+
+    monkeypatch.setattr("kvparams.plugins.entry_points", registered)
+    with pytest.raises(PluginError, match=words):
+        plugins.load("things", "x")
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "proxy" in capsys.readouterr().out
+
+
+def test_a_wrong_setting_stops_the_start_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proxy", "--prefill", "10.0.0.1:8000"]) == 2
+    assert "http://host:port" in capsys.readouterr().err
+    assert main(["proxy", "--prefill-timeout", "0"]) == 2
+    assert "more than 0 seconds" in capsys.readouterr().err
+    assert main(["proxy", "--prefill", "http://h:1", "--connector", "no-such"]) == 2
+    assert "nixl" in capsys.readouterr().err
