@@ -10,7 +10,7 @@ help:
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
-	@echo "make soak         the stress tests at full length; records figures in benchmarks/results"
+	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-store  speed of the stores, against memcpy"
 

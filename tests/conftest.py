@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.jsonl"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "soak.jsonl"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,6 @@ def record(request: pytest.FixtureRequest) -> Callable[[dict[str, object]], None
     def write(seen: dict[str, object]) -> None:
         if not request.config.getoption("--soak"):
             return
-        RESULTS.parent.mkdir(exist_ok=True)
         machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
         line = {"test": request.node.name, "day": time.strftime("%Y-%m-%d"), "machine": machine, **seen}
         with RESULTS.open("a") as file:

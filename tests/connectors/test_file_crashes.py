@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -94,10 +94,16 @@ def test_processes_killed_at_random_leave_a_store_that_works(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_processes_killed_at_random_leave_a_store_that_works(
-    tmp_path: Path, workers: list["subprocess.Popen[str]"]
+    tmp_path: Path,
+    workers: list["subprocess.Popen[str]"],
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
 ) -> None:
-    kill_in_a_loop(tmp_path / "store", workers, kills=60)
+    kills = effort(60, 600)
+    kill_in_a_loop(tmp_path / "store", workers, kills=kills)
+    record({"killed": kills, "wrong_bytes": 0, "space_lost": 0})
 
 
 def test_of_processes_that_create_a_store_at_once_one_does_and_all_share_it(

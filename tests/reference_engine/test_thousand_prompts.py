@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 from demo.client import JSON, Reply, ask, ask_stream, new_client, scrape
 from demo.processes import Processes, Server
 
-PROMPTS = 1_000
 AT_ONCE = 16
 PAGE_TOKENS = 64
 BLOCK_TOKENS = 16
@@ -93,17 +93,22 @@ def proves_disaggregation(asked: list[Case], work: Work) -> bool:
     return work == Work(computed=len(asked), found=sum(case.prompt_tokens - 1 for case in asked), refused=0)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 async def test_a_thousand_prompts_give_the_tokens_of_one_engine_and_decode_computes_one_token_of_each(
-    processes: Processes, servers: dict[str, Server]
+    processes: Processes,
+    servers: dict[str, Server],
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
 ) -> None:
     proxy = processes.proxy([servers["prefill"]], [servers["decode"]])
     processes.wait_ready(proxy)
-    asked = cases(PROMPTS, seed=1)
+    asked = cases(effort(1_000, 10_000), seed=1)
 
     different, work = await compared(proxy.url, servers["decode"].url, servers["single"].url, asked)
 
+    seen = {"prompts": len(asked), "different": len(different), "computed_by_decode": work.computed}
+    record({**seen, "pages_refused": work.refused})
     assert different == []
     assert proves_disaggregation(asked, work), work
 
