@@ -189,9 +189,12 @@ class FileIndex:
         self._ticks[entry.slot] = NEVER
         start = entry.slot * RECORD_BYTES
         key = bytes(self._file.records[start : start + _KEY_BYTES]).rstrip(b"\0")
-        for at in self._places(xxh3_64_intdigest(key)):
-            if self._file.buckets[at] & _SLOT == entry.slot + 1:
-                self._file.buckets[at] = 0
+        digest = xxh3_64_intdigest(key)
+        packed = digest >> 32 << 32 | entry.slot + 1
+        for bucket in self._two_buckets(digest):
+            held = self._file.buckets[bucket : bucket + WAYS].tolist()
+            if packed in held:
+                self._file.buckets[bucket + held.index(packed)] = 0
         self._extents.give_back(entry.runs)
 
     # ---- helpers
@@ -215,19 +218,16 @@ class FileIndex:
         first, second = digest & self._mask, (digest >> 12 ^ 1) & self._mask
         return (first * WAYS,) if first == second else (first * WAYS, second * WAYS)
 
-    def _places(self, digest: int) -> list[int]:
-        """All places in those buckets."""
-        return [at for bucket in self._two_buckets(digest) for at in range(bucket, bucket + WAYS)]
-
     def _link(self, slot: int, digest: int) -> bool:
         """Enter a slot into the emptier of its two buckets; False if both are full."""
-        free = [at for at in self._places(digest) if not self._file.buckets[at] & _SLOT]
-        if not free:
-            return False
-        first = [at for at in free if at // WAYS == digest & self._mask]
-        at = first[0] if 2 * len(first) >= len(free) else free[-1]
-        self._file.buckets[at] = digest >> 32 << 32 | slot + 1
-        return True
+        most, target = 0, 0
+        for bucket in self._two_buckets(digest):
+            held = self._file.buckets[bucket : bucket + WAYS].tolist()
+            if held.count(0) > most:
+                most, target = held.count(0), bucket + held.index(0)
+        if most:
+            self._file.buckets[target] = digest >> 32 << 32 | slot + 1
+        return most > 0
 
     def _write_record(self, slot: int, key: bytes, generation: int, nbytes: int, runs: Sequence[Run]) -> None:
         raw = _RECORD.pack(key, generation, nbytes, self._owner, self._member.seat, len(runs))
