@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import ssl
-from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self, cast
 
@@ -25,30 +24,30 @@ class Prober:
         self._fleet = fleet
         self._every_s = every_s
         self._client = httpx.AsyncClient(timeout=min(every_s, 5.0), verify=tls or True)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        await self._round()
-        self._task = asyncio.create_task(self._rounds())
+        members = list(self._fleet.members)
+        await asyncio.gather(*(self._probe(member) for member in members))
+        apart_s = self._every_s / max(1, len(members))
+        self._tasks = [asyncio.create_task(self._follow(m, number * apart_s)) for number, m in enumerate(members)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
 
-    async def _rounds(self) -> None:
+    async def _follow(self, member: Member, after_s: float) -> None:
+        """Probe one engine for ever. Engines are probed at different moments: a probe costs milliseconds of CPU, and
+        all of them together would be felt by the requests that arrive meanwhile."""
+        await asyncio.sleep(min(after_s, _RETRY_S) if not member.ready else after_s)
         while True:
-            all_ready = all(member.ready for member in self._fleet.members)
-            await asyncio.sleep(self._every_s if all_ready else min(self._every_s, _RETRY_S))
-            await self._round()
-
-    async def _round(self) -> None:
-        await asyncio.gather(*(self._probe(member) for member in self._fleet.members))
+            await asyncio.sleep(self._every_s if member.ready else min(self._every_s, _RETRY_S))
+            await self._probe(member)
 
     async def _probe(self, member: Member) -> None:
         try:
