@@ -94,7 +94,7 @@ async def test_dropped_streams_leave_nothing_in_flight_and_nothing_grows(
     await drops(proxy, 100, draw)  # until everything that is made once has been made
     await calm(fleet)
     before_kib = resident_kib(proxy)
-    count = effort(500, 10_000)
+    count = effort(500, 5_000)
     await drops(proxy, count, draw)
     await calm(fleet)
     after_kib, after_fds = resident_kib(proxy), descriptors(proxy)

@@ -101,7 +101,7 @@ def test_many_processes_killed_at_random_leave_a_store_that_works(
     effort: Callable[[int, int], int],
     record: Callable[[dict[str, object]], None],
 ) -> None:
-    kills = effort(60, 600)
+    kills = effort(60, 300)
     kill_in_a_loop(tmp_path / "store", workers, kills=kills)
     record({"killed_and_all_still_right": kills})
 
