@@ -34,6 +34,8 @@ _MEMBER: Final = re.compile(rb'[ \t\r\n,]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[
 _GAP: Final = re.compile(rb"[ \t\r\n]*")
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _NUMBER: Final = re.compile(rb"-?[0-9][0-9.eE+-]*")
+_PARSED_DEPTH: Final = 256
+"""More than the parser lets through."""
 _DOUBLE_DIGITS: Final = 300
 """A number without an exponent needs more digits than this to overflow a double."""
 
@@ -81,7 +83,7 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
 
 def fields(raw: bytes) -> dict[str, Field]:
     """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
-    return _walk(raw, DEFAULT_LIMITS.max_depth)
+    return _walk(raw, _PARSED_DEPTH)
 
 
 def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:

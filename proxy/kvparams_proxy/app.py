@@ -67,7 +67,8 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
         for pool in pools.values():
             pool.close()
 
-    generate = {"/v1/completions": Generate("completions"), "/v1/chat/completions": Generate("chat")}
+    endpoints: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+    generate = {path: Generate(endpoint, path) for path, endpoint in endpoints.items()}
     return Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),
@@ -99,8 +100,10 @@ class _Shortcut:
 class Generate:
     """The ASGI app of one generating endpoint."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, path: str) -> None:
+        """`path` is that of the engines too, however the client has spelled it."""
         self._endpoint: Endpoint = endpoint
+        self._path = path.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the request, refuse it or have it executed."""
@@ -127,12 +130,14 @@ class Generate:
         except ConnectionError:  # the client left while it was sending
             resources.metrics.outcomes["gone"] += 1
             return
-        downstream: Downstream = open_downstream(scope, receive, send)
+        downstream: Downstream = await open_downstream(scope, receive, send)
         try:
-            await Execution(resources, scope["raw_path"], inbound, b"".join(headers), downstream).run()
-        finally:
+            await Execution(resources, self._path, inbound, b"".join(headers), downstream).run()
             if isinstance(downstream, ASGIDownstream):
                 await downstream.finished()
+        finally:
+            if isinstance(downstream, ASGIDownstream):
+                downstream.close()
 
 
 def _identifiers() -> Callable[[], str]:

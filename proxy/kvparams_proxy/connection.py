@@ -228,6 +228,8 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Deliver the head, unless it is a mere 100 Continue."""
+        if self._complete:  # of a second answer: nobody's
+            return
         status = self._parser.get_status_code()
         if status < 200:
             if status == 101:

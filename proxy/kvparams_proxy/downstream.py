@@ -75,13 +75,17 @@ class DirectDownstream:
         self._chunked = False
         self._waiting: list[bytes] = []
 
+    async def ready(self) -> None:
+        """Wait until the client has taken what it was answered before on this connection, or has left."""
+        await self._protocol.flow.drain()
+
     def watch(self, watcher: Watcher) -> None:
         """See `Downstream.watch`."""
-        if self._cycle.disconnected or self._protocol.transport.is_closing():
-            watcher.client_gone()
-            return
         self._watcher = watcher
-        self._protocol.relayed = self
+        if self._cycle.disconnected or self._protocol.transport.is_closing():
+            self.client_gone()
+        else:
+            self._protocol.relayed = self
 
     def head(self, status: int, headers: bytes, length: int | None) -> None:
         """See `Downstream.head`. It leaves with the first piece of the body, in one write."""
@@ -239,9 +243,11 @@ class ASGIDownstream:
             await self._writer
         except OSError:  # the server found the client gone while writing (ASGI 2.4)
             self._gone = True
-        finally:
-            self._reader.cancel()
-            self._writer.cancel()
+
+    def close(self) -> None:
+        """Nothing will be written or heard any more, whatever came between."""
+        self._reader.cancel()
+        self._writer.cancel()
 
     def _put(self, message: dict[str, Any]) -> None:
         if not self._gone:
@@ -271,7 +277,10 @@ class ASGIDownstream:
         self._messages.put_nowait({})
 
 
-def open_downstream(scope: Scope, receive: Receive, send: Send) -> Downstream:
+async def open_downstream(scope: Scope, receive: Receive, send: Send) -> Downstream:
     """The fastest way this server offers."""
     offered = scope.get("extensions", {}).pop(EXTENSION, None)  # else scope and answer would keep each other alive
-    return offered if isinstance(offered, DirectDownstream) else ASGIDownstream(receive, send)
+    if not isinstance(offered, DirectDownstream):
+        return ASGIDownstream(receive, send)
+    await offered.ready()
+    return offered

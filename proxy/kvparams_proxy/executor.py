@@ -25,7 +25,7 @@ from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.pool import Pool
 from kvparams_proxy.relay import Ended, Relay
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamTimeout
+from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
 from kvparams_proxy.watch import Watch
 
 __all__ = ["Execution", "Resources"]
@@ -112,8 +112,6 @@ class Execution:
             outcome = self._refuse(ProxyError(502, "upstream_error", message, code="bad_prefill_answer"))
         finally:
             legs.close()
-            if self._exchange is not None:  # this task was cancelled, or a bug: the engine must not go on alone
-                self._exchange.abort(UpstreamError("the request was given up"))
             while self._held:
                 resources.fleet.release(self._held.pop())
             resources.metrics.outcomes[outcome] += 1
@@ -236,7 +234,9 @@ class Execution:
 
     def _end(self, leg: Leg, begun: float) -> None:
         self._resources.watch.stop(self)
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and exchange.waiting:  # this task was cancelled: the engine must not go on alone
+            exchange.abort(UpstreamError("the request was given up"))
         self._held.remove(leg.instance)
         self._resources.fleet.release(leg.instance)
         self._resources.metrics.legs[leg.instance.role].observe(perf_counter() - begun)
@@ -245,6 +245,9 @@ class Execution:
         """What a broken exchange means for the client."""
         if self._gone:
             return ClientGone()
+        if isinstance(error, UpstreamFull):
+            message = f"the {leg.instance.role} engine is busy: {error.reason}; try again later"
+            return ProxyError(503, "service_unavailable", message, code=f"{leg.instance.role}_busy")
         if not error.connected:
             self._resources.fleet.unreachable(leg.instance)
             message = f"the {leg.instance.role} engine cannot be reached: {error.reason}"

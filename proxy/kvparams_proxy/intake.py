@@ -53,6 +53,7 @@ _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
+_MAX_MODEL: Final = 1024
 
 
 class Inbound(NamedTuple):
@@ -84,6 +85,8 @@ def read(endpoint: Endpoint, body: bytes, request_id: str, transfer_id: str, lim
     except JSONTextError as error:
         raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
     model = _optional(document, "model", str, "a string")
+    if model is not None and len(model) > _MAX_MODEL:
+        raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
     prompts, token_ids = _chat(document) if endpoint == "chat" else _prompt(document)
     for name in _WHOLE & document.keys():
         _whole(document, name, 0 if name == "min_tokens" else 1)

@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvparams_proxy.connection import Connection, Exchange
-from kvparams_proxy.upstream import Request, Sink, UpstreamError, UpstreamLimits, reason
+from kvparams_proxy.upstream import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
 
 __all__ = ["Pool"]
 
@@ -32,7 +32,7 @@ class Pool:
         self._prefixes: dict[bytes, bytes] = {}
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
-        self._connecting = 0
+        self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
     def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
@@ -50,21 +50,25 @@ class Pool:
         exchange = Exchange(self, request, sink)
         while self._idle:
             connection = self._idle.pop()
-            if not connection.transport.is_closing():
-                exchange.run_on(connection)
-                return exchange
+            if connection.transport.is_closing():
+                continue
+            if self._loop.time() - connection.idle_since > self.limits.idle_s:
+                connection.transport.close()
+                continue
+            exchange.run_on(connection)
+            return exchange
         self.restart(exchange)
         return exchange
 
     def restart(self, exchange: Exchange) -> None:
         """Run `exchange` on a new connection."""
-        if len(self._open) + self._connecting >= self.limits.connections:
-            self._loop.call_soon(
-                exchange.finish, UpstreamError("too many connections to the engine are open", connected=False)
-            )
+        if len(self._open) + len(self._connecting) >= self.limits.connections:
+            self._loop.call_soon(exchange.finish, UpstreamFull("too many connections to the engine are open"))
             return
-        self._connecting += 1
-        exchange.connect(self._loop.create_task(self._connect(exchange)))
+        task = self._loop.create_task(self._connect(exchange))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)  # also of one that is cancelled before it has begun
+        exchange.connect(task)
 
     async def _connect(self, exchange: Exchange) -> None:
         try:
@@ -72,11 +76,12 @@ class Pool:
                 _, connection = await self._loop.create_connection(
                     lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
+        except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
             exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
             return
-        finally:
-            self._connecting -= 1
+        if connection.transport.is_closing():  # lost already: nobody would say so again
+            exchange.finish(UpstreamError("no connection to the engine (closed at once)", connected=False))
+            return
         self._open.add(connection)
         if exchange.waiting:
             exchange.run_on(connection)

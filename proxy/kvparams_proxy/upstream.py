@@ -11,7 +11,17 @@ from typing import Protocol
 
 import httptools
 
-__all__ = ["Collect", "Head", "Request", "Sink", "UpstreamError", "UpstreamLimits", "UpstreamTimeout", "reason"]
+__all__ = [
+    "Collect",
+    "Head",
+    "Request",
+    "Sink",
+    "UpstreamError",
+    "UpstreamFull",
+    "UpstreamLimits",
+    "UpstreamTimeout",
+    "reason",
+]
 
 Request = tuple[bytes, bytes]
 """Head and body, as they are sent: putting them together would copy the body once more."""
@@ -45,6 +55,10 @@ class UpstreamError(Exception):
 
 class UpstreamTimeout(UpstreamError):
     """The engine said nothing for too long."""
+
+
+class UpstreamFull(UpstreamError):
+    """The engine has all the connections it may have; that is no reason to think it gone."""
 
 
 @dataclass(slots=True)

@@ -137,6 +137,14 @@ def test_limits_are_kept() -> None:
         loads(b'{"a":"12345678901234567890"}', limits)
 
 
+def test_members_are_found_at_any_depth_that_was_accepted() -> None:
+    """Limits are for what is read from strangers, once; what was read can be edited."""
+    raw = b'{"a":' + b"[" * 150 + b"]" * 150 + b',"b":1}'
+    read, found = load_object(raw, JSONLimits(max_depth=160))
+    assert fields(raw) == found
+    assert loads(edit(raw, fields(raw), {"b": None}), JSONLimits(max_depth=160)) == {"a": read["a"]}
+
+
 def test_large_integers_stay_exact() -> None:
     assert loads(b"[9223372036854775807, 12345678901234567890123]") == [2**63 - 1, 12345678901234567890123]
     assert load_object(b'{"a":1.5e308}')[0] == {"a": 1.5e308}

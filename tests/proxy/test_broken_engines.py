@@ -212,3 +212,34 @@ async def test_an_unasked_answer_on_an_idle_connection_is_never_taken_for_one(sc
         assert got.status_code == 200
         assert "not yours" not in got.text
     assert decode.connections >= 4
+
+
+async def test_an_unasked_answer_behind_a_stream_does_not_reach_its_client(scripted: Any, proxy: Any) -> None:
+    """It may arrive with the stream's last bytes, and be no stream itself."""
+    unasked = b"HTTP/1.1 500 X\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+    stream = SSE + chunk(EVENT), chunk(EVENT) + b"0\r\n\r\n" + unasked
+    prefill, decode = await scripted(sending(whole(GOOD))), await scripted(sending(*stream))
+    running = await proxy([prefill.url], [decode.url])
+    for _ in range(3):
+        got = await running.client.post("/v1/completions", json=BODY | {"stream": True})
+        assert (got.status_code, got.content) == (200, EVENT * 2)
+
+
+async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(scripted: Any, proxy: Any) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        await asyncio.wait_for(go_on.wait(), 10)
+        writer.write(whole(GOOD))
+
+    prefill, decode = await scripted(slow), await scripted(sending(whole(GOOD)))
+    running = await proxy([prefill.url], [decode.url], upstream=UpstreamLimits(connections=1), probe_s=60.0)
+    first = asyncio.create_task(running.client.post("/v1/completions", json=BODY))
+    await asyncio.wait_for(begun.wait(), 10)
+    got = await running.client.post("/v1/completions", json=BODY)
+    assert (got.status_code, got.json()["error"]["code"]) == (503, "prefill_busy")
+    assert await running.metric("kvparams_proxy_ready") == 2
+    go_on.set()
+    assert (await first).status_code == 200
+    assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200

@@ -77,6 +77,63 @@ async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: Stub
     assert await stubbed.metric("kvparams_proxy_in_flight") == 0
 
 
+async def test_a_request_given_up_from_outside_ends_its_leg(stub: StubEngines, stubbed: Any) -> None:
+    """A server at its shutdown, or a middleware with a time-out, cancels the app's task: it ends, and so does the leg
+    that ran for it, although its client is still there."""
+    stub.delays.prefill_ms = 5000.0
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append({"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False})
+            return sent[0]
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    app = stubbed.app
+    async with app.router.lifespan_context(app) as state:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": (), "state": state}
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await until(lambda: live(stub) == 1)
+        task.cancel()
+        assert await asyncio.wait([task], timeout=5) == ({task}, set())
+        await until(lambda: live(stub) == 0)
+
+
+async def test_a_client_that_sends_on_without_reading_is_not_answered_into_memory(scripted: Any, proxy: Any) -> None:
+    """Requests behind each other on one connection: the next waits until the answers before it were taken."""
+    asked = 0
+    big = GOOD[:-1] + b',"x":"' + b"x" * 1_000_000 + b'"}'
+
+    async def good(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(GOOD) + GOOD)
+
+    async def large(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(big) + big)
+
+    prefill, decode = await scripted(good), await scripted(large)
+    running = await proxy([prefill.url], [decode.url])
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 16)
+    writer.write(request(BODY) * 60)
+    await reader.readuntil(b"x" * 100)
+    before = -1
+    async with asyncio.timeout(20):
+        while asked != before:  # until nothing is asked any more
+            before = asked
+            await asyncio.sleep(0.3)
+    assert asked < 30
+    received = 0  # The control: all are answered once the client reads.
+    async with asyncio.timeout(30):
+        while received < 60 * len(big) and (piece := await reader.read(1 << 20)):
+            received += len(piece)
+    assert asked == 60
+    writer.close()
+
+
 async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted: Any, proxy: Any) -> None:
     """The engine has 64 MiB to say; a client that reads nothing lets it say little more than the sockets hold."""
     said = 0

@@ -120,6 +120,16 @@ async def test_client_supplied_params_and_steering_headers_never_reach_an_engine
         assert b"traceparent: 00-1-2-3" in engine.heads[0]
 
 
+async def test_engines_are_asked_at_their_own_path_however_the_client_spells_it(scripted: Any, proxy: Any) -> None:
+    prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL}))
+    decode = await scripted(answering(ANSWER))
+    running = await proxy([prefill.url], [decode.url])
+    for path in ("/v1/completions", "/v1/%63ompletions", "/v1/completions%0A", "/v1/completions?a=/../b"):
+        assert (await running.client.post(path, json=CLIENT)).status_code == 200
+    for engine in (prefill, decode):
+        assert {head.split(b"\r\n")[0] for head in engine.heads} == {b"POST /v1/completions HTTP/1.1"}
+
+
 async def test_token_ids_are_named_by_digest_and_a_salt_isolates(scripted: Any, proxy: Any) -> None:
     result = {
         "version": "1.0",

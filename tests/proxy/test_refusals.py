@@ -44,6 +44,7 @@ WRONG: list[tuple[str, object]] = [
     ("prompt", [2**32]),
     ("prompt", [[1], ["a"]]),
     ("model", 7),
+    ("model", "x" * 1025),
     ("max_tokens", "5"),
     ("max_tokens", 0),
     ("max_tokens", 1.5),

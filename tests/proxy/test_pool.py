@@ -1,0 +1,55 @@
+"""The connections to one engine: what is counted is given back, what waited too long is not tried."""
+
+import asyncio
+from typing import Any
+
+from kvparams_proxy.pool import Pool
+from kvparams_proxy.upstream import Collect, UpstreamError, UpstreamLimits
+
+
+async def well(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def asked(pool: Pool) -> int:
+    """The status of one whole exchange."""
+    collect = Collect(asyncio.get_running_loop(), 1000)
+    pool.exchange(pool.request(b"/", b"", b"{}"), collect)
+    async with asyncio.timeout(5):
+        return (await collect.answer)[0].status
+
+
+async def test_an_exchange_given_up_before_its_connection_was_begun_holds_no_place(scripted: Any) -> None:
+    """A client can leave in the very turn of the loop in which a connection for it was asked for."""
+    engine = await scripted(well)
+    pool = Pool(engine.url, UpstreamLimits(connections=2))
+    for _ in range(5):
+        collect = Collect(asyncio.get_running_loop(), 1000)
+        pool.exchange(pool.request(b"/", b"", b"{}"), collect).abort(UpstreamError("the client has left"))
+        assert isinstance(collect.answer.exception(), UpstreamError)
+        await asyncio.sleep(0)
+    assert await asked(pool) == 200
+    pool.close()
+
+
+async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scripted: Any) -> None:
+    engine = await scripted(well)
+    for idle_s, connections in ((60.0, 1), (0.0, 3)):  # the first is the control
+        engine.connections = 0
+        pool = Pool(engine.url, UpstreamLimits(idle_s=idle_s))
+        for _ in range(3):
+            assert await asked(pool) == 200
+            await asyncio.sleep(0.002)
+        assert engine.connections == connections
+        pool.close()
+
+
+async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
+    pool = Pool("http://" + "a" * 64 + ".example:1", UpstreamLimits())
+    collect = Collect(asyncio.get_running_loop(), 1000)
+    pool.exchange(pool.request(b"/", b"", b"{}"), collect)
+    async with asyncio.timeout(5):
+        await asyncio.wait([collect.answer])
+    error = collect.answer.exception()
+    assert isinstance(error, UpstreamError)
+    assert not error.connected
