@@ -2,10 +2,11 @@
 
 import argparse
 import logging
+import re
 import sys
 from secrets import token_hex
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvparams import plugins
 from kvparams.scheduling import Instance, Role
@@ -13,6 +14,9 @@ from kvparams_proxy.server import serve
 from kvparams_proxy.settings import Settings
 
 __all__ = ["COMMAND"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+"""What an instance may be called: it stands in documents and headers."""
 
 _EXAMPLE: Final = """
 example, two prefill and two decode engines that speak vLLM's NIXL connector:
@@ -95,10 +99,21 @@ def _instances(role: Role, given: list[str], dialect: str) -> list[Instance]:
         if not equals or "://" in name:
             name, url = f"{role}-{index}", text
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+        plain = not parts.query and parts.path in ("", "/") and _port(parts)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
             raise ValueError(f"--{role} {text}: an engine is given as http://host:port or https://host:port")
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"--{role} {text}: a name is 1 to 128 letters, digits and ._~-")
         found.append(Instance(name, token_hex(8), role, url.rstrip("/"), dialect))
     return found
+
+
+def _port(parts: SplitResult) -> bool:
+    """Whether it is one, or is left out."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 COMMAND: Final = ProxyCommand()

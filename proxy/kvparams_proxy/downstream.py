@@ -18,6 +18,8 @@ EXTENSION: Final = "kvparams.downstream"
 """Where in `scope["extensions"]` the server offers a `DirectDownstream`."""
 _HIGH_WATER: Final = 64 << 10
 """Bytes not yet taken by the client from which its engine is throttled (uvicorn's own limit too)."""
+_HEAD_BYTES: Final = 64 << 10
+"""Of a client's request: line, headers, trailers."""
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
 }
@@ -164,9 +166,32 @@ class RelayProtocol(HttpToolsProtocol):
 
     relayed: DirectDownstream | None = None
     """The one that is being written to, if any."""
+    _unheard = 0
+    """Bytes received since the parser last had something to say: of headers or trailers that have not ended yet."""
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse headers without an end: uvicorn would keep all of them."""
+        self._unheard += len(data)
+        super().data_received(data)
+        if self._unheard > _HEAD_BYTES and not self.transport.is_closing():
+            if self.relayed is None:
+                self.send_400_response("The headers are too long.")
+            else:  # of a request behind the one that is being answered
+                self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._unheard = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of a request."""
+        self._unheard = 0
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """Offer it before the app's task has begun."""
+        self._unheard = 0
         super().on_headers_complete()
         extensions = cast("dict[str, object]", cast("dict[str, Any]", self.scope).setdefault("extensions", {}))
         extensions[EXTENSION] = DirectDownstream(self, self.cycle)

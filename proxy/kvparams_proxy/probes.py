@@ -1,6 +1,7 @@
 """Asks each engine from time to time whether it is there and which models it serves. Control traffic: httpx."""
 
 import asyncio
+import json
 import logging
 import ssl
 from types import TracebackType
@@ -14,6 +15,8 @@ __all__ = ["Prober"]
 
 _RETRY_S: Final = 0.5
 """How often while an engine is missing: engines that are started together with the proxy are found at once."""
+_MAX_BYTES: Final = 4 << 20
+"""Of an engine's list of models."""
 _log = logging.getLogger(__name__)
 
 
@@ -23,7 +26,11 @@ class Prober:
     def __init__(self, fleet: Fleet, every_s: float, tls: ssl.SSLContext | None) -> None:
         self._fleet = fleet
         self._every_s = every_s
-        self._client = httpx.AsyncClient(timeout=min(every_s, 5.0), verify=tls or True)
+        self._timeout_s = min(every_s, 5.0)
+        # As the data path does it: no proxy in between, and the system's trust.
+        secure = any(member.instance.url.startswith("https:") for member in fleet.members)
+        trust = (tls or ssl.create_default_context()) if secure else False
+        self._client = httpx.AsyncClient(timeout=self._timeout_s, verify=trust, trust_env=False)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -51,18 +58,30 @@ class Prober:
 
     async def _probe(self, member: Member) -> None:
         try:
-            answer = await self._client.get(f"{member.instance.url}/v1/models")
-            ready = answer.status_code < 500
-            models = _models(answer) if answer.status_code == 200 else member.models
-        except (httpx.HTTPError, ValueError, RecursionError):
+            async with (
+                asyncio.timeout(self._timeout_s),  # for all of it: httpx's own begins anew with every byte
+                self._client.stream("GET", f"{member.instance.url}/v1/models") as answer,
+            ):
+                ready = answer.status_code < 500
+                models = _models(await _text(answer)) if answer.status_code == 200 else member.models
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
             ready, models = False, member.models
         if ready is not member.ready:
             _log.warning("%s %s is %s", member.instance.role, member.instance.id, "ready" if ready else "not reachable")
         self._fleet.learn(member, ready, models)
 
 
-def _models(answer: httpx.Response) -> frozenset[str] | None:
-    document: object = answer.json()
+async def _text(answer: httpx.Response) -> bytes:
+    text = b""
+    async for piece in answer.aiter_raw():  # not decoded: nothing else was asked for
+        text += piece
+        if len(text) > _MAX_BYTES:
+            raise ValueError("an engine has no such list of models")
+    return text
+
+
+def _models(text: bytes) -> frozenset[str] | None:
+    document: object = json.loads(text)
     data = cast("dict[str, object]", document).get("data") if isinstance(document, dict) else None
     if not isinstance(data, list):
         return None

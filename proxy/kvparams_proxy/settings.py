@@ -33,6 +33,10 @@ class Settings:
     """Of an engine's answers and connections."""
 
     def __post_init__(self) -> None:
+        names = [instance.id for instance in self.instances]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two instances are called {name!r}; give each a name of its own")
         for name in ("prefill_timeout_s", "decode_timeout_s", "probe_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")

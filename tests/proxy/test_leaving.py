@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,6 +101,23 @@ async def test_a_request_given_up_from_outside_ends_its_leg(stub: StubEngines, s
         task.cancel()
         assert await asyncio.wait([task], timeout=5) == ({task}, set())
         await until(lambda: live(stub) == 0)
+
+
+async def test_headers_without_an_end_are_refused(stub: StubEngines, stubbed: Any, direct: bool) -> None:
+    """Plain ASGI leaves them to the server."""
+    if not direct:
+        return
+    start = request(BODY)[:-1].partition(b"host")[0]
+    for endless in (b"x: " + b"a" * 10_000_000, b"x: y\r\n" * 1_000_000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+        writer.write(start + endless)
+        async with asyncio.timeout(10):
+            with suppress(ConnectionResetError):  # it was still sending
+                assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+    for _ in range(3):  # the control, on one connection: the count begins anew with each request
+        got = await stubbed.client.post("/v1/completions", json=BODY, headers={"x": "a" * 60_000})
+        assert got.status_code == 200
 
 
 async def test_a_client_that_sends_on_without_reading_is_not_answered_into_memory(scripted: Any, proxy: Any) -> None:
