@@ -96,11 +96,11 @@ def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:
     """
     needle = b'"%b"' % name.encode()
     start = raw.rfind(needle)  # what is looked for tends to stand at the end
-    if start > 0 and raw[start - 1] != 0x5C and raw.find(needle, 0, start) < 0:
+    if start > 0 and raw[start - 1] != 0x5C and raw.find(needle, 0, start) < 0 and b"\\u00" not in raw:
         member = _MEMBER.match(raw, start)
         if member is not None and (end := _end_of(raw, member.start(2), document[name])):
             return Field(start, member.start(2), end)
-    return fields(raw)[name]  # also another object's member, or a name that is written with escapes
+    return fields(raw)[name]  # also where the name may be written with escapes, and what was found another object's
 
 
 def _end_of(raw: bytes, at: int, value: object) -> int:

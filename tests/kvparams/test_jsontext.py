@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import JSONLimits, edit, fields, load_object, loads
+from kvparams.jsontext import JSONLimits, edit, fields, load_object, loads, locate
 
 SCALARS = (
     st.none()
@@ -135,6 +135,16 @@ def test_limits_are_kept() -> None:
         loads(b'{"a":[[1]]}', limits)
     with pytest.raises(JSONTextError):
         loads(b'{"a":"12345678901234567890"}', limits)
+
+
+@pytest.mark.parametrize("value", [b"null", b"{}", b'{"a":"}"}', b"7"])
+def test_a_member_is_located_where_it_stands_and_not_in_another_object(value: bytes) -> None:
+    for name in (b'"usage"', b'"us\\u0061ge"'):
+        for inner in (b'"usage"', b'"u\\u0073age"', b'"x"'):
+            raw = b'{"x":{%b:%b}, %b : %b,"y":{%b:%b}}' % (inner, value, name, value, inner, value)
+            assert locate(raw, load_object(raw)[0], "usage") == fields(raw)["usage"]
+    only = b'{"us\\u0061ge":%b,"y":{"usage":%b}}' % (value, value)
+    assert locate(only, load_object(only)[0], "usage") == fields(only)["usage"]
 
 
 def test_members_are_found_at_any_depth_that_was_accepted() -> None:
