@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvparams {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    broken: list[str] = []
+    broken: dict[str, KVParamsError] = {}
     for name in plugins.names("commands"):
         try:
             command = cast("Command", plugins.load("commands", name))
         except KVParamsError as error:  # one missing extra must not take the other commands away
-            broken.append(f"{name}: {error}")
+            broken[name] = error
             continue
         child = subparsers.add_parser(
             name,
@@ -54,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(child)
         child.set_defaults(command=command)
     if broken:
-        parser.epilog = "not available here: " + "; ".join(broken)
+        parser.epilog = "not available here: " + "; ".join(f"{name}: {error}" for name, error in broken.items())
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and (error := broken.get(argv[0])) is not None:
+        print(f"kvparams: {error}", file=sys.stderr)
+        return 2
     arguments = parser.parse_args(argv)
     try:
         return cast("Command", arguments.command).run(arguments)
@@ -63,7 +67,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

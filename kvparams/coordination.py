@@ -57,6 +57,9 @@ Legs = Generator[Leg, LegAnswer, None]
 class RequestManager(Protocol):
     """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`."""
 
+    roles: tuple[Role, ...]
+    """The roles its legs need: a request is refused before its first leg where one of them is missing."""
+
     def legs(
         self,
         request: RequestFacts,
@@ -82,6 +85,8 @@ class RequestManager(Protocol):
 
 class PrefillThenDecode:
     """Prefill with one token, then decode with the client's own limits; decode is chosen when prefill is done."""
+
+    roles = (Role.PREFILL, Role.DECODE)
 
     def __init__(self) -> None:
         self._templates: dict[tuple[Phase, Mode, Instance, Instance | None], Template] = {}
@@ -153,10 +158,10 @@ def _params(
         "transfer": {"id": request.transfer_id, "attempt": 1},
         "phase": phase,
         "mode": mode,
-        "producer": {"id": producer.id, "incarnation": producer.incarnation},
+        "producer": {"id": producer.id},  # which run of it, only the engine itself can say
     }
     if consumer is not None:
-        members["consumer"] = {"id": consumer.id, "incarnation": consumer.incarnation}
+        members["consumer"] = {"id": consumer.id}
     return parse(members | known)
 
 

@@ -29,7 +29,7 @@ class Instance:
     id: str
     """The operator's name for it, unique in the fleet."""
     incarnation: str
-    """Changes at every start; KV of an earlier incarnation is gone."""
+    """Changes whenever the proxy sees the engine come back; KV of an earlier incarnation is gone."""
     role: Role
     url: str
     """`http://host:port` or `https://host:port`, without a path."""

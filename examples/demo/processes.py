@@ -95,7 +95,7 @@ class Processes:
         Its answers name the engines used, in the headers `x-kvparams-prefill` and `x-kvparams-decode`.
         """
         port = port or free_port()
-        command = [sys.executable, "-m", "kvparams.cli", "proxy", "--connector", "store", "--port", str(port)]
+        command = [sys.executable, "-m", "kvparams", "proxy", "--connector", "store", "--port", str(port)]
         command += ["--expose-route", "--probe", "1"]  # engines that start beside it are seen within a second
         for server in prefill:
             command += ["--prefill", f"{server.name}={server.url}"]

@@ -13,6 +13,7 @@ from secrets import token_hex
 from typing import Any, Final, cast
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -69,7 +70,7 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
 
     endpoints: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
     generate = {path: Generate(endpoint, path) for path, endpoint in endpoints.items()}
-    return Starlette(
+    app = Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),
             Route("/v1/models", _models, methods=["GET"]),
@@ -80,6 +81,8 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
         lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_found, 500: _bug},
     )
+    app.router.redirect_slashes = False  # `/v1/models/` is another path, and not served
+    return app
 
 
 class _Shortcut:
@@ -109,15 +112,20 @@ class Generate:
         """Read the request, refuse it or have it executed."""
         resources: Resources = scope["state"]["resources"]
         given: bytes | None = None
+        encoded = False
         headers: list[bytes] = []
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given = value
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                encoded = True
             elif name in _FORWARDED:
                 headers.append(b"%b: %b\r\n" % (name, value))
         transfer = resources.new_id()
         request = given.decode() if given is not None and harmless(given) else transfer
         try:
+            if encoded:
+                raise ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
             body = await _body(receive, resources.settings.body.max_bytes)
             inbound = read(self._endpoint, body, request, transfer, resources.settings.body)
             if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
@@ -184,9 +192,13 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:
-    status = int(getattr(exc, "status_code", 404))
+    error = cast("HTTPException", exc)
     message = f"{request.method} {request.url.path[:200]} is not served here"
-    return _error(ProxyError(status, "not_found_error", message))
+    if error.status_code == 405:
+        message += f"; use {', '.join((error.headers or {}).get('Allow', 'another method').split(', '))}"
+    response = _error(ProxyError(error.status_code, "not_found_error", message))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _bug(request: Request, exc: Exception) -> Response:

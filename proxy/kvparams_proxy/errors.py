@@ -38,11 +38,12 @@ class ProxyError(Exception):
 def engine_refusal(role: str, status: int, raw: bytes) -> ProxyError:
     """What an engine's answer other than 200 means for the client.
 
-    A 4xx is about the client's request: its message, param and code are passed on. Anything else is the engine's own
-    trouble, of which the client learns only the status.
+    A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params, which
+    are never the client's. Anything else is the engine's own trouble, of which the client learns only the status.
     """
+    failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
     if not 400 <= status < 500:
-        return ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
+        return failed
     try:
         document, _ = load_object(raw)
     except JSONTextError:
@@ -50,6 +51,9 @@ def engine_refusal(role: str, status: int, raw: bytes) -> ProxyError:
     inner = document.get("error")
     error = cast("dict[str, object]", inner) if isinstance(inner, dict) else document
     message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
+    if isinstance(param, str) and param.startswith("kv_transfer_params"):
+        failed.message = f"the {role} engine refuses the KV params: {message} Is --connector right for this engine?"
+        return failed
     return ProxyError(
         status,
         kind if isinstance(kind, str) else "invalid_request_error",

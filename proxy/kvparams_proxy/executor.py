@@ -5,6 +5,7 @@ and connections. The one rule: nobody else in the proxy starts, aborts or ends a
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -30,6 +31,7 @@ from kvparams_proxy.watch import Watch
 
 __all__ = ["Execution", "Resources"]
 
+_log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 
 
@@ -93,6 +95,7 @@ class Execution:
         legs = resources.manager.legs(facts, self._inbound.spans, self._choose, self._dialect)
         outcome = "failed"
         try:
+            resources.fleet.require(resources.manager.roles, facts.model)
             corrections = Corrections(None)
             leg = next(legs)
             while not leg.answers_client:
@@ -212,6 +215,7 @@ class Execution:
         error = self._failed(leg, relay.error or UpstreamError("the stream ended"))
         if isinstance(error, ClientGone) or ended is Ended.BEFORE_FIRST_EVENT:
             raise error
+        self._log_failure(error)
         self._downstream.body(error.event())
         self._downstream.end()
         return "midway"
@@ -260,11 +264,17 @@ class Execution:
 
     def _refuse(self, error: ProxyError) -> str:
         """Answer with an error. Nothing was answered yet: an error after the first event is one in the stream."""
+        if error.status >= 500:
+            self._log_failure(error)
         body = error.body()
         self._downstream.head(error.status, _JSON + self._answer_headers(), len(body))
         self._downstream.body(body)
         self._downstream.end()
         return "refused" if error.status < 500 else "failed"
+
+    def _log_failure(self, error: ProxyError) -> None:
+        route = " -> ".join(instance.id for instance in self._route) or "no engine"
+        _log.warning("request %s (%s): %s", self._inbound.facts.request_id, route, error.message)
 
     def _answer_headers(self) -> bytes:
         lines = b"x-request-id: %b\r\n" % self._inbound.facts.request_id.encode()

@@ -5,6 +5,8 @@ processes would have to share is behind this object, which is passed in and neve
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from secrets import token_hex
 from typing import Final
 
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
@@ -49,10 +51,22 @@ class Fleet:
         return self._members.values()
 
     def learn(self, member: Member, ready: bool, models: frozenset[str] | None) -> None:
-        """A probe has found out how a member is."""
+        """A probe has found out how a member is. One that comes back is another incarnation."""
+        if ready and not member.ready:
+            member.instance = replace(member.instance, incarnation=token_hex(8))
         if (member.ready, member.models) != (ready, models):
             member.ready, member.models = ready, models
             self._candidates.clear()
+
+    def require(self, roles: Iterable[Role], model: str | None) -> None:
+        """Refuse a request whose later legs nobody could run, before its first one costs anything.
+
+        Raises:
+            ProxyError: 503 naming the role that is missing.
+        """
+        for role in roles:
+            if (role, model) not in self._candidates:
+                self._list(role, model)
 
     def choose(self, role: Role, request: RequestFacts) -> Instance:
         """Take an instance for one leg; its load counts until `release`.

@@ -243,3 +243,14 @@ async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(script
     go_on.set()
     assert (await first).status_code == 200
     assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_a_refusal_of_kv_params_is_not_the_clients_fault(scripted: Any, proxy: Any) -> None:
+    """It sent none: the deployment is wired wrongly, and the message says where to look."""
+    raw = b'{"error":{"message":"mode pull is not spoken here.","type":"BadRequestError","param":"kv_transfer_params"}}'
+    refusal = b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+    prefill, decode = await scripted(sending(refusal)), await scripted(sending(whole(GOOD)))
+    running = await proxy([prefill.url], [decode.url])
+    got = await running.client.post("/v1/completions", json=BODY)
+    assert (got.status_code, got.json()["error"]["code"]) == (502, "prefill_failed")
+    assert "--connector" in got.json()["error"]["message"]

@@ -75,6 +75,20 @@ def test_invented_models_do_not_fill_the_memory() -> None:
     assert len(one._candidates) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
+def test_an_engine_that_comes_back_is_another_incarnation() -> None:
+    one = fleet()
+    before = one.choose(Role.DECODE, facts())
+    member = next(member for member in one.members if member.instance is before)
+    one.learn(member, True, None)
+    assert member.instance is before
+    one.unreachable(before)
+    one.learn(member, True, None)
+    assert member.instance.id == before.id
+    assert member.instance.incarnation != before.incarnation
+    one.release(before)  # what ran on the earlier one is still given back
+    assert member.in_flight == 0
+
+
 def test_two_instances_of_one_name_are_refused() -> None:
     twice = [Instance("a", "b", Role.DECODE, "http://h:1", "nixl") for _ in range(2)]
     with pytest.raises(ValueError, match="called 'a'"):

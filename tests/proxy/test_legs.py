@@ -74,7 +74,7 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_ask
     assert params == NIXL
     assert (document.phase, document.request_id) == ("decode", "req-7")
     assert document.producer is not None
-    assert (document.producer.id, document.producer.incarnation) == ("prefill-0", "boot-1")
+    assert (document.producer.id, document.producer.incarnation) == ("prefill-0", None)
     assert second == CLIENT
 
     for engine in (prefill, decode):

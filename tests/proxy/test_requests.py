@@ -101,3 +101,37 @@ async def test_nixl_refuses_what_its_answer_cannot_describe(stubbed: Any) -> Non
         assert got.json()["error"]["code"] == "not_supported"
     one = await stubbed.client.post("/v1/completions", json=BODY | {"prompt": [[1, 2]]})
     assert one.status_code == 200
+
+
+async def test_a_request_that_decode_cannot_finish_costs_no_prefill(stub: StubEngines, proxy: Any) -> None:
+    prefill = [engine.url for engine in stub.engines if engine.role == "prefill"]
+    running = await proxy(prefill, ["http://127.0.0.1:1"])
+    got = await running.client.post("/v1/completions", json=BODY)
+    assert (got.status_code, got.json()["error"]["code"]) == (503, "no_decode_instance")
+    assert sum(counted(stub, "requests")) == 0
+
+
+async def test_a_failure_is_one_line_in_the_log_that_names_request_and_route(
+    stub: StubEngines, proxy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = {r: [e.url for e in stub.engines if e.role == r] for r in ("prefill", "decode")}
+    running = await proxy(urls["prefill"], urls["decode"], "store")  # these stubs do not know every document
+    await stub.close()
+    got = await running.client.post(
+        "/v1/completions", json=BODY | {"prompt": "a secret"}, headers={"x-request-id": "r-1"}
+    )
+    assert got.status_code == 503
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvparams_proxy.executor"]
+    assert "r-1" in line
+    assert "prefill-0" in line
+    assert "secret" not in line
+
+
+async def test_methods_slashes_and_encodings_are_refused_in_words(stubbed: Any) -> None:
+    got = await stubbed.client.get("/v1/chat/completions")
+    assert (got.status_code, got.headers["allow"]) == (405, "POST")
+    assert "POST" in got.json()["error"]["message"]
+    assert (await stubbed.client.get("/v1/models/")).status_code == 404
+    packed = await stubbed.client.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415
+    assert "content-encoding" in packed.json()["error"]["message"]

@@ -1,0 +1,7 @@
+"""`python -m kvparams`."""
+
+import sys
+
+from kvparams.cli import main
+
+sys.exit(main())
