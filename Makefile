@@ -6,13 +6,16 @@ READY := .venv/.ready
 .PHONY: help install demo serve check lint test soak bench-proxy bench-store clean
 
 help:
-	@echo "make demo         conversations over two prefill and two decode engines, with proof (60 s)"
+	@echo "make install      everything into .venv; the others do it first where it is missing"
+	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-store  speed of the stores, against memcpy"
+	@echo "make lint         ruff and types alone"
+	@echo "make clean        removes .venv and caches"
 
 install: $(READY)
 
@@ -47,7 +50,7 @@ bench-proxy: $(READY)
 	$(BIN)/python benchmarks/proxy_bench.py
 
 bench-store: $(READY)
-	$(BIN)/python benchmarks/store_bench.py
+	$(BIN)/python -m benchmarks.store_bench
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

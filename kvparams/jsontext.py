@@ -24,6 +24,10 @@ class JSONLimits:
     """Longer text is refused before it is parsed."""
     max_depth: int = 64
     """Objects and lists inside each other; the parser itself stops at about 200."""
+    max_containers: int = 20_000
+    """Objects and lists in all. Each costs time and memory far beyond its two bytes."""
+    max_strings: int = 200_000
+    """Strings in all, keys included."""
 
 
 DEFAULT_LIMITS: Final = JSONLimits()
@@ -34,6 +38,8 @@ _MEMBER: Final = re.compile(rb'[ \t\r\n,]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[
 _GAP: Final = re.compile(rb"[ \t\r\n]*")
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _NUMBER: Final = re.compile(rb"-?[0-9][0-9.eE+-]*")
+_ROOMY: Final = 64 << 10
+"""Shorter text cannot hold enough to matter, and is not counted."""
 _PARSED_DEPTH: Final = 256
 """More than the parser lets through."""
 _DOUBLE_DIGITS: Final = 300
@@ -170,10 +176,28 @@ def _trim(pieces: list[bytes]) -> None:
 def _parse(raw: bytes, limits: JSONLimits) -> object:
     if len(raw) > limits.max_bytes:
         raise JSONTextError(f"the text is {len(raw)} bytes long; at most {limits.max_bytes} are accepted")
+    if len(raw) > _ROOMY:
+        _check_crowd(raw, limits)
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise JSONTextError(f"not valid JSON: {error}") from error
+
+
+def _check_crowd(raw: bytes, limits: JSONLimits) -> None:
+    """Refuse text with very many parts before it is parsed."""
+    if raw.count(b'"') - raw.count(b'\\"') > 2 * limits.max_strings:
+        raise JSONTextError(f"more than {limits.max_strings} strings")
+    if raw.count(b"{") + raw.count(b"[") <= limits.max_containers:
+        return
+    containers = at = 0
+    while at < len(raw):  # brackets in strings do not count
+        quote = raw.find(b'"', at)
+        stop = len(raw) if quote < 0 else quote
+        containers += raw.count(b"{", at, stop) + raw.count(b"[", at, stop)
+        if containers > limits.max_containers:
+            raise JSONTextError(f"more than {limits.max_containers} objects and lists")
+        at = stop if quote < 0 else _string_end(raw, quote)
 
 
 def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:

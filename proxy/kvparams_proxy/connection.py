@@ -5,7 +5,7 @@ engine sends, an exchange ends once, and a connection is used again only when it
 """
 
 import asyncio
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -14,12 +14,20 @@ from kvparams_proxy.upstream import Head, Request, Sink, UpstreamError, Upstream
 __all__ = ["Connection", "Exchange"]
 
 
+_STALE_S: Final = 1.0
+"""A kept connection that the engine had closed already fails within a round trip; later, the engine may have begun."""
+
+
 class Owner(Protocol):
     """The pool, as connections and exchanges see it."""
 
     @property
     def limits(self) -> UpstreamLimits:
         """What an engine may take."""
+        ...
+
+    def now(self) -> float:
+        """The loop's clock, in seconds."""
         ...
 
     def restart(self, exchange: "Exchange") -> None:
@@ -112,6 +120,7 @@ class Connection(asyncio.Protocol):
         "_paused",
         "_pool",
         "_reused",
+        "_sent_at",
         "_sink",
         "_strange",
         "idle_since",
@@ -127,6 +136,7 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._reused = False
         self._strange = False
+        self._sent_at = 0.0
         self._paused = False
         self.idle_since = 0.0
         self._reset()
@@ -145,6 +155,7 @@ class Connection(asyncio.Protocol):
         self._exchange = exchange
         self._sink = sink
         self._reset()
+        self._sent_at = self._pool.now()
         self.transport.writelines(request)
 
     def close(self) -> None:
@@ -198,7 +209,7 @@ class Connection(asyncio.Protocol):
         if self._head_done and not self._head.framed and exc is None:
             exchange.finish(None)
             return
-        untouched = self._reused and self._head_bytes == 0
+        untouched = self._reused and self._head_bytes == 0 and self._pool.now() - self._sent_at < _STALE_S
         exchange.finish(
             UpstreamError("the engine closed the connection before its answer was complete"), untouched=untouched
         )
@@ -218,13 +229,8 @@ class Connection(asyncio.Protocol):
         head = self._head
         if name == b"content-type":
             head.content_type = value
-        elif name == b"content-length":
-            head.length = int(value)
+        elif name == b"content-length" or name == b"transfer-encoding":
             head.framed = True
-        elif name == b"transfer-encoding":
-            head.framed = True
-        elif name == b"retry-after":
-            head.retry_after = value
 
     def on_headers_complete(self) -> None:
         """Deliver the head, unless it is a mere 100 Continue."""
@@ -238,7 +244,6 @@ class Connection(asyncio.Protocol):
         head = self._head
         head.status = status
         if status in (204, 304):
-            head.length = 0
             head.framed = True
         self._head_done = True
         if self._sink is not None:

@@ -42,7 +42,7 @@ class Watcher(Protocol):
 
 
 class Downstream(Protocol):
-    """One answer to one client. `head`, then `body` as often as needed, then `end` or `cut`; each at once."""
+    """One answer to one client. `head`, then `body` as often as needed, then `end`; each at once."""
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` from now on. If the client has left already, it hears so now."""
@@ -58,10 +58,6 @@ class Downstream(Protocol):
 
     def end(self) -> None:
         """The body is complete."""
-        ...
-
-    def cut(self) -> None:
-        """The body will never be complete: close the connection so that the client cannot mistake it for a whole."""
         ...
 
 
@@ -121,11 +117,6 @@ class DirectDownstream:
         if not cycle.keep_alive:
             self._protocol.transport.close()
         cycle.on_response()
-
-    def cut(self) -> None:
-        """See `Downstream.cut`."""
-        self._finish()
-        self._protocol.transport.close()
 
     def client_gone(self) -> None:
         """For the protocol: the connection is lost."""
@@ -256,11 +247,6 @@ class ASGIDownstream:
         """See `Downstream.end`."""
         self._watcher = None
         self._put({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def cut(self) -> None:
-        """See `Downstream.cut`. An ASGI server closes when the app ends without having completed its answer."""
-        self._watcher = None
-        self._put({})
 
     async def finished(self) -> None:
         """Wait until the client has taken everything, or has left."""

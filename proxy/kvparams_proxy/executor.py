@@ -131,11 +131,13 @@ class Execution:
         """Throttle the engine that writes for it."""
         if self._exchange is not None:
             self._exchange.pause()
+            self._resources.watch.stop(self)  # it is the client who is silent now
 
     def client_ready(self) -> None:
         """Let the engine go on."""
         if self._exchange is not None:
             self._exchange.resume()
+            self._heard()
 
     # what the manager asks for
 

@@ -46,7 +46,7 @@ _CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext
 
 _SUSPICIOUS: Final = frozenset((*STRIPPED, *_CARRIERS))
 
-_SAFE_ID: Final = re.compile(rb"(?!___)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))

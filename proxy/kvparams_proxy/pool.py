@@ -60,6 +60,10 @@ class Pool:
         self.restart(exchange)
         return exchange
 
+    def now(self) -> float:
+        """For the connection: the loop's clock, in seconds."""
+        return self._loop.time()
+
     def restart(self, exchange: Exchange) -> None:
         """Run `exchange` on a new connection."""
         if len(self._open) + len(self._connecting) >= self.limits.connections:

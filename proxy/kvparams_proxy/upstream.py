@@ -67,11 +67,8 @@ class Head:
 
     status: int = 0
     content_type: bytes = b""
-    length: int | None = None
-    """Of the body, where the engine says it beforehand."""
     framed: bool = False
     """False when only the end of the connection ends the body."""
-    retry_after: bytes | None = None
 
 
 class Sink(Protocol):

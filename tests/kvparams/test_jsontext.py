@@ -155,6 +155,25 @@ def test_members_are_found_at_any_depth_that_was_accepted() -> None:
     assert loads(edit(raw, fields(raw), {"b": None}), JSONLimits(max_depth=160)) == {"a": read["a"]}
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":[%b]}' % b",".join([part] * count)
+        for part, count in ((b"[]", 30_000), (b'{"":{}}', 15_000), (b'""', 300_000))
+    ],
+)
+def test_text_that_is_nothing_but_parts_is_refused_before_it_is_parsed(raw: bytes) -> None:
+    with pytest.raises(JSONTextError, match="more than"):
+        load_object(raw)
+
+
+@pytest.mark.parametrize("part", ["{[(", ":[{", '{"a": [1]}', "\\", "\n"])
+def test_long_text_is_no_crowd_whatever_is_written_in_it(part: str) -> None:
+    """The control: a long prompt full of brackets, code or JSON is one string."""
+    document: dict[str, object] = {"model": "m", "prompt": part * 40_000}
+    assert load_object(json.dumps(document).encode())[0] == document
+
+
 def test_large_integers_stay_exact() -> None:
     assert loads(b"[9223372036854775807, 12345678901234567890123]") == [2**63 - 1, 12345678901234567890123]
     assert load_object(b'{"a":1.5e308}')[0] == {"a": 1.5e308}
