@@ -21,6 +21,7 @@ __all__ = ["DOCUMENT_KEY", "Template", "dump", "dump_json", "parse", "read_reque
 DOCUMENT_KEY: Final = "kvparams"
 """The key inside `kv_transfer_params` under which the document travels, beside an engine's native keys."""
 
+_JSON_SPACE: Final = " \t\r\n"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 
@@ -32,10 +33,10 @@ def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
 
     Raises:
         UnsupportedVersion: it declares a version other than `1.y`; nothing else was judged.
-        InvalidParams: it breaks the protocol; `problems` lists every fault, text that is not JSON included.
+        InvalidParams: it breaks the protocol; `problems` lists every fault. Text that is not JSON is one of the kind
+            `json`; what is neither an object nor text, or text that spells no object, is one of the kind `type`.
     """
-    if isinstance(document, str | bytes):
-        document = json_object(document)
+    document = json_object(document) if isinstance(document, str | bytes) else _object(document)
     _check_outline(document)
     try:
         return KVTransferParams.model_validate(document if isinstance(document, dict) else dict(document))
@@ -94,23 +95,29 @@ def read_request(
     of the HTTP request, `transfer_id` the same if not given.
 
     Args:
-        kv_transfer_params: the value of the field: an object, the text of one, or null.
+        kv_transfer_params: the value of the field: an object, null, or the text of either.
 
     Raises:
-        InvalidParams: what is there breaks the protocol; paths start at `kv_transfer_params`. Also a trio for several
-            prompts (`kvparams.trio.read` reads these), and a trio where `request_id` is None.
+        InvalidParams: what is there breaks the protocol; anything else, bytes too, is one problem of the kind `type`.
+            Paths lead from `kv_transfer_params`: into the document by way of `kvparams`, into a trio by its member.
+            A trio without `request_id` is `missing` at `request_id`, an id that no document can carry is at
+            `request_id` or `transfer.id`, and a trio for several prompts, which `kvparams.trio.read` reads, is a
+            `conflict` at the empty path.
     """
     if kv_transfer_params is None:
         return None
     if isinstance(kv_transfer_params, str):
+        if kv_transfer_params.strip(_JSON_SPACE) == "null":
+            return None
         kv_transfer_params = json_object(kv_transfer_params)
-    if DOCUMENT_KEY in kv_transfer_params:
-        return _inner(kv_transfer_params[DOCUMENT_KEY])
-    if not trio.present(kv_transfer_params):
+    carrier = _object(kv_transfer_params)
+    if DOCUMENT_KEY in carrier:
+        return _inner(carrier[DOCUMENT_KEY])
+    if not trio.present(carrier):
         return None
     if request_id is None:
         raise InvalidParams((Problem(("request_id",), "missing", "the trio has no identity; pass request_id"),))
-    found = trio.read(kv_transfer_params)
+    found = trio.read(carrier)
     if found.batched:
         raise InvalidParams((Problem((), "conflict", "holds several prompts; read it with kvparams.trio.read"),))
     (params,) = found.to_params(request_id, transfer_id or request_id)
@@ -123,13 +130,18 @@ def write(params: KVTransferParams, native: Mapping[str, object] | None = None) 
 
 
 def _inner(document: object) -> KVTransferParams:
-    if not isinstance(document, Mapping):
-        raise InvalidParams((Problem((DOCUMENT_KEY,), "type", "Input should be an object"),))
+    inner = _object(document, DOCUMENT_KEY)
     try:
-        return parse(cast("Mapping[str, object]", document))
+        return parse(inner)
     except InvalidParams as error:
         inside = (Problem((DOCUMENT_KEY, *found.path), found.kind, found.message) for found in error.problems)
         raise type(error)(tuple(inside)) from None
+
+
+def _object(value: object, *path: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise InvalidParams((Problem(path, "type", "Input should be an object"),))
+    return cast("Mapping[str, object]", value)
 
 
 def _check_outline(document: Mapping[str, object]) -> None:

@@ -78,11 +78,10 @@ def read(value: Mapping[str, object] | str) -> Trio:
     """Read the trio from an object or from its JSON text.
 
     Raises:
-        InvalidParams: not JSON, none of the three members, wrong types, or lists for one prompt mixed with lists for
-            several.
+        InvalidParams: not JSON, not an object, none of the three members, wrong types, or lists for one prompt mixed
+            with lists for several.
     """
-    if isinstance(value, str):
-        value = json_object(value)
+    value = json_object(value) if isinstance(value, str) else _object(value)
     members = {name: value[name] for name in _MEMBERS if name in value}
     if not members:
         raise InvalidParams((Problem((), "missing", f"none of {', '.join(_MEMBERS)} is there"),))
@@ -121,6 +120,12 @@ def write(
         return {**(native or {}), **prompts[0]}
     names = [name for name in _MEMBERS if any(name in prompt for prompt in prompts)]
     return {**(native or {}), **{name: [prompt.get(name) for prompt in prompts] for name in names}}
+
+
+def _object(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise InvalidParams((Problem((), "type", "Input should be an object"),))
+    return cast("Mapping[str, object]", value)
 
 
 def _is_batch(member: object) -> bool:

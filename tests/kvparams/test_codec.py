@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvparams import InvalidParams, KVTransferParams, Problem, dump, dump_json, parse, read_request, write
+from kvparams import InvalidParams, KVTransferParams, Problem, dump, dump_json, parse, read_request, trio, write
 from kvparams.errors import ProblemKind
 
 REQUIRED: dict[str, object] = {
@@ -172,6 +172,50 @@ def test_a_request_without_params_has_no_document() -> None:
     assert read_request({}) is None
     assert read_request("{}") is None
     assert read_request({"do_remote_decode": True, "remote_block_ids": None}) is None
+
+
+@pytest.mark.parametrize("text", ["null", " \t\r\n null\n"])
+def test_the_text_of_null_has_no_document(text: str) -> None:
+    """Spec-mandated, draft#2.3: as where the field itself is null."""
+    assert read_request(text) is None
+
+
+@pytest.mark.parametrize("text", ["nul", "null null", "\u00a0null", "[null]", '"null"'])
+def test_text_that_only_looks_like_null_is_refused(text: str) -> None:
+    """Negative control of the above."""
+    with pytest.raises(InvalidParams):
+        read_request(text)
+
+
+@pytest.mark.parametrize(
+    "value", [5, True, 1.5, [], ["kvparams"], ("kvparams",), {"kvparams"}, b"{}", bytearray(b"{}")]
+)
+def test_what_is_neither_an_object_nor_text_carries_no_params(value: Any) -> None:
+    """Spec-mandated, draft#2.5: one problem of the kind type, and never another exception."""
+    for read in (read_request, trio.read):
+        with pytest.raises(InvalidParams) as caught:
+            read(value)
+        assert [(problem.path, problem.kind) for problem in caught.value.problems] == [((), "type")]
+
+
+@pytest.mark.parametrize("value", [5, None, True, 1.5, [], ["version"], bytearray(b"{}"), "null", b"null"])
+def test_what_is_neither_an_object_nor_its_text_is_no_document(value: object) -> None:
+    assert found(value) == [((), "type")]
+
+
+def test_longer_text_is_refused_before_it_is_read() -> None:
+    """Spec-mandated, draft#3.12: the bound itself is still read."""
+    text = json.dumps(REQUIRED)
+    longest = text + " " * ((16 << 20) - len(text))
+    assert parse(longest) == parse(REQUIRED)
+    assert found(longest + " ") == [((), "json")]
+
+
+def test_a_lone_surrogate_is_a_wrong_value_where_no_text_was_read() -> None:
+    """Spec-mandated, draft#3.1: a reader that is handed an object by a laxer parser finds it too."""
+    assert found({**REQUIRED, "x": "\ud800"}) == [(("x",), "value")]
+    assert found({**REQUIRED, "isolation": {"cache_salt": "\ud800"}}) == [(("isolation", "cache_salt"), "value")]
+    assert found(json.dumps({**REQUIRED, "x": "\ud800"})) == [((), "json")]
 
 
 def test_the_document_is_read_from_an_object_or_its_text() -> None:

@@ -41,14 +41,9 @@ def ordered(found: list[Case]) -> list[Case]:
 
 def test_every_kind_of_vector_is_there() -> None:
     """Guards the tests below against an empty list of cases."""
-    assert {kind: len(cases(kind)) > 10 for kind in ("document", "trio", "keys", "pages")} == {
-        "document": True,
-        "trio": True,
-        "keys": True,
-        "pages": True,
-    }
     kinds = {json.loads(path.read_bytes())["kind"] for path in VECTORS.glob("*.json")}
-    assert kinds == {"document", "trio", "keys", "pages"}
+    assert kinds == {"carrier", "document", "trio", "keys", "pages"}
+    assert {kind for kind in kinds if len(cases(kind)) > 10} == kinds
 
 
 @pytest.mark.parametrize("case", cases("document"), ids=name_of)
@@ -94,6 +89,20 @@ def test_a_document_is_judged_the_same_as_text_and_inside_a_request(case: Case) 
     assert problems(inside.value) == ordered(moved)
 
 
+@pytest.mark.parametrize("case", cases("carrier"), ids=name_of)
+def test_the_sdk_reads_every_carrier_as_the_vector_says(case: Case) -> None:
+    """Spec-mandated, draft#2: what is no text in the vector is also read as its text."""
+    value = case["kv_transfer_params"]
+    for given in [value] if isinstance(value, str) else [value, json.dumps(value)]:
+        if case["valid"]:
+            found = read_request(given, request_id="r", transfer_id="t")
+            assert same(None if found is None else dump(found), case["document"])
+            continue
+        with pytest.raises(InvalidParams) as caught:
+            read_request(given, request_id="r", transfer_id="t")
+        assert problems(caught.value) == ordered(case["problems"])
+
+
 @pytest.mark.parametrize("case", cases("trio"), ids=name_of)
 def test_the_sdk_judges_every_trio_as_the_vector_says(case: Case, schema_accepts: Callable[[object], bool]) -> None:
     """Spec-mandated, draft#9: also as JSON text."""
@@ -130,7 +139,7 @@ def test_the_sdk_derives_the_keys_that_the_vector_says(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("pages"), ids=name_of)
 def test_the_sdk_judges_every_stored_page_as_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#11.1, draft#11.3."""
+    """Spec-mandated, draft#11.1, draft#11.3, draft#11.4."""
     namespace = namespace_of(case["namespace"])
     index: int = case["page"]
     page = page_chain(namespace, case["token_ids"])[index]
