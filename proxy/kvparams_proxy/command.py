@@ -10,7 +10,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvparams import plugins
 from kvparams.scheduling import Instance, Role
-from kvparams_proxy.server import serve
+from kvparams_proxy.app import create_app
+from kvparams_proxy.server import listen, serve
 from kvparams_proxy.settings import Settings
 
 __all__ = ["COMMAND"]
@@ -50,14 +51,17 @@ class ProxyCommand:
         known = ", ".join(plugins.names("policies"))
         parser.add_argument("--policy", default="round_robin", help=f"who runs a leg: {known} (default: round_robin)")
         parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-        parser.add_argument("--port", type=int, default=8100, help="where to listen (default: %(default)s)")
+        port = "where to listen; 0 is any free port (default: %(default)s)"
+        parser.add_argument("--port", type=_listening_port, default=8100, help=port)
         seconds: tuple[tuple[str, float, str], ...] = (
             ("--prefill-timeout", 300.0, "for a whole prefill leg"),
             ("--decode-timeout", 600.0, "the longest silence of a decode engine"),
             ("--probe", 5.0, "how often each engine is asked whether it lives and what it serves"),
         )
         for name, default, text in seconds:
-            parser.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default: {default:g} s)")
+            parser.add_argument(
+                name, type=_seconds, default=default, metavar="S", help=f"{text} (default: {default:g} s)"
+            )
         route = "name the instances used in the headers x-kvparams-prefill and x-kvparams-decode"
         parser.add_argument("--expose-route", action="store_true", help=route)
         plain = "write answers through ASGI instead of uvicorn's transport (slower, works the same)"
@@ -80,16 +84,41 @@ class ProxyCommand:
                 probe_s=arguments.probe,
                 expose_route=arguments.expose_route,
             )
+            if not instances:
+                raise ValueError("no engine is given; name at least one --prefill URL and one --decode URL")
         except ValueError as error:
             print(f"kvparams proxy: {error}", file=sys.stderr)
             return 2
+        app = create_app(settings)
         for role in Role:
-            count = sum(instance.role is role for instance in instances)
-            if not count:
+            if not any(instance.role is role for instance in instances):
                 print(f"kvparams proxy: no --{role} given: requests will be answered 503", file=sys.stderr)
-        print(f"kvparams proxy: http://{arguments.host}:{arguments.port}, {len(instances)} engines", flush=True)
-        serve(settings, arguments.host, arguments.port, direct=not arguments.plain_asgi)
+        try:
+            listener = listen(arguments.host, arguments.port)
+        except OSError as error:
+            where = f"{arguments.host}:{arguments.port}"
+            print(f"kvparams proxy: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
+            return 1
+        port = listener.getsockname()[1]
+        print(f"kvparams proxy: http://{arguments.host}:{port}, engines: {len(instances)}", flush=True)
+        serve(app, listener, direct=not arguments.plain_asgi)
         return 0
+
+
+def _listening_port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError("must be a port from 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
 
 
 def _instances(role: Role, given: list[str], dialect: str) -> list[Instance]:

@@ -3,34 +3,39 @@
 import asyncio
 import gc
 import socket
-import ssl
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 
-from kvparams_proxy.app import create_app
 from kvparams_proxy.downstream import RelayProtocol
-from kvparams_proxy.settings import Settings
 
-__all__ = ["serve"]
+__all__ = ["listen", "serve"]
 
 _GRACE_S = 10
 """How long streams may go on after a first Ctrl-C or SIGTERM; a second one ends them at once."""
 
 
-def serve(settings: Settings, host: str, port: int, *, direct: bool = True, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until SIGINT or SIGTERM.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any free one.
+
+    Raises:
+        OSError: the port is taken, or the host is not one of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def serve(app: Starlette, listener: socket.socket, *, direct: bool = True) -> None:
+    """Serve `app` until SIGINT or SIGTERM.
 
     Args:
-        settings: of the proxy.
-        host, port: where to listen.
+        app: the proxy.
+        listener: see `listen`; closed at the end.
         direct: False leaves uvicorn's own protocol in place: the plain ASGI path.
-        tls: how to trust engines behind https.
     """
     config = uvicorn.Config(
-        create_app(settings, tls),
-        host=host,
-        port=port,
+        app,
         http=RelayProtocol if direct else "httptools",
         ws="none",
         lifespan="on",
@@ -39,7 +44,6 @@ def serve(settings: Settings, host: str, port: int, *, direct: bool = True, tls:
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        backlog=socket.SOMAXCONN,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_GRACE_S,
     )
@@ -48,4 +52,4 @@ def serve(settings: Settings, host: str, port: int, *, direct: bool = True, tls:
     gc.collect()
     gc.freeze()  # what was imported stays for good: no collection needs to look at it again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(server.serve())
+        runner.run(server.serve(sockets=[listener]))

@@ -1,5 +1,6 @@
 """Names to objects by entry points, and the command that is made of them."""
 
+import socket
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -51,7 +52,40 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_setting_stops_the_start_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["proxy", "--prefill", "10.0.0.1:8000"]) == 2
     assert "http://host:port" in capsys.readouterr().err
-    assert main(["proxy", "--prefill-timeout", "0"]) == 2
-    assert "more than 0 seconds" in capsys.readouterr().err
+    assert main(["proxy"]) == 2
+    assert "--prefill URL" in capsys.readouterr().err
     assert main(["proxy", "--prefill", "http://h:1", "--connector", "no-such"]) == 2
     assert "nixl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--probe", "0"], "--probe"), (["--port", "99999"], "--port"), (["--decode-timeout", "nan"], "--decode-timeout")],
+)
+def test_a_wrong_number_is_refused_by_the_name_of_its_option(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["proxy", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["proxy", "--prefill", "http://h:1", "--decode", "http://h:2", "--port", port]) == 1
+    said = capsys.readouterr()
+    assert "choose --host or --port" in said.err
+    assert not said.out
+
+
+def test_a_command_whose_extra_is_missing_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(kind: str, name: str) -> object:
+        raise PluginError(f"{name} cannot be imported: pip install 'kvparams[proxy]'")
+
+    monkeypatch.setattr("kvparams.plugins.load", missing)
+    assert main(["proxy", "--help"]) == 2
+    assert "pip install 'kvparams[proxy]'" in capsys.readouterr().err
