@@ -1,4 +1,4 @@
-"""spec.md itself: its examples are run, its numbers are in order, and every MUST has a proof or a stated reason."""
+"""spec.md and engine.md: examples are run, numbers are in order, every MUST has a proof or a stated reason."""
 
 import json
 import re
@@ -9,10 +9,15 @@ from typing import Any, get_args
 import pytest
 
 from kvparams import dump, errors, parse, read_request, trio
+from kvparams.coordination import LegAnswer, PrefillThenDecode
+from kvparams.dialects.store import STORE
+from kvparams.jsontext import edit, fields
 from kvparams.params import KNOWN_PATHS
+from kvparams.scheduling import Instance, RequestFacts, Role
 
 ROOT = Path(__file__).parents[2]
 SPEC = (ROOT / "spec" / "draft" / "spec.md").read_text()
+ENGINE = (ROOT / "spec" / "draft" / "engine.md").read_text()
 FENCES = re.findall(r"^```([^\n]+)\n(.*?)^```$", SPEC, re.MULTILINE | re.DOTALL)
 REQUIREMENTS: list[str] = re.findall(r"^- \*\*(draft#\d+\.\d+)\*\* ", SPEC, re.MULTILINE)
 UNPROVEN = {
@@ -110,6 +115,32 @@ def test_every_known_member_stands_in_the_text() -> None:
 def test_every_kind_of_problem_stands_in_the_text() -> None:
     table = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", SPEC.split("## 7. Errors")[1].split("## 8.")[0], re.MULTILINE)
     assert set(table) == set(get_args(errors.ProblemKind))
+
+
+def test_the_legs_in_the_engine_page_are_those_that_are_planned() -> None:
+    """Ours: what an engine is told to expect is made by the code that a proxy runs."""
+    legs = {
+        kind: json.loads(text)
+        for kind, text in re.findall(r"^```json (\w+)\n(.*?)^```$", ENGINE, re.MULTILINE | re.DOTALL)
+    }
+    assert list(legs) == ["prefill", "answer", "decode"]
+    client = {name: value for name, value in legs["decode"].items() if name != "kv_transfer_params"}
+    body = json.dumps(client | {"n": 1, "best_of": 1, "min_tokens": 1, "stream_options": {}}).encode()
+    facts = RequestFacts("7f3c9a", "0192a1c8-7f3c", "m", 1, 1, client["prompt"], None)
+    fleet = {
+        role: Instance(name, "seen by the proxy alone", role, "http://h:1", "store")
+        for role, name in ((Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-1"))
+    }
+    plan = PrefillThenDecode().legs(facts, fields(body), fleet.__getitem__, lambda _: STORE)
+    assert json.loads(edit(body, fields(body), next(plan).changes)) == legs["prefill"]
+    decode = plan.send(LegAnswer(legs["answer"]["kv_transfer_params"]))
+    plain = json.dumps(client).encode()
+    assert json.loads(edit(plain, fields(plain), decode.changes)) == legs["decode"]
+
+
+def test_the_engine_page_names_requirements_that_are_there() -> None:
+    assert set(re.findall(r"draft#\d+\.\d+", ENGINE)) <= set(REQUIREMENTS)
+    assert "MUST" not in ENGINE  # requirements have numbers, and stand in spec.md
 
 
 def test_the_readme_explains_every_kind_of_vector() -> None:
