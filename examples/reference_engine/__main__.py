@@ -5,6 +5,7 @@ The one rule: every setting is an argument; nothing is read from the environment
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Final, cast
@@ -18,7 +19,8 @@ from reference_engine.cache import PagedCache
 from reference_engine.engine import Engine, EngineSettings
 from reference_engine.kv import KVSharing, Role
 from reference_engine.metrics import Metrics
-from reference_engine.model import Model, ModelShape
+from reference_engine.model import Model
+from reference_engine.shape import ModelShape
 
 __all__ = ["main"]
 
@@ -29,6 +31,20 @@ _MAX_MODEL_LEN: Final = 4096
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; requests in flight then have five seconds. Returns the exit status."""
     arguments = _parser().parse_args(argv)
+    host, port = cast("str", arguments.host), cast("int", arguments.port)
+    try:
+        listener = _bind(host, port)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        print(
+            f"reference_engine: cannot listen on {host} port {port}: {reason}; choose another --port", file=sys.stderr
+        )
+        return 1
+    with listener:
+        return _serve(arguments, listener)
+
+
+def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     torch.set_num_threads(1)
     shape = ModelShape()
     blocks, block_size = cast("int", arguments.blocks), cast("int", arguments.block_size)
@@ -56,21 +72,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     service = Service(engine, sharing, metrics, model_name, settings.max_model_len)
     config = uvicorn.Config(
         create_app(service),
-        host=cast("str", arguments.host),
-        port=cast("int", arguments.port),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
-    uvicorn.Server(config).run()
+    uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound, so that a port in use is known before the model is made; uvicorn listens when it can."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _port(text: str) -> int:
+    """A port; 0 for any that is free."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; choose one from 0 to 65535")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reference_engine", description="A small but real inference engine.")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=_port, required=True)
     parser.add_argument("--id", help="the instance's name (default: role and process id)")
     parser.add_argument("--model-name", default="reference")
     parser.add_argument("--store", metavar="URL", help="share KV through this store, e.g. file:///dev/shm/kv?size=1GiB")

@@ -23,8 +23,8 @@ from kvparams_connectors.reports import Hit, LoadReport, SaveReport
 from kvparams_connectors.store import open_store
 from reference_engine.cache import PagedCache
 from reference_engine.metrics import Metrics, StoreCounts
-from reference_engine.model import ModelShape
 from reference_engine.requests import RequestError
+from reference_engine.shape import ModelShape
 
 __all__ = ["Handoff", "KVSession", "KVSharing", "Role"]
 

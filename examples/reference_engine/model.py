@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference_engine.cache import PagedCache
+from reference_engine.shape import ModelShape
 from reference_engine.tokenizer import OUTPUT_IDS, VOCABULARY
 
-__all__ = ["Model", "ModelShape", "Span", "attention"]
+__all__ = ["Model", "Span", "attention"]
 
 # Batching, chunking and prefix reuse change the order of sums, and so the last bits of every result. Sums are therefore
 # taken in float64 and K and V are rounded to float32 as they enter the cache, and read back from it even by the step
@@ -24,20 +25,6 @@ __all__ = ["Model", "ModelShape", "Span", "attention"]
 COMPUTE: Final = torch.float64
 
 _NORM_EPSILON: Final = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The model's geometry; `seed` stands for its weights."""
-
-    layers: int = 3
-    hidden: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    feed_forward: int = 320
-    rope_theta: float = 10_000.0
-    seed: int = 12_957
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import torch
 
 from demo.client import new_client
 from demo.processes import Processes, Server
-from reference_engine.model import Model, ModelShape
+from reference_engine.model import Model
+from reference_engine.shape import ModelShape
 
 
 @pytest.fixture(scope="session")
