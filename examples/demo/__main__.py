@@ -5,39 +5,58 @@ The exit status is 0 only if every answer was the same and both negative control
 
 import argparse
 import asyncio
+import json
 import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Final, cast
 
 import httpx
 
-from demo.client import AnswerError, ask, new_client
+from demo.client import JSON, AnswerError, ask_stream, new_client
 from demo.control import damage_unchecked, damage_verified
 from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
+from demo.folder import own_folder
 from demo.processes import ProcessError, Processes
 from demo.texts import MAX_TURNS
+from kvparams.errors import KVParamsError
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import open_store
 
 __all__ = ["main"]
 
 _MEMORY_DISK: Final = Path("/dev/shm")
 _STORE_SETTINGS: Final = "size=256MiB"
+_LEAST_STORE_BYTES: Final = 4 << 20
+"""The pages of the longest prompt, several times over."""
+_PATH: Final = "/v1/chat/completions"
+_TRY: Final[JSON] = {
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "max_tokens": 40,
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, or serve; everything that was started is stopped on every way out. Returns the exit status."""
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     arguments = _parser().parse_args(argv)
     display = Display()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it otherwise
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    base = _MEMORY_DISK if _MEMORY_DISK.is_dir() else None
     try:
-        with tempfile.TemporaryDirectory(prefix="kvparams-demo-", dir=base) as directory:
-            asyncio.run(_run(arguments, Path(directory), display))
+        refusal = _refusal(cast("str | None", arguments.store), cast("int | None", arguments.port))
+        if refusal is not None:
+            print(f"demo: {refusal}", file=sys.stderr)
+            return 2
+        with own_folder(_MEMORY_DISK if _MEMORY_DISK.is_dir() else Path(tempfile.gettempdir())) as directory:
+            asyncio.run(_run(arguments, directory, display))
     except KeyboardInterrupt:
         display.step("stopped")
         return 130
@@ -47,6 +66,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in display.failures:
         print(f"WRONG: {failure}", file=sys.stderr)
     return 1 if display.failures else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Stop now. Python's own handler would be replaced by asyncio's, which waits for the next `await`."""
+    raise KeyboardInterrupt
+
+
+def _refusal(store: str | None, port: int | None) -> str | None:
+    """Why the demo cannot be run like this, in one line."""
+    if port is not None and not 1 <= port <= 65_535:
+        return f"--port {port} is no port; choose one from 1 to 65535"
+    if store is None:
+        return None
+    try:
+        size_bytes = _size_bytes(StoreURL.parse(store))
+        if size_bytes is not None and size_bytes < _LEAST_STORE_BYTES:
+            least = f"{_LEAST_STORE_BYTES >> 20}MiB"
+            return (
+                f"--store {store} is too small for the conversations: {size_bytes} bytes; choose size={least} or more"
+            )
+        opened = open_store(store)
+    except KVParamsError as error:
+        return f"--store cannot be used: {error}"
+    shared = opened.capabilities.shared
+    opened.close()
+    if not shared:
+        return f"--store {store} is not shared between processes; choose one that is, e.g. file:///dev/shm/kv?size=1GiB"
+    return None
+
+
+def _size_bytes(url: StoreURL) -> int | None:
+    """What the URL says, or an existing file; a new store is not made only to find out that it is too small."""
+    path = Path(url.path)
+    if "size" not in url.settings and url.scheme == "file" and path.is_file():
+        return path.stat().st_size
+    return url.size("size")
 
 
 async def _run(arguments: argparse.Namespace, directory: Path, display: Display) -> None:
@@ -89,12 +144,11 @@ def _start(processes: Processes, store: str, port: int | None) -> Fleet:
 
 async def _serve(client: httpx.AsyncClient, fleet: Fleet, display: Display) -> None:
     """Keep everything up until Ctrl-C, and say how to try it."""
-    body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40, "stream": true}'
-    path = "/v1/chat/completions"
-    reply = await ask(client, fleet.proxy.url, path, {"messages": [{"role": "user", "content": "Hello!"}]})
+    reply = await ask_stream(client, fleet.proxy.url, _PATH, _TRY)
     route = f"{reply.headers.get('x-kvparams-prefill')}, then {reply.headers.get('x-kvparams-decode')}"
     display.step(f"tried it: {reply.count('completion_tokens')} tokens by way of {route}; try it yourself:")
-    print(f"\n  curl -N {fleet.proxy.url}{path} -H 'content-type: application/json' -d {shlex.quote(body)}\n")
+    body = shlex.quote(json.dumps(_TRY))
+    print(f"\n  curl -N {fleet.proxy.url}{_PATH} -H 'content-type: application/json' -d {body}\n")
     display.step("Ctrl-C stops everything")
     await asyncio.Event().wait()
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import httpx
 
-from demo.client import JSON, Reply, ask, scrape
+from demo.client import JSON, AnswerError, Reply, ask, scrape
 from demo.damage import flip_stored_byte
 from demo.display import Display
 from demo.processes import Server
@@ -65,6 +65,8 @@ async def _damaged(client: httpx.AsyncClient, prefill: Server, decode: Server, s
     result = codec.read_request(first.kv_transfer_params)
     assert result is not None
     assert result.load_keys is not None
+    if len(result.load_keys) <= _DAMAGED_PAGE:
+        raise AnswerError(f"{prefill.name} stored {len(result.load_keys)} pages, too few to damage one in the middle")
     flip_stored_byte(store_url, result.load_keys[_DAMAGED_PAGE])
     return await ask(client, decode.url, _PATH, {**_BODY, "kv_transfer_params": _document("decode", result)})
 

@@ -11,7 +11,7 @@ from typing import Final
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Code, GetOp, open_store
-from reference_engine.model import ModelShape
+from reference_engine.shape import ModelShape
 
 __all__ = ["flip_stored_byte", "is_stored"]
 

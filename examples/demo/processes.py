@@ -1,8 +1,10 @@
 """Servers as child processes: started together, waited for within bounds, always stopped.
 
-The one rule: a process that was started here is ended here, by its own id, however the caller leaves the `with` block.
+The one rule: a process that was started here is ended here, by its own id, however the caller leaves the `with` block;
+on Linux the kernel ends it even where the caller is killed.
 """
 
+import os
 import random
 import socket
 import subprocess
@@ -22,6 +24,17 @@ __all__ = ["ProcessError", "Processes", "Server", "free_port"]
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
 _LOG_TAIL: Final = 2_000
+
+# Asks the kernel for a SIGTERM at the parent's death (prctl(2), PR_SET_PDEATHSIG is 1; it survives execve), makes sure
+# that the parent was not dead by then, and becomes the command. A program of its own, as Python code between fork and
+# exec (`preexec_fn`) may deadlock in a process with threads.
+_BOUND: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class ProcessError(RuntimeError):
@@ -68,7 +81,12 @@ class Processes:
         self.stop(*self._servers)
 
     def start(self, name: str, *command: str, port: int) -> Server:
-        """Start a server that will listen on `port`; does not wait for it."""
+        """Start a server that will listen on `port`; does not wait for it.
+
+        On Linux the server ends with the calling thread, so call this from one that stays.
+        """
+        if sys.platform == "linux":
+            command = (sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command)
         log = self._directory / f"{name}-{port}.log"
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches us alone, and we stop the servers in order.

@@ -1,7 +1,9 @@
 """The demo as a user runs it: it proves what it says, notices what is wrong, and leaves nothing running."""
 
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,11 +67,56 @@ def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signa
             tried = subprocess.run(["sh", "-c", printed[1]], capture_output=True, text=True, timeout=WAIT_S, check=True)
             assert tried.stdout.count("data: ") > 3
             assert tried.stdout.endswith("data: [DONE]\n\n")
+            (promised,) = re.findall(r"tried it: (\d+) tokens", output)
+            usage = json.loads(tried.stdout.split("data: ")[-2])["usage"]
+            assert usage["completion_tokens"] == int(promised)
         finally:
             demo.send_signal(way)
         output += demo.stdout.read()
         assert demo.wait(WAIT_S) == 130
     assert unreachable(output)
+
+
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_can_be_stopped_while_it_starts(way: signal.Signals) -> None:
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
+        assert demo.stdout is not None
+        read_until(demo.stdout, lambda line: "starting 2 prefill engines" in line)
+        demo.send_signal(way)
+        rest = demo.stdout.read()
+        assert demo.wait(WAIT_S) == 130
+    assert re.fullmatch(r"\[.*\] stopped\n", rest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--store", "file:{folder}/kv?size=1MiB"], "too small.*size=4MiB or more"),
+        (["--store", "memory:?size=8MiB"], "not shared between processes"),
+        (["--store", "mamory:"], "known: file, memory"),
+        (["--store", "file:{folder}/kv?sise=8MiB"], "known: size, unit, threads"),
+        (["--port", "99999"], "from 1 to 65535"),
+        (["--port", "0"], "from 1 to 65535"),
+    ],
+)
+def test_what_the_demo_cannot_run_with_is_refused_in_one_line(
+    arguments: list[str], why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*COMMAND, *(argument.format(folder=tmp_path) for argument in arguments)]
+    assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert re.fullmatch(f"demo: .*{why}.*\n", errors)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_whose_port_is_taken_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port: int = taken.getsockname()[1]
+        command = [sys.executable, "-m", "reference_engine", "--port", str(port)]
+        assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 1
+    wanted = f"reference_engine: cannot listen on 127.0.0.1 port {port}: .*; choose another --port\n"
+    assert re.fullmatch(wanted, capfd.readouterr().err)
 
 
 async def test_the_controls_notice_when_they_do_not_hold(
