@@ -24,6 +24,8 @@ class ProxyError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.detail: str | None = None
+        """What the operator may know besides; it goes to the log, never to the client."""
 
     def body(self) -> bytes:
         """The OpenAI error object as JSON text."""
@@ -52,7 +54,8 @@ def engine_refusal(role: str, status: int, raw: bytes) -> ProxyError:
     error = cast("dict[str, object]", inner) if isinstance(inner, dict) else document
     message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
     if isinstance(param, str) and param.startswith("kv_transfer_params"):
-        failed.message = f"the {role} engine refuses the KV params: {message} Is --connector right for this engine?"
+        failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
+        failed.detail = message if isinstance(message, str) else None
         return failed
     return ProxyError(
         status,

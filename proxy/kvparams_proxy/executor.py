@@ -276,7 +276,8 @@ class Execution:
 
     def _log_failure(self, error: ProxyError) -> None:
         route = " -> ".join(instance.id for instance in self._route) or "no engine"
-        _log.warning("request %s (%s): %s", self._inbound.facts.request_id, route, error.message)
+        said = f"{error.message} ({error.detail[:500]!r})" if error.detail else error.message
+        _log.warning("request %s (%s): %s", self._inbound.facts.request_id, route, said)
 
     def _answer_headers(self) -> bytes:
         lines = b"x-request-id: %b\r\n" % self._inbound.facts.request_id.encode()

@@ -245,8 +245,10 @@ async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(script
     assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_a_refusal_of_kv_params_is_not_the_clients_fault(scripted: Any, proxy: Any) -> None:
-    """It sent none: the deployment is wired wrongly, and the message says where to look."""
+async def test_a_refusal_of_kv_params_is_not_the_clients_fault(
+    scripted: Any, proxy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sent none: the deployment is wired wrongly, and the log says what the engine said."""
     raw = b'{"error":{"message":"mode pull is not spoken here.","type":"BadRequestError","param":"kv_transfer_params"}}'
     refusal = b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
     prefill, decode = await scripted(sending(refusal)), await scripted(sending(whole(GOOD)))
@@ -254,3 +256,5 @@ async def test_a_refusal_of_kv_params_is_not_the_clients_fault(scripted: Any, pr
     got = await running.client.post("/v1/completions", json=BODY)
     assert (got.status_code, got.json()["error"]["code"]) == (502, "prefill_failed")
     assert "--connector" in got.json()["error"]["message"]
+    assert "mode pull" not in got.text
+    assert "mode pull is not spoken here" in caplog.text
