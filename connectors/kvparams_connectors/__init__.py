@@ -1,14 +1,14 @@
 """Stores on one side, engines on the other, the connector between.
 
-The one rule: importing this package opens nothing and imports no torch; `kvparams_connectors.connector` does.
+The one rule: importing this package opens nothing and imports neither numpy nor torch, so that the author of a store
+needs neither; `kvparams_connectors.arena` and the stores that are shipped import numpy, `kvparams_connectors.connector`
+torch as well.
 """
 
-from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, open_store
 
 __all__ = [
-    "Arena",
     "Capabilities",
     "Code",
     "GetOp",
@@ -17,6 +17,5 @@ __all__ = [
     "LaneStore",
     "PutOp",
     "Result",
-    "Slot",
     "open_store",
 ]

@@ -11,12 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from kvparams import plugins
-from kvparams_connectors.arena import Arena
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.settings import StoreError, StoreURL
+
+if TYPE_CHECKING:  # it imports numpy, which not every store needs
+    from kvparams_connectors.arena import Arena
 
 __all__ = [
     "DEFAULT_DEADLINE_S",
@@ -54,7 +56,8 @@ class Code(Enum):
     CORRUPT = "corrupt"
     """get: the store itself found the value damaged."""
     FULL = "full"
-    """put: there is no room, and none can be made."""
+    """put: the value is within the limit, but there is no room, and none can be made by evicting: what the same batch
+    has put or found already stays, and so does what is being written or read at the moment."""
     TOO_LARGE = "too_large"
     """put: larger than the store takes. get: larger than the buffers; `nbytes` says how large."""
     TIMEOUT = "timeout"
@@ -113,7 +116,8 @@ class Capabilities:
 class KVStore(ABC):
     """Bytes under keys, in batches, as jobs.
 
-    A key has 1 to 128 characters from `[A-Za-z0-9._-]`; a buffer is a contiguous memoryview, writable for get. The
+    A key has 1 to 128 characters from `[A-Za-z0-9._-]`; a buffer is a contiguous memoryview, writable for get. Its
+    items may have any format and shape: a value is bytes, so count `buffer.nbytes` and copy `buffer.cast("B")`. The
     caller leaves a buffer alone until the job is settled, whatever the wait said before.
 
     Use: an existing key that is found by put, get or exists counts as used. Within one batch the first key counts as
@@ -126,7 +130,7 @@ class KVStore(ABC):
         """What this store can do."""
 
     @abstractmethod
-    def register(self, arena: Arena) -> None:
+    def register(self, arena: "Arena") -> None:
         """Say once which memory most buffers will come from."""
 
     @abstractmethod
@@ -162,7 +166,7 @@ class LaneStore(KVStore):
         self._closing = threading.Lock()
         self._released = False
 
-    def register(self, arena: Arena) -> None:
+    def register(self, arena: "Arena") -> None:
         """Nothing: a store that copies with the CPU need not know."""
 
     @abstractmethod

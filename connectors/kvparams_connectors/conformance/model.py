@@ -1,17 +1,33 @@
 """The law of a bounded store, as a machine that tries random operations: it behaves like a dict with a capacity.
 
+Only for stores that promise exactly this: least-recently-used eviction, and values that take whole units of one size.
+Others are held to `StoreConformance` alone, which leaves eviction coarse. It needs hypothesis as well:
+`pip install 'kvparams[conformance]'`.
+
+    class MyMachine(StoreMachine):
+        unit_bytes, units = 4096, 16
+
+        def open_store(self) -> KVStore:
+            return MyStore(size_bytes=16 * 4096, unit_bytes=4096)
+
+    TestMyStore = MyMachine.TestCase
+
 The one rule: the model is exact. It says for every key whether it is there, so a store that loses a value too early, or
 keeps one that it should have given up, fails as surely as one that returns a wrong byte.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+try:
+    from hypothesis import strategies as st
+    from hypothesis.stateful import RuleBasedStateMachine, rule
+except ModuleNotFoundError as error:
+    raise ImportError("StoreMachine needs hypothesis: pip install 'kvparams[conformance]'") from error
 
 __all__ = ["StoreMachine"]
 
@@ -50,30 +66,31 @@ class StoreMachine(RuleBasedStateMachine):
         ops = [PutOp(key, (memoryview(value),)) for key, value in values.items()]
         expected = [self._put(key, value, set(keys[:at])) for at, (key, value) in enumerate(values.items())]
         self._touch(keys)
-        assert self.store.put(ops, _DEADLINE_S).result() == expected
+        _compare("put", keys, self.store.put(ops, _DEADLINE_S).result(), expected)
 
     @rule(keys=_BATCH)
     def get(self, keys: list[str]) -> None:
         """What is there comes back whole."""
         targets = {key: memoryview(bytearray(20 * 4096)) for key in keys}
         results = self.store.get([GetOp(key, (target,)) for key, target in targets.items()], _DEADLINE_S).result()
-        assert results == [self._found(key) for key in keys]
+        _compare("get", keys, results, [self._found(key) for key in keys])
         for key, result in zip(keys, results, strict=True):
             if result.code is Code.OK:
-                assert targets[key][: result.nbytes] == self.model[key]
+                difference = _difference(bytes(targets[key][: result.nbytes]), self.model[key])
+                assert difference is None, f"get {key}: {difference}"
         self._touch(keys)
 
     @rule(keys=_BATCH)
     def exists(self, keys: list[str]) -> None:
         """Sizes, and a use."""
-        assert self.store.exists(keys, _DEADLINE_S).result() == [self._found(key) for key in keys]
+        _compare("exists", keys, self.store.exists(keys, _DEADLINE_S).result(), [self._found(key) for key in keys])
         self._touch(keys)
 
     @rule(keys=_BATCH)
     def delete(self, keys: list[str]) -> None:
         """Gone is gone."""
         expected = [Result(Code.OK if key in self.model else Code.MISS) for key in keys]
-        assert self.store.delete(keys, _DEADLINE_S).result() == expected
+        _compare("delete", keys, self.store.delete(keys, _DEADLINE_S).result(), expected)
         for key in keys:
             self.model.pop(key, None)
 
@@ -104,3 +121,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _units(self, value: bytes) -> int:
         return max(1, -(-len(value) // self.unit_bytes))
+
+
+def _compare(operation: str, keys: Sequence[str], got: Results, expected: Results) -> None:
+    assert len(got) == len(expected), f"{operation}: expected {len(expected)} results, got {len(got)}"
+    wrong = [
+        f"{operation} {key}: expected {want.code.name}, {want.nbytes} bytes; got {have.code.name}, {have.nbytes} bytes"
+        for key, have, want in zip(keys, got, expected, strict=True)
+        if have != want
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _difference(got: bytes, expected: bytes) -> str | None:
+    """Where values of equal length differ first, if they do; a value may be too long to be shown."""
+    if got == expected:
+        return None
+    at = next(at for at, (have, want) in enumerate(zip(got, expected, strict=True)) if have != want)
+    return f"byte {at} of {len(expected)}: expected {expected[at]:#04x}, got {got[at]:#04x}"
