@@ -5,6 +5,7 @@ engine sends, an exchange ends once, and a connection is used again only when it
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import httptools
@@ -26,7 +27,8 @@ class Owner(Protocol):
         """What an engine may take."""
         ...
 
-    def now(self) -> float:
+    @property
+    def now(self) -> Callable[[], float]:
         """The loop's clock, in seconds."""
         ...
 

@@ -15,9 +15,6 @@ from kvparams.jsontext import Field, edit, fields, locate
 __all__ = ["Corrections", "complete_events", "load_answer", "prompt_details"]
 
 _PRIVATE: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "disagg_prefill_resp"))
-_NEEDLES: Final = (b'"prompt_tokens"', b"_transfer_params", b"disagg")
-"""Text without any of these needs no correction. (Inside a JSON string a quote is escaped, so a model that writes
-`"prompt_tokens"` does not look like it.)"""
 
 
 class Corrections(NamedTuple):
@@ -54,12 +51,12 @@ class Corrections(NamedTuple):
         Raises:
             JSONTextError: an event that needs correction is not JSON.
         """
-        if not any(needle in raw for needle in _NEEDLES):
+        if _clean(raw):
             return raw
         return b"".join(self._event(event) for event in _split(raw))
 
     def _event(self, event: bytes) -> bytes:
-        if not any(needle in event for needle in _NEEDLES):
+        if _clean(event):
             return event
         lines = event.splitlines(keepends=True)
         data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
@@ -70,6 +67,12 @@ class Corrections(NamedTuple):
             return event
         others = b"".join(line for line in lines if not line.startswith(b"data:") and line.strip())
         return b"%bdata: %b\n\n" % (others, corrected)
+
+
+def _clean(raw: bytes) -> bool:
+    """Whether events need no correction: they hold none of these. (Inside a JSON string a quote is escaped, so a model
+    that writes `"prompt_tokens"` does not look like it.)"""
+    return b'"prompt_tokens"' not in raw and b"_transfer_params" not in raw and b"disagg" not in raw
 
 
 def load_answer(raw: bytes) -> dict[str, object]:
@@ -95,6 +98,8 @@ def prompt_details(answer: Mapping[str, object]) -> object:
 
 def complete_events(raw: bytes) -> int:
     """How many bytes of `raw` are whole events: up to and with the last blank line."""
+    if raw.endswith(b"\n\n"):  # nearly always: an engine sends events whole
+        return len(raw)
     return max(raw.rfind(b"\n\n") + 2, raw.rfind(b"\r\n\r\n") + 4) if b"\n\n" in raw or b"\r\n\r\n" in raw else 0
 
 

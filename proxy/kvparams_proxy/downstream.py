@@ -75,7 +75,9 @@ class DirectDownstream:
 
     async def ready(self) -> None:
         """Wait until the client has taken what it was answered before on this connection, or has left."""
-        await self._protocol.flow.drain()
+        flow = self._protocol.flow
+        if flow.write_paused:
+            await flow.drain()
 
     def watch(self, watcher: Watcher) -> None:
         """See `Downstream.watch`."""

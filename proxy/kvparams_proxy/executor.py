@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Final, cast
 
@@ -199,10 +200,11 @@ class Execution:
         resources = self._resources
         headers = b"cache-control: no-cache\r\n" + self._answer_headers()
         limit_bytes = resources.settings.upstream.answer_bytes
-        relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, self._heard)
+        heard = partial(resources.watch.start, self, resources.settings.decode_timeout_s)
+        relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, heard)
         begun = perf_counter()
         self._start(leg, relay)
-        self._heard()
+        heard()
         try:
             ended = await relay.ended
         finally:

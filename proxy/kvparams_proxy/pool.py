@@ -34,6 +34,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self.now: Final = self._loop.time
 
     def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
         """A POST. `headers` are whole lines, each ending in CRLF."""
@@ -59,10 +60,6 @@ class Pool:
             return exchange
         self.restart(exchange)
         return exchange
-
-    def now(self) -> float:
-        """For the connection: the loop's clock, in seconds."""
-        return self._loop.time()
 
     def restart(self, exchange: Exchange) -> None:
         """Run `exchange` on a new connection."""
