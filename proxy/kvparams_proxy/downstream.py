@@ -7,7 +7,7 @@ when to pause and when the client has gone, and drops what is written after that
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -177,17 +177,11 @@ class RelayProtocol(HttpToolsProtocol):
         self._unheard = 0
         super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        """The end of a request."""
-        self._unheard = 0
-        super().on_message_complete()
-
     def on_headers_complete(self) -> None:
         """Offer it before the app's task has begun."""
         self._unheard = 0
         super().on_headers_complete()
-        extensions = cast("dict[str, object]", cast("dict[str, Any]", self.scope).setdefault("extensions", {}))
-        extensions[EXTENSION] = DirectDownstream(self, self.cycle)
+        self.scope["extensions"] = {EXTENSION: DirectDownstream(self, self.cycle)}  # pyright: ignore[reportGeneralTypeIssues]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the relay at once; uvicorn would tell the app when it next asks."""
