@@ -53,7 +53,7 @@ REASONS: Final[tuple[Reason, ...]] = (
     "rectangle",
     "flipped_payload",
 )
-"""Every reason for which a page is refused, in the order in which they are looked for."""
+"""Every reason for which a page is refused; spec/draft/spec.md section 11 lists the checks in their order."""
 
 _MAGIC: Final = b"KVPG"
 _VERSION: Final = 1

@@ -62,7 +62,7 @@ class Downstream(Protocol):
 
 
 class DirectDownstream:
-    """Writes to uvicorn's transport. Source of what it touches: uvicorn 0.34 to 0.54, httptools_impl.py."""
+    """Writes to uvicorn's transport. Source of what it touches: uvicorn 0.54.0, httptools_impl.py."""
 
     __slots__ = ("_chunked", "_cycle", "_protocol", "_waiting", "_watcher")
 

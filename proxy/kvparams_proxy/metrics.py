@@ -1,7 +1,6 @@
 """What the proxy counts, for Prometheus. One object per app, with a registry of its own.
 
 The one rule: a request pays for an addition, not for a label look-up and a lock; the rest happens when it is scraped.
-(prometheus_client's own histogram costs 2 microseconds an observation, this one 0.3.)
 """
 
 from bisect import bisect_left

@@ -1,7 +1,7 @@
 """The HTTP/1.1 client of the data path: the connections to one engine.
 
-`httpx` costs milliseconds of CPU a request at 64 concurrent ones; this costs tens of microseconds. The one rule: a
-connection that waited is tried once; if the engine had closed it, a new one is made and nobody notices.
+It does only what two legs need. The one rule: a connection that waited is tried once; if the engine had closed it, a
+new one is made and nobody notices.
 """
 
 import asyncio

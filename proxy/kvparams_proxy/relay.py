@@ -48,7 +48,6 @@ class Relay:
         "error",
         "first_event_at",
         "head",
-        "loop",
     )
 
     def __init__(
@@ -62,7 +61,6 @@ class Relay:
     ) -> None:
         """`headers` go to the client beside content-type; one event, or an answer that is no stream, fits the limit;
         `heard` is called whenever something came."""
-        self.loop = loop
         self.ended: asyncio.Future[Ended] = loop.create_future()
         self.head = Head()
         self.error: UpstreamError | None = None

@@ -95,7 +95,7 @@ async def test_an_unknown_model_is_not_found(stubbed: Any) -> None:
     assert got.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_body_over_the_limit_is_refused_without_being_read(stub: StubEngines, proxy: Any) -> None:
+async def test_a_body_over_the_limit_is_refused(stub: StubEngines, proxy: Any) -> None:
     engines = {role: [e.url for e in stub.engines if e.role == role] for role in ("prefill", "decode")}
     running = await proxy(engines["prefill"], engines["decode"], body=JSONLimits(max_bytes=1000))
     fits = GOOD | {"prompt": "x" * 900}
