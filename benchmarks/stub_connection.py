@@ -8,13 +8,13 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import httptools
 
 from benchmarks.stub_answers import SSE_HEAD, Ask, Writer, read_ask
 
-__all__ = ["Connection", "Counters", "Delays", "Engine", "Role"]
+__all__ = ["Connection", "Counters", "Delays", "Engine", "Observer", "Role"]
 
 Role = Literal["prefill", "decode"]
 
@@ -58,6 +58,18 @@ class Counters:
         self.live = self.max_live = live
 
 
+class Observer(Protocol):
+    """Hears of every completion on one port; a measurement that needs more than counters."""
+
+    def began(self, engine: "Engine", serial: int, body: bytes) -> None:
+        """It was read."""
+        ...
+
+    def ended(self, engine: "Engine", serial: int, *, lost: bool) -> None:
+        """Its answer is written, or its client is gone (`lost`)."""
+        ...
+
+
 @dataclass(slots=True)
 class Engine:
     """One port: its role, what it counts and how it answers."""
@@ -67,6 +79,7 @@ class Engine:
     delays: Delays
     writer: Writer
     counters: Counters = field(default_factory=Counters)
+    observer: Observer | None = None
 
     @property
     def url(self) -> str:
@@ -123,7 +136,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self._ask is not None:
             self._engine.counters.aborted += 1
-            self._end()
+            self._end(lost=True)
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -168,6 +181,8 @@ class Connection(asyncio.Protocol):
     def _begin(self, body: bytes, *, chat: bool) -> None:
         ask = self._ask = read_ask(body, chat=chat)
         self._serial = next(self._serials)
+        if self._engine.observer is not None:
+            self._engine.observer.began(self._engine, self._serial, body)
         counters = self._engine.counters
         counters.requests += 1
         counters.streams += ask.stream
@@ -215,8 +230,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._event * (events - 1) + self._engine.writer.stream_end(ask, self._serial))
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, lost: bool = False) -> None:
         self._ask = self._timer = None
         self._engine.counters.live -= 1
+        if self._engine.observer is not None:
+            self._engine.observer.ended(self._engine, self._serial, lost=lost)
         if not self._keep_alive:
             self._transport.close()

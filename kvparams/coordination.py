@@ -1,32 +1,20 @@
-"""How prefill and decode work together for one request: a manager yields legs, somebody else runs them.
+"""Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails.
 
-The one rule: no I/O here. A manager is a generator of legs; it is told how each ended and says what comes next. What a
-leg costs (connections, load, time) belongs to the executor that runs it.
+The one rule: no I/O here. A manager is a generator of steps; it is told how each ended and says what comes next.
 """
 
-from collections.abc import Callable, Generator, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from pydantic_core import to_json
 
 from kvparams.codec import DOCUMENT_KEY, Template, dump_json, parse, read_request
 from kvparams.dialects import Dialect, NotSplittable
 from kvparams.params import PROTOCOL_VERSION, Isolation, KVTransferParams, Mode, Phase
+from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.tokens import TokenPrefix
 
-__all__ = ["Leg", "LegAnswer", "Legs", "PrefillThenDecode", "RequestManager"]
-
-_PREFILL_LIMITS: Final[Mapping[str, bytes | None]] = {
-    "max_tokens": b"1",
-    "stream": b"false",
-    "stream_options": None,
-    "min_tokens": None,
-    "n": None,
-    "best_of": None,
-}
-"""What a prefill leg changes in the client's body: one token, one answer, no stream (a streaming answer carries no
-`kv_transfer_params`: vLLM 0.32.0 completion/protocol.py)."""
+__all__ = ["OneEngine", "PrefillThenDecode"]
 
 _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 """What a decode leg is told of prefill's result."""
@@ -34,98 +22,84 @@ _REMEMBERED: Final = 4096
 """Templates kept at most: one for each pair of instances that ever met, and each incarnation."""
 
 
-class Leg(NamedTuple):
-    """One request to one engine."""
-
-    instance: Instance
-    changes: Mapping[str, bytes | None]
-    """To the client's body, as for `kvparams.jsontext.edit`."""
-    answers_client: bool
-    """Whether its answer goes to the client; otherwise the manager is told it."""
-
-
-class LegAnswer(NamedTuple):
-    """What an engine said at the end of a leg that does not answer the client."""
-
-    kv_transfer_params: Mapping[str, object]
-    """That object of the answer; empty where there was none."""
-
-
-Legs = Generator[Leg, LegAnswer, None]
-
-
-class RequestManager(Protocol):
-    """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`."""
-
-    roles: tuple[Role, ...]
-    """The roles its legs need: a request is refused before its first leg where one of them is missing."""
-
-    def legs(
-        self,
-        request: RequestFacts,
-        members: Mapping[str, object],
-        choose: Callable[[Role], Instance],
-        dialect: Callable[[Instance], Dialect],
-    ) -> Legs:
-        """The legs of one request.
-
-        Args:
-            request: what is known about it.
-            members: the names in the client's body; only their presence matters.
-            choose: takes an instance of a role, now; its load counts from here on.
-            dialect: how an instance is spoken to.
-
-        Raises (from the generator):
-            NotSplittable: the connector cannot carry this request.
-            HandoffMissing: the prefill answer cannot be handed on.
-            InvalidParams: the prefill engine's own document breaks the protocol.
-        """
-        ...
+class _Transfer(NamedTuple):
+    id: str
+    attempt: int
 
 
 class PrefillThenDecode:
-    """Prefill with one token, then decode with the client's own limits; decode is chosen when prefill is done."""
+    """Prefill with one token, then decode with the client's own limits; decode is chosen when prefill is done.
+
+    Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
+    again and is still leased, else prefill again. After it: on from what was sent, where the executor says from where.
+    """
 
     roles = (Role.PREFILL, Role.DECODE)
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[Phase, Mode, Instance, Instance | None], Template] = {}
+        self._templates: dict[tuple[Phase, Mode, int, Instance, Instance | None], Template] = {}
 
-    def legs(
-        self,
-        request: RequestFacts,
-        members: Mapping[str, object],
-        choose: Callable[[Role], Instance],
-        dialect: Callable[[Instance], Dialect],
-    ) -> Legs:
+    def legs(self, request: RequestFacts, context: Context) -> Plan:
         """See `RequestManager.legs`."""
-        prefill = choose(Role.PREFILL)
-        speech = dialect(prefill)
-        if (why := speech.refuse(request)) is not None:
-            raise NotSplittable(why)
-        known: dict[str, object] = {}
-        if request.token_ids is not None:
-            known["prefix"] = TokenPrefix.by_digest(request.token_ids)
-        if request.cache_salt is not None:
-            known["isolation"] = Isolation(cache_salt=request.cache_salt)
-        asked = self._document(request, "prefill", speech.mode, prefill, None, known)
-        limits = {name: value for name, value in _PREFILL_LIMITS.items() if value is not None or name in members}
-        if "max_completion_tokens" in members:
-            limits["max_completion_tokens"] = b"1"
-        limits["kv_transfer_params"] = _beside(speech.prefill_keys(), asked)
-        answer = yield Leg(prefill, limits, answers_client=False)
+        transfer = _Transfer(request.transfer_id, 1)
+        failed: list[str] = []
+        sent: Sent | None = None
+        while True:
+            prefill: Instance = yield Choose(Role.PREFILL, failed)  # pyright: ignore[reportAssignmentType]
+            speech = context.dialect(prefill)
+            if (why := speech.refuse(request)) is not None:
+                raise NotSplittable(why)
+            known = _known(request, sent)
+            asked = self._document(request, transfer, "prefill", speech.mode, prefill, None, known)
+            try:
+                answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, sent)  # pyright: ignore[reportAssignmentType]
+            except LegFailed as failure:
+                if not failure.another or not context.may_retry():
+                    raise
+                failed.append(prefill.id)
+                transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
+                continue
 
-        native = to_json(speech.decode_keys(answer.kv_transfer_params))
-        result = read_request(answer.kv_transfer_params, request_id=request.request_id)
-        if result is not None:
-            known |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
-        decode = choose(Role.DECODE)
-        wanted = self._document(request, "decode", speech.mode, prefill, decode, known)
-        yield Leg(decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True)
+            native = to_json(speech.decode_keys(answer.kv_transfer_params))
+            result = read_request(answer.kv_transfer_params, request_id=request.request_id)
+            lease_s = speech.lease_s
+            if result is not None:
+                known |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+                if result.lease is not None:
+                    lease_s = result.lease.ttl_ms / 1000
+            lease = KVLease(prefill, context.now() + lease_s, *transfer, speech.abandon(native))
+            context.hold(lease)
+            while True:
+                decode: Instance = yield Choose(Role.DECODE, failed)  # pyright: ignore[reportAssignmentType]
+                if context.now() >= lease.until_s:  # it has waited for room for too long
+                    context.give_back(decode)
+                    if not context.may_retry():
+                        raise LegFailed("the KV was given up before a decode engine had room", another=False)
+                    break
+                wanted = self._document(request, transfer, "decode", speech.mode, prefill, decode, known)
+                try:
+                    yield Leg(
+                        decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True, resumed=sent
+                    )
+                except LegFailed as failure:
+                    if not failure.another or (failure.begun and failure.sent is None) or not context.may_retry():
+                        raise
+                    failed.append(decode.id)
+                    if failure.begun:
+                        sent = failure.sent
+                        break
+                    if failure.claimed:
+                        if not speech.reusable:
+                            break
+                        transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
+                else:
+                    return
+            transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
 
     def _document(
         self,
         request: RequestFacts,
+        transfer: _Transfer,
         phase: Phase,
         mode: Mode,
         producer: Instance,
@@ -134,18 +108,56 @@ class PrefillThenDecode:
     ) -> bytes:
         """Our document for one leg, as JSON text; `known` are the members that this request alone has."""
         if known:
-            return dump_json(_params(request, phase, mode, producer, consumer, known))
-        kind = phase, mode, producer, consumer
+            return dump_json(_params(request, transfer, phase, mode, producer, consumer, known))
+        kind = phase, mode, transfer.attempt, producer, consumer
         template = self._templates.get(kind)
         if template is None:
             if len(self._templates) >= _REMEMBERED:
                 self._templates.clear()
-            template = self._templates[kind] = Template(_params(request, phase, mode, producer, consumer, {}))
-        return template.fill(request.request_id, request.transfer_id)
+            template = self._templates[kind] = Template(_params(request, transfer, phase, mode, producer, consumer, {}))
+        return template.fill(request.request_id, transfer.id)
+
+
+class OneEngine:
+    """No split: one engine answers, and nothing is said of KV. Another one where it fails before its first byte."""
+
+    def __init__(self, role: Role) -> None:
+        """`role` is whose engines can do this work alone."""
+        self.roles = (role,)
+
+    def legs(self, request: RequestFacts, context: Context) -> Plan:
+        """See `RequestManager.legs`."""
+        failed: list[str] = []
+        while True:
+            instance: Instance = yield Choose(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
+            try:
+                yield Leg(instance, {}, answers_client=True)
+            except LegFailed as failure:
+                if not failure.another or failure.begun or not context.may_retry():
+                    raise
+                failed.append(instance.id)
+            else:
+                return
+
+
+def _known(request: RequestFacts, sent: Sent | None) -> dict[str, object]:
+    known: dict[str, object] = {}
+    ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
+    if ids is not None:
+        known["prefix"] = TokenPrefix.by_digest(ids)
+    if request.cache_salt is not None:
+        known["isolation"] = Isolation(cache_salt=request.cache_salt)
+    return known
+
+
+def _prefill_leg(prefill: Instance, context: Context, speech: Dialect, document: bytes, sent: Sent | None) -> Leg:
+    changes = {**context.one_token(), "kv_transfer_params": _beside(speech.prefill_keys(), document)}
+    return Leg(prefill, changes, answers_client=False, resumed=sent)
 
 
 def _params(
     request: RequestFacts,
+    transfer: _Transfer,
     phase: Phase,
     mode: Mode,
     producer: Instance,
@@ -155,7 +167,7 @@ def _params(
     members: dict[str, object] = {
         "version": PROTOCOL_VERSION,
         "request_id": request.request_id,
-        "transfer": {"id": request.transfer_id, "attempt": 1},
+        "transfer": transfer._asdict(),
         "phase": phase,
         "mode": mode,
         "producer": {"id": producer.id},  # which run of it, only the engine itself can say

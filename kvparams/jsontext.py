@@ -146,6 +146,8 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
             cuts.append((field.value, field.end, value))
         else:
             cuts.append((field.start, _behind_comma(raw, field.end), b""))
+    if not cuts and spans:  # nothing but additions, to an object with members
+        return b"%b,%b}" % (raw[: raw.rindex(b"}")], b",".join(added)) if added else raw
     if len(cuts) > 1:
         cuts.sort()
     pieces: list[bytes] = []

@@ -4,8 +4,8 @@ The one rule: a policy is a pure decision over what it is shown. Load, turns and
 so that several processes can share them without the policy knowing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -35,6 +35,8 @@ class Instance:
     """`http://host:port` or `https://host:port`, without a path."""
     dialect: str
     """How its KV connector is spoken to: a name in the entry-point group `kvparams.dialects`."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the operator calls it besides: instances are found by these."""
 
 
 class Candidate(Protocol):
@@ -66,6 +68,12 @@ class RequestFacts(NamedTuple):
     token_ids: Sequence[int] | None
     """The prompt, where it came as token ids of one prompt."""
     cache_salt: str | None
+    tenant: str = ""
+    """Who asks, where clients have keys; shares of the queue are by tenant."""
+    priority: int = 0
+    """Higher goes first where requests have to wait."""
+    tokens: int = 0
+    """About how many tokens the prompt has: what limits in tokens count."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -1,5 +1,5 @@
 """A small but real inference engine: the worked example of an engine that imports kvparams.
 
-Read it in this order: `tokenizer`, `model`, `cache`, `sampling`, `sequence`, `engine`, `kv` (the only file that touches
-the SDK), `requests`, `answers`, `api`.
+Read it in this order: `tokenizer`, `model`, `cache`, `grammar`, `sampling`, `sequence`, `engine`; `kv`, `handoff` and
+`session` (which alone touch the SDK) and `transfers`; `ask`, `bodies`, `requests`, `answers`, `serving`, `api`.
 """

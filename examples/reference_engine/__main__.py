@@ -14,13 +14,16 @@ import torch
 import uvicorn
 
 from kvparams.errors import KVParamsError
-from reference_engine.api import Service, create_app
+from reference_engine.api import create_app
 from reference_engine.cache import PagedCache
+from reference_engine.embeddings import Embedder
 from reference_engine.engine import Engine, EngineSettings
 from reference_engine.kv import KVSharing, Role
 from reference_engine.metrics import Metrics
 from reference_engine.model import Model
+from reference_engine.serving import Service
 from reference_engine.shape import ModelShape
+from reference_engine.transfers import Transfers
 
 __all__ = ["main"]
 
@@ -48,7 +51,8 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     torch.set_num_threads(1)
     shape = ModelShape()
     blocks, block_size = cast("int", arguments.blocks), cast("int", arguments.block_size)
-    settings = EngineSettings(blocks, block_size, max_model_len=min(_MAX_MODEL_LEN, blocks * block_size))
+    step_s = cast("int", arguments.step_ms) / 1000
+    settings = EngineSettings(blocks, block_size, min(_MAX_MODEL_LEN, blocks * block_size), step_s=step_s)
     metrics = Metrics()
     cache = PagedCache(shape.layers, settings.blocks, settings.block_size, shape.kv_heads, shape.head_dim)
     role = cast("Role", arguments.role)
@@ -68,8 +72,16 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     except (KVParamsError, ValueError) as error:
         print(f"reference_engine: cannot share KV: {error}", file=sys.stderr)
         return 2
-    engine = Engine(Model(shape, settings.max_model_len), cache, settings, metrics)
-    service = Service(engine, sharing, metrics, model_name, settings.max_model_len)
+    model = Model(shape, settings.max_model_len)
+    service = Service(
+        engine=Engine(model, cache, settings, metrics),
+        sharing=sharing,
+        transfers=Transfers(sharing, metrics),
+        embedder=Embedder(model, settings.max_model_len),
+        metrics=metrics,
+        model_name=model_name,
+        max_model_len=settings.max_model_len,
+    )
     config = uvicorn.Config(
         create_app(service),
         log_level="warning",
@@ -110,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-verify", action="store_true", help="use stored pages unchecked (to show what that does)")
     parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")
+    parser.add_argument("--step-ms", type=int, default=0, help="a step takes at least so long (default: 0)")
     parser.add_argument("--page-tokens", type=int, default=64, help="tokens of a stored page (default: 64)")
     return parser
 

@@ -1,20 +1,21 @@
-"""Answers as OpenAI's API and vLLM shape them, whole and as server-sent events.
+"""What all answers have in common, whole or as server-sent events.
 
-The one rule: nothing here decides anything; what is counted comes from the sequences.
+The one rule: nothing here decides anything; what is counted comes from the sequences and their events.
 """
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
-from reference_engine.requests import RequestError
+from reference_engine.ask import Ask, RequestError
 from reference_engine.sampling import Choice
 from reference_engine.sequence import Event, Sequence
 from reference_engine.tokenizer import EOS, decode
 
-__all__ = ["DONE", "Answer", "error_body", "sse", "usage"]
+__all__ = ["DONE", "JSON", "Answer", "Grown", "chat_logprobs", "error_body", "sse", "token_text", "usage"]
 
 JSON = dict[str, object]
 
@@ -35,129 +36,121 @@ def usage(sequences: Listed[Sequence], choices: int) -> JSON:
     """Tokens of the whole request. A prompt counts once, however many choices were asked for."""
     prompt_tokens = sum(len(sequence.prompt) for sequence in sequences[::choices])
     completion_tokens = sum(sequence.generated for sequence in sequences)
+    cached_tokens = sum(sequence.cached_tokens for sequence in sequences[::choices])
+    return {**_counts(prompt_tokens, completion_tokens), "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+def token_text(token: int) -> str:
+    """How a token is written where tokens are listed."""
+    return "</s>" if token == EOS else decode([token])
+
+
+def chat_logprobs(tokens: Listed[Choice], *, as_ids: bool = False) -> JSON | None:
+    """Log probabilities as chat has them; None where none were asked for. `as_ids` writes tokens as `token_id:7`."""
+    if not tokens or tokens[0].logprob is None:
+        return None
+
+    def one(token: int, logprob: float | None) -> JSON:
+        text = f"token_id:{token}" if as_ids else token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": None if as_ids else list(text.encode())}
+
     return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in sequences[::choices])},
+        "content": [
+            {**one(choice.token, choice.logprob), "top_logprobs": [one(*likely) for likely in choice.top]}
+            for choice in tokens
+        ]
     }
 
 
 @dataclass(slots=True)
-class _Grown:
+class Grown:
     """One choice as far as it has grown."""
 
     text: str = ""
     tokens: list[Choice] = field(default_factory=list[Choice])
     finish: str | None = None
-    reason: str | None = None
+    reason: str | int | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        return [choice.token for choice in self.tokens]
 
 
-class Answer:
-    """The answer to one request."""
+class Answer(ABC):
+    """The answer to one request. Either `whole` is asked for, or `opening`, `chunk` and `closing` are."""
 
-    def __init__(self, kind: Literal["completion", "chat"], request_id: str, model: str, sequences: int) -> None:
-        self._chat = kind == "chat"
-        self._head: JSON = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._choices = [_Grown() for _ in range(sequences)]
+    kind: str
+    """What `object` says of a whole answer; empty where there is no such member."""
+    chunk_kind: str
+    """The same for an event."""
+
+    def __init__(self, ask: Ask, identity: JSON, model: str) -> None:
+        """`identity` is the member that carries the request's id."""
+        self.ask = ask
+        self.head: JSON = {**identity, "created": int(time.time()), "model": model}
+        self.grown = [Grown() for _ in range(len(ask.prompts) * ask.choices)]
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of a choice."""
+        return self.ask.prompts[index // self.ask.choices]
 
     def whole(self, counted: JSON, kv_transfer_params: JSON | None) -> JSON:
         """The answer in one piece, from all events taken in."""
         return {
-            **self._head,
-            "object": "chat.completion" if self._chat else "text_completion",
-            "choices": [self._whole_choice(index, grown) for index, grown in enumerate(self._choices)],
+            **self._marked(self.kind),
+            "choices": [self.whole_choice(index, grown) for index, grown in enumerate(self.grown)],
             "usage": counted,
             "kv_transfer_params": kv_transfer_params,
         }
 
-    def take(self, event: Event) -> None:
-        """Take an event in for `whole`."""
-        grown = self._choices[event.sequence.index]
+    def take(self, event: Event) -> Grown:
+        """Take an event in; the choice as it is now."""
+        grown = self.grown[event.sequence.index]
         grown.text += event.text
         if event.choice is not None:
             grown.tokens.append(event.choice)
         grown.finish, grown.reason = event.finish, event.reason
+        return grown
 
     def opening(self) -> bytes:
-        """What a stream begins with: in a chat, the role of each choice."""
-        if not self._chat:
-            return b""
-        delta: JSON = {"role": "assistant", "content": ""}
-        return b"".join(
-            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for index in range(len(self._choices))
-        )
+        """What a stream begins with."""
+        return b""
 
     def chunk(self, event: Event) -> bytes:
         """One event of a stream; empty when it has nothing to say yet."""
-        grown = self._choices[event.sequence.index]
-        tokens = [] if event.choice is None or event.choice.logprob is None else [event.choice]
-        if not event.text and event.finish is None and not tokens:
+        grown, index = self.take(event), event.sequence.index
+        choice = self.chunk_choice(event, grown)
+        if choice is None:
             return b""
-        choice: JSON = {"index": event.sequence.index}
-        if self._chat:
-            choice |= {"delta": {"content": event.text}}
-        else:
-            choice |= {"text": event.text}
-        choice |= {"logprobs": self._logprobs(tokens, len(grown.text)), "finish_reason": event.finish}
-        if event.finish is not None or not self._chat:
-            choice |= {"stop_reason": event.reason}
-        grown.text += event.text
-        return self._chunk([choice])
+        more: JSON = {}
+        if self.ask.continuous_usage:
+            more["usage"] = _counts(len(self.prompt_of(index)), len(grown.tokens))
+        return self.event([{"index": index, **choice}], **more)
 
     def closing(self, counted: JSON | None) -> bytes:
         """What a stream ends with: the usage, if it was asked for, and the end marker."""
-        return (b"" if counted is None else self._chunk([], usage=counted)) + DONE
+        return (b"" if counted is None else self.event([], usage=counted)) + DONE
 
-    def _chunk(self, choices: list[JSON], **more: object) -> bytes:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return sse({**self._head, "object": kind, "choices": choices, **more})
+    def event(self, choices: list[JSON], **more: object) -> bytes:
+        """One event with the members that all have."""
+        return sse({**self._marked(self.chunk_kind), "choices": choices, **more})
 
-    def _whole_choice(self, index: int, grown: _Grown) -> JSON:
-        tokens = [choice for choice in grown.tokens if choice.logprob is not None]
-        message: JSON = {"role": "assistant", "content": grown.text}
-        content: JSON = {"message": message} if self._chat else {"text": grown.text}
-        return {
-            "index": index,
-            **content,
-            "logprobs": self._logprobs(tokens, 0),
-            "finish_reason": grown.finish,
-            "stop_reason": grown.reason,
-        }
+    @abstractmethod
+    def whole_choice(self, index: int, grown: Grown) -> JSON:
+        """A choice of a whole answer."""
 
-    def _logprobs(self, tokens: list[Choice], offset: int) -> JSON | None:
-        if not tokens:
-            return None
-        if self._chat:
-            return {
-                "content": [
-                    {
-                        **_logprob(choice.token, choice.logprob),
-                        "top_logprobs": [_logprob(token, logprob) for token, logprob in choice.top],
-                    }
-                    for choice in tokens
-                ]
-            }
-        return {
-            "text_offset": [offset + at for at in range(len(tokens))],  # a token is a character here
-            "token_logprobs": [choice.logprob for choice in tokens],
-            "tokens": [_text(choice.token) for choice in tokens],
-            "top_logprobs": [
-                {_text(choice.token): choice.logprob, **{_text(token): logprob for token, logprob in choice.top}}
-                for choice in tokens
-            ],
-        }
+    @abstractmethod
+    def chunk_choice(self, event: Event, grown: Grown) -> JSON | None:
+        """A choice in an event without its index; None: there is nothing to say. The event was taken into `grown`."""
+
+    def _marked(self, kind: str) -> JSON:
+        return {**self.head, "object": kind} if kind else dict(self.head)
 
 
-def _text(token: int) -> str:
-    return "</s>" if token == EOS else decode([token])
-
-
-def _logprob(token: int, logprob: float | None) -> JSON:
-    return {"token": _text(token), "logprob": logprob, "bytes": list(_text(token).encode())}
+def _counts(prompt_tokens: int, completion_tokens: int) -> JSON:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }

@@ -6,6 +6,7 @@ them back exactly once, in `_end`.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class EngineSettings:
     """Sequences that are computed at the same time; more wait."""
     step_tokens: int = 512
     """Tokens computed in one step; longer prompts take several."""
+    step_s: float = 0.0
+    """A step takes at least so long, as with a larger model: streams last, and the machine stays free for others."""
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.blocks * self.block_size:
@@ -142,7 +145,7 @@ class Engine:
             size, prompt = self._settings.block_size, sequence.prompt
             # The last prompt token is always computed: its logits choose the first token of the answer.
             names = chain(sequence.cache_root, prompt[: len(prompt) - 1], size)
-            needed = -(-(len(prompt) + sequence.max_tokens) // size)
+            needed = -(-(len(prompt) + sequence.limits.max_tokens) // size)
             allocated = self._pool.allocate(names, needed)
             if allocated is None:
                 return  # in order of arrival: a long request is not overtaken for ever
@@ -186,6 +189,7 @@ class Engine:
                 budget -= count
         if not chosen:
             return
+        until_s = time.monotonic() + self._settings.step_s
         spans = [
             Span(
                 tokens=sequence.tokens[sequence.computed : sequence.computed + count],
@@ -202,9 +206,12 @@ class Engine:
             sequence.computed += count
             self._share(sequence)
             if span.want_logits:
-                choice = choose(next(logits), sequence.sampling, len(sequence.tokens), may_end=sequence.may_end)
+                choice = choose(
+                    next(logits), sequence.sampling, sequence.tokens, len(sequence.prompt), sequence.allowed()
+                )
                 self._metrics.generated_tokens.inc()
                 self._advance(sequence, sequence.append(choice))
+        time.sleep(max(0.0, until_s - time.monotonic()))
 
     def _advance(self, sequence: Sequence, event: Event) -> None:
         if event.finish is None:
@@ -234,6 +241,7 @@ class Engine:
                 place.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
+        sequence.ended = True
         with self._wake:
             self._present.discard(sequence)
         self._metrics.requests.labels("abort" if event is None else event.finish or "error").inc()

@@ -1,12 +1,12 @@
-"""How this engine uses kvparams: the only file that knows the protocol and the store connector.
+"""How this engine uses kvparams: with `handoff` and `session` all that knows the protocol and the store connector.
 
-An engine author needs four things: read a request's document (`KVSharing.read`), ask for stored KV before computing
-(`KVSession.begin`), hand over what was computed (`KVSession.advance`), and say in the answer what is stored
-(`Handoff.result`). The one rule: nothing here waits; the engine's loop asks again.
+An engine author needs five things: read a request's document (`KVSharing.read`), ask for stored KV before computing
+(`KVSession.begin`), hand over what was computed (`KVSession.advance`), say in the answer what is stored
+(`KVSharing.result`), and drop what nobody will fetch (`KVSharing.release`). The one rule: nothing here waits for the
+store while the engine computes; its loop asks again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal
 from uuid import uuid4
@@ -17,20 +17,20 @@ from kvparams.keys import Geometry, Namespace
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
 from kvparams.tokens import TokenPrefix
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.jobs import Job
 from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.reports import Hit, LoadReport, SaveReport
 from kvparams_connectors.store import open_store
+from reference_engine.ask import RequestError
 from reference_engine.cache import PagedCache
+from reference_engine.handoff import Handoff
 from reference_engine.metrics import Metrics, StoreCounts
-from reference_engine.requests import RequestError
+from reference_engine.session import KVSession
 from reference_engine.shape import ModelShape
 
-__all__ = ["Handoff", "KVSession", "KVSharing", "Role"]
+__all__ = ["LEASE_MS", "KVSharing", "Role"]
 
 Role = Literal["prefill", "decode", "both"]
 
-_LEASE_MS: Final = 60_000
+LEASE_MS: Final = 60_000
 """For how long the proxy may count on saved pages. The store evicts what was not used for longest, so in a store of
 sensible size they live much longer; should one be gone nevertheless, decode does what `on_load_failure` says."""
 
@@ -88,7 +88,7 @@ class KVSharing:
         request_id: str,
         cache_salt: str | None,
         prompts: Sequence[Sequence[int]],
-    ) -> "Handoff":
+    ) -> Handoff:
         """What a request says about its KV. Without a document it is an ordinary request, which may share prefixes.
 
         Raises:
@@ -111,11 +111,64 @@ class KVSharing:
                 mode="store",
             )
             shared = (params or blank).model_copy(update={"isolation": isolation})
-        return Handoff(self.instance, params, shared)
+        return Handoff(params, shared)
 
-    def session(self, prompt: list[int], handoff: "Handoff") -> "KVSession | None":
+    def read_control(self, kv_transfer_params: Mapping[str, object]) -> KVTransferParams:
+        """The document of a message that is no request for tokens: phase `release` or `cancel`.
+
+        Raises:
+            RequestError: there is none, it is wrong, or is of another phase.
+        """
+        try:
+            params = read_request(kv_transfer_params)
+        except InvalidParams as error:
+            raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
+        if params is None or params.phase not in ("release", "cancel"):
+            raise RequestError(
+                "kv_transfer_params: a document of the phase release or cancel is needed here",
+                param="kv_transfer_params",
+            )
+        return params
+
+    def session(self, prompt: list[int], handoff: Handoff) -> KVSession | None:
         """One sequence's dealings with the store; None where there is none."""
         return None if self._connector is None else KVSession(self._connector, prompt, handoff, self._page_tokens)
+
+    def result(self, handoff: Handoff, sessions: Sequence[KVSession]) -> dict[str, object] | None:
+        """The answer's `kv_transfer_params`, once all sequences of the request have ended; None without a document."""
+        params = handoff.params
+        if params is None:
+            return None
+        first = sessions[0]
+        result = KVTransferParams(
+            version=PROTOCOL_VERSION,
+            request_id=params.request_id,
+            transfer=params.transfer,
+            phase="prefill_result" if handoff.prefilling else "decode_result",
+            mode="store",
+            usage=Usage(
+                prompt_tokens=sum(len(one.prompt) for one in sessions),
+                cached_tokens=sum(one.loaded_to for one in sessions),
+                computed_tokens=sum(len(one.prompt) - one.loaded_to for one in sessions),
+                loaded_tokens=sum(one.loaded_to - one.local_tokens for one in sessions),
+                loaded_bytes=sum(one.loaded_bytes for one in sessions),
+                saved_bytes=sum(one.saved_bytes for one in sessions),
+            ),
+        )
+        if handoff.prefilling:
+            more: dict[str, object] = {
+                "producer": self.instance,
+                "load_keys": tuple(key for one in sessions for key in one.stored_keys),
+                "lease": Lease(ttl_ms=LEASE_MS),
+            }
+            if len(sessions) == 1:
+                more["prefix"] = TokenPrefix.by_digest(first.prompt)
+            result = result.model_copy(update=more)
+        return write(result)
+
+    async def release(self, sessions: Sequence[KVSession]) -> int:
+        """Delete what these sessions have saved and nobody had saved before; how many pages that were."""
+        return 0 if self._store is None else sum([await session.drop(self._store) for session in sessions])
 
     def close(self) -> None:
         """Wait, within bounds, for what is being saved, and let go of the store."""
@@ -144,152 +197,3 @@ class KVSharing:
         else:
             return
         raise RequestError(f"kv_transfer_params: {fault}", param="kv_transfer_params")
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """What one request says about its KV, and what its answer says in return."""
-
-    instance: Endpoint
-    params: KVTransferParams | None
-    """The document that came; None: an ordinary request."""
-    shared: KVTransferParams | None
-    """The same with the request's own cache salt: what page keys are derived with."""
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether the answer must wait until the KV is stored."""
-        return self.params is not None and self.params.phase == "prefill"
-
-    @property
-    def decoding(self) -> bool:
-        """Whether the KV is promised to be stored."""
-        return self.params is not None and self.params.phase == "decode"
-
-    @property
-    def fails(self) -> bool:
-        """Whether KV that cannot be loaded ends the request."""
-        return self.params is not None and self.params.on_load_failure == "fail"
-
-    @property
-    def cache_root(self) -> bytes:
-        """What the names of locally cached blocks start from: they are not shared across salts or adapters either."""
-        isolation = self.shared.isolation if self.shared is not None else None
-        parts = (isolation.cache_salt, isolation.lora) if isolation is not None else (None, None)
-        return blake2b(repr(parts).encode(), digest_size=16).digest()
-
-    def result(self, sessions: Sequence["KVSession"]) -> dict[str, object] | None:
-        """The answer's `kv_transfer_params`, once all sequences of the request have ended; None without a document."""
-        if self.params is None:
-            return None
-        first = sessions[0]
-        result = KVTransferParams(
-            version=PROTOCOL_VERSION,
-            request_id=self.params.request_id,
-            transfer=self.params.transfer,
-            phase="prefill_result" if self.prefilling else "decode_result",
-            mode="store",
-            usage=Usage(
-                prompt_tokens=sum(len(one.prompt) for one in sessions),
-                cached_tokens=sum(one.loaded_to for one in sessions),
-                computed_tokens=sum(len(one.prompt) - one.loaded_to for one in sessions),
-                loaded_tokens=sum(one.loaded_to - one.local_tokens for one in sessions),
-                loaded_bytes=sum(one.loaded_bytes for one in sessions),
-                saved_bytes=sum(one.saved_bytes for one in sessions),
-            ),
-        )
-        if self.prefilling:
-            more: dict[str, object] = {
-                "producer": self.instance,
-                "load_keys": tuple(key for one in sessions for key in one.stored_keys),
-                "lease": Lease(ttl_ms=_LEASE_MS),
-            }
-            if len(sessions) == 1:
-                more["prefix"] = TokenPrefix.by_digest(first.prompt)
-            result = result.model_copy(update=more)
-        return write(result)
-
-
-class KVSession:
-    """One sequence's dealings with the store. The engine's loop calls it, in the order of the methods."""
-
-    def __init__(self, connector: KVStoreConnector, prompt: list[int], handoff: Handoff, page_tokens: int) -> None:
-        self.prompt: Final = prompt
-        self.local_tokens = 0
-        """Prompt tokens found in the engine's own cache."""
-        self.loaded_to = 0
-        """Up to this position the blocks are filled: by the local cache, and behind that from the store."""
-        self.loaded_bytes = 0
-        self.failure: str | None = None
-        """Why the sequence cannot go on, in words."""
-        self._connector, self._handoff, self._page_tokens = connector, handoff, page_tokens
-        self._plan = connector.plan(prompt, handoff.shared)
-        self._blocks: list[int] = []
-        self._lookup: Job[Hit] | None = None
-        self._load: Job[LoadReport] | None = None
-        self._saves: list[Job[SaveReport]] = []
-        self._stored_to = 0  # as far as is known: what lies before need not be saved
-
-    @property
-    def _wanted(self) -> int:
-        """Tokens that need not be computed: all but the last, whose logits choose the first token of the answer."""
-        return len(self.prompt) - 1
-
-    def begin(self, blocks: list[int], local_tokens: int) -> None:
-        """Start to fill the sequence's blocks behind `local_tokens`; they are not the engine's until `loaded`."""
-        self._blocks = blocks
-        self.local_tokens = self.loaded_to = local_tokens
-        if self._handoff.decoding:
-            self._stored_to = local_tokens
-            self._start_load(self._wanted)  # promised: no need to ask first
-        else:
-            self._lookup = self._connector.lookup(self._plan)
-
-    def loaded(self) -> bool:
-        """Whether the blocks are the engine's; then `loaded_to` and `failure` say how far they are filled."""
-        if self._lookup is not None and self._lookup.done():
-            hit = self._lookup.result(0)
-            self._lookup = None
-            self._stored_to = hit.tokens
-            self._start_load(min(hit.tokens, self._wanted))
-        if self._load is not None and self._load.done():
-            report = self._load.result(0)
-            self._load = None
-            self.loaded_to, self.loaded_bytes = report.end_token, report.nbytes
-            if self._handoff.decoding or report.refused or report.failure is not None:
-                self._stored_to = report.end_token
-            if self._handoff.fails and report.end_token < self._wanted:
-                why = report.failure.value if report.failure else report.refused[0].reason
-                self.failure = f"KV of {self._wanted - report.end_token} prompt tokens could not be loaded: {why}"
-        return self._lookup is None and self._load is None
-
-    def advance(self, tokens: list[int], computed: int) -> None:
-        """Save the pages that are full now that `computed` of `tokens` are; for a prefill leg the partial one too."""
-        end = computed - computed % self._page_tokens
-        if self._handoff.prefilling and self._stored_to < len(self.prompt) <= computed:
-            end = len(self.prompt)
-        if end <= self._stored_to:
-            return
-        known = end <= len(self.prompt)
-        plan = self._plan if known else self._connector.plan(tokens[:end], self._handoff.shared)
-        self._saves.append(self._connector.save(plan, self._blocks, self._stored_to, end))
-        self._stored_to = end
-
-    def saved(self) -> bool:
-        """Whether the answer may go out: at once, except for a prefill leg."""
-        return not self._handoff.prefilling or all(save.done() for save in self._saves)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes stored for this sequence, as far as is known."""
-        return sum(save.result(0).nbytes for save in self._saves if save.done())
-
-    @property
-    def stored_keys(self) -> tuple[str, ...]:
-        """The keys under which a prefill leg's KV is stored; none if the store did not take all of it."""
-        reports = [save.result(0) for save in self._saves]
-        return () if any(report.dropped or report.failed for report in reports) else self._plan.keys
-
-    def _start_load(self, end: int) -> None:
-        if end > self.loaded_to:
-            self._load = self._connector.load(self._plan, self._blocks, self.loaded_to, end)

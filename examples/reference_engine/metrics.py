@@ -38,6 +38,10 @@ class Metrics:
         )
         self.generated_tokens = counter("generation_tokens", "Tokens generated")
         self.requests = counter("requests", "Sequences that ended: stop, length, error, abort", "finish")
+        self.transfers = counter("transfers", "Transfers that a proxy gave up: released, cancelled", "end")
+        self.pages_released = counter("pages_released", "Stored pages that were dropped because nobody needs them")
+        for end in ("released", "cancelled"):
+            self.transfers.labels(end)
         for source in ("computed", "local_cache", "external_kv"):
             self.prompt_tokens.labels(source)
 

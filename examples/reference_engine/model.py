@@ -85,6 +85,18 @@ class Model:
 
         Spans may come in any order; those of equal width are best given next to each other.
         """
+        hidden = self.hidden(spans, cache)
+        ends: list[int] = []
+        row = 0
+        for span in spans:
+            row += len(span.tokens)
+            if span.want_logits:
+                ends.append(row - 1)
+        return hidden[torch.tensor(ends, dtype=torch.long)] @ self._head
+
+    @torch.inference_mode()
+    def hidden(self, spans: list[Span], cache: PagedCache) -> Tensor:
+        """As `forward`, but the normed states of all tokens before the output head: [tokens, hidden]."""
         size = cache.block_size
         positions = torch.tensor([at for span in spans for at in range(span.start, span.start + len(span.tokens))])
         slots = torch.tensor(
@@ -101,13 +113,7 @@ class Model:
             hidden = hidden + self._attend(layer, _normed(hidden), cos, sin, slots, groups, cache, index)
             gate, up = (_normed(hidden) @ layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + (functional.silu(gate) * up) @ layer.down
-        ends: list[int] = []
-        row = 0
-        for span in spans:
-            row += len(span.tokens)
-            if span.want_logits:
-                ends.append(row - 1)
-        return _normed(hidden[torch.tensor(ends, dtype=torch.long)]) @ self._head
+        return _normed(hidden)
 
     def _attend(
         self,

@@ -5,13 +5,16 @@ The one rule: text leaves only when no stop string can still begin in it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from reference_engine.kv import KVSession
+from reference_engine.grammar import Expression, ends, first, rest
 from reference_engine.sampling import Choice, Sampling
-from reference_engine.tokenizer import EOS, decode
+from reference_engine.session import KVSession
+from reference_engine.tokenizer import EOS, OUTPUT_IDS, decode
 
-__all__ = ["Event", "Sequence"]
+__all__ = ["Event", "Limits", "Sequence"]
+
+_ALL: Final = frozenset(OUTPUT_IDS)
 
 
 class Event(NamedTuple):
@@ -24,8 +27,24 @@ class Event(NamedTuple):
     """The new token; None in the event of an error."""
     finish: Literal["stop", "length", "error"] | None
     """Why the sequence has ended; None: it goes on."""
-    reason: str | None
-    """The stop string that was met, or the error in words."""
+    reason: str | int | None
+    """The stop string or the stop token that was met, or the error in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When an answer ends, and what it may be."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    """End the answer like the end marker does, without text."""
+    keep_stop: bool = False
+    """Whether what ended the answer stays in its text."""
+    ignore_eos: bool = False
+    grammar: Expression | None = None
+    """What the text must be; when it is complete, the answer ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +56,7 @@ class Sequence:
     """The choice's index in the answer."""
     deliver: Callable[[Event], None]
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    limits: Limits = field(default_factory=Limits)
     cache_root: bytes = b""
     """Only sequences with equal roots share cached prefixes."""
     kv: KVSession | None = None
@@ -56,43 +72,66 @@ class Sequence:
     cached_tokens: int = field(init=False, default=0)
     """Prompt tokens that were not computed here, wherever they came from."""
     aborted: bool = field(init=False, default=False)
+    ended: bool = field(init=False, default=False)
+    """Whether the engine is through with it: nothing more is computed or saved."""
     last: Event | None = field(init=False, default=None)
     """The event that ends it, kept until what it announces is safely stored."""
     _text: str = field(init=False, default="")
     _sent: int = field(init=False, default=0)
+    _grammar: Expression | None = field(init=False)
+    """What may still follow."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self._grammar = self.limits.grammar
 
     @property
     def generated(self) -> int:
         """How many tokens were generated."""
         return len(self.tokens) - len(self.prompt)
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the next token may be the end marker."""
-        return not self.ignore_eos and self.generated >= self.min_tokens
+    def allowed(self) -> frozenset[int] | None:
+        """The tokens that may come next; None: all. Where a grammar leaves only the end, the end it is."""
+        limits, grammar = self.limits, self._grammar
+        early = self.generated < limits.min_tokens
+        if grammar is None:
+            if not early and not limits.ignore_eos:
+                return None
+            possible = _ALL
+        else:
+            possible = frozenset(map(ord, first(grammar)))
+            if ends(grammar):
+                possible |= {EOS}
+        barred = limits.stop_tokens | {EOS} if early else frozenset[int]()
+        if limits.ignore_eos and EOS not in limits.stop_tokens:
+            barred |= {EOS}
+        return possible - barred or possible
 
     def append(self, choice: Choice) -> Event:
         """Take the next token in."""
         self.tokens.append(choice.token)
-        self._text += decode([choice.token])
+        limits, text = self.limits, decode([choice.token])
+        if self._grammar is not None and text:
+            self._grammar = rest(self._grammar, text)
+        stopped = choice.token if choice.token in limits.stop_tokens else None
+        if stopped is None or limits.keep_stop:
+            self._text += text
+        if stopped is None and self.generated > limits.min_tokens:
+            stopped = self._stopped()
         finish: Literal["stop", "length"] | None = None
-        stopped = self._stopped() if self.generated > self.min_tokens else None
         if choice.token == EOS or stopped is not None:
             finish = "stop"
-        elif self.generated >= self.max_tokens:
+        elif self.generated >= limits.max_tokens:
             finish = "length"
-        held = 0 if finish or not self.stop else max(map(len, self.stop)) - 1
+        held = 0 if finish or not limits.stop or limits.keep_stop else max(map(len, limits.stop)) - 1
         end = max(len(self._text) - held, self._sent)
-        text = self._text[self._sent : end]
+        new = self._text[self._sent : end]
         self._sent = end
-        return Event(self, text, choice, finish, stopped)
+        return Event(self, new, choice, finish, stopped)
 
     def _stopped(self) -> str | None:
         """The stop string that the last token completed, if any; the text is cut before it."""
-        met = max((stop for stop in self.stop if self._text.endswith(stop)), key=len, default=None)
-        if met is not None:
+        met = max((stop for stop in self.limits.stop if self._text.endswith(stop)), key=len, default=None)
+        if met is not None and not self.limits.keep_stop:
             self._text = self._text.removesuffix(met)
         return met

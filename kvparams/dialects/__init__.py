@@ -5,13 +5,25 @@ one rule: what an engine wrote about its own KV is carried to the decode engine 
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvparams.errors import KVParamsError
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts
+from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["Dialect", "HandoffMissing", "NotSplittable"]
+__all__ = ["Abandon", "Dialect", "HandoffMissing", "NotSplittable"]
+
+
+class Abandon(NamedTuple):
+    """One small request to an engine that gives back KV which nobody will fetch."""
+
+    role: Role
+    """Whom to ask: the producer itself (prefill), or any decode engine."""
+    native: bytes
+    """Native members of `kv_transfer_params`, as the text of a JSON object."""
+    leg: bool
+    """Whether it is a decode leg of one token of the client's own request; otherwise our document alone is posted, in
+    phase `release`, to `/v1/kvparams`."""
 
 
 class HandoffMissing(KVParamsError):
@@ -27,6 +39,10 @@ class Dialect(Protocol):
 
     mode: Mode
     """How the KV travels."""
+    reusable: bool
+    """Whether another decode engine can fetch the same KV after one may have done so."""
+    lease_s: float
+    """How long the producer keeps it where its answer does not say."""
 
     def refuse(self, request: RequestFacts) -> str | None:
         """Why this request cannot run over such a connector, in words for its sender; None when it can."""
@@ -44,5 +60,13 @@ class Dialect(Protocol):
 
         Raises:
             HandoffMissing: decode could only recompute with this.
+        """
+        ...
+
+    def abandon(self, native: bytes) -> Abandon | None:
+        """How to give back KV that no decode engine has fetched; None where it may stay until its time is over.
+
+        Args:
+            native: what `decode_keys` made, as the text of a JSON object.
         """
         ...

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import HandoffMissing
+from kvparams.dialects import Abandon, HandoffMissing
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts
+from kvparams.scheduling import RequestFacts, Role
 
 __all__ = ["NIXL", "Nixl"]
 
@@ -25,6 +25,9 @@ class Nixl:
     """See the module."""
 
     mode: Mode = "pull"
+    reusable = False
+    lease_s = 30.0
+    """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""
 
     def refuse(self, request: RequestFacts) -> str | None:
         """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
@@ -47,6 +50,11 @@ class Nixl:
                 "is it started with a NixlConnector (--kv-transfer-config)?"
             )
         return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
+
+    def abandon(self, native: bytes) -> Abandon:
+        """A decode leg of one token: its engine fetches the blocks, or is aborted before, and tells the prefill engine
+        to free them either way (vLLM 0.32.0 nixl/base_scheduler.py: request_finished)."""
+        return Abandon(Role.DECODE, native, leg=True)
 
 
 NIXL: Final = Nixl()

@@ -4,17 +4,24 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import HandoffMissing
+from kvparams.dialects import Abandon, HandoffMissing
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts
+from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["STORE", "Store"]
+__all__ = ["DROPPING_STORE", "STORE", "Store"]
 
 
 class Store:
     """See the module."""
 
     mode: Mode = "store"
+    reusable = True
+    lease_s = 600.0
+    """A page that has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
+
+    def __init__(self, *, drop: bool) -> None:
+        """`drop`: pages that nobody fetched are dropped at once; otherwise they stay for others, until their time."""
+        self._drop = drop
 
     def refuse(self, request: RequestFacts) -> str | None:
         """Nothing: pages are found by content, so several prompts and several answers share them."""
@@ -32,5 +39,10 @@ class Store:
             )
         return {}
 
+    def abandon(self, native: bytes) -> Abandon | None:
+        """Nothing, or the release of what this transfer saved."""
+        return Abandon(Role.PREFILL, native, leg=False) if self._drop else None
 
-STORE: Final = Store()
+
+STORE: Final = Store(drop=False)
+DROPPING_STORE: Final = Store(drop=True)

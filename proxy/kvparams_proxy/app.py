@@ -5,79 +5,151 @@ The one rule: everything is made in the lifespan and passed on; there is no app,
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
+from random import Random
 from secrets import token_hex
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvparams import plugins
-from kvparams.coordination import RequestManager
+from kvparams.coordination import OneEngine
 from kvparams.dialects import Dialect
-from kvparams.scheduling import Role, SchedulingPolicy
-from kvparams_proxy.downstream import ASGIDownstream, Downstream, open_downstream
+from kvparams.errors import PluginError
+from kvparams.plan import RequestManager
+from kvparams.retries import RetryBudget
+from kvparams.scheduling import Instance, Role, SchedulingPolicy
+from kvparams_proxy.auth import KeyRing, Unauthorized
+from kvparams_proxy.direct import DIRECT
+from kvparams_proxy.endpoints import ENDPOINTS
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.executor import Execution, Resources
+from kvparams_proxy.executor import Resources
+from kvparams_proxy.exposition import Exposition
 from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.intake import Endpoint, harmless, read
+from kvparams_proxy.gauges import Gauges
+from kvparams_proxy.generate import Generate, Generating, require_client
+from kvparams_proxy.journal import Journal
+from kvparams_proxy.lag import LoopLag
 from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.pool import Pool
+from kvparams_proxy.pools import Pools
+from kvparams_proxy.privacy import Addresses
 from kvparams_proxy.probes import Prober
+from kvparams_proxy.registry.admin import admin_routes
+from kvparams_proxy.registry.providers import supplied
+from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.releases import Releases
 from kvparams_proxy.settings import Settings
+from kvparams_proxy.tracing import Tracer
+from kvparams_proxy.upstream import UpstreamLimits
 from kvparams_proxy.watch import Watch
+
+if TYPE_CHECKING:
+    from kvparams_proxy.spans import SpanExport
 
 __all__ = ["create_app"]
 
-_FORWARDED: Final = frozenset((b"authorization", b"traceparent", b"tracestate"))
-"""The only client headers that engines see: others can steer an engine's KV connector (`x-data-parallel-rank`, ...)."""
+_KEYS_S: Final = 1.0
+"""How often the file of client keys is looked at."""
 
 
-def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlette:
+def create_app(settings: Settings) -> Starlette:
     """The proxy.
 
-    Args:
-        settings: what the operator decided.
-        tls: how to trust engines behind https; the system's way by default.
-
     Raises:
-        PluginError: a policy, manager or dialect that is named is not registered.
+        PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
+            `tracing` is not installed.
+        KeysError: the file of client keys cannot be used.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     manager = cast("type[RequestManager]", plugins.load("managers", settings.manager))
-    spoken = {instance.dialect for instance in settings.instances}
-    dialects = {name: cast("Dialect", plugins.load("dialects", name)) for name in spoken}
-    fleet = Fleet(settings.instances, {role: policy() for role in Role})
-    metrics = Metrics(fleet)
+    dialects = {name: cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")}
+    keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
+    make_spans = _span_export(settings.trace)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
-        pools = {i.id: Pool(i.url, settings.upstream, tls) for i in settings.instances}
-        resources = Resources(loop, fleet, manager(), dialects, pools, metrics, settings, _identifiers(), Watch(loop))
-        async with Prober(fleet, settings.probe_s, tls):
-            yield {"resources": resources}
-        for pool in pools.values():
-            pool.close()
+        fleet = Fleet(
+            (),
+            {role: policy() for role in Role},
+            loop.time,
+            loop.call_later,
+            limits=settings.limits,
+            queue=settings.queue,
+            breaker=settings.breaker,
+            slow_start_s=settings.slow_start_s,
+        )
+        registry = Registry(fleet, settings.rules)
+        pools = Pools(partial(_pool, registry, settings.upstream))
+        fleet.listen(pools)
+        addresses = Addresses()
+        fleet.listen(addresses)
+        watch = Watch(loop)
+        metrics = Metrics()
+        releases = Releases(fleet, pools, watch)
+        journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
+        spans = make_spans()
+        exposition = Exposition(metrics, Gauges(metrics, fleet, pools, releases, journal))
+        lag = LoopLag(loop, metrics.turn_lag)
+        resources = Resources(
+            loop=loop,
+            fleet=fleet,
+            dialects=dialects,
+            pools=pools,
+            metrics=metrics,
+            settings=settings,
+            new_id=_identifiers(),
+            watch=watch,
+            retries=RetryBudget(),
+            releases=releases,
+            addresses=addresses,
+            tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
+            readers=tuple(reader for reader in (journal, spans) if reader is not None),
+        )
+        split = manager()
+        generate = {
+            each.path: Generate(resources, split if each.role is None else OneEngine(each.role), keys, each)
+            for each in ENDPOINTS
+        }
+        async with (
+            supplied(registry, settings.instances, settings.providers),
+            Prober(fleet, settings.probe_s, pools),
+            _following(keys),
+        ):
+            fleet.settled()
+            direct = {path.encode(): endpoint for path, endpoint in generate.items()}
+            yield {
+                "resources": resources,
+                "registry": registry,
+                "generate": generate,
+                "exposition": exposition,
+                "keys": keys,
+                DIRECT: direct,
+            }
+        fleet.close()
+        pools.close()
+        lag.close()
+        if journal is not None:
+            journal.close()
+        if spans is not None:
+            await spans.close()
 
-    endpoints: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
-    generate = {path: Generate(endpoint, path) for path, endpoint in endpoints.items()}
     app = Starlette(
         routes=[
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),
+            *(Route(each.path, Generating(each.path), methods=["POST"]) for each in ENDPOINTS),
             Route("/v1/models", _models, methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
+            *(admin_routes(settings.admin) if settings.admin is not None else ()),
         ],
-        middleware=[Middleware(_Shortcut, endpoints=generate)],
         lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_found, 500: _bug},
     )
@@ -85,67 +157,35 @@ def create_app(settings: Settings, tls: ssl.SSLContext | None = None) -> Starlet
     return app
 
 
-class _Shortcut:
-    """Hands generating requests straight to their endpoint, past the router, which costs CPU on every one of them."""
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
-        self._app = app
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
-        if endpoint is not None and scope["method"] == "POST":
-            await endpoint(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+def _pool(registry: Registry, limits: UpstreamLimits, instance: Instance) -> Pool:
+    access = registry.access(instance.id)
+    return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key)
 
 
-class Generate:
-    """The ASGI app of one generating endpoint."""
+@asynccontextmanager
+async def _following(keys: KeyRing | None) -> AsyncGenerator[None]:
+    """Client keys are read again whenever their file has changed."""
+    if keys is None:
+        yield
+        return
+    task = asyncio.create_task(keys.follow(_KEYS_S), name="follow client keys")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
-    def __init__(self, endpoint: Endpoint, path: str) -> None:
-        """`path` is that of the engines too, however the client has spelled it."""
-        self._endpoint: Endpoint = endpoint
-        self._path = path.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the request, refuse it or have it executed."""
-        resources: Resources = scope["state"]["resources"]
-        given: bytes | None = None
-        encoded = False
-        headers: list[bytes] = []
-        for name, value in scope["headers"]:
-            if name == b"x-request-id":
-                given = value
-            elif name == b"content-encoding" and value.lower() != b"identity":
-                encoded = True
-            elif name in _FORWARDED:
-                headers.append(b"%b: %b\r\n" % (name, value))
-        transfer = resources.new_id()
-        request = given.decode() if given is not None and harmless(given) else transfer
-        try:
-            if encoded:
-                raise ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
-            body = await _body(receive, resources.settings.body.max_bytes)
-            inbound = read(self._endpoint, body, request, transfer, resources.settings.body)
-            if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
-                message = f"the model {model[:200]!r} is not served here; see /v1/models"
-                raise ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
-        except ProxyError as error:
-            resources.metrics.outcomes["refused"] += 1
-            await _error(error, request)(scope, receive, send)
-            return
-        except ConnectionError:  # the client left while it was sending
-            resources.metrics.outcomes["gone"] += 1
-            return
-        downstream: Downstream = await open_downstream(scope, receive, send)
-        try:
-            await Execution(resources, self._path, inbound, b"".join(headers), downstream).run()
-            if isinstance(downstream, ASGIDownstream):
-                await downstream.finished()
-        finally:
-            if isinstance(downstream, ASGIDownstream):
-                downstream.close()
+def _span_export(ratio: float | None) -> Callable[[], "SpanExport | None"]:
+    """Makes what exports spans. OpenTelemetry is imported only where traces are wanted."""
+    if ratio is None:
+        return lambda: None
+    try:
+        from kvparams_proxy.spans import SpanExport
+    except ImportError as error:
+        message = f"traces need OpenTelemetry ({error}): pip install 'kvparams[tracing]'"
+        raise PluginError(message) from error
+    return SpanExport
 
 
 def _identifiers() -> Callable[[], str]:
@@ -154,28 +194,21 @@ def _identifiers() -> Callable[[], str]:
     return lambda: f"{run}-{next(numbers):x}"
 
 
-async def _body(receive: Receive, limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError("the client has left")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit_bytes:
-            raise ProxyError(413, "invalid_request_error", f"the body is larger than {limit_bytes} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 def _error(error: ProxyError, request: str | None = None) -> Response:
     headers = {} if request is None else {"x-request-id": request}
     return Response(error.body(), error.status, headers, "application/json")
 
 
+def _headers(error: ProxyError) -> dict[str, str]:
+    return dict(line.decode().split(": ", 1) for line in error.headers().split(b"\r\n") if line)
+
+
 async def _models(request: Request) -> Response:
+    if (keys := request.state.keys) is not None:
+        try:
+            require_client(keys, next((v for n, v in request.headers.raw if n == b"authorization"), None))
+        except Unauthorized as error:
+            return Response(error.body(), 401, _headers(error), "application/json")
     models = request.state.resources.fleet.models()
     data = [{"id": model, "object": "model", "created": 0, "owned_by": "kvparams"} for model in models]
     return JSONResponse({"object": "list", "data": data})
@@ -188,7 +221,9 @@ async def _health(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(request.state.resources.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    exposition: Exposition = request.state.exposition
+    text, content_type = await exposition.text(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:

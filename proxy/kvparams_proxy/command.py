@@ -2,22 +2,19 @@
 
 import argparse
 import logging
-import re
 import sys
-from secrets import token_hex
 from typing import Final
-from urllib.parse import SplitResult, urlsplit
 
 from kvparams import plugins
-from kvparams.scheduling import Instance, Role
+from kvparams.scheduling import Role
+from kvparams_proxy import production_stack
 from kvparams_proxy.app import create_app
+from kvparams_proxy.configuration import configure
+from kvparams_proxy.options import OPTIONS, SWITCH, Option
+from kvparams_proxy.registry.problems import ConfigError
 from kvparams_proxy.server import listen, serve
-from kvparams_proxy.settings import Settings
 
 __all__ = ["COMMAND"]
-
-_NAME: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-"""What an instance may be called: it stands in documents and headers."""
 
 _EXAMPLE: Final = """
 example, two prefill and two decode engines that speak vLLM's NIXL connector:
@@ -25,8 +22,19 @@ example, two prefill and two decode engines that speak vLLM's NIXL connector:
   kvparams proxy --prefill http://10.0.0.1:8000 --prefill http://10.0.0.2:8000 \\
                  --decode  http://10.0.0.3:8000 --decode  http://10.0.0.4:8000
 
+the same from a file, which may be changed while the proxy runs (examples/fleet.yaml shows all of it):
+
+  kvparams proxy --config fleet.yaml --admin-token-file token
+
+  proxy: {port: 8100, prefill-requests: 64}      # flags from `where to listen` on; read at the start
+  instances:
+    - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
+    - {id: d0, url: "http://10.0.0.3:8000", role: decode}
+
 then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
-Also served: /v1/models, /health (503 while a role is missing), /metrics.
+Also served: /v1/models, /health (503 while a role is missing), /metrics, and with a token /admin:
+
+  curl -H "Authorization: Bearer $(cat token)" http://127.0.0.1:8100/admin/instances
 """
 
 
@@ -36,113 +44,91 @@ class ProxyCommand:
     summary = "Put a proxy in front of prefill and decode engines."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One argument for each setting."""
+        """One argument for each setting, and those that name engines."""
         parser.epilog = _EXAMPLE
+        engines = parser.add_argument_group("engines")
         for role in Role:
-            parser.add_argument(
+            engines.add_argument(
                 f"--{role}",
                 action="append",
                 default=[],
                 metavar="[NAME=]URL",
                 help=f"a {role} engine, http://host:port; repeat it for each (default names: {role}-0, {role}-1, ...)",
             )
-        known = ", ".join(plugins.names("dialects"))
-        parser.add_argument("--connector", default="nixl", help=f"the engines' KV connector: {known} (default: nixl)")
-        known = ", ".join(plugins.names("policies"))
-        parser.add_argument("--policy", default="round_robin", help=f"who runs a leg: {known} (default: round_robin)")
-        parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-        port = "where to listen; 0 is any free port (default: %(default)s)"
-        parser.add_argument("--port", type=_listening_port, default=8100, help=port)
-        seconds: tuple[tuple[str, float, str], ...] = (
-            ("--prefill-timeout", 300.0, "for a whole prefill leg"),
-            ("--decode-timeout", 600.0, "the longest silence of a decode engine"),
-            ("--probe", 5.0, "how often each engine is asked whether it lives and what it serves"),
+        engines.add_argument(
+            "--config",
+            metavar="FILE",
+            help="engines and settings in YAML; its engines are followed while the proxy runs",
         )
-        for name, default, text in seconds:
-            parser.add_argument(
-                name, type=_seconds, default=default, metavar="S", help=f"{text} (default: {default:g} s)"
+        known = ", ".join(plugins.names("dialects"))
+        engines.add_argument(
+            "--connector",
+            default="nixl",
+            metavar="NAME",
+            help=f"the KV connector of engines that name none: {known} (default: nixl)",
+        )
+        for role in Role:
+            engines.add_argument(
+                f"--{role}-labels",
+                metavar="LABEL=VALUE",
+                help=f"engines without a role are {role} if they have this label; several separated by commas",
             )
-        route = "name the instances used in the headers x-kvparams-prefill and x-kvparams-decode"
-        parser.add_argument("--expose-route", action="store_true", help=route)
-        plain = "write answers through ASGI instead of uvicorn's transport (slower, works the same)"
-        parser.add_argument("--plain-asgi", action="store_true", help=plain)
+        engines.add_argument(
+            "--engine-key-file", metavar="FILE", help="holds the API key that engines want, where they name none"
+        )
+        engines.add_argument(
+            "--engine-ca",
+            metavar="FILE",
+            help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
+        )
+        groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
+        for option in OPTIONS:
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            _add(groups[option.group], option)
+        production_stack.add_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serve until told to stop."""
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         try:
-            instances = tuple(
-                instance
-                for role in Role
-                for instance in _instances(role, getattr(arguments, role.value), arguments.connector)
-            )
-            settings = Settings(
-                instances=instances,
-                policy=arguments.policy,
-                prefill_timeout_s=arguments.prefill_timeout,
-                decode_timeout_s=arguments.decode_timeout,
-                probe_s=arguments.probe,
-                expose_route=arguments.expose_route,
-            )
-            if not instances:
-                raise ValueError("no engine is given; name at least one --prefill URL and one --decode URL")
-        except ValueError as error:
-            print(f"kvparams proxy: {error}", file=sys.stderr)
+            asked = configure(arguments)
+        except ConfigError as error:
+            for problem in error.problems:
+                print(f"kvparams proxy: {problem}", file=sys.stderr)
             return 2
-        app = create_app(settings)
+        app = create_app(asked.settings)
+        notes = list(asked.notes)
         for role in Role:
-            if not any(instance.role is role for instance in instances):
-                print(f"kvparams proxy: no --{role} given: requests will be answered 503", file=sys.stderr)
+            if not any(entry.role is role for entry in asked.entries):
+                notes.append(f"no {role} engine is given: requests will be answered 503 until there is one")
+        for note in notes:
+            print(f"kvparams proxy: {note}", file=sys.stderr)
         try:
-            listener = listen(arguments.host, arguments.port)
+            listener = listen(asked.host, asked.port)
         except OSError as error:
-            where = f"{arguments.host}:{arguments.port}"
+            where = f"{asked.host}:{asked.port}"
             print(f"kvparams proxy: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
             return 1
         port = listener.getsockname()[1]
-        print(f"kvparams proxy: http://{arguments.host}:{port}, engines: {len(instances)}", flush=True)
-        serve(app, listener, direct=not arguments.plain_asgi)
+        scheme = "http" if asked.tls is None else "https"
+        print(f"kvparams proxy: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
+        serve(app, listener, tls=asked.tls, direct=asked.direct)
         return 0
 
 
-def _listening_port(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError("must be a port from 0 to 65535")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be more than 0 seconds")
-    return value
-
-
-def _instances(role: Role, given: list[str], dialect: str) -> list[Instance]:
-    found: list[Instance] = []
-    for index, text in enumerate(given):
-        name, equals, url = text.partition("=")
-        if not equals or "://" in name:
-            name, url = f"{role}-{index}", text
-        parts = urlsplit(url)
-        plain = not parts.query and parts.path in ("", "/") and _port(parts)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-            raise ValueError(f"--{role} {text}: an engine is given as http://host:port or https://host:port")
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"--{role} {text}: a name is 1 to 128 letters, digits and ._~-")
-        found.append(Instance(name, token_hex(8), role, url.rstrip("/"), dialect))
-    return found
-
-
-def _port(parts: SplitResult) -> bool:
-    """Whether it is one, or is left out."""
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
+def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
+    """The flag of one setting. Not given is None: then the fleet file has its say."""
+    text = option.help if option.kind.known is None else f"{option.help}: {', '.join(option.kind.known())}"
+    if option.kind is SWITCH:
+        group.add_argument(f"--{option.name}", action="store_const", const=True, help=text)
+        return
+    if option.default is not None:
+        unit = " s" if isinstance(option.default, float) else ""
+        shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
+        text = f"{text} (default: {shown}{unit})"
+    group.add_argument(f"--{option.name}", metavar=option.kind.metavar, help=text)
 
 
 COMMAND: Final = ProxyCommand()
+"""The entry point."""

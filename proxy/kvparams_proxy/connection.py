@@ -5,6 +5,7 @@ engine sends, an exchange ends once, and a connection is used again only when it
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
@@ -15,6 +16,7 @@ from kvparams_proxy.upstream import Head, Request, Sink, UpstreamError, Upstream
 __all__ = ["Connection", "Exchange"]
 
 
+_log: Final = logging.getLogger(__name__)
 _STALE_S: Final = 1.0
 """A kept connection that the engine had closed already fails within a round trip; later, the engine may have begun."""
 
@@ -48,27 +50,35 @@ class Owner(Protocol):
 class Exchange:
     """One request and its answer: a handle to abort or throttle it."""
 
-    __slots__ = ("_connecting", "_connection", "_pool", "_request", "_retry", "_sink")
+    __slots__ = ("_begun", "_connecting", "_connection", "_pool", "_request", "_retry", "_sink")
 
-    def __init__(self, pool: Owner, request: Request, sink: Sink) -> None:
+    def __init__(self, pool: Owner, request: Request, sink: Sink, *, once: bool) -> None:
+        """`once`: never send the request twice, even where the engine has most likely not seen it."""
         self._pool = pool
         self._request = request
         self._sink: Sink | None = sink
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._retry = True
+        self._retry = not once
+        self._begun = False
 
     def abort(self, error: UpstreamError) -> None:
         """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
         sink = self._sink
+        if sink is not None:
+            error.connected = self._begun
+            self.discard()
+            sink.on_done(error)
+
+    def discard(self) -> None:
+        """End it now; the sink hears nothing more."""
+        sink, self._sink = self._sink, None
         if sink is None:
             return
-        self._sink = None
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
             self._connection.close()
-        sink.on_done(error)
 
     def pause(self) -> None:
         """Stop reading: what the engine goes on sending fills the socket, then stalls its stream."""
@@ -83,6 +93,7 @@ class Exchange:
     def run_on(self, connection: "Connection") -> None:
         """For the pool: send the request there."""
         self._connection = connection
+        self._begun = True
         connection.begin(self, cast("Sink", self._sink), self._request)
 
     def connect(self, task: asyncio.Task[None]) -> None:
@@ -196,8 +207,15 @@ class Connection(asyncio.Protocol):
             if not self._head_done and self._head_bytes > self._pool.limits.head_bytes:
                 raise ValueError("its headers are too long")
             sink.on_flush()
+        except UpstreamError as error:  # the sink has seen enough
+            self._fail(error)
+            return
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
             self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(error)})"))
+            return
+        except Exception:  # noqa: BLE001  a fault of the proxy: still, this exchange ends and the engine is told
+            _log.exception("an answer could not be taken")
+            self._fail(UpstreamError("the proxy failed; its log says why"))
             return
         if self._complete:
             self._end()

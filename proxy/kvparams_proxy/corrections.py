@@ -5,43 +5,59 @@ every other byte leaves as the engine wrote it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, fields, locate
+from kvparams_proxy.privacy import Addresses, answer_changes, error_in
+from kvparams_proxy.upstream import UpstreamRefusal
 
-__all__ = ["Corrections", "complete_events", "load_answer", "prompt_details"]
-
-_PRIVATE: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "disagg_prefill_resp"))
+__all__ = ["Corrections", "check_event", "complete_events", "load_answer", "prompt_details", "split_events"]
 
 
-class Corrections(NamedTuple):
-    """What prefill said, for the answers of decode."""
+_ITS_OWN: Final = object()
 
-    prompt_tokens_details: object
-    """That member of prefill's `usage`; None where the engine does not report it."""
+
+class Corrections:
+    """Of the answers to one request."""
+
+    __slots__ = ("_addresses", "_closely", "_request_id", "prompt_tokens_details", "usage")
+
+    def __init__(self, request_id: str, addresses: Addresses) -> None:
+        """`request_id` is what the engines were told; `addresses` are theirs."""
+        self._request_id = request_id
+        self._addresses = addresses
+        self._closely = True
+        """Whether every event is examined: until one has shown that what all of them repeat needs no change."""
+        self.prompt_tokens_details: object = _ITS_OWN
+        """That member of prefill's `usage`, None where the engine does not report it. Until it is known, what the
+        answering engine says stands: it may do all of the work."""
+        self.usage: Mapping[str, object] | None = None
+        """The last `usage` that came, as decode said it."""
 
     def whole(self, raw: bytes) -> bytes:
         """A JSON answer, corrected.
 
         Raises:
             JSONTextError: it is not a JSON object.
+            UpstreamRefusal: it is an error, whatever its status said.
         """
         document = load_answer(raw)
-        changes: dict[str, bytes | None] = {}
-        spans: dict[str, Field] = {}
-        for name in _PRIVATE & document.keys():
-            changes[name] = None
-            spans[name] = locate(raw, document, name)
+        if (error := error_in(document)) is not None:
+            raise UpstreamRefusal(error)
+        changes = answer_changes(document, raw, self._request_id, self._addresses)
+        self._closely = not changes.keys() <= {"kv_transfer_params"}
+        spans: dict[str, Field] = {name: locate(raw, document, name) for name in changes}
         usage = document.get("usage")
         if isinstance(usage, dict):
-            details = cast("dict[str, object]", usage).get("prompt_tokens_details")
-            if details != self.prompt_tokens_details:
+            self.usage = cast("dict[str, object]", usage)
+            wanted = self.prompt_tokens_details
+            if wanted is not _ITS_OWN and self.usage.get("prompt_tokens_details", wanted) != wanted:
                 span = spans["usage"] = locate(raw, document, "usage")
                 inside = raw[span.value : span.end]
-                change = {"prompt_tokens_details": to_json(self.prompt_tokens_details)}
+                change = {"prompt_tokens_details": to_json(wanted)}
                 changes["usage"] = edit(inside, fields(inside), change)
         return edit(raw, spans, changes) if changes else raw
 
@@ -50,13 +66,21 @@ class Corrections(NamedTuple):
 
         Raises:
             JSONTextError: an event that needs correction is not JSON.
+            UpstreamRefusal: one is an error; `before` it are the events that are none.
         """
-        if _clean(raw):
+        if not self._closely and _clean(raw):
             return raw
-        return b"".join(self._event(event) for event in _split(raw))
+        done: list[bytes] = []
+        try:
+            for event in split_events(raw):
+                done.append(self._event(event))
+        except UpstreamRefusal as refusal:
+            refusal.before = b"".join(done)
+            raise
+        return b"".join(done)
 
     def _event(self, event: bytes) -> bytes:
-        if _clean(event):
+        if not self._closely and _clean(event):
             return event
         lines = event.splitlines(keepends=True)
         data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
@@ -72,7 +96,7 @@ class Corrections(NamedTuple):
 def _clean(raw: bytes) -> bool:
     """Whether events need no correction: they hold none of these. (Inside a JSON string a quote is escaped, so a model
     that writes `"prompt_tokens"` does not look like it.)"""
-    return b'"prompt_tokens"' not in raw and b"_transfer_params" not in raw and b"disagg" not in raw
+    return b'"prompt_tokens"' not in raw and b'_params"' not in raw and b'"error"' not in raw
 
 
 def load_answer(raw: bytes) -> dict[str, object]:
@@ -103,7 +127,18 @@ def complete_events(raw: bytes) -> int:
     return max(raw.rfind(b"\n\n") + 2, raw.rfind(b"\r\n\r\n") + 4) if b"\n\n" in raw or b"\r\n\r\n" in raw else 0
 
 
-def _split(raw: bytes) -> Iterator[bytes]:
+def check_event(event: bytes) -> None:
+    """
+    Raises:
+        JSONTextError: it is cut off: neither JSON nor the last one.
+    """
+    data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    if data != b"[DONE]":
+        load_answer(data)
+
+
+def split_events(raw: bytes) -> Iterator[bytes]:
+    """One by one, each with the blank line that ends it."""
     at = 0
     while at < len(raw):
         ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.find(mark, at)) >= 0]

@@ -1,28 +1,18 @@
-"""The way back to the client: one interface, two ways to write.
+"""The way back to the client: the interface, and the way that works on any ASGI server.
 
-`ASGIDownstream` works on any ASGI server. `DirectDownstream` writes to uvicorn's transport without a task switch for
-every event; `RelayProtocol` offers it to the app in the request's scope. The one rule: a writer never waits; it says
-when to pause and when the client has gone, and drops what is written after that.
+The faster way, straight to uvicorn's transport, is `direct.py`. The one rule: a writer never waits; it says when to
+pause and when the client has gone, and drops what is written after that.
 """
 
 import asyncio
-from http import HTTPStatus
 from typing import Any, Final, Protocol
 
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import Receive, Send
 
-__all__ = ["ASGIDownstream", "DirectDownstream", "Downstream", "RelayProtocol", "Watcher", "open_downstream"]
+__all__ = ["HIGH_WATER", "ASGIDownstream", "Downstream", "Watcher"]
 
-EXTENSION: Final = "kvparams.downstream"
-"""Where in `scope["extensions"]` the server offers a `DirectDownstream`."""
-_HIGH_WATER: Final = 64 << 10
+HIGH_WATER: Final = 64 << 10
 """Bytes not yet taken by the client from which its engine is throttled (uvicorn's own limit too)."""
-_HEAD_BYTES: Final = 64 << 10
-"""Of a client's request: line, headers, trailers."""
-_STATUS_LINES: Final = {
-    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
-}
 
 
 class Watcher(Protocol):
@@ -60,146 +50,9 @@ class Downstream(Protocol):
         """The body is complete."""
         ...
 
-
-class DirectDownstream:
-    """Writes to uvicorn's transport. Source of what it touches: uvicorn 0.54.0, httptools_impl.py."""
-
-    __slots__ = ("_chunked", "_cycle", "_protocol", "_waiting", "_watcher")
-
-    def __init__(self, protocol: "RelayProtocol", cycle: RequestResponseCycle) -> None:
-        self._protocol = protocol
-        self._cycle = cycle
-        self._watcher: Watcher | None = None
-        self._chunked = False
-        self._waiting: list[bytes] = []
-
-    async def ready(self) -> None:
-        """Wait until the client has taken what it was answered before on this connection, or has left."""
-        flow = self._protocol.flow
-        if flow.write_paused:
-            await flow.drain()
-
-    def watch(self, watcher: Watcher) -> None:
-        """See `Downstream.watch`."""
-        self._watcher = watcher
-        if self._cycle.disconnected or self._protocol.transport.is_closing():
-            self.client_gone()
-        else:
-            self._protocol.relayed = self
-
-    def head(self, status: int, headers: bytes, length: int | None) -> None:
-        """See `Downstream.head`. It leaves with the first piece of the body, in one write."""
-        cycle = self._cycle
-        cycle.response_started = True
-        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        if length is not None:
-            framing = b"content-length: %d\r\n" % length
-        elif cycle.scope["http_version"] == "1.0":  # knows no chunks: the end of the connection ends the body
-            framing = b""
-            cycle.keep_alive = False
-        else:
-            framing = b"transfer-encoding: chunked\r\n"
-            self._chunked = True
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._waiting.append(b"%b%b%b%b\r\n" % (line, headers, framing, close))
-        if length is None:
-            return
-        if length == 0:
-            self._write(b"")
-
-    def body(self, data: bytes) -> None:
-        """See `Downstream.body`."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-
-    def end(self) -> None:
-        """See `Downstream.end`."""
-        if self._chunked:
-            self._write(b"0\r\n\r\n")
-        cycle = self._finish()
-        if not cycle.keep_alive:
-            self._protocol.transport.close()
-        cycle.on_response()
-
-    def client_gone(self) -> None:
-        """For the protocol: the connection is lost."""
-        self._cycle.disconnected = True
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.client_gone()
-
-    def client_slow(self) -> None:
-        """For the protocol: the transport's buffer is full."""
-        if self._watcher is not None:
-            self._watcher.client_slow()
-
-    def client_ready(self) -> None:
-        """For the protocol: the transport's buffer is empty again."""
-        if self._watcher is not None:
-            self._watcher.client_ready()
-
-    def _write(self, data: bytes) -> None:
-        if self._waiting:
-            self._waiting.append(data)
-            data = b"".join(self._waiting)
-            self._waiting.clear()
-        if not self._cycle.disconnected:
-            self._protocol.transport.write(data)
-
-    def _finish(self) -> RequestResponseCycle:
-        self._watcher = None
-        self._protocol.relayed = None
-        cycle = self._cycle
-        cycle.response_complete = True
-        cycle.message_event.set()
-        return cycle
-
-
-class RelayProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, which also offers a `DirectDownstream` for each request."""
-
-    relayed: DirectDownstream | None = None
-    """The one that is being written to, if any."""
-    _unheard = 0
-    """Bytes received since the parser last had something to say: of headers or trailers that have not ended yet."""
-
-    def data_received(self, data: bytes) -> None:
-        """Refuse headers without an end: uvicorn would keep all of them."""
-        self._unheard += len(data)
-        super().data_received(data)
-        if self._unheard > _HEAD_BYTES and not self.transport.is_closing():
-            if self.relayed is None:
-                self.send_400_response("The headers are too long.")
-            else:  # of a request behind the one that is being answered
-                self.transport.abort()
-
-    def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
-        self._unheard = 0
-        super().on_body(body)
-
-    def on_headers_complete(self) -> None:
-        """Offer it before the app's task has begun."""
-        self._unheard = 0
-        super().on_headers_complete()
-        self.scope["extensions"] = {EXTENSION: DirectDownstream(self, self.cycle)}  # pyright: ignore[reportGeneralTypeIssues]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the relay at once; uvicorn would tell the app when it next asks."""
-        super().connection_lost(exc)
-        if self.relayed is not None:
-            self.relayed.client_gone()
-
-    def pause_writing(self) -> None:
-        """The client is slow."""
-        super().pause_writing()
-        if self.relayed is not None:
-            self.relayed.client_slow()
-
-    def resume_writing(self) -> None:
-        """The client has caught up."""
-        super().resume_writing()
-        if self.relayed is not None:
-            self.relayed.client_ready()
+    def drop(self) -> None:
+        """Break the connection: the client does not take what it is given. The watcher hears `client_gone`."""
+        ...
 
 
 class ASGIDownstream:
@@ -234,7 +87,7 @@ class ASGIDownstream:
         """See `Downstream.body`."""
         self._size += len(data)
         self._put({"type": "http.response.body", "body": data, "more_body": True})
-        if self._size > _HIGH_WATER and not self._slow:
+        if self._size > HIGH_WATER and not self._slow:
             self._slow = True
             if self._watcher is not None:
                 self._watcher.client_slow()
@@ -244,10 +97,17 @@ class ASGIDownstream:
         self._watcher = None
         self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def drop(self) -> None:
+        """See `Downstream.drop`. The server closes the connection when the app returns without an end."""
+        self._leave()
+        self._writer.cancel()
+
     async def finished(self) -> None:
         """Wait until the client has taken everything, or has left."""
         try:
-            await self._writer
+            await asyncio.wait([self._writer])
+            if not self._writer.cancelled():
+                self._writer.result()
         except OSError:  # the server found the client gone while writing (ASGI 2.4)
             self._gone = True
 
@@ -267,7 +127,7 @@ class ASGIDownstream:
                 return
             await self._send(message)
             self._size -= len(message.get("body", b""))
-            if self._slow and self._size < _HIGH_WATER // 4:
+            if self._slow and self._size < HIGH_WATER // 4:
                 self._slow = False
                 if self._watcher is not None:
                     self._watcher.client_ready()
@@ -277,17 +137,11 @@ class ASGIDownstream:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._leave()
+        self._messages.put_nowait({})
+
+    def _leave(self) -> None:
         self._gone = True
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.client_gone()
-        self._messages.put_nowait({})
-
-
-async def open_downstream(scope: Scope, receive: Receive, send: Send) -> Downstream:
-    """The fastest way this server offers."""
-    offered = scope.get("extensions", {}).pop(EXTENSION, None)  # else scope and answer would keep each other alive
-    if not isinstance(offered, DirectDownstream):
-        return ASGIDownstream(receive, send)
-    await offered.ready()
-    return offered

@@ -1,43 +1,49 @@
 """Owns a request from its first byte to the release of the last thing it holds.
 
-A manager says which legs to run; this runs them, hands the answer to the client, and whatever happens gives back load
-and connections. The one rule: nobody else in the proxy starts, aborts or ends a leg.
+A manager says which steps to take; this takes them, hands the answer to the client, and whatever happens gives back
+load, KV and connections. Nothing here waits: engines, the queue and the client call back, so there is no task to lose
+or to forget. The one rule: nobody else in the proxy starts, aborts or ends a leg.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Final, cast
 
-from kvparams.coordination import Leg, LegAnswer, RequestManager
-from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
-from kvparams.errors import InvalidParams, JSONTextError
-from kvparams.jsontext import edit
-from kvparams.scheduling import Instance, Role
+from kvparams.dialects import Dialect
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import edit, fields
+from kvparams.lifecycle import Lifecycle, Outcome
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager, Sent
+from kvparams.retries import RetryBudget
+from kvparams.scheduling import Instance
+from kvparams_proxy.account import Account, Reader
 from kvparams_proxy.connection import Exchange
+from kvparams_proxy.continuation import Recorder, resumable, resumed_body
 from kvparams_proxy.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.downstream import Downstream
-from kvparams_proxy.errors import ProxyError, engine_refusal
+from kvparams_proxy.endpoints import Endpoint, one_token
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.intake import Inbound
-from kvparams_proxy.metrics import Metrics
-from kvparams_proxy.pool import Pool
-from kvparams_proxy.relay import Ended, Relay
+from kvparams_proxy.metrics import Metrics, failure_kind
+from kvparams_proxy.pools import Pools
+from kvparams_proxy.privacy import Addresses, error_in
+from kvparams_proxy.relay import Relay
+from kvparams_proxy.releases import Releases
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
+from kvparams_proxy.tracing import Trace, Tracer
+from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
 from kvparams_proxy.watch import Watch
 
 __all__ = ["Execution", "Resources"]
 
 _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
-
-
-class ClientGone(Exception):
-    """The client left; nobody is there to be told anything."""
+_ANSWERED: Final = LegAnswer({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,79 +52,120 @@ class Resources:
 
     loop: asyncio.AbstractEventLoop
     fleet: Fleet
-    manager: RequestManager
     dialects: Mapping[str, Dialect]
-    pools: Mapping[str, Pool]
-    """By instance id."""
+    pools: Pools
     metrics: Metrics
     settings: Settings
     new_id: Callable[[], str]
     """Makes a transfer id, never the same twice."""
     watch: Watch
+    retries: RetryBudget
+    releases: Releases
+    addresses: Addresses
+    tracer: Tracer | None = None
+    """Without one the client's trace context passes through untouched."""
+    readers: Sequence[Reader] = ()
+    """Who wants to know of every request that is over, besides `metrics`."""
 
 
 class Execution:
     """One request being executed. It watches the client and holds at most one exchange at a time."""
 
     __slots__ = (
-        "_begun",
+        "_account",
+        "_attempts",
+        "_claimed",
+        "_corrections",
+        "_credentials",
+        "_done",
         "_downstream",
+        "_endpoint",
         "_exchange",
         "_gone",
-        "_held",
         "_inbound",
+        "_leg",
+        "_leg_began",
+        "_life",
+        "_manager",
         "_path",
+        "_plan",
+        "_recorder",
         "_resources",
         "_route",
+        "_slow",
         "_up",
+        "_waiting",
+        "facts",
     )
 
     def __init__(
-        self, resources: Resources, path: bytes, inbound: Inbound, upstream_headers: bytes, downstream: Downstream
+        self,
+        resources: Resources,
+        manager: RequestManager,
+        endpoint: Endpoint,
+        inbound: Inbound,
+        upstream_headers: bytes,
+        authorization: bytes | None,
+        downstream: Downstream,
+        done: Callable[[], None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        """`upstream_headers` are whole lines for both legs, X-Request-Id not among them."""
+        """
+        Args:
+            resources: what executions share.
+            manager: says what is done.
+            endpoint: the engines' too.
+            inbound: the client's request.
+            upstream_headers: whole lines for all legs, X-Request-Id not among them.
+            authorization: the client's, for engines that have no key of their own.
+            downstream: the client.
+            done: hears of the end.
+            trace: gives each leg a traceparent of its own; then there is none among `upstream_headers`.
+        """
         self._resources = resources
-        self._path = path
+        self._manager = manager
+        self._endpoint = endpoint
+        self._path = endpoint.path.encode()
         self._inbound = inbound
+        self.facts = inbound.facts
+        """For the queue: see `kvparams_proxy.fleet.Waiter`."""
         self._up = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
+        self._credentials = b"" if authorization is None else b"authorization: %b\r\n" % authorization
         self._downstream = downstream
+        self._done = done
+        self._plan = manager.legs(inbound.facts, self)
+        self._life = Lifecycle(resources.metrics, perf_counter)
         self._exchange: Exchange | None = None
+        self._leg: Leg | None = None
+        self._leg_began = 0.0
+        self._corrections = Corrections(inbound.facts.request_id, resources.addresses)
+        self._recorder: Recorder | None = None
+        if inbound.document is not None and resumable(
+            inbound.document, inbound.stream, inbound.facts.prompts, inbound.facts.choices
+        ):
+            keep = endpoint.kind == "generate" or inbound.document.get("return_token_ids") is True
+            self._recorder = Recorder(chat=endpoint.kind == "chat", keep_ids=keep)
+        self._attempts = 0
+        self._claimed = False
         self._gone = False
-        self._held: list[Instance] = []
+        self._slow = False
+        self._waiting = False
         self._route: list[Instance] = []
-        self._begun = perf_counter()
+        self._account = Account(inbound.facts, self._path, inbound.stream, self._life, self._route, trace)
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Answer the client, in one way or another. Never raises for what engines or clients do."""
         resources = self._resources
-        facts = self._inbound.facts
+        resources.retries.request()
         self._downstream.watch(self)
-        legs = resources.manager.legs(facts, self._inbound.spans, self._choose, self._dialect)
-        outcome = "failed"
+        if self._gone:
+            return
         try:
-            resources.fleet.require(resources.manager.roles, facts.model)
-            corrections = Corrections(None)
-            leg = next(legs)
-            while not leg.answers_client:
-                answer, corrections = await self._collect(leg)
-                leg = legs.send(answer)
-            outcome = await self._answer(leg, corrections)
-        except ClientGone:
-            outcome = "gone"
+            resources.fleet.require(self._manager.roles, self.facts.model)
         except ProxyError as error:
-            outcome = self._refuse(error)
-        except NotSplittable as error:
-            outcome = self._refuse(ProxyError(400, "invalid_request_error", str(error), code="not_supported"))
-        except HandoffMissing as error:
-            outcome = self._refuse(ProxyError(502, "upstream_error", str(error), code="handoff_missing"))
-        except (InvalidParams, JSONTextError):
-            message = "the prefill engine's answer is not what the protocol asks for"
-            outcome = self._refuse(ProxyError(502, "upstream_error", message, code="bad_prefill_answer"))
-        finally:
-            legs.close()
-            while self._held:
-                resources.fleet.release(self._held.pop())
-            resources.metrics.outcomes[outcome] += 1
+            self._refuse(error)
+            return
+        self._go(None)
 
     # the client, as `downstream.Watcher`
 
@@ -127,162 +174,330 @@ class Execution:
         self._gone = True
         if self._exchange is not None:
             self._exchange.abort(UpstreamError("the client has left"))
+        else:
+            self._finish("gone")
 
     def client_slow(self) -> None:
         """Throttle the engine that writes for it."""
         if self._exchange is not None:
             self._exchange.pause()
-            self._resources.watch.stop(self)  # it is the client who is silent now
+        self._slow = True  # it is the client who is silent now
+        self._resources.watch.start(self, self._resources.settings.client_timeout_s)
 
     def client_ready(self) -> None:
         """Let the engine go on."""
+        self._slow = False
         if self._exchange is not None:
             self._exchange.resume()
             self._heard()
 
-    # what the manager asks for
+    # the queue, as `fleet.Waiter`
 
-    def _choose(self, role: Role) -> Instance:
-        instance = self._resources.fleet.choose(role, self._inbound.facts)
-        self._held.append(instance)
-        self._route.append(instance)
-        return instance
+    def granted(self, instance: Instance) -> None:
+        """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
+        self._waiting = False
+        self._take(instance)
+        self._resources.loop.call_soon(self._go, instance)
 
-    def _dialect(self, instance: Instance) -> Dialect:
+    def refused(self, error: ProxyError) -> None:
+        """There was no room for too long."""
+        self._waiting = False
+        self._refuse(error)
+
+    # the plan's questions, as `kvparams.plan.Context`
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """See `Context.dialect`."""
         return self._resources.dialects[instance.dialect]
 
-    # running legs
+    def one_token(self) -> Mapping[str, bytes | None]:
+        """See `Context.one_token`."""
+        inbound = self._inbound
+        return one_token(self._endpoint.kind, inbound.body, inbound.spans)
 
-    async def _collect(self, leg: Leg) -> tuple[LegAnswer, Corrections]:
-        """Run a leg whose answer the manager wants."""
-        head, raw = await self._whole_answer(leg, self._resources.settings.prefill_timeout_s)
-        if head.status != 200:
-            raise engine_refusal(leg.instance.role, head.status, raw)
-        document = load_answer(raw)
-        params = document.get("kv_transfer_params")
-        said = cast("dict[str, object]", params) if isinstance(params, dict) else {}
-        return LegAnswer(said), Corrections(prompt_details(document))
+    def now(self) -> float:
+        """See `Context.now`."""
+        return self._resources.loop.time()
 
-    async def _answer(self, leg: Leg, corrections: Corrections) -> str:
-        """Run the leg that answers the client; how it went."""
-        if self._inbound.stream:
-            return await self._stream(leg, corrections)
-        head, raw = await self._whole_answer(leg, self._resources.settings.decode_timeout_s)
-        return self._send_whole(leg, head, raw, corrections)
+    def may_retry(self) -> bool:
+        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        metrics = self._resources.metrics
+        if self._attempts >= self._resources.settings.retries:
+            metrics.retries_denied += 1
+            return False
+        self._attempts += 1
+        if not self._resources.retries.take():
+            metrics.retries_denied += 1
+            return False
+        metrics.retries += 1
+        self._account.retries += 1
+        return True
 
-    def _send_whole(self, leg: Leg, head: Head, raw: bytes, corrections: Corrections) -> str:
-        if head.status != 200:
-            raise engine_refusal(leg.instance.role, head.status, raw)
+    def next_transfer(self) -> str:
+        """See `Context.next_transfer`."""
+        return self._account.transferred(self._resources.new_id())
+
+    def hold(self, lease: KVLease) -> None:
+        """See `Context.hold`."""
+        self._abandon()
+        self._life.lease = lease
+        self._claimed = False
+
+    def give_back(self, instance: Instance) -> None:
+        """See `Context.give_back`."""
+        self._life.loads.remove(instance)
+        self._resources.fleet.release(instance, self.facts)
+
+    # taking the plan's steps
+
+    def _go(self, value: object, failure: LegFailed | None = None) -> None:
+        """Take steps until there is something to wait for."""
+        if self._life.state == "done":  # the client left between a grant and this turn
+            return
         try:
-            body = corrections.whole(raw)
-        except JSONTextError as error:
-            raise ProxyError(502, "upstream_error", "the decode engine's answer is not JSON") from error
-        self._resources.metrics.first_byte.observe(perf_counter() - self._begun)
+            step = self._plan.send(value) if failure is None else self._plan.throw(failure)
+            while type(step) is Choose:
+                instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
+                if instance is None:
+                    self._waiting = True
+                    self._life.enter("queued")
+                    return
+                self._take(instance)
+                step = self._plan.send(instance)
+            self._start(cast("Leg", step))
+        except StopIteration:
+            self._downstream.end()
+            self._finish("ok")
+        except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
+            self._refuse(refusal(error))
+
+    def _take(self, instance: Instance) -> None:
+        self._life.loads.append(instance)
+        self._route.append(instance)
+
+    def _start(self, leg: Leg) -> None:
+        resources = self._resources
+        inbound = self._inbound
+        self._leg = leg
+        self._leg_began = perf_counter()
+        self._life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
+        limit_bytes = resources.settings.upstream.answer_bytes
+        limit_s = resources.settings.decode_timeout_s if leg.answers_client else resources.settings.prefill_timeout_s
+        recorder = self._recorder
+        if leg.resumed is not None and recorder is not None:
+            path, body = b"/v1/completions", self._resumed(leg, leg.resumed)
+            recorder.resume()
+        elif recorder is not None and leg.answers_client:
+            path, body = self._path, edit(inbound.body, inbound.spans, {**leg.changes, "return_token_ids": b"true"})
+        else:
+            path, body = self._path, edit(inbound.body, inbound.spans, leg.changes)
+        if leg.answers_client and inbound.stream:
+            lines = b"cache-control: no-cache\r\n" + self._answer_headers()
+            sink = Relay(
+                self._downstream, lines, self._corrections, limit_bytes, self, recorder, done=self._endpoint.done
+            )
+        else:
+            sink = Collect(limit_bytes, self._collected)
+        pool = resources.pools[leg.instance.id]
+        headers = self._up if pool.keyed else self._up + self._credentials
+        if self._account.trace is not None:
+            headers += self._account.trace.leg()
+        lease = self._life.lease
+        claims = leg.answers_client and lease is not None and not self.dialect(lease.producer).reusable
+        if claims:
+            self._claimed = True
+        self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
+        resources.watch.start(self, limit_s)
+
+    def _resumed(self, leg: Leg, sent: Sent) -> bytes:
+        """The body of a leg that goes on from what was sent."""
+        inbound = self._inbound
+        chat = self._endpoint.kind == "chat"
+        body = edit(
+            inbound.body, inbound.spans, resumed_body(cast("dict[str, object]", inbound.document), sent, chat=chat)
+        )
+        changes = {"return_token_ids": b"true", **leg.changes} if leg.answers_client else leg.changes
+        return edit(body, fields(body), changes)
+
+    def _end_leg(self) -> Leg:
+        """The leg is over, however it went: its load is given back."""
+        leg, self._leg = cast("Leg", self._leg), None
+        resources = self._resources
+        resources.watch.stop(self)
+        self._exchange = None
+        self.give_back(leg.instance)
+        resources.metrics.leg_ended(leg.instance, perf_counter() - self._leg_began)
+        return leg
+
+    def expire(self) -> None:
+        """For the watch: the engine has been silent for too long, or the client has taken nothing for too long."""
+        if self._slow:
+            self._downstream.drop()
+        elif self._exchange is not None:
+            self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+
+    # what becomes of a leg
+
+    def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        """A leg whose answer is wanted whole has ended."""
+        leg = self._end_leg()
+        if self._failed(leg, head, raw, error):
+            return
+        try:
+            if leg.answers_client:
+                answer = self._send_whole(raw)
+            else:
+                document = load_answer(raw)
+                if (reported := error_in(document)) is not None:
+                    raise UpstreamRefusal(reported)
+                params = document.get("kv_transfer_params")
+                if leg.resumed is None:  # what the client is told is what its own prompt cost
+                    self._corrections.prompt_tokens_details = prompt_details(document)
+                    self._account.prefilled(document)
+                self._life.enter("result", leg.instance.id)
+                answer = LegAnswer(cast("dict[str, object]", params) if isinstance(params, dict) else {})
+        except UpstreamRefusal as refused:
+            self._failed(leg, head, b"", refused)
+            return
+        except JSONTextError:
+            self._resources.fleet.failed(leg.instance, connected=True)
+            self._resources.metrics.leg_failed(leg.instance, "garbage")
+            message = f"the {leg.instance.role} engine's answer is not JSON"
+            self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed")))
+            return
+        self._resources.fleet.succeeded(leg.instance)
+        self._go(answer)
+
+    def stream_begun(self) -> None:
+        """For the relay: the client is about to get its first byte."""
+        again = self._life.answering
+        self._life.enter("first_byte")
+        if again:
+            self._resources.metrics.continuations += 1
+            return
+        self._resources.metrics.first_byte.observe(self._life.since_s - self._life.begun_s)
+
+    def stream_heard(self) -> None:
+        """For the relay: something came."""
+        self._heard()
+
+    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+        """For the relay: the leg has ended. `whole` is an answer that is no stream."""
+        self._account.answer_bytes += sent_bytes
+        leg = self._end_leg()
+        if self._failed(leg, head, whole, error):
+            return
+        self._resources.fleet.succeeded(leg.instance)
+        if not self._life.answering:  # asked for a stream, it has answered with a whole document
+            try:
+                self._send_whole(whole)
+            except UpstreamRefusal as refused:
+                self._failed(leg, head, b"", refused)
+                return
+            except JSONTextError:
+                self._resources.metrics.leg_failed(leg.instance, "garbage")
+                message = "the decode engine's answer is not JSON"
+                self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code="decode_failed")))
+                return
+        self._go(_ANSWERED)
+
+    def _failed(self, leg: Leg, head: Head, raw: bytes, error: UpstreamError | None) -> bool:
+        """Whether the leg has failed; then the client's leaving or the plan has been seen to."""
+        if leg.answers_client and error is not None and not error.connected:
+            self._claimed = False
+        if self._gone:
+            self._finish("gone")
+            return True
+        sent = self._recorder.sent() if self._recorder is not None and self._life.answering else None
+        addresses, body = self._resources.addresses, self._inbound.body
+        failure = broken(leg.instance, head, raw, error, addresses, body, begun=self._life.answering, sent=sent)
+        if failure is None:
+            return False
+        self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
+        if failure.another and not isinstance(error, UpstreamFull):  # busy is not broken
+            self._resources.fleet.failed(leg.instance, connected=failure.claimed)
+        self._go(None, failure)
+        return True
+
+    def _send_whole(self, raw: bytes) -> LegAnswer:
+        body = self._corrections.whole(raw)
+        self.stream_begun()
         self._downstream.head(200, _JSON + self._answer_headers(), len(body))
         self._downstream.body(body)
-        self._downstream.end()
-        return "ok"
-
-    async def _whole_answer(self, leg: Leg, limit_s: float) -> tuple[Head, bytes]:
-        resources = self._resources
-        collect = Collect(resources.loop, resources.settings.upstream.answer_bytes)
-        begun = perf_counter()
-        self._start(leg, collect)
-        resources.watch.start(self, limit_s)
-        try:
-            return await collect.answer
-        except UpstreamError as error:
-            raise self._failed(leg, error) from error
-        finally:
-            self._end(leg, begun)
-
-    async def _stream(self, leg: Leg, corrections: Corrections) -> str:
-        resources = self._resources
-        headers = b"cache-control: no-cache\r\n" + self._answer_headers()
-        limit_bytes = resources.settings.upstream.answer_bytes
-        heard = partial(resources.watch.start, self, resources.settings.decode_timeout_s)
-        relay = Relay(resources.loop, self._downstream, headers, corrections, limit_bytes, heard)
-        begun = perf_counter()
-        self._start(leg, relay)
-        heard()
-        try:
-            ended = await relay.ended
-        finally:
-            self._end(leg, begun)
-        if relay.begun:
-            resources.metrics.first_byte.observe(relay.first_event_at - self._begun)
-        if ended is Ended.WELL:
-            self._downstream.end()
-            return "ok"
-        if ended is Ended.ELSEWISE:
-            return self._send_whole(leg, relay.head, relay.whole, corrections)
-        error = self._failed(leg, relay.error or UpstreamError("the stream ended"))
-        if isinstance(error, ClientGone) or ended is Ended.BEFORE_FIRST_EVENT:
-            raise error
-        self._log_failure(error)
-        self._downstream.body(error.event())
-        self._downstream.end()
-        return "midway"
-
-    def _start(self, leg: Leg, sink: Collect | Relay) -> None:
-        if self._gone:
-            raise ClientGone
-        inbound = self._inbound
-        pool = self._resources.pools[leg.instance.id]
-        body = edit(inbound.body, inbound.spans, leg.changes)
-        self._exchange = pool.exchange(pool.request(self._path, self._up, body), sink)
+        self._account.answer_bytes += len(body)
+        return _ANSWERED
 
     def _heard(self) -> None:
         self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
 
-    def expire(self) -> None:
-        """For the watch: the engine has been silent for too long."""
-        if self._exchange is not None:
-            self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+    # the end
 
-    def _end(self, leg: Leg, begun: float) -> None:
-        self._resources.watch.stop(self)
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.waiting:  # this task was cancelled: the engine must not go on alone
-            exchange.abort(UpstreamError("the request was given up"))
-        self._held.remove(leg.instance)
-        self._resources.fleet.release(leg.instance)
-        self._resources.metrics.legs[leg.instance.role].observe(perf_counter() - begun)
-
-    def _failed(self, leg: Leg, error: UpstreamError) -> ProxyError | ClientGone:
-        """What a broken exchange means for the client."""
-        if self._gone:
-            return ClientGone()
-        if isinstance(error, UpstreamFull):
-            message = f"the {leg.instance.role} engine is busy: {error.reason}; try again later"
-            return ProxyError(503, "service_unavailable", message, code=f"{leg.instance.role}_busy")
-        if not error.connected:
-            self._resources.fleet.unreachable(leg.instance)
-            message = f"the {leg.instance.role} engine cannot be reached: {error.reason}"
-            return ProxyError(503, "service_unavailable", message, code=f"{leg.instance.role}_unreachable")
-        if isinstance(error, UpstreamTimeout):
-            message = f"the {leg.instance.role} engine {error.reason}"
-            return ProxyError(504, "timeout", message, code=f"{leg.instance.role}_timeout")
-        message = f"the {leg.instance.role} leg failed: {error.reason}"
-        return ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed")
-
-    def _refuse(self, error: ProxyError) -> str:
-        """Answer with an error. Nothing was answered yet: an error after the first event is one in the stream."""
-        if error.status >= 500:
+    def _refuse(self, error: ProxyError) -> None:
+        """Answer with an error: in the stream, if the client has a part of it already."""
+        if self._life.state == "done":
+            return
+        self._account.refused(error)
+        if error.status >= 500 or self._life.answering:
             self._log_failure(error)
-        body = error.body()
-        self._downstream.head(error.status, _JSON + self._answer_headers(), len(body))
+        if self._life.answering:
+            body = error.event()
+        else:
+            body = error.body()
+            self._downstream.head(error.status, _JSON + error.headers() + self._answer_headers(), len(body))
         self._downstream.body(body)
+        self._account.answer_bytes += len(body)
         self._downstream.end()
-        return "refused" if error.status < 500 else "failed"
+        self._finish("midway" if self._life.answering else "refused" if error.status < 500 else "failed")
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Give back whatever is still held. The one end of every request."""
+        life = self._life
+        if life.state == "done":
+            return
+        resources = self._resources
+        if self._waiting:
+            resources.fleet.give_up(self)
+        self._plan.close()
+        if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone
+            exchange, self._exchange = self._exchange, None
+            exchange.discard()
+        resources.watch.stop(self)
+        while life.loads:
+            resources.fleet.release(life.loads.pop(), self.facts)
+        self._abandon()
+        life.leave(outcome)
+        if self._corrections.usage is not None:
+            self._account.decoded(self._corrections.usage)
+        resources.metrics.ended(self._account)
+        for reader in resources.readers:
+            reader.ended(self._account)
+        if self._done is not None:
+            self._done()
+
+    def _abandon(self) -> None:
+        """KV that is held for this request will not be fetched.
+
+        Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
+        else may: the blocks may be another request's by then.
+        """
+        lease, self._life.lease = self._life.lease, None
+        if lease is None or lease.abandon is None:
+            return
+        if self._claimed:
+            self._resources.releases.orphaned += not self._gone
+        else:
+            trace = self._account.trace
+            headers = self._up if trace is None else self._up + trace.line()
+            one_token = self.one_token()
+            self._resources.releases.start(lease, lease.abandon, self._path, self._inbound, one_token, headers)
 
     def _log_failure(self, error: ProxyError) -> None:
         route = " -> ".join(instance.id for instance in self._route) or "no engine"
         said = f"{error.message} ({error.detail[:500]!r})" if error.detail else error.message
-        _log.warning("request %s (%s): %s", self._inbound.facts.request_id, route, said)
+        _log.warning("request %s (%s): %s", self.facts.request_id, route, said)
 
     def _answer_headers(self) -> bytes:
-        lines = b"x-request-id: %b\r\n" % self._inbound.facts.request_id.encode()
+        lines = b"x-request-id: %b\r\n" % self.facts.request_id.encode()
         if not self._resources.settings.expose_route:
             return lines
         return lines + b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)

@@ -6,18 +6,19 @@ untouched for the engine to judge.
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
 from kvparams.scheduling import RequestFacts
 from kvparams.tokens import MAX_TOKENS
+from kvparams_proxy.auth import Client, bind_salt
+from kvparams_proxy.endpoints import EndpointKind
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Endpoint", "Inbound", "harmless", "read"]
+__all__ = ["Inbound", "harmless", "read"]
 
-Endpoint = Literal["completions", "chat"]
 T = TypeVar("T")
 
 STRIPPED: Final = (
@@ -50,6 +51,8 @@ _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
+_BYTES_PER_TOKEN: Final = 4
+"""About, in text; limits in tokens need no more."""
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
@@ -65,6 +68,8 @@ class Inbound(NamedTuple):
     spans: Mapping[str, Field]
     """Where the members of `body` stand."""
     stream: bool
+    document: Mapping[str, object] | None = None
+    """The body, parsed, where it is needed after this: what was stripped is still in it."""
 
 
 def harmless(request_id: bytes) -> bool:
@@ -72,8 +77,17 @@ def harmless(request_id: bytes) -> bool:
     return _SAFE_ID.fullmatch(request_id) is not None
 
 
-def read(endpoint: Endpoint, body: bytes, request_id: str, transfer_id: str, limits: JSONLimits) -> Inbound:
-    """Check a request's body.
+def read(
+    kind: EndpointKind,
+    body: bytes,
+    request_id: str,
+    transfer_id: str,
+    limits: JSONLimits,
+    client: Client | None = None,
+    *,
+    keep_document: bool = False,
+) -> Inbound:
+    """Check a request's body. The cache salt of one whose client is known is bound to its tenant.
 
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
@@ -87,18 +101,26 @@ def read(endpoint: Endpoint, body: bytes, request_id: str, transfer_id: str, lim
     model = _optional(document, "model", str, "a string")
     if model is not None and len(model) > _MAX_MODEL:
         raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
-    prompts, token_ids = _chat(document) if endpoint == "chat" else _prompt(document)
+    prompts, token_ids = _PROMPTS[kind](document)
     for name in _WHOLE & document.keys():
         _whole(document, name, 0 if name == "min_tokens" else 1)
-    choices = _whole(document, "n", 1, _MAX_CHOICES) or 1
+    sampled = document.get("sampling_params") if kind == "generate" else document
+    choices = 1 if kind == "other" else _whole(cast("dict[str, object]", sampled or {}), "n", 1, _MAX_CHOICES) or 1
     stream = _optional(document, "stream", bool, "true or false") or False
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
         raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
-    body, spans = _strip(document, body, spans)
-    facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt)
-    return Inbound(facts, body, spans, stream)
+    changes: dict[str, bytes | None] = {}
+    tenant, priority = "", 0
+    if client is not None:
+        tenant, priority = client.tenant, client.priority
+        salt = bind_salt(tenant, salt)
+        changes["cache_salt"] = b'"%b"' % salt.encode()
+    body, spans = _strip(document, body, spans, changes)
+    tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
+    facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt, tenant, priority, tokens)
+    return Inbound(facts, body, spans, stream, document if keep_document else None)
 
 
 def _invalid(name: str, message: str) -> ProxyError:
@@ -165,12 +187,35 @@ def _token_ids(items: list[object], name: str) -> Sequence[int]:
         raise _invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
 
 
+def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
+    _optional(document, "sampling_params", dict, "an object")
+    ids = document.get("token_ids")
+    if not isinstance(ids, list) or not ids:
+        raise _invalid("token_ids", "`token_ids` must be a list of at least one token id")
+    return 1, _token_ids(cast("list[object]", ids), "token_ids")
+
+
+def _other(document: Mapping[str, object]) -> tuple[int, None]:
+    """It is for the engine to judge."""
+    return 1, None
+
+
+_PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int, Sequence[int] | None]]]] = {
+    "completions": _prompt,
+    "chat": _chat,
+    "generate": _generate,
+    "other": _other,
+}
+"""For each kind of request, how many prompts there are, and the token ids where it is one prompt of ids."""
+
+
 def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], changes: dict[str, bytes | None]
 ) -> tuple[bytes, Mapping[str, Field]]:
-    if _SUSPICIOUS.isdisjoint(document):
+    """The body with `changes` and without what only the proxy may say."""
+    if not changes and _SUSPICIOUS.isdisjoint(document):
         return body, spans
-    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
+    changes.update((name, None) for name in STRIPPED if name in document)
     for name, path in _CARRIERS.items():
         if isinstance(document.get(name), dict):
             before = body[spans[name].value : spans[name].end]

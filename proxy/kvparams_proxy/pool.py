@@ -7,10 +7,12 @@ new one is made and nobody notices.
 import asyncio
 import ssl
 from collections import deque
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
 from kvparams_proxy.connection import Connection, Exchange
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
 
 __all__ = ["Pool"]
@@ -19,8 +21,23 @@ __all__ = ["Pool"]
 class Pool:
     """The connections to one engine."""
 
-    def __init__(self, url: str, limits: UpstreamLimits, tls: ssl.SSLContext | None = None) -> None:
-        """`url` is `http(s)://host[:port]`; `tls` is used for https and defaults to the system's trust."""
+    def __init__(
+        self,
+        url: str,
+        limits: UpstreamLimits,
+        tls: ssl.SSLContext | None = None,
+        *,
+        server_name: str | None = None,
+        key: Secret | None = None,
+    ) -> None:
+        """
+        Args:
+            url: `http(s)://host[:port]`.
+            limits: what the engine may take.
+            tls: for https; the system's trust by default.
+            server_name: what the engine's certificate must say, where that is not the host in its URL.
+            key: the engine's own; it goes with every request.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
             raise ValueError(f"an engine's URL is http://host:port or https://host:port, not {url!r}")
@@ -28,6 +45,10 @@ class Pool:
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        self._server_name = server_name if self._tls is not None else None
+        self.keyed: Final = key is not None
+        """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        self._own = b"" if key is None else key.bearer_line()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._prefixes: dict[bytes, bytes] = {}
         self._idle: deque[Connection] = deque()
@@ -41,14 +62,18 @@ class Pool:
         prefix = self._prefixes.get(path)
         if prefix is None:
             prefix = self._prefixes[path] = (
-                b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n"
-                % (path, self._authority)
+                b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b"
+                % (path, self._authority, self._own)
             )
         return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, len(body)), body
 
-    def exchange(self, request: Request, sink: Sink) -> Exchange:
-        """Send `request`, deliver its answer to `sink`."""
-        exchange = Exchange(self, request, sink)
+    def get(self, path: bytes) -> Request:
+        """A GET."""
+        return b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b\r\n" % (path, self._authority, self._own), b""
+
+    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> Exchange:
+        """Send `request`, deliver its answer to `sink`. `once`: see `Exchange`."""
+        exchange = Exchange(self, request, sink, once=once)
         while self._idle:
             connection = self._idle.pop()
             if connection.transport.is_closing():
@@ -64,18 +89,29 @@ class Pool:
     def restart(self, exchange: Exchange) -> None:
         """Run `exchange` on a new connection."""
         if len(self._open) + len(self._connecting) >= self.limits.connections:
-            self._loop.call_soon(exchange.finish, UpstreamFull("too many connections to the engine are open"))
+            full = UpstreamFull("too many connections to the engine are open", connected=False)
+            self._loop.call_soon(exchange.finish, full)
             return
         task = self._loop.create_task(self._connect(exchange))
         self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)  # also of one that is cancelled before it has begun
+        task.add_done_callback(partial(self._connected, exchange))
         exchange.connect(task)
+
+    def _connected(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """Or not: it may have been cancelled, even before it had begun."""
+        self._connecting.discard(task)
+        if task.cancelled():
+            exchange.finish(UpstreamError("no connection to the engine (given up)", connected=False))
 
     async def _connect(self, exchange: Exchange) -> None:
         try:
             async with asyncio.timeout(self.limits.connect_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls
+                    lambda: Connection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
                 )
         except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
             exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
@@ -109,5 +145,7 @@ class Pool:
 
     def close(self) -> None:
         """Close every connection; exchanges that run hear that they were cut off."""
+        for task in self._connecting:
+            task.cancel()
         for connection in list(self._open):
             connection.transport.abort()

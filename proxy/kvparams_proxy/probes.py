@@ -1,83 +1,184 @@
-"""Asks each engine from time to time whether it is there and which models it serves. Control traffic: httpx."""
+"""Asks each engine from time to time whether it is there and which models it serves, over the data path's connections.
+
+Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
+for each member at most one probe runs, and none after the member or the prober has gone.
+"""
 
 import asyncio
 import json
 import logging
-import ssl
 from types import TracebackType
 from typing import Final, Self, cast
 
-import httpx
-
-from kvparams_proxy.fleet import Fleet, Member
+from kvparams_proxy.connection import Exchange
+from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.member import Member
+from kvparams_proxy.pools import Pools
+from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
 
 __all__ = ["Prober"]
 
 _RETRY_S: Final = 0.5
 """How often while an engine is missing: engines that are started together with the proxy are found at once."""
-_MAX_BYTES: Final = 4 << 20
-"""Of an engine's list of models."""
-_log = logging.getLogger(__name__)
+_LONGEST_S: Final = 5.0
+"""For a whole probe."""
+_MAX_BYTES: Final = 1 << 20
+"""Of an engine's list of models: some thousand adapters."""
+_PATH: Final = b"/v1/models"
+_log: Final = logging.getLogger(__name__)
 
 
 class Prober:
-    """Keeps `Member.ready` and `Member.models` true. Use it as an async context: the first round is done on entry."""
+    """Keeps `Member.ready` and `Member.models` true, for whoever is in the fleet: a `FleetListener`.
 
-    def __init__(self, fleet: Fleet, every_s: float, tls: ssl.SSLContext | None) -> None:
+    Use it as an async context: the first round is done on entry.
+    """
+
+    def __init__(self, fleet: Fleet, every_s: float, pools: Pools) -> None:
+        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe."""
         self._fleet = fleet
         self._every_s = every_s
-        self._timeout_s = min(every_s, 5.0)
-        # As the data path does it: no proxy in between, and the system's trust.
-        secure = any(member.instance.url.startswith("https:") for member in fleet.members)
-        trust = (tls or ssl.create_default_context()) if secure else False
-        self._client = httpx.AsyncClient(timeout=self._timeout_s, verify=trust, trust_env=False)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pools = pools
+        self._probes: dict[Member, _Probe] = {}
 
     async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
         members = list(self._fleet.members)
-        await asyncio.gather(*(self._probe(member) for member in members))
+        # Engines are probed at different moments: all of them together would be felt by the requests beside them.
         apart_s = self._every_s / max(1, len(members))
-        self._tasks = [asyncio.create_task(self._follow(m, number * apart_s)) for number, m in enumerate(members)]
+        first: list[asyncio.Future[None]] = []
+        for number, member in enumerate(members):
+            probe = self._probes[member] = self._probe(member, loop)
+            first.append(probe.begin(number * apart_s))
+        self._fleet.listen(self)
+        try:
+            await asyncio.gather(*first, return_exceptions=True)  # who is removed meanwhile is not waited for
+        except BaseException:
+            self._close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.aclose()
+        self._close()
 
-    async def _follow(self, member: Member, after_s: float) -> None:
-        """Probe one engine for ever. Engines are probed at different moments: a probe costs milliseconds of CPU, and
-        all of them together would be felt by the requests that arrive meanwhile."""
-        await asyncio.sleep(min(after_s, _RETRY_S) if not member.ready else after_s)
-        while True:
-            await asyncio.sleep(self._every_s if member.ready else min(self._every_s, _RETRY_S))
-            await self._probe(member)
+    def joined(self, member: Member) -> None:
+        """See `FleetListener`."""
+        probe = self._probes[member] = self._probe(member, asyncio.get_running_loop())
+        probe.begin(0.0)
 
-    async def _probe(self, member: Member) -> None:
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),  # for all of it: httpx's own begins anew with every byte
-                self._client.stream("GET", f"{member.instance.url}/v1/models") as answer,
-            ):
-                ready = answer.status_code < 500
-                models = _models(await _text(answer)) if answer.status_code == 200 else member.models
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
-            ready, models = False, member.models
-        if ready is not member.ready:
-            _log.warning("%s %s is %s", member.instance.role, member.instance.id, "ready" if ready else "not reachable")
-        self._fleet.learn(member, ready, models)
+    def left(self, member: Member) -> None:
+        """See `FleetListener`."""
+        probe = self._probes.pop(member, None)
+        if probe is not None:
+            probe.end()
+
+    def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
+        return _Probe(self._fleet, self._pools, member, self._every_s, loop)
+
+    def _close(self) -> None:
+        self._fleet.unlisten(self)
+        for probe in self._probes.values():
+            probe.end()
+        self._probes.clear()
 
 
-async def _text(answer: httpx.Response) -> bytes:
-    text = b""
-    async for piece in answer.aiter_raw():  # not decoded: nothing else was asked for
-        text += piece
-        if len(text) > _MAX_BYTES:
-            raise ValueError("an engine has no such list of models")
-    return text
+class _Probe:
+    """Asks one member, again and again."""
+
+    __slots__ = (
+        "_apart_s",
+        "_due",
+        "_every_s",
+        "_exchange",
+        "_first",
+        "_fleet",
+        "_loop",
+        "_member",
+        "_pools",
+        "_timer",
+    )
+
+    def __init__(
+        self, fleet: Fleet, pools: Pools, member: Member, every_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._fleet = fleet
+        self._pools = pools
+        self._member = member
+        self._every_s = every_s
+        self._loop = loop
+        self._first: asyncio.Future[None] = loop.create_future()
+        self._apart_s = 0.0
+        self._due = 0.0
+        self._exchange: Exchange | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """For the time-out of the probe that runs, or for the next one."""
+
+    def begin(self, apart_s: float) -> asyncio.Future[None]:
+        """Ask at once; what is given is done with the first answer. The second probe comes so much later."""
+        self._apart_s = apart_s
+        self._ask()
+        return self._first
+
+    def end(self) -> None:
+        """No more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._exchange is not None:
+            self._exchange.discard()
+        self._first.cancel()
+
+    def _ask(self) -> None:
+        pool = self._pools.get(self._member.instance.id)
+        if pool is None or self._member.left:
+            self._first.cancel()
+            return
+        self._timer = self._loop.call_later(min(self._every_s, _LONGEST_S), self._expire)
+        self._exchange = pool.exchange(pool.get(_PATH), Collect(_MAX_BYTES, self._answered))
+
+    def _expire(self) -> None:
+        if self._exchange is not None:
+            self._exchange.abort(UpstreamTimeout("does not answer a probe"))
+
+    def _answered(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        self._exchange = None
+        if self._timer is not None:
+            self._timer.cancel()
+        member = self._member
+        if not isinstance(error, UpstreamFull):  # busy: that tells nothing
+            ready, models = _read(head, raw, error, member)
+            if ready is not member.ready:
+                name = f"{member.instance.role} {member.instance.id}"
+                _log.warning("%s is %s", name, "ready" if ready else "not reachable")
+            self._fleet.learn(member, ready, models)
+        if not self._first.done():
+            self._first.set_result(None)
+        apart_s, self._apart_s = self._apart_s, 0.0
+        self._due = self._loop.time() + self._every_s + apart_s
+        self._wait()
+
+    def _wait(self) -> None:
+        """A leg that finds no connection makes a member not ready at any time: so it is looked at often."""
+        self._timer = self._loop.call_later(min(self._every_s, _RETRY_S), self._look)
+
+    def _look(self) -> None:
+        if self._member.ready and self._loop.time() < self._due:
+            self._wait()
+        else:
+            self._ask()
+
+
+def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member) -> tuple[bool, frozenset[str] | None]:
+    """Whether it is ready, and what it serves."""
+    if error is not None or head.status >= 500:
+        return False, member.models
+    if head.status != 200:  # somebody is there, who does not say
+        return True, member.models
+    try:
+        return True, _models(raw)
+    except (ValueError, RecursionError):
+        return False, member.models
 
 
 def _models(text: bytes) -> frozenset[str] | None:

@@ -4,86 +4,104 @@ The one rule: nothing reaches the client before the first whole event is here, s
 be answered in another way; from then on events leave together as they came together, within a fixed buffer.
 """
 
-import asyncio
-from collections.abc import Callable
-from enum import Enum, auto
-from time import perf_counter
+from typing import Final, Protocol
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.corrections import Corrections, complete_events
+from kvparams_proxy.continuation import Recorder
+from kvparams_proxy.corrections import Corrections, check_event, complete_events
 from kvparams_proxy.downstream import Downstream
-from kvparams_proxy.upstream import Head, UpstreamError
+from kvparams_proxy.upstream import Head, UpstreamError, UpstreamRefusal
 
-__all__ = ["Ended", "Relay"]
+__all__ = ["Listener", "Relay"]
 
 
-class Ended(Enum):
-    """How a stream ended."""
+_EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
+"""Written by us: what an engine adds to it may say where it is."""
+_DONE: Final = b"[DONE]"
+_TAIL_BYTES: Final = 24
+"""The last event of a stream, `data: [DONE]`, and the blank line."""
 
-    WELL = auto()
-    """Completely."""
-    ELSEWISE = auto()
-    """The engine answered with something that is not a stream: see `Relay.head` and `Relay.whole`."""
-    BEFORE_FIRST_EVENT = auto()
-    """Nothing was sent to the client: see `Relay.error`."""
-    MIDWAY = auto()
-    """The client has part of it: see `Relay.error`."""
+
+class Listener(Protocol):
+    """Whoever owns the request."""
+
+    def stream_begun(self) -> None:
+        """The first whole event is about to be sent."""
+        ...
+
+    def stream_heard(self) -> None:
+        """Something came."""
+        ...
+
+    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+        """The answer is complete, or will never be. `whole` is the body of one that is no stream; of one that is, the
+        client was sent so many bytes."""
+        ...
 
 
 class Relay:
-    """A sink for one streaming answer. `await relay.ended` says how it went."""
+    """A sink for one streaming answer."""
 
     __slots__ = (
+        "_begun",
         "_corrections",
+        "_done",
         "_downstream",
+        "_head",
         "_headers",
-        "_heard",
         "_limit",
+        "_listener",
+        "_over",
         "_parts",
+        "_recorder",
+        "_resumed",
+        "_sent_bytes",
         "_size",
         "_streaming",
         "_tail",
-        "begun",
-        "ended",
-        "error",
-        "first_event_at",
-        "head",
     )
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         downstream: Downstream,
         headers: bytes,
         corrections: Corrections,
         limit_bytes: int,
-        heard: Callable[[], None],
+        listener: Listener,
+        recorder: Recorder | None = None,
+        *,
+        done: bool = True,
     ) -> None:
-        """`headers` go to the client beside content-type; one event, or an answer that is no stream, fits the limit;
-        `heard` is called whenever something came."""
-        self.ended: asyncio.Future[Ended] = loop.create_future()
-        self.head = Head()
-        self.error: UpstreamError | None = None
-        self.begun = False
-        self.first_event_at = 0.0
+        """
+        Args:
+            downstream: the client.
+            headers: whole lines that it gets beside content-type.
+            corrections: of every event.
+            limit_bytes: one event, or an answer that is no stream, fits in.
+            listener: who owns the request.
+            done: whether the last event is `[DONE]`: a stream without it was cut off.
+            recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
+        """
         self._downstream = downstream
         self._headers = headers
         self._corrections = corrections
         self._limit = limit_bytes
-        self._heard = heard
+        self._listener = listener
+        self._head = Head()
+        self._recorder = recorder
+        self._resumed = recorder is not None and recorder.resumed
+        self._done = done
+        self._begun = False
+        self._over = False
         self._parts: list[bytes] = []
+        self._sent_bytes = 0
         self._size = 0
         self._streaming = False
         self._tail = b""
 
-    @property
-    def whole(self) -> bytes:
-        """The body of an answer that is no stream."""
-        return b"".join(self._parts)
-
     def on_head(self, head: Head) -> None:
         """Decide whether this is a stream at all."""
-        self.head = head
+        self._head = head
         self._streaming = head.status == 200 and head.content_type.startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
@@ -95,7 +113,7 @@ class Relay:
 
     def on_flush(self) -> None:
         """Send on all whole events, corrected, in one write; keep the rest."""
-        self._heard()
+        self._listener.stream_heard()
         if not self._streaming or not self._parts:
             return
         parts = self._parts
@@ -110,25 +128,49 @@ class Relay:
             self._send(raw if end == len(raw) else raw[:end])
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Say how it went; the executor does the rest."""
-        if self.ended.done():
-            return
+        """Say how it went; the owner does the rest."""
         if error is None and self._tail:
             try:
+                check_event(self._tail)
                 self._send(self._tail + b"\n\n")
+            except UpstreamRefusal as refusal:
+                error = refusal
             except JSONTextError:
                 error = UpstreamError("the engine's stream ends in the middle of an event")
-        self.error = error
-        if error is None and self._streaming and not self.begun:
-            self.error = UpstreamError("the engine's stream ended without an event")
-        if self.error is not None:
-            self.ended.set_result(Ended.MIDWAY if self.begun else Ended.BEFORE_FIRST_EVENT)
-        else:
-            self.ended.set_result(Ended.WELL if self._streaming else Ended.ELSEWISE)
+        if self._over and self._done:  # whatever came after it, the client has everything
+            error = None
+        elif error is None and self._streaming and not self._over:
+            said = (
+                "the engine's stream ended too early" if self._begun else "the engine's stream ended without an event"
+            )
+            error = UpstreamError(said)
+        elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
+            error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
+        self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes)
 
     def _send(self, events: bytes) -> None:
-        if not self.begun:
-            self.begun = True
-            self.first_event_at = perf_counter()
-            self._downstream.head(200, b"content-type: %b\r\n%b" % (self.head.content_type, self._headers), None)
-        self._downstream.body(self._corrections.events(events))
+        """
+        Raises:
+            JSONTextError: an event is not what it should be.
+            UpstreamRefusal: the engine says in the stream that it has failed.
+        """
+        over = not self._done or _DONE in events[-_TAIL_BYTES:]
+        if self._recorder is not None:
+            events = self._recorder.events(events)
+        try:
+            corrected = self._corrections.events(events)
+        except UpstreamRefusal as refusal:
+            if refusal.before:
+                self._write(refusal.before)
+            raise
+        self._write(corrected)
+        self._over = over
+
+    def _write(self, corrected: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            self._listener.stream_begun()
+            if not self._resumed:
+                self._downstream.head(200, _EVENT_STREAM + self._headers, None)
+        self._downstream.body(corrected)
+        self._sent_bytes += len(corrected)

@@ -3,12 +3,13 @@
 import asyncio
 import gc
 import socket
+import ssl
 
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from kvparams_proxy.downstream import RelayProtocol
+from kvparams_proxy.direct import DirectProtocol
 
 __all__ = ["listen", "serve"]
 
@@ -28,17 +29,18 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 
 
-def serve(app: Starlette, listener: socket.socket, *, direct: bool = True) -> None:
+def serve(app: Starlette, listener: socket.socket, *, tls: ssl.SSLContext | None = None, direct: bool = True) -> None:
     """Serve `app` until SIGINT or SIGTERM.
 
     Args:
         app: the proxy.
         listener: see `listen`; closed at the end.
+        tls: for https; without it clients are spoken to in plain http.
         direct: False leaves uvicorn's own protocol in place: the plain ASGI path.
     """
     config = uvicorn.Config(
         app,
-        http=RelayProtocol if direct else "httptools",
+        http=DirectProtocol if direct else "httptools",
         ws="none",
         lifespan="on",
         access_log=False,
@@ -49,10 +51,19 @@ def serve(app: Starlette, listener: socket.socket, *, direct: bool = True) -> No
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    server = uvicorn.Server(config)
     config.load()
-    gc.collect()
-    gc.freeze()  # what was imported stays for good: no collection needs to look at it again
-    gc.set_threshold(*_GC_THRESHOLDS)
+    config.ssl = tls
+    server = _Server(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[listener]))
+
+
+class _Server(uvicorn.Server):
+    """What is there once it has started stays for good: no garbage collection needs to look at it again."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server.startup`."""
+        await super().startup(sockets)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)

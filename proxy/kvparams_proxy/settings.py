@@ -1,12 +1,25 @@
 """Every setting of the proxy: one name each, read once, checked at the start, never changed afterwards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from kvparams import plugins
+from kvparams.admission import QueueLimits, RoleLimits
+from kvparams.breaker import BreakerLimits
 from kvparams.jsontext import JSONLimits
-from kvparams.scheduling import Instance
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.registry.entries import Rules
+from kvparams_proxy.registry.providers import Provider
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream import UpstreamLimits
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "known_rules"]
+
+
+def known_rules() -> Rules:
+    """For entries, where nothing else is said: every registered connector is known."""
+    return Rules(frozenset(plugins.names("dialects")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +27,15 @@ class Settings:
     """What an operator decides."""
 
     instances: tuple[Instance, ...]
-    """The engines."""
+    """The engines that are given here; providers and the admin API may name more."""
+    rules: Rules = field(default_factory=known_rules)
+    """How entries are read; the key and certificates for `instances` are those in it."""
+    providers: tuple[Provider, ...] = ()
+    """Who else knows engines: the fleet file."""
+    admin: Secret | None = None
+    """The token of the admin API; without one there is none."""
+    client_keys: Path | None = None
+    """The file of client keys (`kvparams keys`); without one anybody may ask."""
     policy: str = "round_robin"
     """A name in the entry-point group `kvparams.policies`; both roles use it."""
     manager: str = "prefill_then_decode"
@@ -23,10 +44,28 @@ class Settings:
     """From sending the prefill leg to the end of its answer."""
     decode_timeout_s: float = 600.0
     """The longest silence of a decode engine, before its first byte or between two."""
+    client_timeout_s: float = 300.0
+    """For how long a client may take nothing of an answer that waits for it."""
+    retries: int = 2
+    """Further attempts one request may have when an engine fails."""
+    continuation: bool = False
+    """Continue a stream whose decode engine fails on another one, from the token ids already sent."""
     probe_s: float = 5.0
     """How often each engine is asked whether it is there and what it serves."""
+    limits: Mapping[Role, RoleLimits] = field(default_factory=dict[Role, RoleLimits])
+    """What one instance of a role may run at a time; without, nobody ever waits in the proxy."""
+    queue: QueueLimits = field(default_factory=QueueLimits)
+    """How many may wait for room, and how long."""
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    """When an instance whose legs fail is left alone."""
+    slow_start_s: float = 10.0
+    """In how much time an instance that comes (back) gets its whole share; 0 is at once."""
     expose_route: bool = False
     """Name the instances that ran the legs in `x-kvparams-prefill` and `x-kvparams-decode`."""
+    log_requests: str = "-"
+    """Where the request log goes: the path of a file, "-" for stdout, or "off"."""
+    trace: float | None = None
+    """Send OpenTelemetry traces of this share of the requests, 0 to 1, of those whose client has not decided."""
     body: JSONLimits = field(default_factory=JSONLimits)
     """Of a client's request."""
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
@@ -37,6 +76,10 @@ class Settings:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two instances are called {name!r}; give each a name of its own")
-        for name in ("prefill_timeout_s", "decode_timeout_s", "probe_s"):
+        for name in ("prefill_timeout_s", "decode_timeout_s", "client_timeout_s", "probe_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")
+        if not self.log_requests or (self.trace is not None and not 0 <= self.trace <= 1):
+            raise ValueError("log_requests must not be empty, and trace from 0 to 1")
+        if self.retries < 0 or self.slow_start_s < 0:
+            raise ValueError("retries and slow_start_s must not be negative")

@@ -4,8 +4,8 @@ The client itself is `pool.py` (one for each engine) over `connection.py`. The o
 once, whatever happens, and nothing after it.
 """
 
-import asyncio
 import ssl
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ __all__ = [
     "UpstreamError",
     "UpstreamFull",
     "UpstreamLimits",
+    "UpstreamRefusal",
     "UpstreamTimeout",
     "reason",
 ]
@@ -57,6 +58,17 @@ class UpstreamTimeout(UpstreamError):
     """The engine said nothing for too long."""
 
 
+class UpstreamRefusal(UpstreamError):
+    """The engine has said in its answer that there is none."""
+
+    def __init__(self, error: Mapping[str, object]) -> None:
+        super().__init__("the engine reports an error")
+        self.error = error
+        """Its error object. What may be in it is not for clients."""
+        self.before = b""
+        """Events that came with it and belong to the answer."""
+
+
 class UpstreamFull(UpstreamError):
     """The engine has all the connections it may have; that is no reason to think it gone."""
 
@@ -92,12 +104,12 @@ class Sink(Protocol):
 
 
 class Collect:
-    """A sink that gathers a whole answer: `await sink.answer` gives (head, body) or raises `UpstreamError`."""
+    """A sink that gathers a whole answer and calls `done(head, body, error)` once, at its end."""
 
-    __slots__ = ("_head", "_limit", "_parts", "_size", "answer")
+    __slots__ = ("_done", "_head", "_limit", "_parts", "_size")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_bytes: int) -> None:
-        self.answer: asyncio.Future[tuple[Head, bytes]] = loop.create_future()
+    def __init__(self, limit_bytes: int, done: Callable[[Head, bytes, UpstreamError | None], None]) -> None:
+        self._done = done
         self._head = Head()
         self._limit = limit_bytes
         self._parts: list[bytes] = []
@@ -118,13 +130,9 @@ class Collect:
         """Nothing to do: the answer is used as a whole."""
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Wake whoever waits."""
-        if self.answer.done():
-            return
-        if error is not None:
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result((self._head, self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)))
+        """Hand it over."""
+        parts = self._parts
+        self._done(self._head, parts[0] if len(parts) == 1 else b"".join(parts), error)
 
 
 def reason(error: BaseException) -> str:

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from kvparams import parse
 from kvparams.codec import Template
-from kvparams.coordination import LegAnswer, PrefillThenDecode
+from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import STORE
 from kvparams.errors import InvalidParams
-from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.plan import Leg, LegAnswer, LegFailed, Sent
+from kvparams.scheduling import RequestFacts
+from kvparams.tokens import TokenPrefix
+from tests.kvparams.planning import Table, fleet_of
 
 HANDOFF: dict[str, object] = {
     "remote_engine_id": "e",
@@ -39,26 +42,14 @@ def facts(**changes: Any) -> RequestFacts:
     return RequestFacts("req", "tra", "m", 1, 1, None, None)._replace(**changes)
 
 
-def instances() -> dict[Role, Instance]:
-    return {role: Instance(f"{role}-0", "boot", role, "http://h:1", "x") for role in Role}
-
-
-def run(dialect: Dialect, answer: Mapping[str, object], request: RequestFacts, members: Mapping[str, object]) -> Any:
-    chosen: list[Role] = []
-    fleet = instances()
-
-    def choose(role: Role) -> Instance:
-        chosen.append(role)
-        return fleet[role]
-
-    legs = PrefillThenDecode().legs(request, members, choose, lambda _: dialect)
-    first = next(legs)
-    assert chosen == [Role.PREFILL]  # decode is chosen when prefill is done, not before
+def run(dialect: Dialect, answer: Mapping[str, object], request: RequestFacts) -> Any:
+    table = Table(dialect)
+    plan = PrefillThenDecode().legs(request, table)
+    first, second = table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else answer))
     assert not first.answers_client
-    second = legs.send(LegAnswer(answer))
     assert second.answers_client
-    with pytest.raises(StopIteration):
-        next(legs)
+    assert table.chosen == ["prefill-0", "decode-0"]
+    assert [lease.transfer_id for lease in table.leases] == ["tra"]
     return first, second
 
 
@@ -67,16 +58,14 @@ def params(leg: Any) -> dict[str, Any]:
 
 
 def test_nixls_dictionary_goes_to_decode_as_it_came() -> None:
-    first, second = run(NIXL, HANDOFF | {"kvparams": RESULT}, facts(), {"max_tokens": 1, "n": 1})
+    first, second = run(NIXL, HANDOFF | {"kvparams": RESULT}, facts())
     assert params(first)["do_remote_decode"] is True
     told = params(second)
     document = parse(told.pop("kvparams"))
     assert told == HANDOFF
     assert document.load_keys == ("k",)
     assert set(second.changes) == {"kv_transfer_params"}
-    assert first.changes["n"] is None
-    assert "min_tokens" not in first.changes
-    assert "max_completion_tokens" not in first.changes
+    assert first.changes["max_tokens"] == b"1"
 
 
 @pytest.mark.parametrize(
@@ -93,15 +82,100 @@ def test_an_answer_that_cannot_be_handed_on_stops_the_plan(
     dialect: Dialect, answer: dict[str, object], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        run(dialect, answer, facts(), {})
+        run(dialect, answer, facts())
 
 
 def test_what_a_connector_cannot_carry_is_refused_before_anything_runs() -> None:
     for request in (facts(prompts=2), facts(choices=2)):
-        fleet = instances()
+        table = Table(NIXL)
         with pytest.raises(NotSplittable):
-            next(PrefillThenDecode().legs(request, {}, fleet.__getitem__, lambda _: NIXL))
-        run(STORE, {"kvparams": RESULT}, request, {})
+            table.run(PrefillThenDecode().legs(request, table), lambda _: LegAnswer({}))
+        assert table.legs == []
+        run(STORE, {"kvparams": RESULT}, request)
+
+
+FAILED = LegFailed("broken", another=True)
+UNSEEN = LegFailed("refused", another=True, claimed=False)
+BAD_REQUEST = LegFailed("bad", another=False)
+MIDWAY = LegFailed("broken", another=True, begun=True, sent=Sent([1, 2], [3]))
+LOST = LegFailed("broken", another=True, begun=True)
+
+
+def tried(
+    dialect: Dialect, ends: list[LegFailed | None], *, retries: int = 2, waits_s: float = 0.0, **changes: Any
+) -> tuple[Table, list[str]]:
+    """Legs end as said, in order, on two engines of each role; who ran them."""
+    table = Table(dialect, fleet_of(2, 2), retries)
+    table.waits_s = waits_s
+    left = list(ends)
+
+    def answer(leg: Leg) -> LegAnswer | LegFailed:
+        ended = left.pop(0)
+        return ended or LegAnswer({} if leg.answers_client else HANDOFF | {"kvparams": RESULT})
+
+    table.run(PrefillThenDecode().legs(facts(**changes), table), answer)
+    assert left == []
+    return table, [leg.instance.id for leg in table.legs]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "ends", "route"),
+    [
+        (STORE, [FAILED, None, None], ["prefill-0", "prefill-1", "decode-0"]),
+        (STORE, [None, FAILED, None], ["prefill-0", "decode-0", "decode-1"]),  # the same pages, by another
+        (NIXL, [None, UNSEEN, None], ["prefill-0", "decode-0", "decode-1"]),  # the same blocks: nobody came for them
+        (NIXL, [None, FAILED, None, None], ["prefill-0", "decode-0", "prefill-0", "decode-1"]),  # they may be gone
+        (STORE, [None, MIDWAY, None, None], ["prefill-0", "decode-0", "prefill-0", "decode-1"]),
+    ],
+)
+def test_another_engine_takes_over(dialect: Dialect, ends: list[LegFailed | None], route: list[str]) -> None:
+    table, ran = tried(dialect, ends)
+    assert ran == route
+    told = [parse(params(leg)["kvparams"]).transfer for leg in table.legs]
+    claims = [
+        transfer
+        for transfer, leg, ended in zip(told, table.legs, ends, strict=True)
+        if leg.answers_client and ended is not UNSEEN
+    ]
+    assert len({transfer.id for transfer in claims}) == len(claims)  # a claimed transfer is never repeated
+    assert [transfer.attempt for transfer in told] == sorted(transfer.attempt for transfer in told)
+
+
+@pytest.mark.parametrize(
+    ("ends", "retries"),
+    [
+        ([BAD_REQUEST], 2),
+        ([None, BAD_REQUEST], 2),
+        ([FAILED], 0),
+        ([None, FAILED], 0),
+        ([FAILED, FAILED, FAILED], 2),
+        ([None, LOST], 2),  # nobody knows from where to go on
+    ],
+)
+def test_what_cannot_be_helped_is_told(ends: list[LegFailed | None], retries: int) -> None:
+    with pytest.raises(LegFailed):
+        tried(STORE, ends, retries=retries)
+
+
+def test_a_stream_is_continued_from_its_token_ids() -> None:
+    table, _ = tried(STORE, [None, MIDWAY, None, None])
+    assert [leg.resumed for leg in table.legs] == [None, None, MIDWAY.sent, MIDWAY.sent]
+    prefix = parse(params(table.legs[2])["kvparams"]).prefix
+    assert prefix == TokenPrefix.by_digest([1, 2, 3])
+
+
+def test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again() -> None:
+    lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000}}}
+    for waits_s, prefills in ((0.9, 1), (1.1, 3)):
+        table = Table(STORE, fleet_of(), retries=2)
+        table.waits_s = waits_s
+        plan = PrefillThenDecode().legs(facts(), table)
+        try:
+            table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else lease))
+        except LegFailed as failure:
+            assert "before a decode engine had room" in str(failure)  # noqa: PT017  not raised in the first round
+        assert len([leg for leg in table.legs if not leg.answers_client]) == prefills
+        assert len(table.given_back) == (0 if prefills == 1 else 3)
 
 
 IDS = st.from_regex(r"[A-Za-z0-9._~-]{1,128}", fullmatch=True)

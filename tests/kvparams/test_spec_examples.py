@@ -9,11 +9,14 @@ from typing import Any, get_args
 import pytest
 
 from kvparams import dump, errors, parse, read_request, trio
-from kvparams.coordination import LegAnswer, PrefillThenDecode
+from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects.store import STORE
 from kvparams.jsontext import edit, fields
 from kvparams.params import KNOWN_PATHS
+from kvparams.plan import LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams_proxy.endpoints import one_token
+from tests.kvparams.planning import Table
 
 ROOT = Path(__file__).parents[2]
 SPEC = (ROOT / "spec" / "draft" / "spec.md").read_text()
@@ -127,13 +130,14 @@ def test_the_legs_in_the_engine_page_are_those_that_are_planned() -> None:
     client = {name: value for name, value in legs["decode"].items() if name != "kv_transfer_params"}
     body = json.dumps(client | {"n": 1, "best_of": 1, "min_tokens": 1, "stream_options": {}}).encode()
     facts = RequestFacts("7f3c9a", "0192a1c8-7f3c", "m", 1, 1, client["prompt"], None)
-    fleet = {
-        role: Instance(name, "seen by the proxy alone", role, "http://h:1", "store")
+    fleet = [
+        Instance(name, "seen by the proxy alone", role, "http://h:1", "store")
         for role, name in ((Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-1"))
-    }
-    plan = PrefillThenDecode().legs(facts, fields(body), fleet.__getitem__, lambda _: STORE)
-    assert json.loads(edit(body, fields(body), next(plan).changes)) == legs["prefill"]
-    decode = plan.send(LegAnswer(legs["answer"]["kv_transfer_params"]))
+    ]
+    table = Table(STORE, fleet, one_token=one_token("completions", body, fields(body)))
+    answer = LegAnswer(legs["answer"]["kv_transfer_params"])
+    prefill, decode = table.run(PrefillThenDecode().legs(facts, table), lambda _: answer)
+    assert json.loads(edit(body, fields(body), prefill.changes)) == legs["prefill"]
     plain = json.dumps(client).encode()
     assert json.loads(edit(plain, fields(plain), decode.changes)) == legs["decode"]
 

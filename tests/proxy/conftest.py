@@ -13,10 +13,15 @@ import uvicorn
 import uvloop
 
 from benchmarks.stub_engine import StubEngines
+from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.app import create_app
-from kvparams_proxy.downstream import RelayProtocol
+from kvparams_proxy.direct import DirectProtocol
 from kvparams_proxy.settings import Settings
+from kvparams_proxy.upstream import Collect, Head, UpstreamError
+
+from .acting import Actor
+from .stage import Stage, StartStage
 
 MODELS = b'{"object":"list","data":[{"id":"stub"}]}'
 
@@ -74,6 +79,20 @@ class Scripted:
             writer.close()
 
 
+class Awaited(Collect):
+    """A sink whose answer can be waited for: `await sink.answer` gives (head, body) or raises `UpstreamError`."""
+
+    def __init__(self, limit_bytes: int = 1000) -> None:
+        self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
+        super().__init__(limit_bytes, self._ended)
+
+    def _ended(self, head: Head, body: bytes, error: UpstreamError | None) -> None:
+        if error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result((head, body))
+
+
 @dataclass
 class Proxy:
     """A running proxy and how to reach it."""
@@ -119,7 +138,7 @@ async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings)
     config = uvicorn.Config(
-        app, http=RelayProtocol if direct else "httptools", ws="none", lifespan="on", access_log=False, log_config=None
+        app, http=DirectProtocol if direct else "httptools", ws="none", lifespan="on", access_log=False, log_config=None
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -165,3 +184,20 @@ async def stubbed(stub: StubEngines, proxy: StartProxy) -> Proxy:
     """The proxy in front of the stub engines."""
     urls = {role: [engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")}
     return await proxy(urls["prefill"], urls["decode"])
+
+
+@pytest.fixture
+def stage(stack: AsyncExitStack, proxy: StartProxy) -> StartStage:
+    """Start a proxy before actors, two of each role. Its breakers never open: the same one fails again and again."""
+    never = BreakerLimits(consecutive=1_000_000, window=1_000_000, failures=1_000_000)
+
+    async def start(dialect: str = "store", engines: int = 2, **changes: object) -> Stage:
+        actors = {role: [Actor(role) for _ in range(engines)] for role in ("prefill", "decode")}
+        for actor in (*actors["prefill"], *actors["decode"]):
+            await actor.begin()
+            stack.callback(actor.end)
+        urls = [[actor.url for actor in actors[role]] for role in ("prefill", "decode")]
+        running = await proxy(*urls, dialect, **{"breaker": never, **changes})
+        return Stage(running, actors["prefill"], actors["decode"])
+
+    return start

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvparams.breaker import BreakerLimits
 from kvparams_proxy.upstream import UpstreamLimits
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 4}
@@ -16,6 +17,7 @@ GOOD = json.dumps(
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
 
 
 def whole(body: bytes) -> bytes:
@@ -74,7 +76,15 @@ async def test_a_malformed_answer_is_a_bad_gateway(scripted: Any, proxy: Any, ro
     """Between two of the corpus a sound answer shows that the first did no harm."""
     engines = {r: await scripted(by_prompt if r == role else sending(whole(GOOD))) for r in ("prefill", "decode")}
     limits = UpstreamLimits(answer_bytes=200_000)
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], upstream=limits, decode_timeout_s=5.0)
+    never = BreakerLimits(consecutive=10_000, window=10_000, failures=10_000)  # one engine, and all it does is fail
+    running = await proxy(
+        [engines["prefill"].url],
+        [engines["decode"].url],
+        upstream=limits,
+        decode_timeout_s=5.0,
+        retries=0,
+        breaker=never,
+    )
     for name in CORPUS:
         for stream in (False, True):
             got = await running.client.post("/v1/completions", json=BODY | {"prompt": name, "stream": stream})
@@ -217,12 +227,12 @@ async def test_an_unasked_answer_on_an_idle_connection_is_never_taken_for_one(sc
 async def test_an_unasked_answer_behind_a_stream_does_not_reach_its_client(scripted: Any, proxy: Any) -> None:
     """It may arrive with the stream's last bytes, and be no stream itself."""
     unasked = b"HTTP/1.1 500 X\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-    stream = SSE + chunk(EVENT), chunk(EVENT) + b"0\r\n\r\n" + unasked
+    stream = SSE + chunk(EVENT), chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n" + unasked
     prefill, decode = await scripted(sending(whole(GOOD))), await scripted(sending(*stream))
     running = await proxy([prefill.url], [decode.url])
     for _ in range(3):
         got = await running.client.post("/v1/completions", json=BODY | {"stream": True})
-        assert (got.status_code, got.content) == (200, EVENT * 2)
+        assert (got.status_code, got.content) == (200, EVENT * 2 + DONE)
 
 
 async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(scripted: Any, proxy: Any) -> None:

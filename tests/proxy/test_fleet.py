@@ -1,56 +1,82 @@
-"""The fleet's bookkeeping, round robin, and the watch over time-outs."""
+"""The fleet's bookkeeping: what is taken is given back, who comes back or leaves, and what is known of models."""
 
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from kvparams.admission import RoleLimits
+from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.member import Member, MemberState
 from kvparams_proxy.watch import Watch
+from tests.proxy.clock import Clock
 
 
-def facts(model: str | None = "m") -> RequestFacts:
-    return RequestFacts("r", "t", model, 1, 1, None, None)
+def facts(model: str | None = "m", **more: object) -> RequestFacts:
+    return RequestFacts("r", "t", model, 1, 1, None, None)._replace(**more)
 
 
-def fleet(prefill: int = 2, decode: int = 3) -> Fleet:
+def instance(id: str, role: Role = Role.DECODE) -> Instance:
+    return Instance(id, "b", role, "http://h:1", "nixl")
+
+
+def fleet(prefill: int = 2, decode: int = 3, clock: Clock | None = None, **changes: object) -> Fleet:
     counts = {Role.PREFILL: prefill, Role.DECODE: decode}
-    instances = [Instance(f"{r}-{n}", "b", r, f"http://h:{n + 1}", "nixl") for r in Role for n in range(counts[r])]
-    return Fleet(instances, {role: RoundRobin() for role in Role})
+    clock = clock or Clock()
+    return Fleet(
+        [instance(f"{role}-{number}", role) for role in Role for number in range(counts[role])],
+        {role: RoundRobin() for role in Role},
+        clock.now,
+        clock.call_later,
+        **changes,  # pyright: ignore[reportArgumentType]
+    )
+
+
+class Nobody:
+    """For legs that are never made to wait."""
+
+    facts = facts()
+
+    def granted(self, instance: Instance) -> None:
+        raise AssertionError
+
+    def refused(self, error: ProxyError) -> None:
+        raise AssertionError
+
+
+def take(one: Fleet, role: Role = Role.DECODE, request: RequestFacts = Nobody.facts, avoid: str = "") -> Instance:
+    taken = one.acquire(role, request, {avoid} if avoid else (), Nobody())
+    assert taken is not None
+    return taken
+
+
+class Witness:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Member]] = []
+
+    def joined(self, member: Member) -> None:
+        self.heard.append(("joined", member))
+
+    def left(self, member: Member) -> None:
+        self.heard.append(("left", member))
 
 
 def test_everyone_has_a_turn_in_order() -> None:
     one = fleet()
-    chosen = [one.choose(Role.DECODE, facts()).id for _ in range(7)]
+    chosen = [take(one).id for _ in range(7)]
     assert chosen == [f"decode-{n % 3}" for n in range(7)]
-    assert one.choose(Role.PREFILL, facts()).id == "prefill-0"
+    assert take(one, Role.PREFILL).id == "prefill-0"
 
 
-@given(st.lists(st.sampled_from(["take", "give", "fail", "heal"]), max_size=60))
-def test_load_is_what_was_taken_and_not_given_back(steps: list[str]) -> None:
-    one = fleet(decode=3)
-    members = {member.instance.id: member for member in one.members}
-    held: list[Instance] = []
-    for step in steps:
-        if step == "take":
-            if any(m.ready for m in members.values() if m.instance.role is Role.DECODE):
-                held.append(one.choose(Role.DECODE, facts()))
-                assert members[held[-1].id].ready
-            else:
-                with pytest.raises(ProxyError, match="reachable"):
-                    one.choose(Role.DECODE, facts())
-        elif step == "give" and held:
-            one.release(held.pop(0))
-        elif step == "fail":
-            one.unreachable(next(m.instance for m in members.values() if m.instance.role is Role.DECODE))
-        elif step == "heal":
-            for member in members.values():
-                one.learn(member, True, member.models)
-        for name, member in members.items():
-            assert member.in_flight == sum(instance.id == name for instance in held)
+def test_who_failed_this_request_is_chosen_last() -> None:
+    one = fleet(decode=2)
+    assert {take(one, avoid="decode-0").id for _ in range(5)} == {"decode-1"}
+    one.drain("decode-1")
+    assert take(one, avoid="decode-0").id == "decode-0"
 
 
 def test_a_model_is_served_only_by_those_who_have_it() -> None:
@@ -59,40 +85,229 @@ def test_a_model_is_served_only_by_those_who_have_it() -> None:
     one.learn(prefill, True, frozenset("ab"))
     one.learn(first, True, frozenset("a"))
     one.learn(second, True, frozenset("b"))
-    assert {one.choose(Role.DECODE, facts("b")).id for _ in range(4)} == {"decode-1"}
+    assert {take(one, request=facts("b")).id for _ in range(4)} == {"decode-1"}
     assert one.know_model("a")
     assert not one.know_model("c")
     assert one.models() == ["a", "b"]
     one.learn(second, False, frozenset("b"))
     with pytest.raises(ProxyError, match="serves this model"):
-        one.choose(Role.DECODE, facts("b"))
+        take(one, request=facts("b"))
 
 
 def test_invented_models_do_not_fill_the_memory() -> None:
     one = fleet()
     for number in range(5_000):
-        one.release(one.choose(Role.DECODE, facts(f"invented-{number}")))
-    assert len(one._candidates) <= 1024  # pyright: ignore[reportPrivateUsage]
+        request = facts(f"invented-{number}")
+        one.release(take(one, request=request), request)
+    remembered = one._roles[Role.DECODE]._candidates  # pyright: ignore[reportPrivateUsage]
+    assert 0 < len(remembered) <= 1024
+
+
+def test_what_is_given_back_twice_is_an_error() -> None:
+    one = fleet()
+    taken = take(one)
+    one.release(taken, Nobody.facts)
+    with pytest.raises(ValueError, match="more often"):
+        one.release(taken, Nobody.facts)
+    again = take(one)
+    one.remove(again.id)
+    one.release(again, Nobody.facts)
+    with pytest.raises(ValueError, match="more often"):
+        one.release(again, Nobody.facts)
 
 
 def test_an_engine_that_comes_back_is_another_incarnation() -> None:
     one = fleet()
-    before = one.choose(Role.DECODE, facts())
-    member = next(member for member in one.members if member.instance is before)
+    before = take(one)
+    member = one.member(before)
     one.learn(member, True, None)
     assert member.instance is before
-    one.unreachable(before)
+    one.failed(before, connected=False)
+    assert not member.ready
     one.learn(member, True, None)
     assert member.instance.id == before.id
     assert member.instance.incarnation != before.incarnation
-    one.release(before)  # what ran on the earlier one is still given back
+    assert one.member(before) is member
+    one.release(before, Nobody.facts)  # what ran on the earlier one is still given back
+    assert member.in_flight == 0
+    with pytest.raises(KeyError):
+        one.member(before)
+
+
+def test_each_incarnation_is_remembered_as_long_as_its_legs_run() -> None:
+    one = fleet(decode=1)
+    member = one.member(take(one))
+    legs = [member.instance]
+    for _ in range(3):
+        one.learn(member, False, None)
+        one.learn(member, True, None)
+        legs += [take(one), take(one)]
+    one.remove("decode-0")
+    assert member.in_flight == len(legs)
+    while legs:
+        leg = legs.pop(len(legs) // 2)
+        assert one.member(leg) is member
+        one.release(leg, Nobody.facts)
+        if leg not in legs:
+            with pytest.raises(KeyError):
+                one.member(leg)
     assert member.in_flight == 0
 
 
+def test_what_happened_to_an_earlier_incarnation_is_not_held_against_the_new_one() -> None:
+    one = fleet(decode=1, breaker=BreakerLimits(consecutive=1))
+    before = take(one)
+    member = one.member(before)
+    one.learn(member, False, None)
+    one.learn(member, True, None)
+    one.failed(before, connected=True)
+    one.failed(before, connected=False)
+    assert member.state is MemberState.READY
+    one.failed(member.instance, connected=True)  # the control
+    assert member.state is MemberState.BROKEN
+
+
 def test_two_instances_of_one_name_are_refused() -> None:
-    twice = [Instance("a", "b", Role.DECODE, "http://h:1", "nixl") for _ in range(2)]
+    clock = Clock()
     with pytest.raises(ValueError, match="called 'a'"):
-        Fleet(twice, {role: RoundRobin() for role in Role})
+        Fleet([instance("a"), instance("a")], {r: RoundRobin() for r in Role}, clock.now, clock.call_later)
+    one = fleet()
+    with pytest.raises(ValueError, match="called 'decode-0'"):
+        one.add(instance("decode-0"))
+
+
+def test_who_joins_is_chosen_once_it_is_known_to_be_ready() -> None:
+    one = fleet(decode=0)
+    witness = Witness()
+    one.listen(witness)
+    member = one.add(instance("new"))
+    assert witness.heard == [("joined", member)]
+    with pytest.raises(ProxyError, match="reachable") as caught:
+        take(one)
+    assert (caught.value.status, caught.value.code) == (503, "no_decode_instance")
+    assert caught.value.retry_after_s is not None
+    incarnation = member.instance.incarnation
+    one.learn(member, True, None)
+    assert take(one) is member.instance
+    assert member.instance.incarnation == incarnation  # it has come, it did not come back
+
+
+def test_who_is_removed_gets_no_new_legs_and_is_forgotten_after_its_last() -> None:
+    one = fleet(decode=2)
+    witness = Witness()
+    one.listen(witness)
+    idle, busy = (member for member in one.members if member.instance.role is Role.DECODE)
+    legs = [take(one) for _ in range(4)]
+    for leg in legs:
+        if leg is idle.instance:
+            one.release(leg, Nobody.facts)
+    one.remove(idle.instance.id)
+    assert witness.heard == [("left", idle)]
+    one.remove(busy.instance.id)
+    assert len(witness.heard) == 1
+    with pytest.raises(ProxyError, match="no decode instance is configured"):
+        take(one)
+    first, last = (leg for leg in legs if leg is busy.instance)
+    one.release(first, Nobody.facts)
+    assert len(witness.heard) == 1
+    one.release(last, Nobody.facts)
+    assert witness.heard == [("left", idle), ("left", busy)]
+    with pytest.raises(KeyError):
+        one.remove("decode-0")
+
+
+def test_that_it_has_left_is_said_once_even_when_its_last_leg_ends_meanwhile() -> None:
+    """Who waits is refused because it leaves, and gives up its other leg there and then."""
+    one = fleet(decode=1, limits={Role.DECODE: RoleLimits(1)})
+    witness = Witness()
+    one.listen(witness)
+    member = one.member(take(one))
+
+    class Both(Nobody):
+        def refused(self, error: ProxyError) -> None:
+            one.release(member.instance, self.facts)
+
+    assert one.acquire(Role.DECODE, Nobody.facts, (), Both()) is None
+    one.remove("decode-0")
+    assert witness.heard == [("left", member)]
+
+
+def test_what_was_replaced_goes_on_beside_the_new_one() -> None:
+    one = fleet(decode=1)
+    witness = Witness()
+    one.listen(witness)
+    before = take(one)
+    old = one.member(before)
+    new = one.replace(instance("decode-0"))
+    assert witness.heard == [("joined", new)]
+    assert (old.state, new.state) == (MemberState.LEFT, MemberState.NOT_READY)
+    one.learn(old, True, frozenset("late"))  # a probe that was under way
+    assert old.models is None
+    one.learn(new, True, None)
+    after = take(one)
+    assert one.member(after) is new
+    assert (old.in_flight, new.in_flight) == (1, 1)
+    one.release(before, Nobody.facts)
+    assert witness.heard[1:] == [("left", old)]
+    one.release(after, Nobody.facts)
+    assert new.in_flight == 0
+
+
+def test_the_same_instance_may_be_removed_and_added_again_while_it_runs() -> None:
+    one = fleet(decode=1)
+    before = take(one)
+    one.remove("decode-0")
+    new = one.add(before)
+    one.learn(new, True, None)
+    take(one)
+    one.release(before, Nobody.facts)
+    assert new.in_flight == 1
+
+
+def test_who_is_drained_gets_no_new_legs_until_that_is_over() -> None:
+    one = fleet(decode=2)
+    first = take(one)
+    one.drain(first.id)
+    assert {take(one).id for _ in range(3)} == {"decode-1"}
+    one.drain("decode-1")
+    with pytest.raises(ProxyError, match="drained"):
+        take(one)
+    assert one.missing_roles() == [Role.DECODE]
+    one.drain(first.id, False)
+    assert take(one) is first  # the same incarnation
+    one.release(first, Nobody.facts)
+    assert one.missing_roles() == []
+
+
+def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
+    one = fleet(prefill=1, decode=4, breaker=BreakerLimits(consecutive=1))
+    drained, broken, gone, _ = (m for m in one.members if m.instance.role is Role.DECODE)
+    one.drain(drained.instance.id)
+    one.failed(broken.instance, connected=True)
+    one.failed(gone.instance, connected=False)
+    assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0)
+    assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0)
+
+
+def test_without_limits_nothing_but_the_policy_is_asked() -> None:
+    """What keeps a request cheap: no work for each candidate unless something is the matter."""
+    clock = Clock()
+    one = fleet(clock=clock, breaker=BreakerLimits(consecutive=1, open_s=1.0))
+    decode = one._roles[Role.DECODE]  # pyright: ignore[reportPrivateUsage]
+    assert not decode.guarded
+    member = one.member(take(one))
+    one.failed(member.instance, connected=True)
+    assert decode.guarded
+    clock.pass_time(1.0)
+    one.succeeded(member.instance)
+    assert not decode.guarded
+    one.learn(member, False, None)
+    one.learn(member, True, None)
+    assert decode.guarded  # it starts slowly
+    clock.pass_time(10.0)
+    assert not decode.guarded
+    assert clock.pending == 0
+    assert fleet(limits={Role.DECODE: RoleLimits(1)})._roles[Role.DECODE].guarded  # pyright: ignore[reportPrivateUsage]
 
 
 class Clocked:

@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 from kvparams_proxy.pool import Pool
-from kvparams_proxy.upstream import Collect, UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream import UpstreamError, UpstreamLimits
+from tests.proxy.conftest import Awaited
 
 
 async def well(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -13,7 +14,7 @@ async def well(body: bytes, reader: asyncio.StreamReader, writer: asyncio.Stream
 
 async def asked(pool: Pool) -> int:
     """The status of one whole exchange."""
-    collect = Collect(asyncio.get_running_loop(), 1000)
+    collect = Awaited()
     pool.exchange(pool.request(b"/", b"", b"{}"), collect)
     async with asyncio.timeout(5):
         return (await collect.answer)[0].status
@@ -24,7 +25,7 @@ async def test_an_exchange_given_up_before_its_connection_was_begun_holds_no_pla
     engine = await scripted(well)
     pool = Pool(engine.url, UpstreamLimits(connections=2))
     for _ in range(5):
-        collect = Collect(asyncio.get_running_loop(), 1000)
+        collect = Awaited()
         pool.exchange(pool.request(b"/", b"", b"{}"), collect).abort(UpstreamError("the client has left"))
         assert isinstance(collect.answer.exception(), UpstreamError)
         await asyncio.sleep(0)
@@ -46,7 +47,7 @@ async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scr
 
 async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
     pool = Pool("http://" + "a" * 64 + ".example:1", UpstreamLimits())
-    collect = Collect(asyncio.get_running_loop(), 1000)
+    collect = Awaited()
     pool.exchange(pool.request(b"/", b"", b"{}"), collect)
     async with asyncio.timeout(5):
         await asyncio.wait([collect.answer])

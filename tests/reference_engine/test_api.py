@@ -155,15 +155,16 @@ async def test_usage_says_how_much_of_the_prompt_was_cached(client: httpx.AsyncC
         (COMPLETIONS, b'{"prompt": "a", "n": 2, "temperature": 0}', 400, "temperature"),
         (COMPLETIONS, b'{"prompt": "a", "stop": ""}', 400, "stop"),
         (COMPLETIONS, b'{"prompt": "a", "stream_options": {}}', 400, "stream_options"),
-        (COMPLETIONS, b'{"prompt": "a", "echo": true}', 400, "echo"),
-        (COMPLETIONS, b'{"prompt": "a", "frequency_penalty": 0.5}', 400, "frequency_penalty"),
+        (COMPLETIONS, b'{"prompt": "a", "best_of": 2}', 400, "best_of"),
+        (COMPLETIONS, b'{"prompt": "a", "frequency_penalty": 5}', 400, "frequency_penalty"),
         (COMPLETIONS, b'{"prompt": "a", "model": "gpt"}', 404, "gpt"),
         (CHAT, b'{"messages": []}', 400, "messages"),
         (CHAT, b'{"messages": [{"role": "king", "content": "a"}]}', 400, "king"),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "text"),
         (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}', 400, "tools"),
         ("/tokenize", b"{}", 400, "prompt"),
-        ("/v1/embeddings", b"{}", 404, "/v1/embeddings"),
+        ("/v1/embeddings", b"{}", 400, "input"),
+        ("/v1/nothing", b"{}", 404, "/v1/nothing"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_in_words(
@@ -179,7 +180,7 @@ async def test_what_cannot_be_served_is_refused_in_words(
 
 
 async def test_harmless_values_of_unsupported_fields_are_accepted(client: httpx.AsyncClient, single: str) -> None:
-    body: JSON = {"prompt": "a", "echo": False, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": None}
+    body: JSON = {"prompt": "a", "suffix": "", "best_of": 1, "prompt_logprobs": None, "use_beam_search": False}
 
     assert (await ask(client, single, COMPLETIONS, {**body, "user": "u", "model": "reference"})).text
 

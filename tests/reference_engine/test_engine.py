@@ -11,7 +11,7 @@ from reference_engine.engine import Engine, EngineSettings
 from reference_engine.metrics import Metrics
 from reference_engine.model import Model
 from reference_engine.sampling import Sampling
-from reference_engine.sequence import Event
+from reference_engine.sequence import Event, Limits
 from reference_engine.sequence import Sequence as Running
 
 WAIT_S = 60.0
@@ -53,7 +53,9 @@ class Local:
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, cache_root: bytes = b""
     ) -> tuple[Running, Events]:
         events: Events = queue.Queue()
-        sequence = Running(list(prompt), 0, events.put, sampling, max_tokens, ignore_eos=True, cache_root=cache_root)
+        sequence = Running(
+            list(prompt), 0, events.put, sampling, Limits(max_tokens, ignore_eos=True), cache_root=cache_root
+        )
         self.engine.submit(sequence)
         return sequence, events
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from reference_engine.sampling import Choice, Sampling, choose
-from reference_engine.sequence import Event, Sequence
+from reference_engine.sequence import Event, Limits, Sequence
 from reference_engine.tokenizer import BOS, EOS, OUTPUT_IDS, ROLES, Message, decode, encode, encode_chat
 
+ALL = frozenset(OUTPUT_IDS)
 LOGITS = np.random.default_rng(7).normal(size=len(OUTPUT_IDS)) * 2
 
 
@@ -19,7 +20,8 @@ def write(sequence: Sequence, text: str) -> list[Event]:
 
 
 def drawn(sampling: Sampling, count: int = 400) -> list[int]:
-    return [choose(LOGITS, sampling, position, may_end=True).token for position in range(count)]
+    """One draw for each position, behind a prompt of a token that cannot be generated."""
+    return [choose(LOGITS, sampling, [BOS] * position, position, None).token for position in range(count)]
 
 
 def test_text_survives_the_way_to_ids_and_back() -> None:
@@ -80,27 +82,28 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_only() -> None:
 def test_the_end_is_not_chosen_where_it_may_not_be() -> None:
     logits = np.where(np.array(OUTPUT_IDS) == EOS, 100.0, LOGITS)
 
-    assert choose(logits, Sampling(temperature=0), 0, may_end=True).token == EOS
-    assert choose(logits, Sampling(temperature=0), 0, may_end=False).token != EOS
+    assert choose(logits, Sampling(temperature=0), [], 0, None).token == EOS
+    assert choose(logits, Sampling(temperature=0), [], 0, ALL - {EOS}).token != EOS
 
 
 def test_logits_that_are_not_numbers_still_give_a_token() -> None:
     """A corrupted page, used unchecked, must not take the engine down."""
     for temperature in (0.0, 1.0):
-        assert choose(LOGITS * np.nan, Sampling(temperature), 0, may_end=True).token in OUTPUT_IDS
+        assert choose(LOGITS * np.nan, Sampling(temperature), [], 0, None).token in OUTPUT_IDS
+        assert choose(LOGITS * np.nan, Sampling(temperature), [], 0, frozenset((90,))).token == 90
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
-    found = choose(LOGITS, Sampling(temperature=0, logprobs=3), 0, may_end=True)
+    found = choose(LOGITS, Sampling(temperature=0, logprobs=3), [], 0, None)
     expected = LOGITS.max() - np.log(np.exp(LOGITS).sum())
 
-    assert found.logprob == pytest.approx(expected)
-    assert found.top[0] == (found.token, pytest.approx(expected))
+    assert found.logprob == pytest.approx(expected, abs=1e-5)
+    assert found.top[0] == (found.token, found.logprob)
     assert len(found.top) == 3
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_and_cut_when_it_does() -> None:
-    sequence = Sequence([1], 0, nobody, max_tokens=20, stop=("END", "xy"))
+    sequence = Sequence([1], 0, nobody, limits=Limits(max_tokens=20, stop=("END", "xy")))
 
     events = write(sequence, "abEND")
 
@@ -110,7 +113,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_cut_when_it_does() -
 
 
 def test_held_back_text_is_sent_when_the_answer_ends_otherwise() -> None:
-    sequence = Sequence([1], 0, nobody, max_tokens=4, stop=("END",))
+    sequence = Sequence([1], 0, nobody, limits=Limits(max_tokens=4, stop=("END",)))
 
     events = write(sequence, "abEN")
 
@@ -119,7 +122,7 @@ def test_held_back_text_is_sent_when_the_answer_ends_otherwise() -> None:
 
 
 def test_a_stop_string_counts_only_behind_the_fewest_tokens() -> None:
-    sequence = Sequence([1], 0, nobody, max_tokens=20, min_tokens=3, stop=("b",))
+    sequence = Sequence([1], 0, nobody, limits=Limits(max_tokens=20, min_tokens=3, stop=("b",)))
 
     events = write(sequence, "abcb")
 
@@ -128,7 +131,7 @@ def test_a_stop_string_counts_only_behind_the_fewest_tokens() -> None:
 
 
 def test_the_end_marker_ends_without_text() -> None:
-    sequence = Sequence([1], 0, nobody, max_tokens=20)
+    sequence = Sequence([1], 0, nobody, limits=Limits(max_tokens=20))
     write(sequence, "a")
 
     event = sequence.append(Choice(EOS, None, []))

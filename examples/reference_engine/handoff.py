@@ -1,0 +1,43 @@
+"""What one request says about its KV.
+
+The one rule: everything here follows from the request; nothing of the engine is known.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvparams.params import KVTransferParams
+
+__all__ = ["Handoff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """One request's document, and what follows from it."""
+
+    params: KVTransferParams | None
+    """The document that came; None: an ordinary request."""
+    shared: KVTransferParams | None
+    """The same with the request's own cache salt: what page keys are derived with."""
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the answer must wait until the KV is stored."""
+        return self.params is not None and self.params.phase == "prefill"
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the KV is promised to be stored."""
+        return self.params is not None and self.params.phase == "decode"
+
+    @property
+    def fails(self) -> bool:
+        """Whether KV that cannot be loaded ends the request."""
+        return self.params is not None and self.params.on_load_failure == "fail"
+
+    @property
+    def cache_root(self) -> bytes:
+        """What the names of locally cached blocks start from: they are not shared across salts or adapters either."""
+        isolation = self.shared.isolation if self.shared is not None else None
+        parts = (isolation.cache_salt, isolation.lora) if isolation is not None else (None, None)
+        return blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -1,0 +1,126 @@
+"""The life of one request: its states, the ways between them, and what it holds until it gives it back.
+
+    created -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
+
+Every state leads to `done`; `queued` is entered only by those who must wait; a further attempt goes back. The one rule:
+nothing is done while anything is held, and `done` is reached once.
+"""
+
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple, Protocol
+
+from kvparams.plan import KVLease
+from kvparams.scheduling import Instance
+
+__all__ = ["WAYS", "Lifecycle", "LifecycleError", "Outcome", "Span", "State", "StateObserver"]
+
+State = Literal["created", "queued", "prefill", "result", "decode", "first_byte", "done"]
+Outcome = Literal["ok", "refused", "failed", "midway", "gone"]
+"""How a request ended: well; with a 4xx; with a 5xx; with an error in its stream; without its client."""
+
+WAYS: Final[dict[State, frozenset[State]]] = {
+    "created": frozenset(("queued", "prefill", "decode", "done")),
+    "queued": frozenset(("queued", "prefill", "decode", "done")),
+    "prefill": frozenset(("prefill", "result", "queued", "done")),
+    "result": frozenset(("queued", "prefill", "decode", "done")),
+    "decode": frozenset(("first_byte", "queued", "prefill", "decode", "done")),
+    "first_byte": frozenset(("queued", "prefill", "decode", "done")),
+    "done": frozenset(),
+}
+"""From each state, where to: `first_byte` goes back only where a stream is continued on another engine."""
+
+_EXITS: Final[dict[Outcome, bool | None]] = {
+    "ok": True,
+    "midway": True,
+    "refused": False,
+    "failed": False,
+    "gone": None,
+}
+"""Whether the client must have its first byte for this outcome, must not, or either."""
+
+
+class LifecycleError(AssertionError):
+    """The executor is wrong: a way that does not exist, or something held at the end."""
+
+
+class StateObserver(Protocol):
+    """Counts."""
+
+    def moved(self, before: State, after: State, spent_s: float) -> None:
+        """A request has left `before`, where it has spent so long."""
+        ...
+
+
+class Span(NamedTuple):
+    """One visit to one state."""
+
+    state: State
+    who: str
+    """The instance, where there is one."""
+    begun_s: float
+
+
+class Lifecycle:
+    """One request's. Times are seconds on the executor's clock."""
+
+    __slots__ = ("_now", "_observer", "_since", "answering", "lease", "loads", "outcome", "spans", "state")
+
+    def __init__(self, observer: StateObserver, now: Callable[[], float]) -> None:
+        self._observer = observer
+        self._now = now
+        self._since = now()
+        self.state: State = "created"
+        self.answering = False
+        """Whether the client has a part of its answer."""
+        self.outcome: Outcome | None = None
+        self.spans: list[Span] = [Span("created", "", self._since)]
+        self.loads: list[Instance] = []
+        """Instances whose load it counts for."""
+        self.lease: KVLease | None = None
+        """KV that somebody holds for it and nobody has fetched."""
+
+    @property
+    def since_s(self) -> float:
+        """When it came to where it is."""
+        return self._since
+
+    @property
+    def begun_s(self) -> float:
+        """When it began."""
+        return self.spans[0].begun_s
+
+    def enter(self, state: State, who: str = "") -> None:
+        """Go there. `done` has its own way in, `leave`.
+
+        Raises:
+            LifecycleError: no way leads there from here.
+        """
+        if state not in WAYS[self.state] or state == "done":
+            raise LifecycleError(f"no way leads from {self.state} to {state}")
+        self._move(state, who)
+        if state == "first_byte":
+            self.answering = True
+            self.lease = None  # whoever answers has fetched it
+
+    def leave(self, outcome: Outcome) -> None:
+        """It is over.
+
+        Raises:
+            LifecycleError: it was over before, something is still held, or it cannot have ended like this.
+        """
+        if "done" not in WAYS[self.state]:
+            raise LifecycleError("a request ends once")
+        if self.loads or self.lease is not None:
+            raise LifecycleError(f"it ends and holds {len(self.loads)} loads, lease: {self.lease is not None}")
+        begun = _EXITS[outcome]
+        if begun is not None and begun is not self.answering:
+            raise LifecycleError(f"{outcome} is no way to end {'with' if self.answering else 'without'} a first byte")
+        self.outcome = outcome
+        self._move("done", "")
+
+    def _move(self, state: State, who: str) -> None:
+        now = self._now()
+        self._observer.moved(self.state, state, now - self._since)
+        self.state = state
+        self._since = now
+        self.spans.append(Span(state, who, now))

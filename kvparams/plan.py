@@ -1,0 +1,148 @@
+"""The terms in which a plan is spoken of: choices, legs, how they end, and KV that is held meanwhile.
+
+A manager (`kvparams.coordination`) is a generator of steps; an executor runs them. The one rule: a step says what is
+wanted, never how: connections, load, queues and clocks belong to the executor.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvparams.dialects import Abandon, Dialect
+from kvparams.errors import KVParamsError
+from kvparams.scheduling import Instance, RequestFacts, Role
+
+__all__ = [
+    "Choose",
+    "Context",
+    "KVLease",
+    "Leg",
+    "LegAnswer",
+    "LegFailed",
+    "Plan",
+    "RequestManager",
+    "Sent",
+]
+
+
+class Choose(NamedTuple):
+    """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
+    then on until its leg ends or it is given back."""
+
+    role: Role
+    avoid: Sequence[str] = ()
+    """Ids of instances that have failed this request: taken only where there is nobody else."""
+
+
+class Leg(NamedTuple):
+    """Wanted: one request to one engine. The plan is sent a `LegAnswer`, or `LegFailed` is raised in it."""
+
+    instance: Instance
+    changes: Mapping[str, bytes | None]
+    """To the client's body, as for `kvparams.jsontext.edit`."""
+    answers_client: bool
+    """Whether its answer goes to the client; otherwise the manager is told it."""
+    resumed: "Sent | None" = None
+    """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
+
+
+class LegAnswer(NamedTuple):
+    """What an engine said at the end of a leg. Empty for one that answered the client."""
+
+    kv_transfer_params: Mapping[str, object]
+    """That object of the answer; empty where there was none."""
+
+
+class Sent(NamedTuple):
+    """How far a stream had come when its engine failed."""
+
+    prompt_ids: Sequence[int]
+    """The prompt, as the engine had tokenised it."""
+    answer_ids: Sequence[int]
+    """What the client has been sent, in tokens."""
+
+
+class LegFailed(KVParamsError):
+    """A leg did not come to its end. Raised in the plan, which goes on in another way or lets it pass."""
+
+    def __init__(
+        self, message: str, *, another: bool, claimed: bool = True, begun: bool = False, sent: Sent | None = None
+    ) -> None:
+        super().__init__(message)
+        self.another = another
+        """Whether another instance might do better: false where the request itself is at fault."""
+        self.claimed = claimed
+        """Whether the engine may have acted on the leg; false when it cannot have seen it."""
+        self.begun = begun
+        """Whether the client has a part of the answer."""
+        self.sent = sent
+        """With `begun`: from where another engine could go on; None where none can."""
+
+
+class KVLease(NamedTuple):
+    """KV that an engine holds for somebody who has not come for it yet."""
+
+    producer: Instance
+    until_s: float
+    """On the executor's clock."""
+    transfer_id: str
+    attempt: int
+    abandon: Abandon | None
+    """How to give it back if nobody comes; None where it may stay: a store's pages, which others may use."""
+
+
+class Context(Protocol):
+    """What a plan may ask of its executor. Everything is answered at once."""
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """How an instance is spoken to."""
+        ...
+
+    def one_token(self) -> Mapping[str, bytes | None]:
+        """The changes that make the client's body ask for its prompt to be computed, and one token."""
+        ...
+
+    def now(self) -> float:
+        """Seconds, on a clock that only goes forward."""
+        ...
+
+    def may_retry(self) -> bool:
+        """Whether the request may have one more attempt; asking takes it."""
+        ...
+
+    def next_transfer(self) -> str:
+        """A transfer id for a further attempt; never the same twice."""
+        ...
+
+    def hold(self, lease: KVLease) -> None:
+        """KV is held for this request from now on, in place of what was held before. It counts as fetched with the
+        first byte of the answer; whatever ends the request or its plan before that gives it back."""
+        ...
+
+    def give_back(self, instance: Instance) -> None:
+        """An instance that was chosen is not needed after all."""
+        ...
+
+
+Plan = Generator[Choose | Leg, object, None]
+
+
+class RequestManager(Protocol):
+    """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`."""
+
+    roles: tuple[Role, ...]
+    """The roles its legs need: a request is refused before its first leg where one of them is missing."""
+
+    def legs(self, request: RequestFacts, context: Context) -> Plan:
+        """The plan of one request.
+
+        Args:
+            request: what is known about it.
+            context: the executor.
+
+        Raises (from the generator):
+            LegFailed: a leg failed, and nothing else is tried.
+            NotSplittable: the connector cannot carry this request.
+            HandoffMissing: the prefill answer cannot be handed on.
+            InvalidParams: the prefill engine's own document breaks the protocol.
+        """
+        ...

@@ -1,0 +1,90 @@
+"""The engines' endpoints that are served here, and how a request to each is cut to a prefill leg.
+
+Generating ones are split between prefill and decode; others are passed to one engine as they are. The one rule: what an
+endpoint is called for the client it is called for the engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvparams.jsontext import Field, edit, fields
+from kvparams.scheduling import Role
+
+__all__ = ["ENDPOINTS", "Endpoint", "EndpointKind", "one_token"]
+
+EndpointKind = Literal["completions", "chat", "generate", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One path."""
+
+    path: str
+    kind: EndpointKind
+    role: Role | None = None
+    """Who answers alone; None where the work is split."""
+    done: bool = True
+    """Whether its streams end with `data: [DONE]`: one that ends without it was cut off."""
+
+
+ENDPOINTS: Final = (
+    Endpoint("/v1/completions", "completions"),
+    Endpoint("/v1/chat/completions", "chat"),
+    Endpoint("/inference/v1/generate", "generate"),
+    Endpoint("/v1/responses", "other", Role.DECODE, done=False),
+    Endpoint("/v1/messages", "other", Role.DECODE, done=False),
+    *(
+        Endpoint(path, "other", Role.PREFILL)
+        for path in (
+            "/v1/embeddings",
+            "/v1/rerank",
+            "/rerank",
+            "/v2/rerank",
+            "/v1/score",
+            "/score",
+            "/classify",
+            "/pooling",
+            "/tokenize",
+            "/detokenize",
+        )
+    ),
+)
+"""Source: vLLM 0.32.0 entrypoints. A decode engine that answers alone computes the prompt too."""
+
+_SAMPLING: Final = {"max_tokens": b"1", "ignore_eos": b"true"}
+_ANSWER: Final = frozenset(
+    (
+        *("stop", "stop_token_ids", "min_tokens", "n", "best_of", "echo"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "structured_outputs", "response_format"),
+    )
+)
+"""One token, one answer, and it ends because of its length: a prefill that ends in any other way keeps no KV for
+decode (vLLM 0.32.0 nixl/base_scheduler.py and mooncake_connector.py, request_finished)."""
+_WHOLE: Final = {"stream": b"false"}
+_STREAM: Final = frozenset(("stream_options",))
+"""A streaming answer carries no `kv_transfer_params` (vLLM 0.32.0 completion/protocol.py)."""
+_OPENAI: Final = {**_SAMPLING, **_WHOLE}
+_OPENAI_GONE: Final = _ANSWER | _STREAM
+
+
+def one_token(kind: EndpointKind, body: bytes, spans: Mapping[str, Field]) -> dict[str, bytes | None]:
+    """What changes in a client's body, as for `kvparams.jsontext.edit`, so that its prompt alone is computed."""
+    if kind == "generate":
+        changes = _changes(_WHOLE, _STREAM, spans)
+        field = spans.get("sampling_params")
+        inner = b"{}" if field is None else body[field.value : field.end]
+        inside = fields(inner)
+        changes["sampling_params"] = edit(inner, inside, _changes(_SAMPLING, _ANSWER, inside))
+        return changes
+    changes = _changes(_OPENAI, _OPENAI_GONE, spans)
+    if "max_completion_tokens" in spans:
+        changes["max_completion_tokens"] = b"1"
+    return changes
+
+
+def _changes(wanted: Mapping[str, bytes], gone: frozenset[str], spans: Mapping[str, Field]) -> dict[str, bytes | None]:
+    changes: dict[str, bytes | None] = {**wanted}
+    if not gone.isdisjoint(spans):
+        changes.update((name, None) for name in gone if name in spans)
+    return changes

@@ -1,0 +1,62 @@
+"""What Prometheus is answered: the text of all metrics, in the format that it asks for.
+
+The one rule: however many instances there are, requests go on between two metrics.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final, cast
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+__all__ = ["Exposition"]
+
+_END: Final = b"# EOF\n"
+"""The last line of an OpenMetrics text."""
+
+
+class Exposition:
+    """The registry of one app."""
+
+    def __init__(self, *collectors: Collector) -> None:
+        """Beside `collectors` it has what there is to know of the process: memory, descriptors, CPU time."""
+        self._registry = CollectorRegistry()
+        for collector in collectors:
+            self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+
+    async def text(self, accept: str) -> tuple[bytes, str]:
+        """The text and its content type.
+
+        Args:
+            accept: the header of that name; the plain format, unless it has OpenMetrics in it.
+        """
+        encode, content_type = _encoder(accept)
+        parts: list[bytes] = []
+        for family in self._registry.collect():
+            parts.append(encode(_One(family)).removesuffix(_END))
+            await asyncio.sleep(0)
+        if content_type.startswith("application/openmetrics-text"):
+            parts.append(_END)
+        return b"".join(parts), content_type
+
+
+class _One(Collector):
+    """A single metric, where a registry is wanted."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        """That one."""
+        return (self._family,)
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    if "application/openmetrics-text" in accept:
+        encode = cast("Callable[[Collector], bytes]", openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]
+        return encode, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    return generate_latest, "text/plain; version=0.0.4; charset=utf-8"

@@ -1,0 +1,94 @@
+"""One engine of the fleet, and what is known about it now.
+
+The one rule: only `Fleet` and `Dispatcher` change a member; everybody else reads.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvparams.breaker import Breaker, BreakerState
+from kvparams.scheduling import Instance, RequestFacts
+
+__all__ = ["Member", "MemberState", "RoleHealth"]
+
+
+class MemberState(StrEnum):
+    """What an operator wants to know first."""
+
+    READY = "ready"
+    BROKEN = "broken"
+    """It answers probes, but legs failed: its breaker is open or half open."""
+    NOT_READY = "not_ready"
+    """It does not answer probes, or was not asked yet."""
+    DRAINING = "draining"
+    """No new legs by the operator's wish."""
+    LEFT = "left"
+    """It was removed; its last legs are running."""
+
+
+class RoleHealth(NamedTuple):
+    """The instances of one role, counted."""
+
+    total: int
+    ready: int
+    """Those that do what they should."""
+    draining: int
+    broken: int
+    """Those that failed: they get one leg at a time, if any."""
+    waiting: int
+    """Legs that wait for room on one of them."""
+
+
+class Member:
+    """One instance and what is known about it now: a `kvparams.scheduling.Candidate`."""
+
+    __slots__ = (
+        "asked",
+        "breaker",
+        "draining",
+        "in_flight",
+        "instance",
+        "left",
+        "models",
+        "ready",
+        "tokens",
+        "trial",
+    )
+
+    def __init__(self, instance: Instance, breaker: Breaker, *, ready: bool) -> None:
+        self.instance = instance
+        self.ready = ready
+        """Whether it was alive when it was last asked."""
+        self.asked = ready
+        """False as long as it has never been known to be alive: the first time makes no new incarnation."""
+        self.models: frozenset[str] | None = None
+        """The models it serves; None as long as it has not said."""
+        self.in_flight = 0
+        """Legs that run there, those of earlier incarnations included."""
+        self.tokens = 0
+        """Prompt tokens of these."""
+        self.draining = False
+        self.left = False
+        self.breaker = breaker
+        self.trial: RequestFacts | None = None
+        """The request whose leg shows whether it works again."""
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be given a leg now, room apart."""
+        return self.ready and not self.draining and not self.left and self.breaker.admits
+
+    @property
+    def state(self) -> MemberState:
+        """In one word."""
+        if self.left:
+            return MemberState.LEFT
+        if self.draining:
+            return MemberState.DRAINING
+        if not self.ready:
+            return MemberState.NOT_READY
+        return MemberState.READY if self.breaker.state is BreakerState.CLOSED else MemberState.BROKEN
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it has the model. True as long as it has not said what it has."""
+        return model is None or self.models is None or model in self.models

@@ -1,0 +1,204 @@
+"""The settings an operator may give, in one table: as flags of `kvparams proxy`, and under `proxy` in the fleet file.
+
+The one rule: a setting has one name, in both places, and one sentence that says what it does; a flag goes before the
+file, the file before the default.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+from kvparams import plugins
+from kvparams_proxy.registry.parsing import unknown_names
+from kvparams_proxy.registry.problems import Problems
+
+__all__ = ["DEFAULTS", "OPTIONS", "Kind", "Option", "check_settings"]
+
+
+class Kind(NamedTuple):
+    """What a setting may be."""
+
+    metavar: str
+    read: Callable[[str], object]
+    """Of a flag's text, what would stand in the file."""
+    check: Callable[[object, Path], object]
+    """The value, or `ValueError` with what it must be. Relative paths begin in the folder that is given."""
+    known: Callable[[], list[str]] | None = None
+    """The names to choose from, where that is what it is."""
+
+
+def _number(text: str) -> object:
+    """A number, or the text where it is none: the check says what it must be."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _seconds(*, zero: bool) -> Kind:
+    def check(value: object, folder: Path) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError("must be a number of seconds")
+        if not value and not zero:
+            raise ValueError("must be more than 0 seconds")
+        return float(value)
+
+    return Kind("S", _number, check)
+
+
+def _count(least: int) -> Kind:
+    def check(value: object, folder: Path) -> object:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 53:
+            raise ValueError(f"must be a whole number, at least {least}")
+        return value
+
+    return Kind("N", _number, check)
+
+
+def _check_port(value: object, folder: Path) -> object:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
+        raise ValueError("must be a port from 0 to 65535")
+    return value
+
+
+def _check_text(value: object, folder: Path) -> object:
+    if not isinstance(value, str) or not 0 < len(value) <= 1024 or not value.isprintable():
+        raise ValueError("must be text")
+    return value
+
+
+def _check_path(value: object, folder: Path) -> object:
+    if not isinstance(value, str) or not 0 < len(value) <= 4096 or "\0" in value:
+        raise ValueError("must be the path of a file")
+    return folder / value
+
+
+def _check_switch(value: object, folder: Path) -> object:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _check_policy(value: object, folder: Path) -> object:
+    if value not in plugins.names("policies"):
+        raise ValueError(f"must be one of {', '.join(plugins.names('policies'))}")
+    return value
+
+
+def _check_share(value: object, folder: Path) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError("must be a share, from 0 to 1")
+    return float(value)
+
+
+def _check_log(value: object, folder: Path) -> object:
+    if value in ("-", "off"):
+        return value
+    try:
+        path = cast("Path", _check_path(value, folder))
+    except ValueError:
+        path = Path()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError("must be -, off or the path of a file that can be written")
+    return str(path)
+
+
+_SECONDS: Final = _seconds(zero=False)
+_SECONDS_OR_NONE: Final = _seconds(zero=True)
+_PORT: Final = Kind("PORT", _number, _check_port)
+_NAME: Final = Kind("NAME", str, _check_text)
+_PATH: Final = Kind("FILE", str, _check_path)
+_SHARE: Final = Kind("SHARE", _number, _check_share)
+_LOG: Final = Kind("FILE|-|off", str, _check_log)
+_POLICY: Final = Kind("NAME", str, _check_policy, lambda: plugins.names("policies"))
+SWITCH: Final = Kind("", str, _check_switch)
+"""A flag without a value; true or false in the file."""
+
+
+class Option(NamedTuple):
+    """One setting."""
+
+    name: str
+    """Of the flag, without dashes before it, and in the file."""
+    kind: Kind
+    default: object
+    """None: not set."""
+    help: str
+    group: str
+
+
+def _group(title: str, *rows: tuple[str, Kind, object, str]) -> tuple[Option, ...]:
+    return tuple(Option(name, kind, default, help, title) for name, kind, default, help in rows)
+
+
+OPTIONS: Final = (
+    *_group(
+        "where to listen",
+        ("host", _NAME, "127.0.0.1", "the address; 0.0.0.0 is every one of this machine"),
+        ("port", _PORT, 8100, "the port; 0 is any free one"),
+        ("tls-certificate", _PATH, None, "PEM: speak https to clients, with this certificate and those above it"),
+        ("tls-key", _PATH, None, "PEM: its private key"),
+        ("tls-client-ca", _PATH, None, "PEM: clients must show a certificate of this authority (mTLS)"),
+    ),
+    *_group(
+        "clients",
+        ("client-keys", _PATH, None, "clients need a key of this file; `kvparams keys` makes them"),
+        ("client-timeout", _SECONDS, 300.0, "for how long a client may take nothing of its answer"),
+        ("max-body-bytes", _count(1), 16 << 20, "of one request; images in chats may need more"),
+        ("expose-route", SWITCH, False, "name the instances used in x-kvparams-prefill and x-kvparams-decode"),
+    ),
+    *_group(
+        "how legs run",
+        ("policy", _POLICY, "round_robin", "who runs a leg"),
+        ("prefill-timeout", _SECONDS, 300.0, "for a whole prefill leg"),
+        ("decode-timeout", _SECONDS, 600.0, "the longest silence of a decode engine"),
+        ("retries", _count(0), 2, "further attempts one request may have when engines fail"),
+        ("continuation", SWITCH, False, "a stream whose decode engine fails goes on on another, from its token ids"),
+        ("probe", _SECONDS, 5.0, "how often each engine is asked whether it lives and what it serves"),
+        ("slow-start", _SECONDS_OR_NONE, 10.0, "in how much time an engine that comes back gets its whole share"),
+    ),
+    *_group(
+        "room: without these limits the engines' own queues fill",
+        ("prefill-requests", _count(1), None, "one prefill engine runs at most so many at a time; others wait here"),
+        ("prefill-tokens", _count(1), None, "... and so many prompt tokens"),
+        ("decode-requests", _count(1), None, "one decode engine runs at most so many at a time; others wait here"),
+        ("decode-tokens", _count(1), None, "... and so many prompt tokens"),
+        ("queue", _count(0), 1024, "so many may wait for each role; further ones are answered 503 with Retry-After"),
+        ("queue-per-tenant", _count(1), None, "... and so many of one tenant; further ones are answered 429"),
+        ("queue-wait", _SECONDS, 60.0, "for how long one may wait"),
+    ),
+    *_group(
+        "admin API, under /admin",
+        ("admin-token-file", _PATH, None, "there is one, and this file holds the token that it asks for"),
+        ("admin-token-env", _NAME, None, "... or this environment variable does"),
+    ),
+    *_group(
+        "seen from outside, beside /metrics",
+        ("log-requests", _LOG, "-", "one line of JSON for each request, nothing of what was asked or answered in it"),
+        ("trace", _SHARE, None, "send OpenTelemetry traces of this share of requests; OTEL_* variables say where to"),
+    ),
+    *_group(
+        "for finding faults",
+        ("plain-asgi", SWITCH, False, "write answers through ASGI instead of the transport (slower, works the same)"),
+    ),
+)
+
+DEFAULTS: Final[Mapping[str, object]] = {option.name: option.default for option in OPTIONS}
+
+
+def check_settings(
+    folder: Path, document: Mapping[str, object], where: str, problems: Problems
+) -> Mapping[str, object]:
+    """Check the settings of a fleet file that is in `folder`: a `kvparams_proxy.registry.document.CheckSettings`."""
+    unknown_names(document, [option.name for option in OPTIONS], where, problems)
+    found: dict[str, object] = {}
+    for option in OPTIONS:
+        if option.name in document:
+            try:
+                found[option.name] = option.kind.check(document[option.name], folder)
+            except ValueError as error:
+                problems.add(f"{where}.{option.name}", str(error))
+    return found

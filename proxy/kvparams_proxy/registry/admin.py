@@ -1,0 +1,255 @@
+"""The admin API: who is in the fleet and how it goes, changed while the proxy runs. Routes under `/admin`.
+
+    GET    /admin                          sources and roles
+    GET    /admin/instances                every instance and its state
+    POST   /admin/instances                add one: {"id", "url", "role", "connector", "labels", "drain"}
+    GET    /admin/instances/{id}           one of them
+    PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
+    DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
+    POST   /admin/instances/{id}/drain     no new requests; .../undrain again
+
+What is added here is forgotten when the proxy ends. The one rule: nothing is looked at before the token is right, and
+no secret is ever in an answer.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Final, cast
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import JSONLimits, load_object
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.member import Member
+from kvparams_proxy.registry.access import load_access
+from kvparams_proxy.registry.entries import Entry
+from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_entry
+from kvparams_proxy.registry.problems import ConfigError, Problems
+from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.secret import Secret
+
+__all__ = ["SOURCE", "admin_routes"]
+
+SOURCE: Final = "admin"
+"""The name of this source."""
+_BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=4)
+
+_Endpoint = Callable[[Registry, Request], Awaitable[Response]]
+
+
+def admin_routes(token: Secret) -> list[Route]:
+    """The routes; they find the `Registry` as `registry` in the state of the lifespan.
+
+    Args:
+        token: what callers must show: `Authorization: Bearer <token>`.
+    """
+    endpoints: tuple[tuple[str, str, _Endpoint], ...] = (
+        ("GET", "/admin", _overview),
+        ("GET", "/admin/instances", _list),
+        ("POST", "/admin/instances", _add),
+        ("GET", "/admin/instances/{id}", _show),
+        ("PATCH", "/admin/instances/{id}", _change),
+        ("DELETE", "/admin/instances/{id}", _remove),
+        ("POST", "/admin/instances/{id}/drain", _drain),
+        ("POST", "/admin/instances/{id}/undrain", _undrain),
+    )
+    paths: dict[str, dict[str, _Endpoint]] = {}
+    for method, path, endpoint in endpoints:
+        paths.setdefault(path, {})[method] = endpoint
+    return [Route(path, _guard(token, methods), methods=list(methods)) for path, methods in paths.items()]
+
+
+def _guard(token: Secret, methods: Mapping[str, _Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            _authorize(token, request)
+            endpoint = methods["GET" if request.method == "HEAD" else request.method]
+            response = await endpoint(request.state.registry, request)
+        except ProxyError as error:
+            response = Response(error.body(), error.status, media_type="application/json")
+            if error.status == 401:
+                response.headers["www-authenticate"] = 'Bearer realm="kvparams admin"'
+        except ConfigError as error:
+            refused = ProxyError(400, "invalid_request_error", str(error), code="invalid_instance")
+            response = Response(refused.body(), 400, media_type="application/json")
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    return answer
+
+
+def _authorize(token: Secret, request: Request) -> None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.matches(given.encode("latin-1")):
+        message = "the admin API needs the admin token: send the header `Authorization: Bearer ...`"
+        raise ProxyError(401, "invalid_request_error", message, code="invalid_admin_token")
+
+
+async def _overview(registry: Registry, request: Request) -> Response:
+    sources = [
+        {
+            "name": name,
+            "instances": sum(owned.source == name for owned in registry.owned.values()),
+            "applied": state.applied,
+            "refused": state.refused,
+            "problems": state.problems,
+            "conflicts": state.conflicts,
+        }
+        for name, state in registry.sources.items()
+    ]
+    roles = {role: health._asdict() for role, health in registry.fleet.health().items()}
+    return JSONResponse({"object": "fleet", "sources": sources, "roles": roles})
+
+
+async def _list(registry: Registry, request: Request) -> Response:
+    data = [_state(registry, member) for member in registry.fleet.members]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def _show(registry: Registry, request: Request) -> Response:
+    return JSONResponse(_state(registry, _member(registry, _id(registry, request))))
+
+
+async def _add(registry: Registry, request: Request) -> Response:
+    entry = await _checked(registry, await _body(request))
+    _require_free(registry, entry.id)
+    if len(_mine(registry)) >= MAX_INSTANCES:
+        raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances were added here; remove some first")
+    registry.publish(SOURCE, [*_mine(registry), entry])
+    headers = {"location": f"/admin/instances/{entry.id}"}
+    return JSONResponse(_state(registry, _member(registry, entry.id)), 201, headers)
+
+
+async def _change(registry: Registry, request: Request) -> Response:
+    id = _id(registry, request)
+    changes = await _body(request)
+    drain = changes.pop("drain", None)
+    if drain is not None and not isinstance(drain, bool):
+        raise ConfigError(("drain: must be true or false",))
+    if changes.get("id", id) != id:
+        raise ConfigError(("id: cannot be changed; add another instance and remove this one",))
+    if changes:
+        _require_mine(registry, id, "change it there; here it can only be drained")
+        now = registry.owned[id].entry
+        document = {"id": id, "url": now.url, "role": now.role, "connector": now.dialect, "labels": now.labels}
+        entry = await _checked(registry, document | changes)
+        if all(other.id != id for other in _mine(registry)):  # removed meanwhile
+            raise _unknown(id)
+        entry = replace(entry, drain=now.drain)
+        registry.publish(SOURCE, [entry if other.id == id else other for other in _mine(registry)])
+    if drain is not None:
+        registry.drain(id, drain)
+    return JSONResponse(_state(registry, _member(registry, id)))
+
+
+async def _remove(registry: Registry, request: Request) -> Response:
+    id = _id(registry, request)
+    _require_mine(registry, id, "take it out there, or drain it here")
+    registry.publish(SOURCE, [entry for entry in _mine(registry) if entry.id != id])
+    return JSONResponse({"object": "instance", "id": id, "deleted": True})
+
+
+async def _drain(registry: Registry, request: Request) -> Response:
+    return _set_drain(registry, request, True)
+
+
+async def _undrain(registry: Registry, request: Request) -> Response:
+    return _set_drain(registry, request, False)
+
+
+def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
+    id = _id(registry, request)
+    registry.drain(id, on)
+    return JSONResponse(_state(registry, _member(registry, id)))
+
+
+async def _body(request: Request) -> dict[str, object]:
+    raw = b""
+    try:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > _BODY.max_bytes:
+                message = f"the body is larger than {_BODY.max_bytes} bytes"
+                raise ProxyError(413, "invalid_request_error", message)
+    except ClientDisconnect:
+        raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
+    try:
+        return load_object(raw, _BODY)[0]
+    except JSONTextError as error:
+        raise ProxyError(400, "invalid_request_error", f"the body: {error}") from error
+
+
+async def _checked(registry: Registry, document: object) -> Entry:
+    """An entry as it may come over the network, with its access."""
+    problems = Problems()
+    rules = replace(registry.rules, may_name_places=False)
+    entry = parse_entry(document, "", rules, problems)
+    problems.check()
+    if entry is None:  # never without a problem
+        raise ConfigError(("the instance cannot be used",))
+    if entry.places != rules.places:
+        access = await asyncio.to_thread(load_access, entry.places, "the instance", problems)
+        problems.check()
+        entry = replace(entry, access=access)
+    return entry
+
+
+def _mine(registry: Registry) -> tuple[Entry, ...]:
+    state = registry.sources.get(SOURCE)
+    return () if state is None else state.desired
+
+
+def _id(registry: Registry, request: Request) -> str:
+    id = cast("str", request.path_params["id"])
+    if id not in registry.owned:
+        raise _unknown(id)
+    return id
+
+
+def _member(registry: Registry, id: str) -> Member:
+    return next(member for member in registry.fleet.members if member.instance.id == id)
+
+
+def _unknown(id: str) -> ProxyError:
+    message = f"there is no instance {id[:128]!r}; GET /admin/instances lists them"
+    return ProxyError(404, "not_found_error", message, param="id")
+
+
+def _require_free(registry: Registry, id: str) -> None:
+    if (owned := registry.owned.get(id)) is not None:
+        message = f"there is an instance {id!r} already, named by {owned.source}; choose another id"
+        raise ProxyError(409, "conflict_error", message, param="id")
+
+
+def _require_mine(registry: Registry, id: str, instead: str) -> None:
+    source = registry.owned[id].source
+    if source != SOURCE:
+        raise ProxyError(409, "conflict_error", f"{id} belongs to {source}: {instead}", param="id")
+
+
+def _state(registry: Registry, member: Member) -> dict[str, object]:
+    """What an operator wants to know of it; no secrets."""
+    instance = member.instance
+    owned = registry.owned[instance.id]
+    return {
+        "object": "instance",
+        "id": instance.id,
+        "url": instance.url,
+        "role": instance.role,
+        "connector": instance.dialect,
+        "labels": dict(instance.labels),
+        "source": owned.source,
+        "incarnation": instance.incarnation,
+        "state": member.state,
+        "ready": member.ready,
+        "draining": member.draining,
+        "breaker": member.breaker.state,
+        "in_flight": member.in_flight,
+        "tokens": member.tokens,
+        "models": None if member.models is None else sorted(member.models),
+        "has_key": owned.entry.access.key is not None,
+    }

@@ -1,0 +1,66 @@
+"""What a source wants of one instance, and by which rules what it says is read.
+
+The one rule: an entry is a value. Two are equal exactly if nothing about the instance has changed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.registry.access import NO_ACCESS, NO_PLACES, Access, Places
+
+__all__ = ["Entry", "Rules", "Selector", "entry_of"]
+
+Selector = Mapping[str, frozenset[str]]
+"""Labels that an instance must have, each with one of these values; nothing is selected by an empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One instance as its source wants it. Equal exactly if nothing about it has changed."""
+
+    id: str
+    url: str
+    role: Role
+    dialect: str
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    drain: bool = False
+    """No new requests go there."""
+    places: Places = NO_PLACES
+    """Where its key and certificates are."""
+    access: Access = NO_ACCESS
+    """What was read there; see `kvparams_proxy.registry.access.load_access`."""
+
+    def instance(self) -> Instance:
+        """A new incarnation of it."""
+        return Instance(self.id, token_hex(8), self.role, self.url, self.dialect, self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How entries are read: what is known, and what holds for all that do not say otherwise."""
+
+    connectors: frozenset[str]
+    """The names of registered dialects."""
+    connector: str = "nixl"
+    """The dialect of entries that name none."""
+    selectors: Mapping[Role, Selector] = field(default_factory=dict[Role, Selector])
+    """The role of an entry that names none."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of every entry; its own come on top."""
+    places: Places = NO_PLACES
+    """Of entries that name none."""
+    access: Access = NO_ACCESS
+    """What was read there."""
+    folder: Path = Path()
+    """Relative paths begin here."""
+    may_name_places: bool = True
+    """Whether an entry may say where a key is. Not over the network: the key would be sent to a URL of its choice."""
+
+
+def entry_of(instance: Instance, rules: Rules) -> Entry:
+    """The entry of an instance that was given as such; its key and certificates are those of the rules."""
+    i = instance
+    return Entry(i.id, i.url, i.role, i.dialect, i.labels, places=rules.places, access=rules.access)

@@ -1,0 +1,153 @@
+"""Reads entries: those of the file, of the admin API and of further providers.
+
+The one rule: an entry that is not understood completely is refused, and everything wrong with it is said at once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from kvparams.scheduling import Role
+from kvparams_proxy.registry.access import NO_ACCESS, Places
+from kvparams_proxy.registry.checks import DEFAULTS, ENTRY, PLACES, REMOTE_ENTRY, Check, is_label, is_label_value
+from kvparams_proxy.registry.entries import Entry, Rules, Selector
+from kvparams_proxy.registry.problems import Problems
+from kvparams_proxy.tls import EngineTLS
+
+__all__ = ["MAX_INSTANCES", "parse_defaults", "parse_entry", "parse_selectors", "unknown_names"]
+
+MAX_INSTANCES: Final = 4096
+"""Of one source."""
+
+
+def parse_entry(document: object, where: str, rules: Rules, problems: Problems) -> Entry | None:
+    """Check one entry: an object with `id`, `url` and what else `ENTRY` names. None if it cannot be used.
+
+    Its `access` is that of the rules, unless it names other places: then it is to be loaded.
+    """
+    found = _members(document, where, ENTRY if rules.may_name_places else REMOTE_ENTRY, rules, problems)
+    if found is None:
+        return None
+    given = cast("dict[str, object]", document)
+    for name in ("id", "url"):
+        if name not in given:
+            problems.add(_join(where, name), "is missing")
+    labels = {**rules.labels, **cast("dict[str, str]", found.get("labels", {}))}
+    role = cast("Role | None", found.get("role"))
+    if "role" not in given and ("labels" in found or "labels" not in given):
+        role = _role_by_label(labels, where, rules, problems)
+    places = _places(found, where, rules, problems)
+    url = cast("str", found.get("url", ""))
+    if url.startswith("http:") and "tls" in found:
+        problems.add(_join(where, "url"), "is http://, but tls is given; say https:// or take it out")
+    elif url.startswith("https:") and places.tls is None:
+        places = replace(places, tls=EngineTLS())
+    if "id" not in found or not url or role is None:
+        return None
+    return Entry(
+        cast("str", found["id"]),
+        url,
+        role,
+        cast("str", found.get("connector", rules.connector)),
+        labels,
+        cast("bool", found.get("drain", False)),
+        places,
+        rules.access if places == rules.places else NO_ACCESS,
+    )
+
+
+def parse_defaults(document: object, where: str, rules: Rules, problems: Problems) -> Rules:
+    """Check what holds for all entries that do not say otherwise; the rules with it in them, access not yet loaded."""
+    found = _members(document, where, DEFAULTS, rules, problems)
+    if found is None:
+        return rules
+    return replace(
+        rules,
+        connector=cast("str", found.get("connector", rules.connector)),
+        labels={**rules.labels, **cast("dict[str, str]", found.get("labels", {}))},
+        places=_places(found, where, rules, problems),
+    )
+
+
+def parse_selectors(document: object, where: str, problems: Problems) -> dict[Role, Selector]:
+    """Check `{prefill: {label: value or list of values}, decode: ...}`."""
+    if not isinstance(document, dict):
+        problems.add(where, "must be an object: a role, and the labels by which its instances are found")
+        return {}
+    found: dict[Role, Selector] = {}
+    for name, value in cast("dict[str, object]", document).items():
+        here = _join(where, name)
+        if name not in list(Role):
+            problems.add(here, f"is no role; a role is {' or '.join(Role)}")
+        elif not isinstance(value, dict) or not value:
+            problems.add(here, "must be an object with one label or more, such as {model: llama-prefill}")
+        else:
+            selector: dict[str, frozenset[str]] = {}
+            for label, wanted in cast("dict[str, object]", value).items():
+                values = cast("list[object]", wanted) if isinstance(wanted, list) else [wanted]
+                if not is_label(label) or not values or not all(is_label_value(v) for v in values):
+                    problems.add(_join(here, label[:64]), "must be a label's value, or a list of values, as text")
+                else:
+                    selector[label] = frozenset(cast("list[str]", values))
+            found[Role(name)] = selector
+    return found
+
+
+def unknown_names(names: Iterable[str], known: Iterable[str], where: str, problems: Problems) -> None:
+    """Refuse members that nobody reads, and say what there is."""
+    for name in names:
+        if name not in known:
+            problems.add(_join(where, name[:64]), f"is not known here; known: {', '.join(known)}")
+
+
+def _members(
+    document: object, where: str, checks: Mapping[str, Check], rules: Rules, problems: Problems
+) -> dict[str, object] | None:
+    """The members that are well said; the others are problems. None if it is no object at all."""
+    if not isinstance(document, dict):
+        problems.add(where, f"must be an object with {', '.join(checks)}")
+        return None
+    given = cast("dict[str, object]", document)
+    for name in given:
+        if name in PLACES and name not in checks:
+            problems.add(_join(where, name), "is not taken over the network; put it into `defaults` of the fleet file")
+    unknown_names([name for name in given if name not in PLACES], list(checks), where, problems)
+    found: dict[str, object] = {}
+    for name, check in checks.items():
+        if name in given:
+            try:
+                found[name] = check(given[name], rules)
+            except ValueError as error:
+                problems.add(_join(where, name), str(error))
+    return found
+
+
+def _places(found: Mapping[str, object], where: str, rules: Rules, problems: Problems) -> Places:
+    """What an entry names, and what the rules name where it is silent."""
+    if "key_file" in found and "key_env" in found:
+        problems.add(_join(where, "key_env"), "key_file is given too; name one of them")
+    named = cast("dict[str, Any]", {name: value for name, value in found.items() if name in PLACES})
+    if "key_file" in named or "key_env" in named:
+        named = {"key_file": None, "key_env": None, **named}
+    return replace(rules.places, **named) if named else rules.places
+
+
+def _role_by_label(labels: Mapping[str, str], where: str, rules: Rules, problems: Problems) -> Role | None:
+    found = [
+        role
+        for role, selector in rules.selectors.items()
+        if selector and all(labels.get(label) in values for label, values in selector.items())
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not rules.selectors:
+        problems.add(_join(where, "role"), f"is missing; a role is {' or '.join(Role)}")
+    elif found:
+        problems.add(_join(where, "labels"), f"are those of {' and of '.join(found)}; say which with role")
+    else:
+        problems.add(_join(where, "role"), "is missing, and no role is found by its labels")
+    return None
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -1,0 +1,134 @@
+"""Every source's word about the engines, and the fleet made to follow it.
+
+The one rule: all changes to who is in the fleet go through here, and each is one call without a wait in it, so that no
+request ever sees half of one.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.registry.access import NO_ACCESS, Access
+from kvparams_proxy.registry.entries import Entry, Rules
+from kvparams_proxy.registry.reconcile import Changes, Owned, reconcile
+
+__all__ = ["Registry", "SourceState"]
+
+_log = logging.getLogger(__name__)
+
+
+class SourceState:
+    """How it stands with one source."""
+
+    __slots__ = ("applied", "conflicts", "desired", "problems", "refused")
+
+    def __init__(self) -> None:
+        self.desired: tuple[Entry, ...] = ()
+        """What it wants, in its last version that could be used."""
+        self.applied = 0
+        """Versions that were put to use."""
+        self.refused = 0
+        """Versions that could not be used; the one before stays in force."""
+        self.problems: tuple[str, ...] = ()
+        """What is wrong with its last version; empty when that is in force."""
+        self.conflicts: tuple[str, ...] = ()
+        """Ids that it wants and that belong to another source."""
+
+
+class Registry:
+    """Who is in the fleet, and by whose word."""
+
+    def __init__(self, fleet: Fleet, rules: Rules) -> None:
+        """`fleet` is empty and is changed by nobody else."""
+        self.fleet: Final = fleet
+        self.rules = rules
+        """How entries are read now; the fleet file may change them."""
+        self._owned: dict[str, Owned] = {}
+        self._sources: dict[str, SourceState] = {}
+        self._said: dict[str, bool] = {}
+        """Drained or not by `drain`, against what its source says."""
+
+    @property
+    def owned(self) -> Mapping[str, Owned]:
+        """Everything in the fleet, by id."""
+        return MappingProxyType(self._owned)
+
+    @property
+    def sources(self) -> Mapping[str, SourceState]:
+        """Those that have spoken, by name, in the order in which they did first."""
+        return MappingProxyType(self._sources)
+
+    def access(self, id: str) -> Access:
+        """How the instance of this id is spoken to. Known before the fleet's listeners hear that it has joined."""
+        owned = self._owned.get(id)
+        return NO_ACCESS if owned is None else owned.entry.access
+
+    def publish(self, source: str, desired: Sequence[Entry], *, partly: bool = False) -> Changes:
+        """A source says its complete set; ids are unique in it. What has been done about it.
+
+        `partly`: it is on the way to a new version that is not reached yet; see `portions`.
+        """
+        state = self._sources.setdefault(source, SourceState())
+        state.desired = tuple(desired)
+        state.applied += not partly
+        state.problems = ()
+        changes = self._apply(source, state)
+        if changes.removes:  # somebody else may have waited for one of these ids
+            for name, other in self._sources.items():
+                if name != source and other.conflicts:
+                    self._apply(name, other)
+        return changes
+
+    def refuse(self, source: str, problems: tuple[str, ...]) -> None:
+        """A source's new version cannot be used: what it said before stays in force."""
+        state = self._sources.setdefault(source, SourceState())
+        state.refused += 1
+        state.problems = problems
+        for problem in problems:
+            _log.warning("%s is not put to use, the fleet stays as it is: %s", source, problem)
+
+    def drain(self, id: str, on: bool) -> None:
+        """Send it no new requests, or again. It holds until its source says something else about draining.
+
+        Raises:
+            KeyError: no instance has this id.
+        """
+        self._said[self._owned[id].entry.id] = on
+        self.fleet.drain(id, on)
+
+    def _apply(self, source: str, state: SourceState) -> Changes:
+        changes = reconcile(self._owned, source, state.desired)
+        for entry in changes.adds:
+            self._owned[entry.id] = Owned(source, entry)
+            self.fleet.add(entry.instance())
+            self._drain_as_said(entry)
+        for entry in changes.replaces:
+            self._take_word(source, entry)
+            self.fleet.replace(entry.instance())
+            self._drain_as_said(entry)
+        for entry in changes.drains:
+            self._take_word(source, entry)
+            self.fleet.drain(entry.id, entry.drain)
+        for id in changes.removes:
+            self.fleet.remove(id)
+            del self._owned[id]
+            self._said.pop(id, None)
+        for id in changes.conflicts:
+            if id not in state.conflicts:
+                _log.warning("%s names %s, which belongs to %s; it is left out", source, id, self._owned[id].source)
+        state.conflicts = changes.conflicts
+        if any(changes[:4]):
+            added, replaced, drained, removed = (len(part) for part in changes[:4])
+            _log.info("%s: +%d -%d, %d changed, %d drained or not", source, added, removed, replaced, drained)
+        return changes
+
+    def _take_word(self, source: str, entry: Entry) -> None:
+        if entry.drain is not self._owned[entry.id].entry.drain:
+            self._said.pop(entry.id, None)
+        self._owned[entry.id] = Owned(source, entry)
+
+    def _drain_as_said(self, entry: Entry) -> None:
+        if self._said.get(entry.id, entry.drain):
+            self.fleet.drain(entry.id, True)

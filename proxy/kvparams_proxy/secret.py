@@ -1,0 +1,94 @@
+"""Secrets that an operator gives the proxy: the engines' keys, the key of the admin API.
+
+They come from files or environment variables, never from the command line, where everybody on the machine reads them.
+The one rule: a secret shows itself only to whoever asks it to; in logs, errors and settings it is a name.
+"""
+
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+from typing import Final
+
+from kvparams.errors import KVParamsError
+
+__all__ = ["Secret", "SecretError", "secret_from_file", "secret_from_variable"]
+
+_MAX_BYTES: Final = 4096
+_SECRET: Final = re.compile(r"[!-~]{1,4096}")
+"""What may stand in a header, without spaces: nothing that could end the line it is written on."""
+
+
+class SecretError(KVParamsError, ValueError):
+    """A secret cannot be read, or is not one; the message names its place, never its text."""
+
+
+class Secret:
+    """A short text that nobody should see."""
+
+    __slots__ = ("_digest", "_text")
+
+    def __init__(self, text: str) -> None:
+        """1 to 4096 visible ASCII characters.
+
+        Raises:
+            SecretError: it is something else.
+        """
+        if _SECRET.fullmatch(text) is None:
+            raise SecretError(f"a secret is 1 to {_MAX_BYTES} visible ASCII characters without spaces")
+        self._text = text
+        self._digest = sha256(text.encode()).digest()
+
+    def reveal(self) -> str:
+        """The text itself."""
+        return self._text
+
+    def bearer_line(self) -> bytes:
+        """A whole header line that shows it to an engine."""
+        return b"authorization: Bearer %b\r\n" % self._text.encode()
+
+    def matches(self, given: bytes) -> bool:
+        """Whether `given` is the same text; the time it takes tells nothing about either."""
+        return compare_digest(sha256(given).digest(), self._digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and compare_digest(self._digest, other._digest)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return "Secret(hidden)"
+
+
+def secret_from_file(path: Path) -> Secret:
+    """The text of a file; white space around it does not count.
+
+    Raises:
+        SecretError: it cannot be read, or holds no secret.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 64)
+    except OSError as error:
+        raise SecretError(f"the secret in {path} cannot be read: {error.strerror or 'failed'}") from error
+    return _secret(raw.decode("ascii", "replace").strip(), str(path))
+
+
+def secret_from_variable(name: str, environment: Mapping[str, str]) -> Secret:
+    """The text of an environment variable.
+
+    Raises:
+        SecretError: it is not set, or holds no secret.
+    """
+    if name not in environment:
+        raise SecretError(f"the environment variable {name} is not set")
+    return _secret(environment[name].strip(), f"the environment variable {name}")
+
+
+def _secret(text: str, where: str) -> Secret:
+    try:
+        return Secret(text)
+    except SecretError as error:
+        raise SecretError(f"{where}: {error}") from None

@@ -1,0 +1,85 @@
+"""Runs a plan without any I/O: chooses in order, hands each leg to a script."""
+
+from collections.abc import Callable
+
+from kvparams.dialects import Dialect
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Plan
+from kvparams.scheduling import Instance, Role
+
+__all__ = ["Table", "fleet_of"]
+
+
+def fleet_of(prefill: int = 1, decode: int = 1) -> list[Instance]:
+    """So many of each."""
+    numbers = {Role.PREFILL: prefill, Role.DECODE: decode}
+    return [
+        Instance(f"{role}-{index}", "boot", role, "http://h:1", "x") for role in Role for index in range(numbers[role])
+    ]
+
+
+class Table:
+    """A `kvparams.plan.Context` and an executor in one."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        fleet: list[Instance] | None = None,
+        retries: int = 0,
+        *,
+        one_token: dict[str, bytes | None] | None = None,
+    ) -> None:
+        self.fleet = fleet or fleet_of()
+        self.speech = dialect
+        self.retries = retries
+        self.cut = one_token or {"max_tokens": b"1"}
+        self.clock_s = 100.0
+        self.waits_s = 0.0
+        """How long every choice of a decode instance takes."""
+        self.chosen: list[str] = []
+        self.given_back: list[str] = []
+        self.leases: list[KVLease] = []
+        self.transfers = 0
+        self.legs: list[Leg] = []
+
+    def dialect(self, instance: Instance) -> Dialect:
+        return self.speech
+
+    def one_token(self) -> dict[str, bytes | None]:
+        return self.cut
+
+    def now(self) -> float:
+        return self.clock_s
+
+    def may_retry(self) -> bool:
+        self.retries -= 1
+        return self.retries >= 0
+
+    def next_transfer(self) -> str:
+        self.transfers += 1
+        return f"transfer-{self.transfers}"
+
+    def hold(self, lease: KVLease) -> None:
+        self.leases.append(lease)
+
+    def give_back(self, instance: Instance) -> None:
+        self.given_back.append(instance.id)
+
+    def run(self, plan: Plan, answer: Callable[[Leg], LegAnswer | LegFailed]) -> list[Leg]:
+        """Take every step; `answer` says how each leg ends. The legs that were run."""
+        step = next(plan)
+        try:
+            while True:
+                if isinstance(step, Choose):
+                    if step.role is Role.DECODE:
+                        self.clock_s += self.waits_s
+                    could = [each for each in self.fleet if each.role is step.role]
+                    fresh = [each for each in could if each.id not in step.avoid]
+                    instance = (fresh or could)[0]
+                    self.chosen.append(instance.id)
+                    step = plan.send(instance)
+                else:
+                    self.legs.append(step)
+                    ended = answer(step)
+                    step = plan.throw(ended) if isinstance(ended, LegFailed) else plan.send(ended)
+        except StopIteration:
+            return self.legs

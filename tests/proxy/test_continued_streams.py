@@ -1,0 +1,119 @@
+"""A decode engine fails in the middle of a stream: an error event; or with continuation another one goes on, and the
+client does not notice."""
+
+import json
+from typing import Any
+
+import pytest
+
+from .acting import Fault
+from .stage import CHATS, COMPLETIONS, StartStage, events_of
+
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+UNRESUMABLE: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 1},
+    "stop": {"stop": ["x"]},
+    "n": {"n": 2},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "several prompts": {"prompt": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("name", ["continuation is off", *UNRESUMABLE])
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(stage: StartStage, name: str) -> None:
+    found = await stage(continuation=name in UNRESUMABLE)
+    for actor in found.decode:
+        actor.breaks_after = 3
+    got = await found.ask(stream=True, **UNRESUMABLE.get(name, {}))
+    assert got.status_code == 200
+    *events, last = [event.removeprefix("data: ") for event in got.text.split("\n\n") if event]
+    assert len(events) == 3
+    assert json.loads(last)["error"]["code"] == "decode_failed"
+    assert "[DONE]" not in got.text
+    assert sum(len(actor.bodies) for actor in found.decode) == 1
+    assert await found.settled()
+    assert await found.running.metric('kvparams_proxy_requests_total{outcome="midway"}') == 1
+
+
+async def test_a_chat_with_tools_is_not_continued(stage: StartStage) -> None:
+    found = await stage(continuation=True)
+    for actor in found.decode:
+        actor.breaks_after = 3
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    got = await found.ask(CHATS, stream=True, tools=tools)
+    assert '"error"' in got.text
+    assert "[DONE]" not in got.text
+
+
+@pytest.mark.parametrize(("dialect", "path"), [("store", COMPLETIONS), ("nixl", CHATS)])
+@pytest.mark.parametrize("more", [{}, USAGE, {"return_token_ids": True}, USAGE | {"return_token_ids": True}], ids=str)
+async def test_a_continued_stream_says_what_one_engine_would_have_said(
+    stage: StartStage, dialect: str, path: str, more: dict[str, Any]
+) -> None:
+    found = await stage(dialect, continuation=True)
+    first, second = found.decode
+    whole = await found.ask(path, stream=True, **more)
+    ran, other = (first, second) if first.bodies else (second, first)
+    want = events_of(whole)
+    assert '"token_ids"' not in whole.text or "return_token_ids" in more
+    last = next(at for at, event in enumerate(want, 1) if event["choices"][0]["finish_reason"])
+    for cut in range(1, last):
+        other.breaks_after, ran.breaks_after = cut, None
+        if len(other.bodies) > len(ran.bodies):  # it is its turn again
+            assert (await found.ask(path)).status_code == 200
+        before = len(other.bodies), len(ran.bodies)
+        got = await found.ask(path, stream=True, **more)
+        assert (len(other.bodies), len(ran.bodies)) == (before[0] + 1, before[1] + 1), cut
+        assert events_of(got) == want, cut
+    assert await found.settled()
+    assert await found.running.metric('kvparams_proxy_requests_total{outcome="midway"}') == 0
+    if dialect == "nixl":
+        assert len(set(found.transfers("prefill"))) == len(found.transfers("prefill"))
+
+
+async def test_a_stream_goes_on_as_often_as_the_request_may_be_tried_again(stage: StartStage) -> None:
+    found = await stage(engines=4, continuation=True, retries=3)
+    want = events_of(await found.ask(stream=True, **USAGE))
+    for actor in found.decode:
+        actor.breaks_after = 2
+    got = await found.ask(stream=True, **USAGE)
+    ids = [event["choices"][0]["text"] for event in events_of(got)[:-1]]
+    assert ids == [event["choices"][0]["text"] for event in want[:8]]  # two by each of the four
+    assert "error" in events_of(got)[-1]
+    found.decode[0].breaks_after = None
+    assert events_of(await found.ask(stream=True, **USAGE)) == want
+    assert await found.settled()
+
+
+@pytest.mark.parametrize("fault", ["500", "silent", "reset", "garbage"])
+async def test_whoever_goes_on_may_fail_before_its_first_byte(stage: StartStage, fault: Fault) -> None:
+    found = await stage(engines=3, continuation=True, retries=4, decode_timeout_s=0.1)
+    want = events_of(await found.ask(stream=True, **USAGE))
+    for actor in found.decode:
+        actor.breaks_after = 2
+    for _ in range(3):
+        for actor in found.decode[1:]:
+            actor.fails(fault, 1)
+        found.decode[0].breaks_after = None if found.decode[0].breaks_after else 2
+        got = await found.ask(stream=True, **USAGE)
+        text = "".join(e["choices"][0]["text"] for e in events_of(got) if e != "[DONE]" and e.get("choices"))
+        whole = "".join(e["choices"][0]["text"] for e in want[:8])
+        assert whole.startswith(text)
+        assert (events_of(got) == want) is (got.text.endswith("data: [DONE]\n\n"))
+        assert events_of(got)[-1] == "[DONE]" or "error" in events_of(got)[-1]
+    assert await found.settled()
+
+
+async def test_an_error_of_whoever_goes_on_is_not_lost(stage: StartStage) -> None:
+    """It says so in an event of the stream, as engines do: that must not be taken for the end of the answer."""
+    found = await stage(continuation=True, retries=1)
+    for actor in found.decode:
+        actor.breaks_after = 2
+        actor.breaks_with = {"error": {"message": "out of memory", "code": 500}}
+    got = await found.ask(stream=True)
+    events = events_of(got)
+    assert [bool(event.get("choices")) for event in events] == [True] * 4 + [False]
+    assert events[-1]["error"]["code"] == "decode_failed"
+    assert "out of memory" not in got.text
+    assert await found.settled()
