@@ -51,7 +51,7 @@ class Breaker:
         """The last outcomes as bits, the newest lowest; 1 is a failure, and what was never seen a success."""
         self._until = 0.0
         self.state = BreakerState.CLOSED
-        self.opened = 0
+        self.opened: int = 0
         """How often since it last worked well for a whole window: what the back-off grows with."""
         self.trial = False
         """Whether the one leg of a half-open breaker is running."""

@@ -61,14 +61,14 @@ class PrefillThenDecode:
                 continue
 
             native = to_json(speech.decode_keys(answer.kv_transfer_params))
+            lease = KVLease(prefill, context.now() + speech.lease_s, *transfer, speech.abandon(native))
+            context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)
-            lease_s = speech.lease_s
             if result is not None:
                 known |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
                 if result.lease is not None:
-                    lease_s = result.lease.ttl_ms / 1000
-            lease = KVLease(prefill, context.now() + lease_s, *transfer, speech.abandon(native))
-            context.hold(lease)
+                    lease = lease._replace(until_s=context.now() + result.lease.ttl_ms / 1000)
+                    context.hold(lease)
             while True:
                 decode: Instance = yield Choose(Role.DECODE, failed)  # pyright: ignore[reportAssignmentType]
                 if context.now() >= lease.until_s:  # it has waited for room for too long

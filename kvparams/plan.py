@@ -114,8 +114,8 @@ class Context(Protocol):
         ...
 
     def hold(self, lease: KVLease) -> None:
-        """KV is held for this request from now on, in place of what was held before. It counts as fetched with the
-        first byte of the answer; whatever ends the request or its plan before that gives it back."""
+        """KV is held for this request from now on, in place of what another transfer held before. It counts as fetched
+        with the first byte of the answer; whatever ends the request or its plan before that gives it back."""
         ...
 
     def give_back(self, instance: Instance) -> None:

@@ -30,7 +30,6 @@ from kvparams_proxy.auth import KeyRing, Unauthorized
 from kvparams_proxy.direct import DIRECT
 from kvparams_proxy.endpoints import ENDPOINTS
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.executor import Resources
 from kvparams_proxy.exposition import Exposition
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.gauges import Gauges
@@ -46,6 +45,7 @@ from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.releases import Releases
+from kvparams_proxy.resources import Resources
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.tracing import Tracer
 from kvparams_proxy.upstream import UpstreamLimits
@@ -94,7 +94,7 @@ def create_app(settings: Settings) -> Starlette:
         fleet.listen(addresses)
         watch = Watch(loop)
         metrics = Metrics()
-        releases = Releases(fleet, pools, watch)
+        releases = Releases(fleet, pools, watch, loop.time)
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
         spans = make_spans()
         exposition = Exposition(metrics, Gauges(metrics, fleet, pools, releases, journal))
@@ -147,6 +147,7 @@ def create_app(settings: Settings) -> Starlette:
             *(Route(each.path, Generating(each.path), methods=["POST"]) for each in ENDPOINTS),
             Route("/v1/models", _models, methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
+            Route("/health/{role}", _health, methods=["GET"]),
             Route("/metrics", _metrics, methods=["GET"]),
             *(admin_routes(settings.admin) if settings.admin is not None else ()),
         ],
@@ -215,8 +216,16 @@ async def _models(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    missing = request.state.resources.fleet.missing_roles()
-    body = {"status": "ok"} if not missing else {"status": "unavailable", "missing_roles": missing}
+    """Whether requests can be served; of one role, whether there is somebody to serve its legs."""
+    fleet: Fleet = request.state.resources.fleet
+    asked = request.path_params.get("role")
+    if asked is not None and asked not in tuple(Role):
+        return _error(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
+    missing = [role for role in fleet.missing_roles() if asked in (None, role)]
+    body: dict[str, object] = {"status": "unavailable" if missing else "ok"}
+    if missing:
+        body["missing_roles"] = missing
+    body["roles"] = {role: health._asdict() for role, health in fleet.health().items() if asked in (None, role)}
     return Response(json.dumps(body), 503 if missing else 200, media_type="application/json")
 
 

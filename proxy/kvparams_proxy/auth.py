@@ -31,7 +31,7 @@ class Client(NamedTuple):
     """Who asks, as far as the proxy knows."""
 
     key_id: str
-    """For the log: which of the tenant's keys it was."""
+    """Which of the tenant's keys it was."""
     tenant: str
     priority: int
     """For `RequestFacts.priority`."""

@@ -39,14 +39,22 @@ class Breakers:
     def succeeded(self, member: Member) -> None:
         """A leg did what it should."""
         if member.breaker.succeeded():
+            member.trial = None
             _log.warning("%s %s works again", member.instance.role, member.instance.id)
             self._changed(member)
+
+    def heard(self, member: Member) -> None:
+        """Its trial goes well so far."""
+        member.trial = None
+        member.breaker.end_trial()
+        self._changed(member)
 
     def failed(self, member: Member) -> bool:
         """A leg failed; whether that opened the breaker. It is for the caller to tell who has to know."""
         now = self._now()
         if not member.breaker.failed(now):
             return False
+        member.trial = None
         wait_s = member.breaker.until - now
         _log.warning("%s %s fails; it is left alone for %.1f s", member.instance.role, member.instance.id, wait_s)
         self._set_timer(member, wait_s)

@@ -50,7 +50,7 @@ class Owner(Protocol):
 class Exchange:
     """One request and its answer: a handle to abort or throttle it."""
 
-    __slots__ = ("_begun", "_connecting", "_connection", "_pool", "_request", "_retry", "_sink")
+    __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
 
     def __init__(self, pool: Owner, request: Request, sink: Sink, *, once: bool) -> None:
         """`once`: never send the request twice, even where the engine has most likely not seen it."""
@@ -61,6 +61,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._retry = not once
         self._begun = False
+        self._paused = False
 
     def abort(self, error: UpstreamError) -> None:
         """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
@@ -81,12 +82,15 @@ class Exchange:
             self._connection.close()
 
     def pause(self) -> None:
-        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream."""
+        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream. Where there is no
+        connection yet, nothing is read from the one that will be."""
+        self._paused = True
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
         """Read on."""
+        self._paused = False
         if self._connection is not None:
             self._connection.resume()
 
@@ -95,6 +99,8 @@ class Exchange:
         self._connection = connection
         self._begun = True
         connection.begin(self, cast("Sink", self._sink), self._request)
+        if self._paused:
+            connection.pause()
 
     def connect(self, task: asyncio.Task[None]) -> None:
         """For the pool: a connection is being made."""

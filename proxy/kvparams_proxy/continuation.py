@@ -23,7 +23,8 @@ __all__ = ["Recorder", "resumable", "resumed_body"]
 _IDS: Final = rb'"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[0-9,\s]*\])'
 _STRIPPED: Final = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb"\s*,?")
 """Inside a JSON string every quote is escaped, so this finds members only."""
-_DONE: Final = b"[DONE]"
+_HIDDEN: Final = 4
+"""Tokens in a row of which a chat shows nothing: more than the bytes of one character, so it is reasoning left out."""
 
 _STATEFUL: Final = (
     "logprobs",
@@ -45,10 +46,17 @@ _STATEFUL: Final = (
     "logits_processors",
     "bad_words",
     "truncate_prompt_tokens",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
 )
 """Members whose effect at one place depends on more than the token ids before it, or that say more than text."""
+_LOGPROBS: Final = ("logprobs", "prompt_logprobs")
+_REASONING: Final = frozenset(("include_reasoning", "reasoning_effort", "reasoning"))
+"""What a completion cannot tell from the answer."""
 _CHAT_ONLY: Final = (
     "messages",
+    "logprobs",
+    "top_logprobs",
     "max_completion_tokens",
     "add_generation_prompt",
     "continue_final_message",
@@ -57,15 +65,28 @@ _CHAT_ONLY: Final = (
     "add_special_tokens",
     "tool_choice",
     "parallel_tool_calls",
-    "reasoning_effort",
-    "include_reasoning",
     "documents",
 )
 
 
 def resumable(document: Mapping[str, object], stream: bool, prompts: int, choices: int) -> bool:
     """Whether a stream for this request could be continued on another engine."""
-    return stream and prompts == choices == 1 and not any(document.get(name) for name in _STATEFUL)
+    if not stream or not prompts == choices == 1 or any(document.get(name) for name in _STATEFUL):
+        return False
+    if any(type(document.get(name)) is int for name in _LOGPROBS):  # 0 asks for those of the tokens chosen
+        return False
+    return _REASONING.isdisjoint(document) and all(map(_is_text, _list(document.get("messages"))))
+
+
+def _is_text(message: object) -> bool:
+    """Whether a message is nothing but text: an image is not in the token ids."""
+    content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
+    parts = [cast("dict[str, object]", part) for part in _list(content) if isinstance(part, dict)]
+    return all(part.get("type") == "text" for part in parts)
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> dict[str, bytes | None]:
@@ -90,25 +111,56 @@ def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> d
 class Recorder:
     """One stream's."""
 
-    __slots__ = ("_answer", "_base", "_chat", "_finished", "_keep", "_prompt", "_template", "_unsaid", "resumed")
+    __slots__ = (
+        "_answer",
+        "_base",
+        "_chat",
+        "_count",
+        "_counted",
+        "_finished",
+        "_keep",
+        "_marked",
+        "_mixed",
+        "_prompt",
+        "_template",
+        "_unsaid",
+        "resumed",
+    )
 
-    def __init__(self, *, chat: bool, keep_ids: bool) -> None:
-        """`keep_ids`: the client has asked for token ids itself."""
+    def __init__(self, *, chat: bool, keep_ids: bool, count: bool) -> None:
+        """`keep_ids`: the client has asked for token ids itself; `count`: and for the usage at the end."""
         self._chat = chat
         self._keep = keep_ids
+        self._count = count
+        self._counted = False
         self._prompt: list[int] | None = None
         self._answer: list[int] = []
         self._unsaid: list[int] = []
         self._base = 0
         self._finished = False
+        self._mixed = False
+        """Whether there was more in it than plain content."""
         self._template: dict[str, Any] | None = None
+        self._marked: tuple[int, list[int], bool] = 0, [], False
         self.resumed = False
 
     def sent(self) -> Sent | None:
         """From where another engine can go on; None where the stream has said too little, or everything."""
-        if self._prompt is None or self._finished:
+        if self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
             return None
         return Sent(self._prompt, list(self._answer))
+
+    def ending(self) -> bytes | None:
+        """What the client lacks of a stream whose last token it has: only its end, which no engine is needed for. None
+        where tokens are missing."""
+        template = self._template
+        if self._prompt is None or template is None or not self._finished:
+            return None
+        if self._counted or not self._count:
+            return b"data: [DONE]\n\n"
+        prompt, completion = len(self._prompt), len(self._answer) + len(self._unsaid)
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+        return _event({**_members(template), "choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 
     def resume(self) -> None:
         """Another engine goes on from `sent()`."""
@@ -122,14 +174,30 @@ class Recorder:
         Raises:
             JSONTextError: an event is not what it should be.
         """
+        self._marked = len(self._answer), self._unsaid.copy(), self._finished
+        try:
+            return self._recorded(raw)
+        except JSONTextError:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """What `events` has given last was not sent."""
+        answered, self._unsaid, self._finished = self._marked
+        del self._answer[answered:]
+
+    def _recorded(self, raw: bytes) -> bytes:
         if self.resumed:
             return b"".join(self._rewritten(event) for event in split_events(raw))
         for event in split_events(raw):
             document = _document(event)
-            if document is not None:
-                self._record(document)
-                if next(_choices(document), None) is not None:
-                    self._template = document
+            if document is None:
+                continue
+            if error_in(document) is not None:  # nothing behind it is sent
+                break
+            self._record(document)
+            if next(_choices(document), None) is not None:
+                self._template = document
         return raw if self._keep or b"token_ids" not in raw else _STRIPPED.sub(b"", raw)
 
     def _record(self, document: dict[str, Any]) -> None:
@@ -142,8 +210,11 @@ class Recorder:
         if _text(choice):
             self._answer += self._unsaid
             self._unsaid.clear()
+        elif self._chat and (_reasons(choice) or len(self._unsaid) > _HIDDEN):
+            self._mixed = True
         if choice.get("finish_reason") is not None:
             self._finished = True
+        self._counted = not choice and isinstance(document.get("usage"), dict)
 
     def _rewritten(self, event: bytes) -> bytes:
         """An event of a completion, in the form of the stream that it continues."""
@@ -152,13 +223,12 @@ class Recorder:
         if document is None or template is None or error_in(document) is not None:  # who corrects it will see to that
             return event
         self._record(document)
-        made = {name: value for name, value in template.items() if name not in ("choices", "usage", "prompt_token_ids")}
+        made = _members(template)
         before = next(_choices(template))
         made["choices"] = [self._choice(before, choice) for choice in _choices(document)]
         if isinstance(usage := document.get("usage"), dict):
             made["usage"] = self._usage(cast("dict[str, Any]", usage))
-        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
-        return b"data: %b\n\n" % text.encode()
+        return _event(made)
 
     def _choice(self, before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         made = dict(before)
@@ -189,6 +259,15 @@ class Recorder:
         }
 
 
+def _members(template: Mapping[str, Any]) -> dict[str, Any]:
+    """What all events of a stream have in common."""
+    return {name: value for name, value in template.items() if name not in ("choices", "usage", "prompt_token_ids")}
+
+
+def _event(document: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def _document(event: bytes) -> dict[str, Any] | None:
     """The JSON of one event; None for a comment or the last event."""
     data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
@@ -217,7 +296,10 @@ def _whole_numbers(ids: object) -> list[int]:
 def _text(choice: Mapping[str, Any]) -> bool:
     """Whether the client sees something of this event."""
     delta = choice.get("delta")
-    if isinstance(delta, dict):
-        said = cast("dict[str, object]", delta)
-        return bool(said.get("content") or said.get("reasoning_content") or said.get("reasoning"))
-    return bool(choice.get("text"))
+    return bool(cast("dict[str, object]", delta).get("content") if isinstance(delta, dict) else choice.get("text"))
+
+
+def _reasons(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta")
+    said = cast("dict[str, object]", delta) if isinstance(delta, dict) else {}
+    return bool(said.get("reasoning_content") or said.get("reasoning"))

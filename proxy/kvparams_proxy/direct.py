@@ -50,10 +50,6 @@ class DirectEndpoint(Protocol):
         """Answer with an error before the body has come."""
         ...
 
-    def refused(self, error: ProxyError) -> None:
-        """It was answered with an error before it was whole."""
-        ...
-
 
 class _NoEvent:
     """What nobody waits for."""
@@ -212,6 +208,8 @@ class DirectProtocol(HttpToolsProtocol):
     """The request that uvicorn answers now, or answered last; `cycle` is the one that came last."""
     _busy = False
     """Whether a whole request is being answered: then nobody is waited for."""
+    _held = False
+    """Whether the client is not listened to before it has taken its answers: their number would have no bound."""
     _timer = None
 
     def connection_made(self, transport: Any) -> None:
@@ -239,7 +237,8 @@ class DirectProtocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
-        self._since_s = self.loop.time()
+        if not self.flow.write_paused:  # asking for more is no reason to be waited for
+            self._since_s = self.loop.time()
 
     def on_headers_complete(self) -> None:
         """Choose the way."""
@@ -285,6 +284,9 @@ class DirectProtocol(HttpToolsProtocol):
         elif not direct.response_complete:
             self._busy = True
             direct.complete()
+            if self._held and not direct.response_complete:  # it is listened to, so that its leaving is noticed
+                self._held = False
+                self.flow.resume_reading()
 
     def answered(self) -> None:
         """For the answer: it is complete."""
@@ -303,6 +305,8 @@ class DirectProtocol(HttpToolsProtocol):
             self._busy = True
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
+        elif self.flow.write_paused:
+            self._hold()
         elif self.flow.read_paused:
             self.flow.resume_reading()
 
@@ -316,7 +320,6 @@ class DirectProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
         super().connection_lost(exc)
-        self.pipeline.clear()
         if self._asgi is not None and not self._asgi.response_complete:
             self._asgi.disconnected = True
             self._asgi.message_event.set()
@@ -329,13 +332,24 @@ class DirectProtocol(HttpToolsProtocol):
         super().pause_writing()
         if self._direct is not None:
             self._direct.client_slow()
+        elif not self._busy:
+            self._hold()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         super().resume_writing()
         self._since_s = self.loop.time()
+        if self._held:
+            self._held = False
+            if not self.pipeline and not self.transport.is_closing():
+                self.flow.resume_reading()
         if self._direct is not None:
             self._direct.client_ready()
+
+    def _hold(self) -> None:
+        if not self.transport.is_closing():
+            self._held = True
+            self.flow.pause_reading()
 
     def _unset_keepalive_if_required(self) -> None:
         """There is no timer for each request here: see `_rest`."""
@@ -357,7 +371,10 @@ class DirectProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
             self.transport.abort()  # it stands behind, or within, one that is being answered
             return
-        body = ProxyError(400, "invalid_request_error", message).body()
+        error = ProxyError(400, "invalid_request_error", message)
+        if (resources := self.app_state.get("resources")) is not None:
+            resources.metrics.refused("", b"", error)
+        body = error.body()
         lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(_STATUS_LINES[400] + lines + body)
         self.transport.close()

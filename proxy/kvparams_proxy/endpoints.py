@@ -33,7 +33,6 @@ ENDPOINTS: Final = (
     Endpoint("/v1/chat/completions", "chat"),
     Endpoint("/inference/v1/generate", "generate"),
     Endpoint("/v1/responses", "other", Role.DECODE, done=False),
-    Endpoint("/v1/messages", "other", Role.DECODE, done=False),
     *(
         Endpoint(path, "other", Role.PREFILL)
         for path in (
@@ -50,7 +49,8 @@ ENDPOINTS: Final = (
         )
     ),
 )
-"""Source: vLLM 0.32.0 entrypoints. A decode engine that answers alone computes the prompt too."""
+"""Source: vLLM 0.32.0 entrypoints. A decode engine that answers alone computes the prompt too. `/v1/messages` is not
+among them: its request has no `cache_salt` there, so nothing would keep tenants apart in the cache."""
 
 _SAMPLING: Final = {"max_tokens": b"1", "ignore_eos": b"true"}
 _ANSWER: Final = frozenset(

@@ -51,26 +51,33 @@ class ProxyError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
-def engine_refusal(role: str, status: int, raw: bytes, addresses: Addresses, sent: bytes) -> ProxyError:
+def engine_refusal(
+    role: str, status: int, raw: bytes, addresses: Addresses, sent: bytes, *, own_key: bool = True
+) -> ProxyError:
     """What an engine's answer other than 200 means for the client.
 
-    A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params, which
-    are never the client's. Anything else is the engine's own trouble, of which the client learns only the status.
+    A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params or
+    credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
+    the status.
     """
     try:
         document, _ = load_object(raw)
     except JSONTextError:
         document = {}
-    return reported_error(role, status, error_in(document) or document, addresses, sent)
+    return reported_error(role, status, error_in(document) or document, addresses, sent, own_key=own_key)
 
 
 def reported_error(
-    role: str, status: int, error: Mapping[str, object], addresses: Addresses, sent: bytes
+    role: str, status: int, error: Mapping[str, object], addresses: Addresses, sent: bytes, *, own_key: bool = True
 ) -> ProxyError:
-    """The same of an error object; `sent` is the client's body: what stands in it is no secret."""
+    """The same of an error object; `sent` is the client's body: what stands in it is no secret. `own_key`: the engine
+    was shown a key of ours, or none, and not the client's."""
     message, param = error.get("message"), error.get("param")
     failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
     failed.detail = message if isinstance(message, str) else None
+    if own_key and status in (401, 403):
+        failed.message, failed.code = f"the {role} engine refuses the proxy's credentials", f"{role}_unauthorized"
+        return failed
     if not 400 <= status < 500:
         return failed
     if isinstance(param, str) and param.startswith("kv_transfer_params"):

@@ -5,67 +5,38 @@ load, KV and connections. Nothing here waits: engines, the queue and the client 
 or to forget. The one rule: nobody else in the proxy starts, aborts or ends a leg.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Final, cast
 
 from kvparams.dialects import Dialect
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import edit, fields
 from kvparams.lifecycle import Lifecycle, Outcome
-from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager, Sent
-from kvparams.retries import RetryBudget
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager
 from kvparams.scheduling import Instance
-from kvparams_proxy.account import Account, Reader
+from kvparams_proxy.account import Account
 from kvparams_proxy.connection import Exchange
-from kvparams_proxy.continuation import Recorder, resumable, resumed_body
 from kvparams_proxy.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.downstream import Downstream
 from kvparams_proxy.endpoints import Endpoint, one_token
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.failures import BrokenLeg, broken, refusal
-from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.intake import Inbound
-from kvparams_proxy.metrics import Metrics, failure_kind
-from kvparams_proxy.pools import Pools
-from kvparams_proxy.privacy import Addresses, error_in
+from kvparams_proxy.legs import leg_request, recorder_for
+from kvparams_proxy.metrics import failure_kind
+from kvparams_proxy.privacy import error_in
 from kvparams_proxy.relay import Relay
-from kvparams_proxy.releases import Releases
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.tracing import Trace, Tracer
+from kvparams_proxy.releases import Held
+from kvparams_proxy.resources import Resources
+from kvparams_proxy.tracing import Trace
 from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
-from kvparams_proxy.watch import Watch
 
-__all__ = ["Execution", "Resources"]
+__all__ = ["Execution"]
 
 _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 _ANSWERED: Final = LegAnswer({})
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What executions share."""
-
-    loop: asyncio.AbstractEventLoop
-    fleet: Fleet
-    dialects: Mapping[str, Dialect]
-    pools: Pools
-    metrics: Metrics
-    settings: Settings
-    new_id: Callable[[], str]
-    """Makes a transfer id, never the same twice."""
-    watch: Watch
-    retries: RetryBudget
-    releases: Releases
-    addresses: Addresses
-    tracer: Tracer | None = None
-    """Without one the client's trace context passes through untouched."""
-    readers: Sequence[Reader] = ()
-    """Who wants to know of every request that is over, besides `metrics`."""
 
 
 class Execution:
@@ -139,12 +110,7 @@ class Execution:
         self._leg: Leg | None = None
         self._leg_began = 0.0
         self._corrections = Corrections(inbound.facts.request_id, resources.addresses)
-        self._recorder: Recorder | None = None
-        if inbound.document is not None and resumable(
-            inbound.document, inbound.stream, inbound.facts.prompts, inbound.facts.choices
-        ):
-            keep = endpoint.kind == "generate" or inbound.document.get("return_token_ids") is True
-            self._recorder = Recorder(chat=endpoint.kind == "chat", keep_ids=keep)
+        self._recorder = recorder_for(endpoint, inbound)
         self._attempts = 0
         self._claimed = False
         self._gone = False
@@ -239,7 +205,9 @@ class Execution:
 
     def hold(self, lease: KVLease) -> None:
         """See `Context.hold`."""
-        self._abandon()
+        held = self._life.lease
+        if held is not None and held.transfer_id != lease.transfer_id:
+            self._abandon()
         self._life.lease = lease
         self._claimed = False
 
@@ -284,13 +252,9 @@ class Execution:
         limit_bytes = resources.settings.upstream.answer_bytes
         limit_s = resources.settings.decode_timeout_s if leg.answers_client else resources.settings.prefill_timeout_s
         recorder = self._recorder
-        if leg.resumed is not None and recorder is not None:
-            path, body = b"/v1/completions", self._resumed(leg, leg.resumed)
+        path, body = leg_request(self._endpoint, inbound, leg, recorder)
+        if recorder is not None and leg.resumed is not None:
             recorder.resume()
-        elif recorder is not None and leg.answers_client:
-            path, body = self._path, edit(inbound.body, inbound.spans, {**leg.changes, "return_token_ids": b"true"})
-        else:
-            path, body = self._path, edit(inbound.body, inbound.spans, leg.changes)
         if leg.answers_client and inbound.stream:
             lines = b"cache-control: no-cache\r\n" + self._answer_headers()
             sink = Relay(
@@ -308,16 +272,6 @@ class Execution:
             self._claimed = True
         self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
         resources.watch.start(self, limit_s)
-
-    def _resumed(self, leg: Leg, sent: Sent) -> bytes:
-        """The body of a leg that goes on from what was sent."""
-        inbound = self._inbound
-        chat = self._endpoint.kind == "chat"
-        body = edit(
-            inbound.body, inbound.spans, resumed_body(cast("dict[str, object]", inbound.document), sent, chat=chat)
-        )
-        changes = {"return_token_ids": b"true", **leg.changes} if leg.answers_client else leg.changes
-        return edit(body, fields(body), changes)
 
     def _end_leg(self) -> Leg:
         """The leg is over, however it went: its load is given back."""
@@ -341,8 +295,13 @@ class Execution:
     def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """A leg whose answer is wanted whole has ended."""
         leg = self._end_leg()
-        if self._failed(leg, head, raw, error):
-            return
+        try:
+            if not self._failed(leg, head, raw, error):
+                self._whole_ended(leg, head, raw)
+        except Exception as fault:  # noqa: BLE001  nobody else would answer the client
+            self._refuse(refusal(fault))
+
+    def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
         try:
             if leg.answers_client:
                 answer = self._send_whole(raw)
@@ -372,6 +331,8 @@ class Execution:
         """For the relay: the client is about to get its first byte."""
         again = self._life.answering
         self._life.enter("first_byte")
+        if self._leg is not None:  # a stream may be long, and others wait for an engine that is on trial
+            self._resources.fleet.heard(self._leg.instance)
         if again:
             self._resources.metrics.continuations += 1
             return
@@ -385,38 +346,46 @@ class Execution:
         """For the relay: the leg has ended. `whole` is an answer that is no stream."""
         self._account.answer_bytes += sent_bytes
         leg = self._end_leg()
-        if self._failed(leg, head, whole, error):
-            return
-        self._resources.fleet.succeeded(leg.instance)
-        if not self._life.answering:  # asked for a stream, it has answered with a whole document
-            try:
-                self._send_whole(whole)
-            except UpstreamRefusal as refused:
-                self._failed(leg, head, b"", refused)
+        try:
+            if self._failed(leg, head, whole, error):
                 return
-            except JSONTextError:
-                self._resources.metrics.leg_failed(leg.instance, "garbage")
-                message = "the decode engine's answer is not JSON"
-                self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code="decode_failed")))
-                return
-        self._go(_ANSWERED)
+            if self._life.answering:
+                self._resources.fleet.succeeded(leg.instance)
+                self._go(_ANSWERED)
+            else:  # asked for a stream, it has answered with a whole document
+                self._whole_ended(leg, head, whole)
+        except Exception as fault:  # noqa: BLE001  as above
+            self._refuse(refusal(fault))
 
     def _failed(self, leg: Leg, head: Head, raw: bytes, error: UpstreamError | None) -> bool:
         """Whether the leg has failed; then the client's leaving or the plan has been seen to."""
-        if leg.answers_client and error is not None and not error.connected:
+        unseen = not error.connected if error is not None else 400 <= head.status < 500
+        if leg.answers_client and unseen:  # no engine has it, or it was refused before it was scheduled
             self._claimed = False
         if self._gone:
             self._finish("gone")
             return True
+        if error is None and head.status == 200:
+            return False
         sent = self._recorder.sent() if self._recorder is not None and self._life.answering else None
         addresses, body = self._resources.addresses, self._inbound.body
-        failure = broken(leg.instance, head, raw, error, addresses, body, begun=self._life.answering, sent=sent)
+        pool = self._resources.pools.get(leg.instance.id)
+        own_key = not self._credentials or pool is None or pool.keyed
+        answering = self._life.answering
+        failure = broken(leg.instance, head, raw, error, addresses, body, own_key=own_key, begun=answering, sent=sent)
         if failure is None:
             return False
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         if failure.another and not isinstance(error, UpstreamFull):  # busy is not broken
             self._resources.fleet.failed(leg.instance, connected=failure.claimed)
-        self._go(None, failure)
+        ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
+        if ending is None:
+            self._go(None, failure)
+        else:  # it has failed behind its last token
+            ending = self._corrections.events(ending)
+            self._downstream.body(ending)
+            self._account.answer_bytes += len(ending)
+            self._go(_ANSWERED)
         return True
 
     def _send_whole(self, raw: bytes) -> LegAnswer:
@@ -483,13 +452,17 @@ class Execution:
         lease, self._life.lease = self._life.lease, None
         if lease is None or lease.abandon is None:
             return
+        releases = self._resources.releases
         if self._claimed:
-            self._resources.releases.orphaned += not self._gone
+            releases.orphaned += not self._gone
+        elif self.now() >= lease.until_s:
+            releases.orphaned += 1
         else:
             trace = self._account.trace
             headers = self._up if trace is None else self._up + trace.line()
-            one_token = self.one_token()
-            self._resources.releases.start(lease, lease.abandon, self._path, self._inbound, one_token, headers)
+            releases.start(
+                Held(lease, lease.abandon, self._path, self._inbound, self.one_token(), headers, self._credentials)
+            )
 
     def _log_failure(self, error: ProxyError) -> None:
         route = " -> ".join(instance.id for instance in self._route) or "no engine"

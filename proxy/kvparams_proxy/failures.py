@@ -45,6 +45,7 @@ def broken(
     addresses: Addresses,
     body: bytes,
     *,
+    own_key: bool = True,
     begun: bool = False,
     sent: Sent | None = None,
 ) -> BrokenLeg | None:
@@ -57,6 +58,7 @@ def broken(
         error: why the exchange did not come to its end, if so.
         addresses: of the engines, which the client does not learn.
         body: the client's own words.
+        own_key: whether the engine was shown a key of ours, or none, and not the client's.
         begun: whether the client has a part of the answer.
         sent: from where it could go on, where it could.
     """
@@ -64,11 +66,13 @@ def broken(
     if error is None:
         if head.status == 200:
             return None
-        refused = engine_refusal(role, head.status, raw, addresses, body)
+        refused = engine_refusal(role, head.status, raw, addresses, body, own_key=own_key)
         return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
     if isinstance(error, UpstreamRefusal):
         status = error.error.get("code")
-        refused = reported_error(role, status if type(status) is int else 500, error.error, addresses, body)
+        refused = reported_error(
+            role, status if type(status) is int else 500, error.error, addresses, body, own_key=own_key
+        )
         return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
     if isinstance(error, UpstreamFull):
         said = f"the {role} engine is busy: {error.reason}; try again later"

@@ -232,6 +232,12 @@ class Fleet:
         if member is not None and member.instance is instance and not member.breaker.spotless:
             self._breakers.succeeded(member)
 
+    def heard(self, instance: Instance) -> None:
+        """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts."""
+        member = self._members.get(instance.id)
+        if member is not None and member.instance is instance and member.trial is not None:
+            self._breakers.heard(member)
+
     def failed(self, instance: Instance, *, connected: bool) -> None:
         """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""
         member = self._members.get(instance.id)

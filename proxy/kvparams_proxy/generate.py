@@ -16,8 +16,9 @@ from kvparams_proxy.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.endpoints import Endpoint
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.executor import Execution, Resources
+from kvparams_proxy.executor import Execution
 from kvparams_proxy.intake import harmless, read
+from kvparams_proxy.resources import Resources
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
 

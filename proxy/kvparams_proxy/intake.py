@@ -53,6 +53,8 @@ _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
+_ENCODINGS: Final = (None, "float", "base64")
+"""vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
@@ -196,7 +198,9 @@ def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None
 
 
 def _other(document: Mapping[str, object]) -> tuple[int, None]:
-    """It is for the engine to judge."""
+    """It is for the engine to judge, unless its answer would not be JSON."""
+    if document.get("encoding_format") not in _ENCODINGS:
+        raise _invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
     return 1, None
 
 

@@ -54,6 +54,7 @@ class Pool:
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self.now: Final = self._loop.time
 
@@ -88,6 +89,10 @@ class Pool:
 
     def restart(self, exchange: Exchange) -> None:
         """Run `exchange` on a new connection."""
+        if self._closed:
+            gone = UpstreamError("the engine has been removed", connected=False)
+            self._loop.call_soon(exchange.finish, gone)
+            return
         if len(self._open) + len(self._connecting) >= self.limits.connections:
             full = UpstreamFull("too many connections to the engine are open", connected=False)
             self._loop.call_soon(exchange.finish, full)
@@ -144,7 +149,8 @@ class Pool:
         return len(self._open)
 
     def close(self) -> None:
-        """Close every connection; exchanges that run hear that they were cut off."""
+        """Close every connection; exchanges that run hear that they were cut off, and none begins any more."""
+        self._closed = True
         for task in self._connecting:
             task.cancel()
         for connection in list(self._open):

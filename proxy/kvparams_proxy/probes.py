@@ -25,6 +25,7 @@ _LONGEST_S: Final = 5.0
 _MAX_BYTES: Final = 1 << 20
 """Of an engine's list of models: some thousand adapters."""
 _PATH: Final = b"/v1/models"
+_UNAUTHORIZED: Final = (401, 403)
 _log: Final = logging.getLogger(__name__)
 
 
@@ -94,9 +95,11 @@ class _Probe:
         "_exchange",
         "_first",
         "_fleet",
+        "_keyed",
         "_loop",
         "_member",
         "_pools",
+        "_refused",
         "_timer",
     )
 
@@ -111,6 +114,9 @@ class _Probe:
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
         self._due = 0.0
+        self._keyed = False
+        self._refused = False
+        """Whether the last answer said that the proxy's credentials are wrong."""
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
         """For the time-out of the probe that runs, or for the next one."""
@@ -135,6 +141,7 @@ class _Probe:
             self._first.cancel()
             return
         self._timer = self._loop.call_later(min(self._every_s, _LONGEST_S), self._expire)
+        self._keyed = pool.keyed
         self._exchange = pool.exchange(pool.get(_PATH), Collect(_MAX_BYTES, self._answered))
 
     def _expire(self) -> None:
@@ -147,8 +154,12 @@ class _Probe:
             self._timer.cancel()
         member = self._member
         if not isinstance(error, UpstreamFull):  # busy: that tells nothing
-            ready, models = _read(head, raw, error, member)
-            if ready is not member.ready:
+            refused = error is None and head.status in _UNAUTHORIZED
+            if refused and not self._refused:
+                _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
+            self._refused = refused
+            ready, models = _read(head, raw, error, member, self._keyed)
+            if ready is not member.ready and (ready or not refused):
                 name = f"{member.instance.role} {member.instance.id}"
                 _log.warning("%s is %s", name, "ready" if ready else "not reachable")
             self._fleet.learn(member, ready, models)
@@ -169,9 +180,12 @@ class _Probe:
             self._ask()
 
 
-def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member) -> tuple[bool, frozenset[str] | None]:
-    """Whether it is ready, and what it serves."""
-    if error is not None or head.status >= 500:
+def _read(
+    head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool
+) -> tuple[bool, frozenset[str] | None]:
+    """Whether it is ready, and what it serves. `keyed`: the proxy has a key for it, so that one refused is wrong;
+    without one clients may bring their own."""
+    if error is not None or head.status >= 500 or (keyed and head.status in _UNAUTHORIZED):
         return False, member.models
     if head.status != 200:  # somebody is there, who does not say
         return True, member.models

@@ -4,6 +4,7 @@ The one rule: nothing reaches the client before the first whole event is here, s
 be answered in another way; from then on events leave together as they came together, within a fixed buffer.
 """
 
+import re
 from typing import Final, Protocol
 
 from kvparams.errors import JSONTextError
@@ -17,9 +18,12 @@ __all__ = ["Listener", "Relay"]
 
 _EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
 """Written by us: what an engine adds to it may say where it is."""
-_DONE: Final = b"[DONE]"
-_TAIL_BYTES: Final = 24
-"""The last event of a stream, `data: [DONE]`, and the blank line."""
+_DATA: Final = re.compile(rb"(?:\A|\n)data:[ \t]*\{")
+"""The first event that says something."""
+_LAST: Final = b"data: [DONE]\n\n"
+_DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
+"""The last event, as others write it."""
+_TAIL_BYTES: Final = 64
 
 
 class Listener(Protocol):
@@ -49,6 +53,7 @@ class Relay:
         "_downstream",
         "_head",
         "_headers",
+        "_held",
         "_limit",
         "_listener",
         "_over",
@@ -92,6 +97,7 @@ class Relay:
         self._resumed = recorder is not None and recorder.resumed
         self._done = done
         self._begun = False
+        self._held = b""
         self._over = False
         self._parts: list[bytes] = []
         self._sent_bytes = 0
@@ -154,22 +160,33 @@ class Relay:
             JSONTextError: an event is not what it should be.
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
-        over = not self._done or _DONE in events[-_TAIL_BYTES:]
-        if self._recorder is not None:
-            events = self._recorder.events(events)
+        if not self._begun and _DATA.search(events) is None:  # comments commit to nothing
+            self._held += events
+            if len(self._held) > self._limit:
+                raise ValueError("it holds nothing but comments")
+            return
+        over = not self._done or events.endswith(_LAST) or _DONE.search(events, max(0, len(events) - _TAIL_BYTES))
+        recorder = self._recorder
+        if recorder is not None:
+            events = recorder.events(events)
         try:
             corrected = self._corrections.events(events)
         except UpstreamRefusal as refusal:
             if refusal.before:
                 self._write(refusal.before)
             raise
+        except JSONTextError:
+            if recorder is not None:
+                recorder.undo()
+            raise
         self._write(corrected)
-        self._over = over
+        self._over = self._over or bool(over)
 
     def _write(self, corrected: bytes) -> None:
         if not self._begun:
             self._begun = True
             self._listener.stream_begun()
+            corrected = self._held + corrected
             if not self._resumed:
                 self._downstream.head(200, _EVENT_STREAM + self._headers, None)
         self._downstream.body(corrected)

@@ -4,8 +4,9 @@ The one rule: it is tried once, within a bounded time; what fails is counted as 
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Final
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 from kvparams.codec import DOCUMENT_KEY, dump_json, parse
 from kvparams.dialects import Abandon
@@ -20,56 +21,59 @@ from kvparams_proxy.pools import Pools
 from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamTimeout
 from kvparams_proxy.watch import Watch
 
-__all__ = ["Releases"]
+__all__ = ["Held", "Releases"]
 
 _log: Final = logging.getLogger(__name__)
 _TIMEOUT_S: Final = 10.0
 _MOST: Final = 256
-"""At one time. More would be a flood of its own; the rest ends with its lease."""
+"""At one time. More would be a flood of its own."""
+_MOST_WAITING: Final = 4096
+"""Each holds its request's body; the rest ends with its lease."""
 _ANSWER_BYTES: Final = 1 << 20
 _PATH: Final = b"/v1/kvparams"
 
 
-class Releases:
-    """All that run now."""
+class Held(NamedTuple):
+    """KV that nobody will fetch, and the request it was for."""
 
-    def __init__(self, fleet: Fleet, pools: Pools, watch: Watch) -> None:
+    lease: KVLease
+    abandon: Abandon
+    path: bytes
+    """Of the request's legs, as are the next two."""
+    inbound: Inbound
+    one_token: Mapping[str, bytes | None]
+    """Makes a minimal leg of the client's body."""
+    headers: bytes
+    credentials: bytes
+    """The client's, for engines that have no key of their own."""
+
+
+class Releases:
+    """All that run now, and those that wait for their turn."""
+
+    def __init__(self, fleet: Fleet, pools: Pools, watch: Watch, now: Callable[[], float]) -> None:
         self._fleet = fleet
         self._pools = pools
         self._watch = watch
+        self._now = now
         self._running: set[_Release] = set()
+        self._waiting: deque[Held] = deque()
         self.released = 0
         """Transfers whose KV an engine was told to free, and said yes."""
         self.orphaned = 0
-        """Transfers whose KV stays until its lease ends: nobody could be told."""
+        """Transfers whose KV may stay until its lease ends: nobody could be told, or whoever was to fetch it failed."""
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._waiting)
 
-    def start(
-        self,
-        lease: KVLease,
-        abandon: Abandon,
-        path: bytes,
-        inbound: Inbound,
-        one_token: Mapping[str, bytes | None],
-        headers: bytes,
-    ) -> None:
-        """Tell an engine. `path` and `headers` are those of the request's legs, `one_token` makes a minimal one."""
-        instance = lease.producer if abandon.role is Role.PREFILL else self._anyone(abandon.role)
-        pool = self._pools.get(instance.id) if instance is not None else None
-        if pool is None or len(self._running) >= _MOST:
-            self.orphaned += 1
-            return
-        if abandon.leg:
-            changes = {**one_token, "kv_transfer_params": abandon.native}
-            request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
+    def start(self, held: Held) -> None:
+        """Tell an engine, as soon as not too many are being told."""
+        if len(self._running) < _MOST:
+            self._tell(held)
+        elif len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(held)
         else:
-            request = pool.request(_PATH, headers, _release_body(lease, inbound))
-        release = _Release(self)
-        self._running.add(release)
-        self._watch.start(release, _TIMEOUT_S)
-        release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
+            self.orphaned += 1
 
     def ended(self, release: "_Release", well: bool) -> None:
         """For one of them."""
@@ -79,17 +83,49 @@ class Releases:
             self.released += 1
         else:
             self.orphaned += 1
+        while self._waiting and len(self._running) < _MOST:
+            self._tell(self._waiting.popleft())
 
-    def _anyone(self, role: Role) -> Instance | None:
-        ready = [member for member in self._fleet.members if member.instance.role is role and member.ready]
-        return min(ready, key=lambda member: member.in_flight).instance if ready else None
+    def _tell(self, held: Held) -> None:
+        lease, abandon, path, inbound, one_token, headers, credentials = held
+        instance = lease.producer if abandon.role is Role.PREFILL else self._anyone(abandon.role, held)
+        pool = self._pools.get(instance.id) if instance is not None else None
+        if pool is None or instance is None or self._now() >= lease.until_s:
+            self.orphaned += 1
+            return
+        if not pool.keyed:
+            headers += credentials
+        if abandon.leg:
+            changes = {**one_token, "kv_transfer_params": abandon.native}
+            request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
+        else:
+            request = pool.request(_PATH, headers, _release_body(lease, inbound))
+        release = _Release(self, instance.id)
+        self._running.add(release)
+        self._watch.start(release, _TIMEOUT_S)
+        release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
+
+    def _anyone(self, role: Role, held: Held) -> Instance | None:
+        """The least busy of those that speak the producer's dialect and serve the model."""
+        model, dialect = held.inbound.facts.model, held.lease.producer.dialect
+        able = [
+            member
+            for member in self._fleet.members
+            if member.instance.role is role
+            and member.instance.dialect == dialect
+            and member.available
+            and member.serves(model)
+        ]
+        busy = Counter(release.instance_id for release in self._running)
+        return min(able, key=lambda member: member.in_flight + busy[member.instance.id]).instance if able else None
 
 
 class _Release:
-    __slots__ = ("_owner", "exchange")
+    __slots__ = ("_owner", "exchange", "instance_id")
 
-    def __init__(self, owner: Releases) -> None:
+    def __init__(self, owner: Releases, instance_id: str) -> None:
         self._owner = owner
+        self.instance_id = instance_id
         self.exchange: Exchange | None = None
 
     def expire(self) -> None:
@@ -98,6 +134,7 @@ class _Release:
             self.exchange.abort(UpstreamTimeout("took too long"))
 
     def ended(self, head: Head, _raw: bytes, error: UpstreamError | None) -> None:
+        """Its engine has answered, or will not."""
         self.exchange = None
         self._owner.ended(self, error is None and head.status == 200)
 

@@ -4,11 +4,13 @@ The one rule: starting or renewing a time-out costs an entry in a dictionary; it
 """
 
 import asyncio
+import logging
 from typing import Final, Protocol
 
 __all__ = ["Expiring", "Watch"]
 
 TICK_S: Final = 0.05
+_log: Final = logging.getLogger(__name__)
 
 
 class Expiring(Protocol):
@@ -39,7 +41,12 @@ class Watch:
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for what in [what for what, deadline in self._deadlines.items() if deadline <= now]:
-            self.stop(what)
-            what.expire()
-        self._timer = self._loop.call_later(TICK_S, self._sweep) if self._deadlines else None
+        try:
+            for what in [what for what, deadline in self._deadlines.items() if deadline <= now]:
+                self.stop(what)
+                try:
+                    what.expire()
+                except Exception:  # noqa: BLE001  a fault of the proxy: the others' time is over too
+                    _log.exception("a time-out could not be acted on")
+        finally:
+            self._timer = self._loop.call_later(TICK_S, self._sweep) if self._deadlines else None

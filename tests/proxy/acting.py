@@ -6,6 +6,7 @@ it alone, so that an answer is the same whoever computes which part of it. The o
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -50,6 +51,8 @@ class Actor:
         """So many events of the next streams are sent; then the connection is lost ..."""
         self.breaks_with: dict[str, Any] | None = None
         """... or this event and the end follow, as if it were whole."""
+        self.broke: Callable[[], None] | None = None
+        """Hears that a stream is about to break."""
         self.held: asyncio.Event | None = None
         """Where it is set, legs wait for it before they are answered."""
         self.bodies: list[bytes] = []
@@ -166,6 +169,8 @@ class Actor:
         left = self.breaks_after
         for event in self._events(asked):
             if left == 0:
+                if self.broke is not None:
+                    self.broke()
                 if self.breaks_with is None:
                     writer.write_eof()  # unlike a reset, it arrives behind what was sent
                     raise ConnectionResetError

@@ -268,3 +268,20 @@ async def test_a_refusal_of_kv_params_is_not_the_clients_fault(
     assert "--connector" in got.json()["error"]["message"]
     assert "mode pull" not in got.text
     assert "mode pull is not spoken here" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"403 Forbidden"])
+async def test_credentials_that_an_engine_refuses_are_no_fault_of_the_client(
+    scripted: Any, proxy: Any, role: str, status: bytes
+) -> None:
+    """The control is another refusal, which is passed on."""
+    said = b'{"error":{"message":"the key sk-1 is wrong","type":"invalid_request_error","param":null,"code":7}}'
+    for line, expected, code in ((status, 502, f"{role}_unauthorized"), (b"422 X", 422, 7)):
+        refuses = sending(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n" % (line, len(said)) + said)
+        engines = {r: await scripted(refuses if r == role else sending(whole(GOOD))) for r in ("prefill", "decode")}
+        running = await proxy([engines["prefill"].url], [engines["decode"].url], retries=0)
+        for stream in (False, True):
+            got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
+            assert (got.status_code, got.json()["error"]["code"]) == (expected, code)
+            assert ("sk-1" in got.text) is (expected == 422)

@@ -37,7 +37,9 @@ def test_cached_tokens_become_prefills_and_params_go() -> None:
     corrected = correcting({"cached_tokens": 3}).events(b"".join(EVENTS))
     seen = payloads(corrected)
     assert all(event.get("kv_transfer_params") is None for event in seen)
-    assert [e["usage"].get("prompt_tokens_details") for e in seen if e.get("usage")] == [None, {"cached_tokens": 3}]
+    assert [e["usage"].get("prompt_tokens_details") for e in seen if e.get("usage")] == [{"cached_tokens": 3}] * 2
+    passing = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":5}}\n\n'
+    assert correcting({"cached_tokens": 3}).events(passing) == passing
     assert b"10.0.0.1" not in corrected
     for untouched in (*EVENTS[:3], EVENTS[6]):
         assert untouched in corrected
@@ -87,3 +89,15 @@ def test_details_are_read_where_they_are() -> None:
     silent: list[dict[str, object]] = [{}, {"usage": None}, {"usage": {}}, {"usage": 7}]
     for answer in silent:
         assert prompt_details(answer) is None
+
+
+@pytest.mark.parametrize(
+    "member", ['"remote_host":"10.0.0.1"', '"bootstrap_host":"10.0.0.1"', '"nvext":{"worker_id":{"at":"10.0.0.1"}}']
+)
+def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
+    """The control: the first event needs no correction, so later ones are no longer read closely."""
+    corrections = correcting(None)
+    assert corrections.events(EVENTS[0]) is EVENTS[0]
+    unread = b'data: {"choices":[], "x" :[ ]}\n\n'
+    assert corrections.events(unread) is unread
+    assert corrections.events(b'data: {"choices":[],%b}\n\n' % member.encode()) == b'data: {"choices":[]}\n\n'

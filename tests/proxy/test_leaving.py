@@ -8,8 +8,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from benchmarks.stub_engine import StubEngines
+from kvparams_proxy.direct import DIRECT, DirectProtocol
+from kvparams_proxy.downstream import Downstream
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.generate import Admission
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
 GOOD = json.dumps(
@@ -61,7 +67,7 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngi
 
 
 async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: StubEngines, stubbed: Any) -> None:
-    """A short form of `tests/test_drops.py`."""
+    """A short form of `tests/chaos/test_aborts.py`."""
     stub.delays.prefill_ms, stub.delays.itl_ms = 5.0, 1.0
     draw = random.Random(7)
 
@@ -159,14 +165,14 @@ async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted
 
     async def chatter(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal said
-        event = b"data: " + b"x" * 16_000 + b"\n\n"
+        event = b'data: {"choices":[{"index":0,"text":"' + b"z" * 16_000 + b'"}]}\n\n'
         piece = b"%x\r\n%b\r\n" % (len(event), event)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         while said < total:
             writer.write(piece)
             await writer.drain()
             said += 16_000
-        writer.write(b"0\r\n\r\n")
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     async def good(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(GOOD) + GOOD)
@@ -186,7 +192,71 @@ async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted
     received, tail = 0, b""
     async with asyncio.timeout(60):
         while not tail.endswith(b"0\r\n\r\n") and (piece := await reader.read(1 << 20)):
-            received += piece.count(b"x")
+            received += piece.count(b"z")
             tail = (tail + piece)[-8:]
     assert received == said
     writer.close()
+
+
+class AtOnce:
+    """A direct endpoint that answers each request within the call."""
+
+    max_bytes = 1000
+    asked = 0
+
+    def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
+        return Admission("r", "t", [], None, None, None)
+
+    def begin(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
+        self.asked += 1
+        downstream.head(400, b"", 10_000)
+        downstream.body(b"x" * 10_000)
+        downstream.end()
+
+    def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_answers_that_a_client_does_not_take_are_not_heaped_up(reads: bool) -> None:
+    """The requests behind them wait in the client. One that never reads is sent away."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError(scope)
+
+    number = 20_000
+    endpoint = AtOnce()
+    config = uvicorn.Config(app, timeout_keep_alive=60 if reads else 1, log_config=None)
+    config.load()
+    state: dict[str, Any] = {DIRECT: {b"/x": endpoint}}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: DirectProtocol(config, ServerState(), state), "127.0.0.1", 0)
+    raw = b"POST /x HTTP/1.1\r\nhost: x\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"y" * 900)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 14)
+    writer.write(raw * number)
+    before = -1
+    async with asyncio.timeout(10):
+        while endpoint.asked != before:  # until nothing is answered any more
+            before = endpoint.asked
+            await asyncio.sleep(0.1)
+    assert 0 < before < number / 2
+    received = 0
+    async with asyncio.timeout(30):
+        if reads:
+            while received < number * 10_000 and (piece := await reader.read(1 << 20)):
+                received += piece.count(b"z")
+            assert endpoint.asked == number
+        else:
+            with pytest.raises(ConnectionError):
+                await writer.drain()
+    writer.transport.abort()
+    server.close()
+
+
+async def test_what_is_not_http_is_counted(stubbed: Any, direct: bool) -> None:
+    """Plain ASGI leaves it to the server."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+    writer.write(b"hello\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    assert await stubbed.metric('kvparams_proxy_refusals_total{status="400"}') == direct

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from kvparams_proxy.pool import Pool
 from kvparams_proxy.upstream import UpstreamError, UpstreamLimits
 from tests.proxy.conftest import Awaited
@@ -54,3 +56,60 @@ async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
     error = collect.answer.exception()
     assert isinstance(error, UpstreamError)
     assert not error.connected
+
+
+async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
+    engine = await scripted(well)
+    pool = Pool(engine.url, UpstreamLimits())
+    assert await asked(pool) == 200  # one connection is idle
+    connecting = Awaited()
+    other = Pool(engine.url, UpstreamLimits())
+    other.exchange(other.request(b"/", b"", b"{}"), connecting)
+    for closed in (pool, other):
+        closed.close()
+        collect = Awaited()
+        closed.exchange(closed.request(b"/", b"", b"{}"), collect)
+        assert not collect.answer.done()  # who asked has his handle first
+        await asyncio.sleep(0)
+        error = collect.answer.exception()
+        assert isinstance(error, UpstreamError)
+        assert not error.connected
+    async with asyncio.timeout(5):
+        await asyncio.wait([connecting.answer])
+        while pool.open_connections or other.open_connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert isinstance(connecting.answer.exception(), UpstreamError)
+    assert engine.connections <= 2
+
+
+class Counting(Awaited):
+    """A sink that counts."""
+
+    size = 0
+
+    def on_body(self, data: bytes) -> None:
+        self.size += len(data)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_an_exchange_paused_before_it_has_a_connection_reads_nothing(scripted: Any, paused: bool) -> None:
+    sent = asyncio.Event()
+
+    async def much(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"x" * 100_000)
+        sent.set()
+
+    pool = Pool((await scripted(much)).url, UpstreamLimits())
+    collect = Counting()
+    exchange = pool.exchange(pool.request(b"/", b"", b"{}"), collect)
+    if paused:
+        exchange.pause()
+    async with asyncio.timeout(5):
+        await sent.wait()
+        if paused:
+            await asyncio.sleep(0.1)
+            assert collect.size == 0
+            exchange.resume()
+        await collect.answer
+    assert collect.size == 100_000
+    pool.close()

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import pytest
@@ -16,6 +16,7 @@ from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.pool import Pool
 from kvparams_proxy.pools import Pools
 from kvparams_proxy.probes import Prober
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamLimits
 
 GOOD = b'b\r\n{"data":[]}\r\n0\r\n\r\n'
@@ -66,14 +67,18 @@ class Proxied:
 
 @asynccontextmanager
 async def probed(
-    *urls: str, every_s: float = 0.5, tls: ssl.SSLContext | None = None, connections: int = 8
+    *urls: str,
+    every_s: float = 0.5,
+    tls: ssl.SSLContext | None = None,
+    connections: int = 8,
+    key: Secret | None = None,
 ) -> AsyncGenerator[Proxied]:
     """Probe these engines; the first round must end. When it is over, nothing is left."""
     loop = asyncio.get_running_loop()
     others = asyncio.all_tasks()
     instances = [instance(f"p{number}", url) for number, url in enumerate(urls)]
     fleet = Fleet(instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    pools = Pools(lambda instance: Pool(instance.url, UpstreamLimits(connections=connections), tls))
+    pools = Pools(lambda instance: Pool(instance.url, UpstreamLimits(connections=connections), tls, key=key))
     for member in fleet.members:
         pools.joined(member)
     fleet.listen(pools)
@@ -118,6 +123,29 @@ async def test_an_engine_that_never_ends_its_answer_holds_nobody_up(answering: A
 )
 async def test_who_is_ready(answering: Any, answer: bytes, expected: bool) -> None:
     assert await ready(await answering(answer, b"")) == [expected]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_refuses_its_key_is_not_ready_and_that_is_said_once(
+    listen: Any, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """Without a key of its own it is: clients may bring theirs."""
+    asked = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                asked += 1
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % status)
+        writer.close()
+
+    url = url_of(await listen(refuse))
+    async with probed(url, every_s=0.02, key=Secret("sk-1")) as proxied:
+        await proxied.until(lambda: asked > 3)
+        assert proxied.ready == [False]
+    assert [record.getMessage() for record in caplog.records] == ["prefill p0 refuses the proxy's credentials"]
+    assert await ready(url) == [True]
 
 
 async def test_what_an_engine_serves_is_learnt(answering: Any) -> None:

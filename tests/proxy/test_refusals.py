@@ -110,3 +110,26 @@ async def test_token_id_prompts_and_unknown_members_pass_through(stub: StubEngin
     got = await stubbed.client.post("/v1/completions", content=raw)
     assert got.status_code == 200
     assert sum(engine.counters.decode_with_kv for engine in stub.engines) == 1
+
+
+async def test_an_answer_that_would_not_be_json_is_refused_by_name(stub: StubEngines, stubbed: Any) -> None:
+    """The control: the others reach an engine, whatever it makes of them."""
+    wrong: list[object] = ["bytes", "bytes_only", 7, {}]
+    for encoding in wrong:
+        got = await stubbed.client.post(
+            "/v1/embeddings", json={"model": "stub", "input": "x", "encoding_format": encoding}
+        )
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "encoding_format")
+    before = sum(engine.counters.requests for engine in stub.engines)
+    for encoding in ("float", "base64", None):
+        got = await stubbed.client.post(
+            "/v1/embeddings", json={"model": "stub", "input": "x", "encoding_format": encoding}
+        )
+        assert got.json().get("error", {}).get("param") != "encoding_format"
+    assert before == 0
+
+
+async def test_what_keeps_no_tenants_apart_is_not_served(stubbed: Any) -> None:
+    got = await stubbed.client.post("/v1/messages", json=CHAT)
+    assert got.status_code == 404
+    assert "/v1/messages is not served here" in got.json()["error"]["message"]

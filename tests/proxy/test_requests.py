@@ -135,3 +135,13 @@ async def test_methods_slashes_and_encodings_are_refused_in_words(stubbed: Any) 
     packed = await stubbed.client.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert packed.status_code == 415
     assert "content-encoding" in packed.json()["error"]["message"]
+
+
+async def test_readiness_is_told_for_each_role(stub: StubEngines, proxy: Any) -> None:
+    running = await proxy([engine.url for engine in stub.engines if engine.role == "prefill"], [])
+    whole = await running.client.get("/health")
+    assert (whole.status_code, whole.json()["missing_roles"]) == (503, ["decode"])
+    assert whole.json()["roles"]["prefill"]["ready"] == 2
+    assert (await running.client.get("/health/prefill")).json()["status"] == "ok"
+    assert (await running.client.get("/health/decode")).status_code == 503
+    assert (await running.client.get("/health/cook")).status_code == 404

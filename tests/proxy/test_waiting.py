@@ -522,6 +522,15 @@ def test_at_the_start_of_the_proxy_nobody_starts_slowly() -> None:
     assert [member.in_flight for member in rig.fleet.members] == [10, 10]
 
 
+def test_those_who_came_before_the_first_request_do_not_start_slowly() -> None:
+    rig = Rig(2, LeastLoad())
+    came_back(rig)
+    rig.fleet.settled()
+    for _ in range(10):
+        rig.ask()
+    assert [member.in_flight for member in rig.fleet.members] == [5, 5]
+
+
 def test_those_who_wait_are_served_as_a_slow_start_goes_on() -> None:
     """Nothing but time makes the room."""
     rig = Rig(2, limits={DECODE: RoleLimits(10)})

@@ -2,6 +2,7 @@
 
 import queue
 import random
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -28,9 +29,15 @@ class Engines:
         self._made: list[Local] = []
 
     def make(
-        self, *, blocks: int = 1024, max_model_len: int = 4096, max_sequences: int = 64, step_tokens: int = 512
+        self,
+        *,
+        blocks: int = 1024,
+        max_model_len: int = 4096,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+        step_s: float = 0.0,
     ) -> "Local":
-        settings = EngineSettings(blocks, 16, min(max_model_len, 16 * blocks), max_sequences, step_tokens)
+        settings = EngineSettings(blocks, 16, min(max_model_len, 16 * blocks), max_sequences, step_tokens, step_s)
         self._made.append(Local(self._model, settings))
         return self._made[-1]
 
@@ -186,3 +193,11 @@ def test_closing_tells_those_who_still_wait(engines: Engines) -> None:
     assert event.finish == "error"
     assert not local.engine.alive
     assert local.idle()
+
+
+def test_a_step_can_be_given_the_time_of_a_larger_model(engines: Engines) -> None:
+    slow, fast = engines.make(step_s=0.03), engines.make()
+    began_s = time.monotonic()
+    answers = slow.generate([[1, 2, 3], [4, 5]], 8)
+    assert time.monotonic() - began_s >= 8 * 0.03  # the sequences share their steps
+    assert answers == fast.generate([[1, 2, 3], [4, 5]], 8)

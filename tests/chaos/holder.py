@@ -1,0 +1,19 @@
+"""Takes the lock of a file store in the middle of a change, says so, and does nothing more until it is killed.
+
+holder.py PATH
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from kvparams_connectors.stores.fileindex import FileIndex
+from kvparams_connectors.stores.filemap import open_map
+
+if __name__ == "__main__":
+    deadline = time.monotonic() + 10.0
+    index = FileIndex(open_map(Path(sys.argv[1]), None, None, timeout_s=10.0), deadline)
+    with index.changing(deadline):
+        sys.stdout.write("held\n")
+        sys.stdout.flush()
+        time.sleep(60.0)

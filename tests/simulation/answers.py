@@ -1,0 +1,215 @@
+"""What engines answer, as bytes on the wire, and how that goes wrong.
+
+The one rule: what goes wrong could be told from the answer itself; an engine that lies in well-formed HTTP and JSON is
+believed by everybody.
+"""
+
+import json
+from collections.abc import Generator
+from enum import Enum
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+from .language import text, tokenize
+
+if TYPE_CHECKING:
+    from .engines import Engine
+    from .legs import Leg
+
+__all__ = [
+    "ANSWERING",
+    "CONNECTING",
+    "PREFILLED",
+    "RECEIVED",
+    "SECRET",
+    "STREAMING",
+    "Do",
+    "Step",
+    "Steps",
+    "answering",
+    "framed",
+    "json_answer",
+    "prompt_ids",
+    "stream_events",
+    "whole_answer",
+]
+
+SECRET = "secret-host"
+"""An address that no client may see."""
+_ERROR = b'data: {"error":{"message":"cuda died at secret-host","type":"x","code":500}}\n\ndata: [DONE]\n\n'
+
+
+class Do(Enum):
+    """What ends a leg in another way than an answer."""
+
+    END = "end"
+    RESET = "reset"
+    STALL = "stall"
+    CRASH = "crash"
+
+
+Step = float | bytes | Do
+Steps = Generator[Step, None, None]
+
+CONNECTING = ("refuse", "refuse", "stall", "reset", "slow")
+RECEIVED = ("reset", "end", "stall", "late", "500", "503", "429", "400", "garbage", "crash", "freeze", "no json")
+PREFILLED = ("no params", "bad params", "no json", "null params")
+ANSWERING = (
+    "reset",
+    "end",
+    "half end",
+    "half reset",
+    "half stall",
+    "stall",
+    "late",
+    "garbage",
+    "crash",
+    "freeze",
+    "twice",
+    "extra",
+)
+STREAMING = (*ANSWERING, *ANSWERING, "error event", "short")
+
+
+def framed(random: Random, name: str, kind: str, parts: list[bytes]) -> list[bytes]:
+    """As HTTP, in pieces; an empty one at the end is the end of the connection."""
+    draw = random.random()
+    head = f"HTTP/1.1 200 OK\r\nserver: {name}\r\ncontent-type: {kind}\r\n"
+    if draw < 0.05:
+        return [f"{head}connection: close\r\n\r\n".encode(), *parts, b""]
+    if kind == "application/json" and draw < 0.9:
+        pieces = [f"{head}content-length: {len(parts[0])}\r\n\r\n".encode() + parts[0]]
+    else:
+        chunks = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts]
+        pieces = [f"{head}transfer-encoding: chunked\r\n\r\n".encode(), *chunks, b"0\r\n\r\n"]
+    if draw > 0.97:
+        pieces.insert(0, b"HTTP/1.1 100 Continue\r\n\r\n")
+    draw = random.random()
+    if draw < 0.1:
+        return [b"".join(pieces)]
+    if draw < 0.2:
+        whole = b"".join(pieces)
+        cuts = sorted(random.randrange(len(whole)) for _ in range(4))
+        return [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True) if a != b]
+    return pieces
+
+
+def answering(engine: "Engine", pieces: list[bytes], faults: tuple[str, ...], leg: "Leg | None" = None) -> Steps:
+    """Send what `framed` made, unless something goes wrong. `leg`: one that streams."""
+    world = engine.world
+    for index, piece in enumerate(pieces):
+        if index:
+            yield world.pause()
+            if leg is not None:
+                world.touch(leg, "chunk")
+        fault = world.fault(engine.name, f"sending piece {index}", faults)
+        if fault is None:
+            yield piece if piece else Do.END
+            continue
+        half = piece[: world.random.randrange(len(piece)) if piece else 0]
+        if fault in ("reset", "end", "stall", "crash"):
+            yield Do(fault)
+        elif fault == "late":
+            yield 0.3
+            yield piece if piece else Do.END
+        elif fault == "freeze":
+            engine.freeze(0.6)
+            yield 0.0001
+            yield piece if piece else Do.END
+        elif fault.startswith("half"):
+            yield half
+            yield Do(fault[5:])
+        elif fault == "garbage":
+            yield b"zz\r\n\0\xff" + half
+            yield Do.STALL
+        elif fault == "twice":  # in one write: later it could not be told from the answer to the next request
+            yield b"".join(pieces[index:]) + (b"".join(pieces) if pieces[-1] else b"")
+            yield from _end(pieces)
+            return
+        elif fault == "extra":
+            extra = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nxyz"
+            yield b"".join(pieces[index:]) + (extra if pieces[-1] else b"")
+            yield from _end(pieces)
+            return
+        elif not pieces[-1]:
+            yield Do.END
+        elif fault == "error event":
+            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(_ERROR), _ERROR)
+            return
+        elif piece.partition(b"\r\n")[0].isalnum():  # short: it ends in order, and too early
+            yield b"0\r\n\r\n"
+            return
+        else:
+            yield Do.STALL
+    fault = world.fault(engine.name, "at the end", ("end", "reset"))
+    if fault is not None:
+        yield Do(fault)
+
+
+def _end(pieces: list[bytes]) -> Steps:
+    if not pieces[-1]:
+        yield Do.END
+
+
+def json_answer(status: int, body: bytes) -> bytes:
+    """A short one, in one piece."""
+    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        status,
+        len(body),
+        body,
+    )
+
+
+def prompt_ids(body: dict[str, Any], path: str) -> list[int]:
+    """What is asked, in tokens."""
+    if path == "/v1/chat/completions":
+        return tokenize(cast("str", body["messages"][0]["content"]))
+    prompt: object = body["prompt"]
+    return tokenize(prompt) if isinstance(prompt, str) else cast("list[int]", prompt)
+
+
+def _usage(ids: list[int], tokens: int, cached: int | None) -> dict[str, Any]:
+    details = None if cached is None else {"cached_tokens": cached}
+    return {
+        "prompt_tokens": len(ids),
+        "completion_tokens": tokens,
+        "total_tokens": len(ids) + tokens,
+        "prompt_tokens_details": details,
+    }
+
+
+def whole_answer(body: dict[str, Any], ids: list[int], answer: list[int], cached: int | None) -> dict[str, Any]:
+    """An answer that is no stream; `cached` of its prompt tokens were, None: it does not say."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+    if "messages" in body:
+        choice["message"] = {"role": "assistant", "content": text(answer)}
+    else:
+        choice["text"] = text(answer)
+    if body.get("return_token_ids"):
+        choice |= {"token_ids": answer, "prompt_token_ids": ids}
+    return {"id": "x", "object": "o", "choices": [choice], "usage": _usage(ids, len(answer), cached)}
+
+
+def stream_events(body: dict[str, Any], ids: list[int], answer: list[int]) -> list[bytes]:
+    """The events of a stream."""
+    chat = "messages" in body
+    wants_ids = bool(body.get("return_token_ids"))
+    events: list[dict[str, Any]] = []
+    for index, one in enumerate(answer):
+        choice: dict[str, Any] = {"index": 0}
+        if chat:
+            choice["delta"] = {"content": text([one])}
+        else:
+            choice["text"] = text([one])
+        choice["finish_reason"] = "length" if index == len(answer) - 1 else None
+        event: dict[str, Any] = {"id": "x", "object": "o", "choices": [choice]}
+        if wants_ids:
+            choice["token_ids"] = [one]
+            if index == 0:
+                (event if chat else choice)["prompt_token_ids"] = ids
+        events.append(event)
+    options: dict[str, Any] = body.get("stream_options") or {}
+    if options.get("include_usage"):
+        usage = _usage(ids, len(answer), len(ids) - 1)
+        events.append({"id": "x", "object": "o", "choices": [], "usage": usage})
+    return [*(b"data: %b\n\n" % json.dumps(event).encode() for event in events), b"data: [DONE]\n\n"]

@@ -1,0 +1,185 @@
+"""What must hold, whatever has gone wrong: while requests run, when they are over, when the proxy has stopped.
+
+The one rule: nothing is given up for lost before it had the time it needs; then there is no excuse.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args
+
+from kvparams.lifecycle import State
+from kvparams_proxy.probes import Prober
+
+from .replaced import Lines
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["after_the_end", "at_rest", "between_turns", "unsettled", "while_running"]
+
+_LONGEST_S = 30.0
+"""More than all time-outs of a request together."""
+_TAKEN_S = 65.0
+"""A little more than a client has to take the whole of its answer after its end."""
+
+
+def while_running(world: "World") -> Iterator[str]:
+    """At any moment."""
+    scenario, members = world.scenario, list(world.resources.fleet.members)
+    running = sum(one.in_flight for one in members)
+    if running > world.begun - world.ended:
+        yield f"{running} legs run for {world.begun - world.ended} requests"
+    for member in members:
+        if scenario.legs is not None and member.in_flight > scenario.legs:
+            yield f"{member.instance.id} has {member.in_flight} legs; it may have {scenario.legs}"
+    for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
+        if not dispatcher.waiting or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
+            continue
+        able = [one for one in members if one.instance.role is role and one.available]
+        if able and all(one.in_flight < (scenario.legs or 1) for one in able):
+            yield f"{dispatcher.waiting} wait for {role}, where everybody has room"
+
+
+def between_turns(world: "World") -> Iterator[str]:
+    """At any moment at which no callback waits to be run."""
+    yield from while_running(world)
+    fleet, now = world.resources.fleet, world.now
+    busy = _busy(world)
+    running = sum(one.in_flight for one in fleet.members) + len(world.resources.releases)
+    if running > busy:
+        yield f"{running} exchanges are said to run, on {busy} connections"
+    for role, dispatcher in _inside(fleet, "_roles").items():
+        queue = _inside(_inside(dispatcher, "_room"), "_queue")
+        for level in _inside(queue, "_levels").values():
+            for length, flows in level.by_waiting.items():
+                if any(flow.waiting != length for flow in flows.values()):
+                    yield f"the lines for {role} are not as long as they are said to be"
+        for ticket in queue.waiting():
+            if not any(entry[3] is ticket.flow for entry in _inside(queue, "_lanes").get(ticket.lane, ())):
+                yield f"somebody who waits for {role} stands in no line"
+    for member, timer in _inside(_inside(fleet, "_breakers"), "_timers").items():
+        if timer.cancelled() or timer.when() < now or member.left:
+            yield f"the breaker of {member.instance.id} has a timer that is over"
+    for since in world.running.values():
+        if now - since > _LONGEST_S:
+            yield f"a request runs for {now - since:.0f} s"
+    if not world.running and world.server_state.tasks and now - world.ended_at > _TAKEN_S:
+        yield f"{len(world.server_state.tasks)} tasks of uvicorn run for no request"
+    longest_s = min(world.scenario.probe_s, 5.0) + 0.5
+    for engine in world.engines:
+        for leg in engine.legs:
+            if leg.kind == "probe" and now - leg.begun > longest_s:
+                yield f"{engine.name} is probed for {now - leg.begun:.1f} s"
+    for role, dispatcher in _inside(fleet, "_roles").items():
+        for since in _inside(_inside(dispatcher, "_slow"), "_since").values():
+            if now - since > 1.5 * world.scenario.slow_start_s:
+                yield f"a {role} instance is said to start, for {now - since:.1f} s"
+
+
+def _busy(world: "World") -> int:
+    """Connections that are being made or used."""
+    pools = _inside(world.resources.pools, "_all").values()
+    busy = sum(len(_inside(pool, "_connecting")) for pool in pools)
+    return busy + sum(one not in _inside(pool, "_idle") for pool in pools for one in _inside(pool, "_open"))
+
+
+def unsettled(world: "World") -> list[str]:
+    """What is still going on, apart from probes."""
+    resources = world.resources
+    found = [
+        f"{member.instance.id} has {member.in_flight} legs and {member.tokens} tokens"
+        for member in resources.fleet.members
+        if member.in_flight or member.tokens
+    ]
+    found += [
+        f"{engine.name} runs a {leg.kind} leg of {leg.prompt}"
+        for engine in world.engines
+        for leg in engine.legs
+        if leg.kind != "probe"
+    ]
+    if len(resources.releases):
+        found.append(f"{len(resources.releases)} releases run")
+    if world.begun != world.ended:
+        found.append(f"{world.begun} requests have begun, {world.ended} have ended")
+    return found
+
+
+def at_rest(world: "World") -> Iterator[str]:
+    """While the proxy runs, with nothing to do."""
+    resources = world.resources
+    fleet = resources.fleet
+    for role, dispatcher in _inside(fleet, "_roles").items():
+        queue = _inside(_inside(dispatcher, "_room"), "_queue")
+        for name in ("_levels", "_priorities", "_tenants", "_live"):
+            if left := _inside(queue, name):
+                yield f"nobody waits for {role}, and the queue keeps {name}: {left!r}"
+        if dispatcher.waiting:
+            yield f"{dispatcher.waiting} wait for {role}"
+    for name in ("_earlier", "_leaving"):
+        if left := _inside(fleet, name):
+            yield f"the fleet keeps {name}: {left!r}"
+    for member in fleet.members:
+        if member.trial is not None or member.breaker.trial:
+            yield f"a trial leg of {member.instance.id} runs for ever"
+    if watched := _inside(resources.watch, "_deadlines"):
+        yield f"{len(watched)} time-outs are watched"
+    busy = _busy(world)
+    probers = [listener for listener in _inside(fleet, "_listeners") if isinstance(listener, Prober)]
+    probes = {member: probe for prober in probers for member, probe in _inside(prober, "_probes").items()}
+    probing = sum(_inside(probe, "_exchange") is not None for probe in probes.values())
+    if busy > probing:
+        yield f"{busy} connections are busy, {probing} for probes"
+    for pool in _inside(resources.pools, "_all").values():
+        if kept := set(_inside(pool, "_idle")) - set(_inside(pool, "_open")):
+            yield f"{len(kept)} connections are kept that are closed"
+    members = set(fleet.members)
+    if probes.keys() != members or _inside(resources.pools, "_all").keys() != members:
+        yield "those who are probed, those who have pools and those who are there are not the same"
+    if gone := set(_inside(resources.pools, "_now")) - {member.instance.id for member in members}:
+        yield f"there are pools for {gone}, who have left"
+    for state in get_args(State):
+        if state not in ("created", "done") and (number := resources.metrics.now_in(state)):
+            yield f"{number} requests are counted in {state}"
+    allowed = world.scenario.reserve + 0.2 * world.begun
+    if resources.metrics.retries > allowed:
+        yield f"{resources.metrics.retries} further attempts, of {allowed:g}"
+    yield from _kv(world)
+
+
+def _kv(world: "World") -> Iterator[str]:
+    """KV that the proxy was told of is fetched, given back, or known to be orphaned."""
+    scenario = world.scenario
+    if scenario.dialect == "store":  # its pages stay for others
+        return
+    stranded = [held for held in world.held if held.answered and held.state == "held" and not held.claims]
+    orphaned = world.resources.releases.orphaned
+    if len(stranded) > orphaned:
+        names = ", ".join(f"{held.key} of {held.prompt}" for held in stranded)
+        yield f"KV is held for nobody: {names}; the proxy knows of {orphaned}"
+    well = not world.troubles and not scenario.operations and scenario.connections > 8 and scenario.engine_idle_s > 1
+    if orphaned and well and scenario.lease_ms is None:
+        yield f"{orphaned} transfers are orphaned although every engine is well"
+
+
+def after_the_end(world: "World") -> Iterator[str]:
+    """After the proxy has stopped."""
+    for task in asyncio.all_tasks(world.loop):
+        yield f"a task is left: {task!r}"
+    for socket in world.network.sockets:
+        if not socket.gone:
+            yield f"a connection is left open: {socket.protocol!r}"
+    for left in world.loop.left():
+        if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World")):
+            yield f"a callback is left: {left}"
+    if world.server_state.connections or world.server_state.tasks:
+        yield "uvicorn still counts connections or tasks"
+    outcomes = sum(world.resources.metrics.outcomes.values())
+    lines: Lines = _inside(world.resources.readers[0], "_writer")
+    logged = lines.text.count("\n")
+    garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
+    if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:
+        yield f"{world.begun} requests have begun, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
+
+
+def _inside(thing: object, name: str) -> Any:
+    return getattr(thing, name)

@@ -1,0 +1,277 @@
+"""The proxy with one release taken out: the simulation must notice.
+
+A release is whatever gives something back; it is found by its name, so one that is added tomorrow is tried tomorrow.
+The one rule: a mutant that nothing can notice stands in `EQUIVALENT`, with the reason.
+"""
+
+import ast
+import importlib
+import inspect
+import signal
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple, cast
+
+__all__ = ["EQUIVALENT", "MODULES", "RELEASES", "Mutant", "mutants", "noticed"]
+
+MODULES = (
+    "kvparams.admission",
+    "kvparams.breaker",
+    "kvparams.coordination",
+    "kvparams.fairqueue",
+    "kvparams.lifecycle",
+    "kvparams.retries",
+    "kvparams_proxy.app",
+    "kvparams_proxy.breakers",
+    "kvparams_proxy.connection",
+    "kvparams_proxy.direct",
+    "kvparams_proxy.dispatch",
+    "kvparams_proxy.downstream",
+    "kvparams_proxy.earlier",
+    "kvparams_proxy.executor",
+    "kvparams_proxy.fleet",
+    "kvparams_proxy.generate",
+    "kvparams_proxy.journal",
+    "kvparams_proxy.pool",
+    "kvparams_proxy.pools",
+    "kvparams_proxy.probes",
+    "kvparams_proxy.relay",
+    "kvparams_proxy.releases",
+    "kvparams_proxy.slowstart",
+    "kvparams_proxy.waiting",
+    "kvparams_proxy.watch",
+)
+RELEASES = frozenset(
+    [
+        "abandon",
+        "abort",
+        "add_done_callback",
+        "answered",
+        "cancel",
+        "clear",
+        "client_gone",
+        "client_ready",
+        "close",
+        "discard",
+        "drop",
+        "end",
+        "end_trial",
+        "ended",
+        "finish",
+        "forget",
+        "freed",
+        "give_back",
+        "give_up",
+        "leave",
+        "left",
+        "on_done",
+        "pop",
+        "popleft",
+        "put_back",
+        "release",
+        "released",
+        "remove",
+        "resume",
+        "resume_reading",
+        "resume_writing",
+        "shed",
+        "start_release",
+        "stop",
+        "unlisten",
+    ]
+)
+"""Names of what gives something back, without underscores before them."""
+_CACHE = "only bounds a cache: what was forgotten is made again"
+_FAULT = "only where the proxy itself has a fault; nothing that engines and clients do leads there"
+_SERVER = "uvicorn ends the task as soon as the answer is complete or the client has left; for servers that do not"
+_READING = "either of the two places is enough: the other reads on when the last answer is complete"
+_TURN_LATER = "the end of the connection says the same a turn later"
+_START = "only where the start is cancelled, or nobody waits for it any more"
+EQUIVALENT: dict[str, str] = {
+    "kvparams.coordination:PrefillThenDecode._document: self._templates.clear()": _CACHE,
+    "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
+    "dispatch:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
+    "dispatch:Dispatcher.freed: self._room.freed()": "it only measures, for Retry-After",
+    "kvparams.fairqueue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
+    "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": "comes after 64 have given up; a run has fewer",
+    "app:_following: task.cancel()": "there is no file of client keys here",
+    "app:create_app: await spans.close()": "there are no traces here",
+    "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
+    "direct:DirectDownstream.complete: self.drop()": _FAULT,
+    "executor:Execution._finish: exchange.discard()": _FAULT,
+    "direct:DirectDownstream.watch: self.client_gone()": _TURN_LATER,
+    "direct:DirectDownstream.drop: self.client_gone()": _TURN_LATER,
+    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading()": _READING,
+    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading() #1": _READING,
+    "downstream:ASGIDownstream.watch: watcher.client_gone()": "it is made and watched in one turn",
+    "downstream:ASGIDownstream.close: self._writer.cancel()": _SERVER,
+    "downstream:ASGIDownstream.close: self._reader.cancel()": _SERVER,
+    "generate:Generating.__call__: downstream.close()": _SERVER,
+    "generate:Generating.__call__: downstream.drop()": "only where the server cancels its tasks",
+    "executor:Execution._end_leg: resources.watch.stop(self)": "the next leg renews it, and the end stops it",
+    "executor:Execution._finish: self._plan.close()": "a generator that nobody has is closed",
+    "pool:Pool._connect: self.put_back(connection)": "whoever gives up cancels the task",
+    "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",
+    "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": "bodies are too small here to be held",
+    "probes:Prober.__aenter__: self._close()": _START,
+    "probes:_Probe.end: self._first.cancel()": _START,
+    "probes:_Probe._ask: self._first.cancel()": _START,
+    "probes:Prober._close: self._probes.clear()": "the prober itself is let go",
+    "watch:Watch._sweep: self.stop(what)": "whatever expires ends, and stops it",
+    "slowstart:SlowStart.settled: self._since.clear()": "those who are there at the start are slow for a moment",
+}
+"""Mutants that change nothing one could see, and why."""
+_LONGEST_S = 5.0
+"""For one seed; a mutant may well go round in circles."""
+
+
+class _TooLong(KeyboardInterrupt):
+    """The only kind that neither asyncio nor the proxy holds up."""
+
+
+class Mutant(NamedTuple):
+    """One statement of one function taken out."""
+
+    module: str
+    function: str
+    statement: str
+    number: int
+    """Of the mutants in this function with the same statement."""
+
+    @property
+    def name(self) -> str:
+        """As in `EQUIVALENT`."""
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.module.removeprefix('kvparams_proxy.')}:{self.function}: {self.statement}{number}"
+
+
+def mutants() -> list[Mutant]:
+    """All of them."""
+    return [mutant for module in MODULES for mutant in _find(module)]
+
+
+def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
+    """The first seed in which the mutant is noticed, and how; None if in none."""
+    from .world import run
+
+    with _mutated(mutant):
+        for seed in seeds:
+            try:
+                with _alarm():
+                    wrong = run(seed).wrong
+            except (Exception, _TooLong) as error:  # noqa: BLE001  it is a mutant
+                wrong = [repr(error)]
+            if wrong:
+                return seed, wrong[0]
+    return None
+
+
+def _find(module: str) -> Iterator[Mutant]:
+    seen: dict[tuple[str, str], int] = {}
+    for function, statement in _statements(_tree(module)):
+        text = ast.unparse(statement)
+        number = seen[function, text] = seen.get((function, text), -1) + 1
+        yield Mutant(module, function, text, number)
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
+def _statements(tree: ast.AST, inside: tuple[str, ...] = (), depth: int = 0) -> Iterator[tuple[str, ast.stmt]]:
+    """Every release, with the outermost function that it is in."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_function = not isinstance(node, ast.ClassDef)
+            path = inside if depth else (*inside, node.name)
+            yield from _statements(node, path, depth + 1 if is_function else depth)
+            continue
+        if depth and isinstance(node, ast.stmt) and _is_release(node):
+            yield ".".join(inside), node
+        yield from _statements(node, inside, depth)
+
+
+def _is_release(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Delete):
+        return True
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.op, ast.Sub) and isinstance(node.target, ast.Attribute | ast.Subscript)
+    value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    if isinstance(value, ast.Await):
+        value = value.value
+    if not isinstance(value, ast.Call):
+        return False
+    name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    if isinstance(node, ast.Assign):  # what is taken out is looked at and stays
+        return name == "pop" and len(value.args) == 2
+    return name.lstrip("_") in RELEASES or (name == "start" and "releases" in ast.unparse(value))
+
+
+class _Remove(ast.NodeTransformer):
+    """Takes the statement out."""
+
+    def __init__(self, target: ast.stmt) -> None:
+        self._target = target
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is not self._target:
+            return self.generic_visit(node)
+        if isinstance(node, ast.Assign):
+            cast("Any", node.value).func.attr = "get"
+            return node
+        never = ast.If(ast.Constant(False), [cast("ast.stmt", node)], [])  # its names stay known: so closures fit
+        return ast.copy_location(never, node)
+
+
+@contextmanager
+def _mutated(mutant: Mutant) -> Generator[None]:
+    tree = _tree(mutant.module)
+    number = -1
+    target: ast.stmt | None = None
+    for function, statement in _statements(tree):
+        if (function, ast.unparse(statement)) == (mutant.function, mutant.statement):
+            number += 1
+            if number == mutant.number:
+                target = statement
+    if target is None:
+        raise LookupError(mutant.name)
+    _Remove(target).visit(tree)
+    function = _function(mutant)
+    compiled = compile(ast.fix_missing_locations(tree), f"<mutant of {mutant.module}>", "exec")
+    code = _code(compiled, mutant.function.split("."))
+    before = function.__code__
+    function.__code__ = code
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _function(mutant: Mutant) -> FunctionType:
+    found: Any = importlib.import_module(mutant.module)
+    for name in mutant.function.split("."):
+        found = inspect.getattr_static(found, name)
+    if isinstance(found, property):
+        found = found.fget
+    return inspect.unwrap(getattr(found, "__func__", found))
+
+
+def _code(code: CodeType, path: list[str]) -> CodeType:
+    for name in path:
+        code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+    return code
+
+
+@contextmanager
+def _alarm() -> Generator[None]:
+    def ring(_number: int, _frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, _LONGEST_S, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

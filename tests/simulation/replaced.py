@@ -1,0 +1,121 @@
+"""What is replaced in the proxy for a simulation: the randomness of ids, two measures, and nothing that decides.
+
+The one rule: `prepare` is called once, in a process that only simulates.
+"""
+
+import asyncio
+import functools
+import itertools
+import logging
+import sys
+from typing import Any, cast
+
+import uvicorn
+
+from kvparams import plugins
+from kvparams.retries import RetryBudget
+from kvparams_proxy import app as proxy_app
+from kvparams_proxy import downstream as proxy_downstream
+from kvparams_proxy import journal as proxy_journal
+from kvparams_proxy import pool as proxy_pool
+from kvparams_proxy import releases as proxy_releases
+from kvparams_proxy.connection import Connection
+from kvparams_proxy.direct import DirectProtocol
+
+from .virtual_loop import VirtualLoop
+
+__all__ = ["Budget", "Lines", "config", "prepare"]
+
+
+class Budget(RetryBudget):
+    """With the reserve of the scenario."""
+
+    reserve = 200.0
+    """Set before each run."""
+
+    def __init__(self) -> None:
+        super().__init__(most=Budget.reserve)
+
+
+class Lines:
+    """The request log, without a thread."""
+
+    dropped = 0
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.text = ""
+        self.closed = False
+
+    def put(self, data: bytes, lines: int) -> None:
+        """See `kvparams_proxy.linewriter.LineWriter`."""
+        self.text += data.decode()
+
+    def close(self, timeout_s: float) -> None:
+        """See `kvparams_proxy.linewriter.LineWriter`."""
+        self.closed = True
+
+
+class _Numbered(Connection):
+    """Connections in a set come in the order they were made: two runs are alike."""
+
+    numbers = itertools.count()
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self._number = next(self.numbers)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that comes now is taken for an answer."""
+        return self._sink is not None
+
+
+class _Listening(logging.Handler):
+    """What the proxy logs as its own fault."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        loop = asyncio._get_running_loop()
+        error = record.exc_info[1] if record.exc_info else None
+        dropped = "ASGI callable returned without completing response."  # ASGI has no other way to drop a slow client
+        if isinstance(loop, VirtualLoop) and record.msg != dropped:
+            loop.call_exception_handler({"message": f"log: {record.getMessage()}", "exception": error})
+
+
+@functools.cache
+def config() -> uvicorn.Config:
+    """uvicorn's; the app of each run is set on its protocols."""
+    config = uvicorn.Config("nobody", http=DirectProtocol, ws="none", log_config=None, access_log=False, lifespan="off")
+    config.interface = "asgi3"
+    config.loaded_app = None
+    config.loaded = True
+    config.http_protocol_class = DirectProtocol
+    config.ws_protocol_class = None
+    return config
+
+
+def prepare() -> None:
+    """Make this process one that only simulates: ids in order, plugins found once, faults heard."""
+    plugins.load = functools.cache(plugins.load)
+    plugins.names = functools.cache(plugins.names)
+    numbers = itertools.count()
+
+    def next_id(_size: int) -> str:
+        return f"{next(numbers):x}"
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvparams_proxy") and hasattr(module, "token_hex"):
+            cast("Any", module).token_hex = next_id
+    cast("Any", proxy_app).RetryBudget = Budget
+    cast("Any", proxy_releases)._TIMEOUT_S = 1.0
+    cast("Any", proxy_downstream).HIGH_WATER = 400
+    cast("Any", proxy_journal).LineWriter = Lines
+    cast("Any", proxy_pool).Connection = _Numbered
+    for name in ("kvparams_proxy", "uvicorn", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.ERROR)
+        logger.addHandler(_Listening())
+        logger.propagate = False

@@ -1,0 +1,311 @@
+"""What happens in the run of one seed: engines, requests, clients, operators, and how much goes wrong.
+
+The one rule: everything is drawn here or from `World.random`, in the order of events; so a seed is a run.
+"""
+
+from random import Random
+from typing import Literal, NamedTuple, cast
+
+__all__ = ["Ask", "Client", "Leave", "Operation", "Scenario", "draw"]
+
+_KINDS = {
+    "calm": 1,
+    "clients": 3,
+    "full": 2,
+    "engines": 4,
+    "all": 6,
+    "crowd": 2,
+    "trials": 2,
+    "removal": 1,
+}
+"""What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and three that are rare."""
+Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
+
+
+class Ask(NamedTuple):
+    """One request."""
+
+    prompt: str
+    """Nobody else's, up to its semicolon."""
+    chat: bool
+    stream: bool
+    tokens: int
+    usage: bool
+    as_ids: bool
+    """The prompt comes as token ids."""
+    own_id: bool
+    """It names itself by X-Request-Id."""
+    way: Literal["direct", "asgi", "invalid", "health", "models", "metrics"]
+    tenant: str
+    priority: int
+
+
+class Leave(NamedTuple):
+    """How a client leaves; of all that is set, what comes first."""
+
+    after_s: float | None = None
+    point: tuple[str, Point, int] | None = None
+    """At the n-th time that this happens in a leg of the role."""
+    when: Literal["before", "after", "soon"] = "before"
+    """In the turn in which it happens, before or after; or in the next."""
+    anyones: bool = False
+    """It need not be a leg of its own request: when others make room, say."""
+    reply: int | None = None
+    """At its n-th piece of answer."""
+    body: float | None = None
+    """After this part of its first request."""
+    reset: bool = False
+
+
+class Client(NamedTuple):
+    """One connection to the proxy."""
+
+    begins_s: float
+    asks: tuple[Ask, ...]
+    pipelined: bool
+    pieces: int
+    """In how many its requests are sent."""
+    leave: Leave | None
+    slow: tuple[int, float | None] | None
+    """After so many pieces of answer it takes nothing for so long, or for ever."""
+    high_water: int
+    garbage: bool
+    """Behind its first request comes what is no HTTP."""
+    closes: int | None
+    """With this one of its requests it asks for the connection to be closed."""
+
+
+class Operation(NamedTuple):
+    """What an operator or fate does to an engine."""
+
+    at_s: float | None
+    """None: when the first client leaves; to the engine to which the last connection was begun."""
+    what: Literal["drain", "undrain", "remove", "add", "replace", "swap", "restart", "freeze"]
+    engine: int
+    for_s: float
+
+
+class Scenario(NamedTuple):
+    """One run."""
+
+    seed: int
+    dialect: str
+    prefills: int
+    decodes: int
+    retries: int
+    reserve: int
+    """Of the budget of retries."""
+    continues: bool
+    prefill_timeout_s: float
+    decode_timeout_s: float
+    client_timeout_s: float
+    probe_s: float
+    legs: int | None
+    """The limit of each instance."""
+    leg_tokens: int | None
+    """The same in tokens."""
+    waiting: int
+    per_tenant: int | None
+    wait_s: float
+    consecutive: int
+    slow_start_s: float
+    connections: int
+    idle_s: float
+    engine_idle_s: float
+    """After which engines close idle connections."""
+    rate: float
+    """How likely a fault is at each point."""
+    reports_cached: bool
+    fails_without_kv: bool
+    lease_ms: int | None
+    clients: tuple[Client, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def calm(self) -> bool:
+        """Whether every answer must be the whole one."""
+        return not self.rate and not self.operations and self.legs is None and self.connections > 8
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(seed)
+    kind = random.choices(tuple(_KINDS), tuple(_KINDS.values()))[0]
+    if kind == "crowd":
+        return _crowd(random, _draw(random, seed, "full"))
+    if kind == "trials":
+        return _trials(random, _draw(random, seed, "all"))
+    if kind == "removal":
+        return _removal(random, _draw(random, seed, "clients"))
+    return _draw(random, seed, kind)
+
+
+def _crowd(random: Random, drawn: Scenario) -> Scenario:
+    """Many wait, and some leave just when it is their turn."""
+    clients: list[Client] = []
+    for number in range(6):
+        leave: Leave | None = None
+        if random.random() < 0.4:
+            leave = Leave(after_s=random.random() * 0.05)
+        elif random.random() < 0.5:
+            point = random.choice(("prefill", "decode")), cast("Point", "answer"), random.choice((1, 2, 3))
+            leave = Leave(point=point, when=random.choice(("before", "after")), anyones=True)
+        client = _client(random, drawn.seed, number, restless=False)
+        clients.append(client._replace(begins_s=random.random() * 0.02, leave=leave))
+    waiting, wait_s = random.choice((1, 2, 2, 8)), random.choice((0.05, 0.3))
+    return drawn._replace(
+        prefills=1, decodes=1, legs=1, leg_tokens=None, waiting=waiting, wait_s=wait_s, clients=tuple(clients)
+    )
+
+
+def _trials(random: Random, drawn: Scenario) -> Scenario:
+    """An engine fails and comes back, again and again; some leave while it is on trial, or it is taken away."""
+    clients: list[Client] = []
+    for number in range(5):
+        leave = Leave(point=("decode", "chunk", random.choice((1, 2)))) if random.random() < 0.4 else None
+        client = _client(random, drawn.seed, number, restless=False)
+        clients.append(client._replace(begins_s=random.random() * 1.5, leave=leave))
+    what: tuple[Literal["freeze", "restart", "remove"], ...] = ("freeze", "freeze", "restart", "remove")
+    operations = tuple(
+        Operation(random.random() * 1.5, random.choice(what), drawn.prefills, random.choice((0.3, 0.6)))
+        for _ in range(4)
+    )
+    return drawn._replace(
+        decodes=1,
+        consecutive=1,
+        decode_timeout_s=1.0,
+        probe_s=0.2,
+        rate=random.choice((0.03, 0.1, 0.3)),
+        clients=tuple(clients),
+        operations=operations,
+    )
+
+
+def _removal(random: Random, drawn: Scenario) -> Scenario:
+    """An engine is taken away just when it is to give back KV."""
+    clients = tuple(
+        _client(random, drawn.seed, number, restless=False)._replace(
+            begins_s=0.1 * (1 + number), leave=Leave(point=("prefill", "answer", 1), when="after")
+        )
+        for number in range(2)
+    )
+    operation = Operation(None, random.choice(("remove", "replace")), 0, 0.3)
+    return drawn._replace(idle_s=0.05, probe_s=30.0, clients=clients, operations=(operation,))
+
+
+def _draw(random: Random, seed: int, kind: str) -> Scenario:
+    rnd = random.random
+    troubled = kind in ("engines", "all")
+    limited = kind == "full" or (kind == "all" and rnd() < 0.5)
+    clients = tuple(
+        _client(random, seed, number, kind in ("clients", "all") or (kind == "full" and rnd() < 0.5))
+        for number in range(random.choice((1, 1, 2, 2, 3, 4)) + (random.choice((0, 2, 4)) if limited else 0))
+    )
+    prefills, decodes = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 3))
+    operations: tuple[Operation, ...] = ()
+    if kind == "all" and rnd() < 0.6:
+        operations = tuple(_operation(random, prefills + decodes) for _ in range(random.choice((1, 2, 4))))
+    return Scenario(
+        seed=seed,
+        dialect=random.choice(("nixl", "nixl", "nixl", "store", "store-drop")),
+        prefills=prefills,
+        decodes=decodes,
+        retries=random.choice((0, 1, 2, 3)),
+        reserve=random.choice((200, 200, 200, 1, 2)) if troubled else 200,
+        continues=rnd() < 0.5,
+        prefill_timeout_s=random.choice((0.4, 1.0)),
+        decode_timeout_s=random.choice((0.4, 1.0)),
+        client_timeout_s=random.choice((0.3, 1.0)),
+        probe_s=random.choice((0.2, 1.0, 30.0)),
+        legs=random.choice((1, 1, 2)) if limited else None,
+        leg_tokens=random.choice((None, None, 5)) if limited else None,
+        waiting=random.choice((0, 1, 2, 8)) if limited else 1024,
+        per_tenant=random.choice((None, None, 1)) if limited else None,
+        wait_s=random.choice((0.05, 0.3, 2.0)) if limited else 60.0,
+        consecutive=random.choice((1, 2, 5)),
+        slow_start_s=random.choice((0.0, 0.0, 1.0)),
+        connections=random.choice((1, 2, 3)) if kind == "all" and rnd() < 0.2 else 2048,
+        idle_s=random.choice((0.05, 30.0, 30.0)),
+        engine_idle_s=random.choice((0.01, 0.1, 60.0, 60.0)) if troubled else 60.0,
+        rate=random.choice((0.01, 0.03, 0.03, 0.1)) if troubled else 0.0,
+        reports_cached=rnd() < 0.8,
+        fails_without_kv=rnd() < 0.5,
+        lease_ms=random.choice((1, 20, 200)) if (troubled or limited) and rnd() < 0.3 else None,
+        clients=clients,
+        operations=operations,
+    )
+
+
+def _client(random: Random, seed: int, number: int, restless: bool) -> Client:
+    rnd = random.random
+    asks = tuple(_ask(random, f"s{seed}c{number}r{turn};") for turn in range(random.choice((1, 1, 1, 2, 3))))
+    leave = _leave(random) if restless and rnd() < 0.6 else None
+    pipelined = len(asks) > 1 and rnd() < 0.3
+    slow = None
+    if restless and rnd() < 0.2:
+        slow = random.randrange(4), random.choice((0.05, 0.2, 0.2, None))
+    garbage = restless and not pipelined and slow is None and rnd() < 0.05
+    return Client(
+        begins_s=random.choice((0.0, 0.0, rnd() * 0.05, rnd() * 0.5)),
+        asks=asks,
+        pipelined=pipelined,
+        pieces=random.choice((1, 1, 1, 2, 4)),
+        leave=leave,
+        slow=slow,
+        high_water=random.choice((0, 100, 65536)) if slow is not None else 65536,
+        garbage=garbage,
+        closes=random.randrange(len(asks)) if not garbage and rnd() < 0.15 else None,
+    )
+
+
+def _ask(random: Random, name: str) -> Ask:
+    rnd = random.random
+    chat = rnd() < 0.3
+    stream = rnd() < 0.6
+    return Ask(
+        prompt=name,
+        chat=chat,
+        stream=stream,
+        tokens=random.choice((1, 2, 4, 7, 7, 15)),
+        usage=rnd() < 0.5,
+        as_ids=not chat and rnd() < 0.2,
+        own_id=rnd() < 0.5,
+        way=random.choices(("direct", "asgi", "invalid", "health", "models", "metrics"), (76, 16, 2, 1, 1, 1))[0],
+        tenant=random.choice("aab"),
+        priority=random.choice((0, 0, 0, 1)),
+    )
+
+
+def _leave(random: Random) -> Leave:
+    reset = random.random() < 0.5
+    kind = random.randrange(8)
+    if kind == 0:
+        return Leave(after_s=random.random() * 0.15, reset=reset)
+    if kind == 1:
+        return Leave(reply=random.randrange(1, 5), reset=reset)
+    if kind == 2:
+        return Leave(body=random.random(), reset=reset)
+    if kind == 3:  # KV is held for it, and nobody has come for it yet
+        return Leave(point=("prefill", "answer", 1), when="after", reset=reset)
+    role = random.choice(("prefill", "decode"))
+    if kind == 4:  # somebody has just made room
+        return Leave(point=(role, "answer", random.choice((1, 2, 3))), when="after", anyones=True, reset=reset)
+    points: tuple[Point, ...] = ("received", "computed", "answer", "end")
+    if role == "decode":
+        points = ("received", "fetched", "answer", "chunk", "end")
+    when: tuple[Literal["before", "after", "soon"], ...] = ("before", "after", "soon")
+    return Leave(
+        point=(role, random.choice(points), random.choice((1, 1, 1, 2))),
+        when=random.choice(when),
+        anyones=random.random() < 0.4,
+        reset=reset,
+    )
+
+
+def _operation(random: Random, engines: int) -> Operation:
+    at_s = random.choice((None, random.random() * 0.1, random.random() * 0.1, random.random() * 0.6))
+    if at_s is None:
+        what = random.choice(("remove", "replace"))
+    else:
+        what = random.choice(("drain", "undrain", "remove", "add", "replace", "swap", "restart", "restart", "freeze"))
+    return Operation(at_s, what, random.randrange(engines), random.choice((0.05, 0.3, 1.5)))

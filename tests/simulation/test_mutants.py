@@ -1,0 +1,31 @@
+"""Take any one release out of the proxy, and the simulation notices: so it would notice one that was never written."""
+
+from collections.abc import Callable
+
+import pytest
+
+from .mutants import EQUIVALENT, mutants
+from .processes import CORES, simulate
+
+Effort = Callable[[int, int], int]
+
+
+def test_every_equivalent_is_a_mutant_and_has_a_reason() -> None:
+    names = [mutant.name for mutant in mutants()]
+    assert len(names) == len(set(names))
+    assert set(EQUIVALENT) <= set(names)
+    assert all(EQUIVALENT.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, object]], None]) -> None:
+    count = effort(1_500, 6_000)
+    noticed: dict[str, list[object] | None] = {}
+    for part in simulate(*(("mutants", part, CORES, count) for part in range(CORES))):
+        noticed.update(part)
+    survivors = [name for name, how in noticed.items() if how is None and name not in EQUIVALENT]
+    assert not survivors
+    assert len(noticed) == len(mutants())
+    assert [name for name in EQUIVALENT if noticed[name] is not None] == []
+    record({"mutants": len(noticed), "equivalent": len(EQUIVALENT)})

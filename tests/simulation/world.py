@@ -1,0 +1,384 @@
+"""The proxy between simulated clients and engines, on a clock of its own; what must hold when everything is over.
+
+The one rule: all of the proxy's own code runs; only sockets, the clock and the randomness of ids are replaced.
+"""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from random import Random
+from typing import Any, TypeVar, cast
+
+from uvicorn.server import ServerState
+
+from kvparams.admission import QueueLimits, RoleLimits
+from kvparams.breaker import BreakerLimits
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy import app as proxy_app
+from kvparams_proxy.auth import Client as KnownClient
+from kvparams_proxy.direct import DIRECT, DirectProtocol
+from kvparams_proxy.resources import Resources
+from kvparams_proxy.settings import Settings
+from kvparams_proxy.upstream import UpstreamLimits
+
+from . import laws
+from .answers import SECRET
+from .clients import Client
+from .engines import Engine
+from .language import tokenize
+from .legs import Held, Leg
+from .network import Network, Socket
+from .replaced import Budget, config
+from .scenario import Operation, Scenario, draw
+from .virtual_loop import Stuck, VirtualLoop
+
+__all__ = ["Run", "World", "run"]
+
+T = TypeVar("T")
+_DELAYS = (0.0, 0.0, 0.0003, 0.002)
+_PAUSES = (0.0, 0.0, 0.001, 0.001, 0.005, 0.02)
+_LEAVING_S = 0.05
+"""In that time an engine must have heard that a client has left."""
+_LONGEST_S = 90.0
+"""No run takes longer."""
+
+
+class Run:
+    """What became of one seed."""
+
+    def __init__(
+        self, scenario: Scenario, wrong: list[str], trace: list[tuple[float, str, str]], counts: dict[str, int]
+    ):
+        self.scenario = scenario
+        self.wrong = wrong
+        """What must not be, in words; empty if all is well."""
+        self.trace = trace
+        self.counts = counts
+
+    def report(self) -> str:
+        """To be read."""
+        lines = [f"seed {self.scenario.seed}", *(f"WRONG: {one}" for one in self.wrong), repr(self.scenario), ""]
+        lines += [f"{at:10.6f}  {who:12}  {what}" for at, who, what in self.trace]
+        return "\n".join(lines)
+
+
+class World:
+    """One run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.random = Random(scenario.seed ^ 0x5EED)
+        self.loop = VirtualLoop()
+        self.network = self.loop.network = Network(self.loop, self.delay)
+        self.trace: list[tuple[float, str, str]] = []
+        self.problems: list[str] = []
+        self.troubles = 0
+        """Faults so far."""
+        self.held: list[Held] = []
+        """All KV that was ever held."""
+        self.after: list[Callable[[], None]] = []
+        self.link_numbers = itertools.count(1)
+        self.engines = [
+            Engine(self, f"{role}-{number}", role, 1 + number + 100 * (role is Role.DECODE))
+            for role, many in ((Role.PREFILL, scenario.prefills), (Role.DECODE, scenario.decodes))
+            for number in range(many)
+        ]
+        for engine in self.engines:
+            self.network.servers[engine.port] = engine
+        self.clients = [Client(self, number, script) for number, script in enumerate(scenario.clients)]
+        self.asks = {ask.prompt: ask for client in self.clients for ask in client.script.asks}
+        self._by_prompt = {ask.prompt: client for client in self.clients for ask in client.script.asks}
+        self._transfers: dict[str, set[str]] = defaultdict(set)
+        self._attempts: dict[str, int] = {}
+        self._staying = len(self.clients)
+        self._at_leave = [operation for operation in scenario.operations if operation.at_s is None]
+        self._started = False
+        self._stop: asyncio.Future[None] = self.loop.create_future()
+        self.resources: Resources
+        self.running: dict[int, float] = {}
+        """Since when each request runs."""
+        self.begun = 0
+        self.ended = 0
+        self.ended_at = self.loop.time()
+        """The last one."""
+        self._state: Mapping[str, Any]
+        self.server_state = ServerState()
+
+    # what engines and clients use
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+        return self.loop.time()
+
+    def delay(self) -> float:
+        """How long something is on its way."""
+        return self.random.choice(_DELAYS)
+
+    def pause(self) -> float:
+        """How long an engine takes for one thing."""
+        return self.random.choice(_PAUSES)
+
+    def note(self, who: str, what: str) -> None:
+        """For the trace."""
+        self.trace.append((self.now - 1000.0, who, what))
+
+    def wrong(self, what: str) -> None:
+        """This must not be."""
+        self.note("WRONG", what)
+        self.problems.append(what)
+
+    def fault(self, who: str, where: str, kinds: Sequence[T]) -> T | None:
+        """Whether something goes wrong now."""
+        rate = self.scenario.rate * (3 if where.endswith((" release", " drop")) else 1)
+        if not rate or not self._started or self.random.random() >= rate:
+            return None
+        kind = self.random.choice(kinds)
+        if kind is not None:
+            self.troubles += 1
+            self.note(who, f"fault, {where}: {kind}")
+        return kind
+
+    def touch(self, leg: Leg, point: str) -> None:
+        """Where a leg is: a client may leave just now."""
+        owner = self._by_prompt.get(leg.prompt)
+        for client in self.clients:
+            if leg.kind != "release":
+                client.touched(leg.kind, point, own=client is owner)
+
+    def find(self, key: object) -> Held | None:
+        """KV by its name."""
+        return next((held for held in self.held if held.key == key), None)
+
+    def continued(self, ask: Any) -> bool:
+        """Whether more than one decode leg may have answered it: then cached tokens are those of the last prefill."""
+        return self.scenario.continues and len(self._transfers.get(ask.prompt, ())) > 1
+
+    def lost(self, data: bytes) -> None:
+        """It was sent to an engine that had closed the connection meanwhile."""
+        for held in self.held:
+            if f'"{held.key}"'.encode() in data:
+                held.claims += 1
+
+    def leg_begun(self, leg: Leg, document: Mapping[str, Any]) -> None:
+        """An engine has a leg."""
+        client = self._by_prompt.get(leg.prompt)
+        if client is None:
+            self.wrong(f"a leg for {leg.prompt!r}, which nobody has asked")
+            return
+        if leg.kind == "release":
+            return
+        self._hold(laws.while_running)
+        left = client.left_at
+        if left is not None and self.now > left + _LEAVING_S and not client.script.pipelined:
+            self.wrong(f"a {leg.kind} leg of {leg.prompt} begins although its client has left")
+        transfer = document["transfer"]
+        if self._attempts.setdefault(transfer["id"], transfer["attempt"]) != transfer["attempt"]:
+            self.wrong(f"transfer {transfer['id']} is used for several attempts")
+        ids = self._transfers[leg.prompt]
+        ids.add(transfer["id"])
+        if len(ids) > 1 + self.scenario.retries:
+            self.wrong(f"{leg.prompt} is tried {len(ids)} times")
+
+    def client_left(self, client: Client) -> None:
+        """It has gone, perhaps with legs running."""
+        waiting, self._at_leave = self._at_leave, []
+        for operation in waiting:
+            self.loop.call_later(0.0001, self._operate, operation)
+        if client.script.pipelined:
+            return  # the proxy does not read its connection meanwhile
+
+        def check() -> None:
+            for engine in self.engines:
+                for leg in engine.legs:
+                    if leg.kind in ("prefill", "decode") and self._by_prompt.get(leg.prompt) is client:
+                        self.wrong(f"{engine.name} still works for {leg.prompt}, whose client has left")
+
+        self.loop.call_later(_LEAVING_S, check)
+
+    def client_done(self) -> None:
+        """One of them has what it wanted, or does not want it."""
+        self._staying -= 1
+
+    def open(self, client: Client) -> Socket:
+        """A connection to the proxy."""
+        protocol = DirectProtocol(config(), self.server_state, dict(self._state))
+        protocol.app = self._app
+        socket = self.network.open(protocol)
+        socket.peer = client
+        return socket
+
+    # the run
+
+    def run(self) -> Run:
+        """Everything, from the proxy's start to its end."""
+        asyncio._set_running_loop(self.loop)
+        try:
+            self._run()
+        except Stuck as error:
+            self.wrong(f"it goes round in circles: {error}")
+        finally:
+            asyncio._set_running_loop(None)
+        for fault in self.loop.faults:
+            self.wrong(fault)
+        self._sweep()
+        counts = {"clients": len(self.clients), "faults": self.troubles}
+        for client in self.clients:
+            for verdict in client.verdicts:
+                counts[verdict] = counts.get(verdict, 0) + 1
+        return Run(self.scenario, self.problems, self.trace, counts)
+
+    def _hold(self, law: Callable[["World"], Iterable[str]]) -> None:
+        for wrong in law(self):
+            self.wrong(wrong)
+
+    def _sweep(self) -> None:
+        """What a bad run has left must not be heard of in the next one."""
+        left = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+        if left:
+            asyncio._set_running_loop(self.loop)
+            for task in left:
+                task.cancel()
+            with suppress(Stuck):
+                self.loop.run_until(self.now + 1.0)
+            asyncio._set_running_loop(None)
+
+    def _run(self) -> None:
+        loop = self.loop
+        main = loop.create_task(self._serve())
+        loop.run_until(self.now + 1.0)
+        if not self._started:
+            self.wrong("the proxy does not start")
+            return
+        for client in self.clients:
+            loop.call_later(client.script.begins_s, client.begin)
+        for operation in self.scenario.operations:
+            if operation.at_s is not None:
+                loop.call_later(operation.at_s, self._operate, operation)
+        end = self.now + _LONGEST_S
+        while self._staying and self.now < end:
+            loop.run_until(self.now + 0.1)
+            self._hold(laws.between_turns)
+        for client in self.clients:
+            if not client.done:
+                self.wrong(f"{client.name} waits for an answer for ever")
+        while laws.unsettled(self) and self.now < end:
+            loop.run_until(self.now + 0.1)
+            self._hold(laws.between_turns)
+        self._hold(laws.unsettled)
+        self._hold(laws.at_rest)
+        self.note("proxy", "stops")
+        self._stop.set_result(None)
+        loop.run_until(self.now + 0.06)
+        if not main.done():
+            self.wrong("the proxy does not stop")
+        elif main.exception() is not None:
+            self.wrong(f"the proxy stops with {main.exception()!r}")
+        self._hold(laws.after_the_end)
+
+    async def _serve(self) -> None:
+        scenario = self.scenario
+        instances = tuple(self._instance(engine) for engine in self.engines)
+        limits = {role: RoleLimits(scenario.legs, scenario.leg_tokens) for role in Role}
+        settings = Settings(
+            instances,
+            retries=scenario.retries,
+            prefill_timeout_s=scenario.prefill_timeout_s,
+            decode_timeout_s=scenario.decode_timeout_s,
+            client_timeout_s=scenario.client_timeout_s,
+            probe_s=scenario.probe_s,
+            limits=limits,
+            queue=QueueLimits(scenario.waiting, scenario.per_tenant, scenario.wait_s),
+            breaker=BreakerLimits(consecutive=scenario.consecutive, open_s=0.2, longest_s=1.0),
+            slow_start_s=scenario.slow_start_s,
+            continuation=scenario.continues,
+            log_requests="-",
+            upstream=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
+        )
+        Budget.reserve = float(scenario.reserve)
+        self._app = proxy_app.create_app(settings)
+        async with self._app.router.lifespan_context(self._app) as state:
+            self._state = state = cast("dict[str, Any]", state)
+            self.resources = state["resources"]
+            for way in (DIRECT, "generate"):
+                state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
+            self._started = True
+            await self._stop
+
+    def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
+        url = f"http://{SECRET}:{engine.port}"
+        return Instance(engine.name, "boot", role or engine.role, url, self.scenario.dialect)
+
+    def _operate(self, operation: Operation) -> None:
+        engine = self.engines[operation.engine]
+        if operation.at_s is None:
+            engine = next(one for one in self.engines if one.port == self.network.dialled)
+            operation = operation._replace(at_s=self.now, engine=self.engines.index(engine))
+        fleet = self.resources.fleet
+        there = engine.name in {member.instance.id for member in fleet.members}
+        what = operation.what
+        self.note("operator", f"{what} {engine.name}")
+        if what == "restart":
+            engine.crash(operation.for_s)
+        elif what == "freeze":
+            engine.freeze(operation.for_s)
+        elif what == "add" and not there:
+            fleet.add(self._instance(engine))
+        elif there and what == "remove":
+            fleet.remove(engine.name)
+            self.loop.call_later(operation.for_s, self._operate, operation._replace(what="add"))
+        elif there and what == "replace":
+            fleet.replace(self._instance(engine))
+        elif there and what == "swap":  # what has that name is now somebody else, of the other role
+            other = self.random.choice([one for one in self.engines if one.role is not engine.role])
+            fleet.replace(_named(self._instance(other), engine.name))
+            self.loop.call_later(operation.for_s, self._operate, operation._replace(what="replace"))
+        elif there and what in ("drain", "undrain"):
+            fleet.drain(engine.name, what == "drain")
+            if what == "drain":
+                self.loop.call_later(operation.for_s, self._operate, operation._replace(what="undrain"))
+
+
+class _Counted:
+    """A `DirectEndpoint` that sees each request begin and end."""
+
+    def __init__(self, world: World, endpoint: Any) -> None:
+        self._world = world
+        self._endpoint = endpoint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._endpoint, name)
+
+    def begin(self, admission: Any, body: bytes, downstream: Any, also: Callable[[], object] = lambda: None) -> None:
+        """See `DirectEndpoint`."""
+        world = self._world
+        world.begun += 1
+        number = world.begun
+        world.running[number] = world.now
+        ends = 0
+
+        def done() -> None:
+            nonlocal ends
+            ends += 1
+            world.ended += 1
+            world.running.pop(number, None)
+            world.ended_at = world.now
+            also()
+            if ends > 1:
+                world.wrong("a request ends twice")
+
+        for prompt, ask in world.asks.items():
+            if prompt.encode() in body or str(tokenize(prompt)).encode() in body:
+                admission = admission._replace(client=KnownClient("key", ask.tenant, ask.priority))
+        self._endpoint.begin(admission, body, downstream, done)
+
+
+def _named(instance: Instance, name: str) -> Instance:
+    return Instance(name, instance.incarnation, instance.role, instance.url, instance.dialect)
+
+
+def run(seed: int) -> Run:
+    """One seed."""
+    return World(draw(seed)).run()
