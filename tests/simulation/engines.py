@@ -48,6 +48,8 @@ class Engine:
         self.boot = 1
         self.up_at = 0.0
         self.thaws = 0.0
+        self.well_at = 0.0
+        """Until then it answers no probe as it should."""
         self.links: dict[Link, None] = {}
         self.legs: dict[Leg, None] = {}
         self.held: dict[str, Held] = {}
@@ -164,14 +166,17 @@ class Engine:
         elif fault == "no json" and leg.kind in ("prefill", "decode", "probe"):
             yield json_answer(200, b"<html>busy</html>")
         else:
-            if fault[0] == "4" and leg.held is not None:  # before it was scheduled: nothing was fetched, nor will be
-                leg.held.claims -= 1
-                leg.held = None
             message = {"error": {"message": f"no {SECRET if fault[0] == '5' else 'way'}", "type": "x", "code": None}}
             yield json_answer(int(fault) if fault != "no json" else 503, json.dumps(message).encode())
+            if fault[0] == "4" and leg.held is not None and not leg.deaf:
+                leg.held.claims -= 1  # it was refused before it was scheduled: nothing was fetched, nor will be
+                leg.held = None
 
     def _probe(self) -> Steps:
         yield 0.001
+        if self.world.now < self.well_at:
+            yield json_answer(503, b"{}")
+            return
         yield from answering(self, [json_answer(200, b'{"object":"list","data":[{"id":"sim"}]}')], ANSWERING)
 
     def _prefill(self, leg: Leg, ids: list[int], document: dict[str, Any]) -> Steps:
@@ -245,6 +250,9 @@ class Engine:
         world = self.world
         body = leg.body
         found = leg.held
+        if world.scenario.doubts and world.on_trial(self):
+            self.well_at = world.now + 0.3
+            yield 0.8
         yield world.pause()
         loaded = found is not None and found.state == "held"
         if loaded and found is not None:

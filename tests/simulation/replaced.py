@@ -80,8 +80,10 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         loop = asyncio._get_running_loop()
         error = record.exc_info[1] if record.exc_info else None
-        dropped = "ASGI callable returned without completing response."  # ASGI has no other way to drop a slow client
-        if isinstance(loop, VirtualLoop) and record.msg != dropped:
+        dropped = (
+            "ASGI callable returned without"  # starting or completing: ASGI has no other way to drop a slow client
+        )
+        if isinstance(loop, VirtualLoop) and not record.msg.startswith(dropped):
             loop.call_exception_handler({"message": f"log: {record.getMessage()}", "exception": error})
 
 

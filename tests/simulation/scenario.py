@@ -113,6 +113,8 @@ class Scenario(NamedTuple):
     idle_s: float
     engine_idle_s: float
     """After which engines close idle connections."""
+    doubts: bool
+    """While an engine is on trial it answers no probe, and its leg slowly."""
     rate: float
     """How likely a fault is at each point."""
     reports_cached: bool
@@ -175,6 +177,7 @@ def _trials(random: Random, drawn: Scenario) -> Scenario:
         consecutive=1,
         decode_timeout_s=1.0,
         probe_s=0.2,
+        doubts=random.random() < 0.5,
         rate=random.choice((0.03, 0.1, 0.3)),
         clients=tuple(clients),
         operations=operations,
@@ -227,6 +230,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         connections=random.choice((1, 2, 3)) if kind == "all" and rnd() < 0.2 else 2048,
         idle_s=random.choice((0.05, 30.0, 30.0)),
         engine_idle_s=random.choice((0.01, 0.1, 60.0, 60.0)) if troubled else 60.0,
+        doubts=False,
         rate=random.choice((0.01, 0.03, 0.03, 0.1)) if troubled else 0.0,
         reports_cached=rnd() < 0.8,
         fails_without_kv=rnd() < 0.5,

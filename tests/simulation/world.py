@@ -156,6 +156,11 @@ class World:
         """Whether more than one decode leg may have answered it: then cached tokens are those of the last prefill."""
         return self.scenario.continues and len(self._transfers.get(ask.prompt, ())) > 1
 
+    def on_trial(self, engine: Engine) -> bool:
+        """Whether the proxy tries if it works again."""
+        members = self.resources.fleet.members
+        return any(member.trial is not None and member.instance.id == engine.name for member in members)
+
     def lost(self, data: bytes) -> None:
         """It was sent to an engine that had closed the connection meanwhile."""
         for held in self.held:
