@@ -97,7 +97,7 @@ def test_details_are_read_where_they_are() -> None:
 def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     """The control: the first event needs no correction, so later ones are no longer read closely."""
     corrections = correcting(None)
-    assert corrections.events(EVENTS[0]) is EVENTS[0]
+    assert corrections.events(EVENTS[0]) == EVENTS[0]
     unread = b'data: {"choices":[], "x" :[ ]}\n\n'
     assert corrections.events(unread) is unread
     assert corrections.events(b'data: {"choices":[],%b}\n\n' % member.encode()) == b'data: {"choices":[]}\n\n'
