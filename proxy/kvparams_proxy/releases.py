@@ -88,7 +88,7 @@ class Releases:
 
     def _tell(self, held: Held) -> None:
         lease, abandon, path, inbound, one_token, headers, credentials = held
-        instance = lease.producer if abandon.role is Role.PREFILL else self._anyone(abandon.role, held)
+        instance = self._producer(lease) if abandon.role is Role.PREFILL else self._anyone(abandon.role, held)
         pool = self._pools.get(instance.id) if instance is not None else None
         if pool is None or instance is None or self._now() >= lease.until_s:
             self.orphaned += 1
@@ -104,6 +104,12 @@ class Releases:
         self._running.add(release)
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
+
+    def _producer(self, lease: KVLease) -> Instance | None:
+        """The one that holds it, unless it has left: another may have its name."""
+        id, url = lease.producer.id, lease.producer.url
+        here = (member.instance for member in self._fleet.members)
+        return next((instance for instance in here if instance.id == id and instance.url == url), None)
 
     def _anyone(self, role: Role, held: Held) -> Instance | None:
         """The least busy of those that speak the producer's dialect and serve the model."""

@@ -121,7 +121,7 @@ def answering(engine: "Engine", pieces: list[bytes], faults: tuple[str, ...], le
             yield Do(fault[5:])
         elif fault == "garbage":
             yield b"zz\r\n\0\xff" + half
-            yield Do.STALL
+            yield Do.RESET  # it may have been as long as what was missing
         elif fault == "twice":  # in one write: later it could not be told from the answer to the next request
             yield b"".join(pieces[index:]) + (b"".join(pieces) if pieces[-1] else b"")
             yield from _end(pieces)
@@ -133,14 +133,11 @@ def answering(engine: "Engine", pieces: list[bytes], faults: tuple[str, ...], le
             return
         elif not pieces[-1]:
             yield Do.END
-        elif fault == "error event":
-            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(_ERROR), _ERROR)
-            return
-        elif piece.partition(b"\r\n")[0].isalnum():  # short: it ends in order, and too early
-            yield b"0\r\n\r\n"
-            return
-        else:
+        elif not piece.partition(b"\r\n")[0].isalnum():  # it is in the middle of a chunk
             yield Do.STALL
+        else:  # it ends in order, and too early
+            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(_ERROR), _ERROR) if fault == "error event" else b"0\r\n\r\n"
+            return
     fault = world.fault(engine.name, "at the end", ("end", "reset"))
     if fault is not None:
         yield Do(fault)

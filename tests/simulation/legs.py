@@ -142,7 +142,8 @@ class Link:
 
     def speak(self) -> None:
         """Say something that nobody has asked for, where it cannot be taken for an answer."""
-        if not self.over and self.leg is None and not getattr(self.socket.protocol, "busy", True):
+        idle = not self.socket.is_closing() and not getattr(self.socket.protocol, "busy", True)
+        if not self.over and self.leg is None and idle:
             self.engine.world.note(self.engine.name, f"speaks unasked on connection {self.number}")
             self.spoken = True
             self.socket.arrive(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")

@@ -272,6 +272,7 @@ class World:
         while laws.unsettled(self) and self.now < end:
             loop.run_until(self.now + 0.1)
             self._hold(laws.between_turns)
+        loop.run_until(self.now + 0.01)  # what is on its way arrives
         self._hold(laws.unsettled)
         self._hold(laws.at_rest)
         self.note("proxy", "stops")
