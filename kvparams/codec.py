@@ -23,6 +23,7 @@ DOCUMENT_KEY: Final = "kvparams"
 
 _JSON_SPACE: Final = " \t\r\n"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+_TWO_IDENTIFIERS: Final = re.compile(r"[A-Za-z0-9._~-]{1,128} [A-Za-z0-9._~-]{1,128}")
 
 
 def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
@@ -73,9 +74,9 @@ class Template:
         Raises:
             InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128.
         """
-        for name, value in (("request_id", request_id), ("transfer.id", transfer_id)):
-            if _IDENTIFIER.fullmatch(value) is None:
-                raise InvalidParams((Problem(tuple(name.split(".")), "value", "is not an identifier"),))
+        if _TWO_IDENTIFIERS.fullmatch(f"{request_id} {transfer_id}") is None:
+            wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
+            raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
         before, between, after = self._pieces
         return b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
 
@@ -136,7 +137,7 @@ def _inner(document: object) -> KVTransferParams:
 
 
 def _object(value: object, *path: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
+    if type(value) is not dict and not isinstance(value, Mapping):  # for what is a dictionary it takes long to say so
         raise InvalidParams((Problem(path, "type", "Input should be an object"),))
     return cast("Mapping[str, object]", value)
 

@@ -3,7 +3,7 @@
 The one rule: no I/O here. A manager is a generator of steps; it is told how each ended and says what comes next.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from pydantic_core import to_json
 
@@ -22,9 +22,8 @@ _REMEMBERED: Final = 4096
 """Templates kept at most: one for each pair of instances that ever met, and each incarnation."""
 
 
-class _Transfer(NamedTuple):
-    id: str
-    attempt: int
+_FIRST_PREFILL: Final = Choose(Role.PREFILL)
+_FIRST_DECODE: Final = Choose(Role.DECODE)
 
 
 class PrefillThenDecode:
@@ -41,27 +40,27 @@ class PrefillThenDecode:
 
     def legs(self, request: RequestFacts, context: Context) -> Plan:
         """See `RequestManager.legs`."""
-        transfer = _Transfer(request.transfer_id, 1)
+        transfer, attempt = request.transfer_id, 1
         failed: list[str] = []
         sent: Sent | None = None
         while True:
-            prefill: Instance = yield Choose(Role.PREFILL, failed)  # pyright: ignore[reportAssignmentType]
+            prefill: Instance = yield Choose(Role.PREFILL, failed) if failed else _FIRST_PREFILL  # pyright: ignore[reportAssignmentType]
             speech = context.dialect(prefill)
             if (why := speech.refuse(request)) is not None:
                 raise NotSplittable(why)
             known = _known(request, sent)
-            asked = self._document(request, transfer, "prefill", speech.mode, prefill, None, known)
+            asked = self._document(request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:
                 answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, sent)  # pyright: ignore[reportAssignmentType]
             except LegFailed as failure:
                 if not failure.another or not context.may_retry():
                     raise
                 failed.append(prefill.id)
-                transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
+                transfer, attempt = context.next_transfer(), attempt + 1
                 continue
 
             native = to_json(speech.decode_keys(answer.kv_transfer_params))
-            lease = KVLease(prefill, context.now() + speech.lease_s, *transfer, speech.abandon(native))
+            lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(native))
             context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)
             if result is not None:
@@ -70,13 +69,13 @@ class PrefillThenDecode:
                     lease = lease._replace(until_s=context.now() + result.lease.ttl_ms / 1000)
                     context.hold(lease)
             while True:
-                decode: Instance = yield Choose(Role.DECODE, failed)  # pyright: ignore[reportAssignmentType]
+                decode: Instance = yield Choose(Role.DECODE, failed) if failed else _FIRST_DECODE  # pyright: ignore[reportAssignmentType]
                 if context.now() >= lease.until_s:  # it has waited for room for too long
                     context.give_back(decode)
                     if not context.may_retry():
                         raise LegFailed("the KV was given up before a decode engine had room", another=False)
                     break
-                wanted = self._document(request, transfer, "decode", speech.mode, prefill, decode, known)
+                wanted = self._document(request, transfer, attempt, "decode", speech.mode, prefill, decode, known)
                 try:
                     yield Leg(
                         decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True, resumed=sent
@@ -91,15 +90,16 @@ class PrefillThenDecode:
                     if failure.claimed:
                         if not speech.reusable:
                             break
-                        transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
+                        transfer, attempt = context.next_transfer(), attempt + 1
                 else:
                     return
-            transfer = _Transfer(context.next_transfer(), transfer.attempt + 1)
+            transfer, attempt = context.next_transfer(), attempt + 1
 
     def _document(
         self,
         request: RequestFacts,
-        transfer: _Transfer,
+        transfer: str,
+        attempt: int,
         phase: Phase,
         mode: Mode,
         producer: Instance,
@@ -108,14 +108,16 @@ class PrefillThenDecode:
     ) -> bytes:
         """Our document for one leg, as JSON text; `known` are the members that this request alone has."""
         if known:
-            return dump_json(_params(request, transfer, phase, mode, producer, consumer, known))
-        kind = phase, mode, transfer.attempt, producer, consumer
+            return dump_json(_params(request, transfer, attempt, phase, mode, producer, consumer, known))
+        kind = phase, mode, attempt, producer, consumer
         template = self._templates.get(kind)
         if template is None:
             if len(self._templates) >= _REMEMBERED:
                 self._templates.clear()
-            template = self._templates[kind] = Template(_params(request, transfer, phase, mode, producer, consumer, {}))
-        return template.fill(request.request_id, transfer.id)
+            template = self._templates[kind] = Template(
+                _params(request, transfer, attempt, phase, mode, producer, consumer, {})
+            )
+        return template.fill(request.request_id, transfer)
 
 
 class OneEngine:
@@ -157,7 +159,8 @@ def _prefill_leg(prefill: Instance, context: Context, speech: Dialect, document:
 
 def _params(
     request: RequestFacts,
-    transfer: _Transfer,
+    transfer: str,
+    attempt: int,
     phase: Phase,
     mode: Mode,
     producer: Instance,
@@ -167,7 +170,7 @@ def _params(
     members: dict[str, object] = {
         "version": PROTOCOL_VERSION,
         "request_id": request.request_id,
-        "transfer": transfer._asdict(),
+        "transfer": {"id": transfer, "attempt": attempt},
         "phase": phase,
         "mode": mode,
         "producer": {"id": producer.id},  # which run of it, only the engine itself can say

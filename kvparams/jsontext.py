@@ -33,7 +33,7 @@ class JSONLimits:
 DEFAULT_LIMITS: Final = JSONLimits()
 
 _SPACE: Final = b" \t\r\n"
-_MEMBER: Final = re.compile(rb'[ \t\r\n,]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*(["{\[]|[^,}\]\s]+)')
+_MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[ \t\r\n]*(["{\[]|[^,}\]\s]+)')
 """One member up to the first byte of a string or container, or to the end of any other value."""
 _GAP: Final = re.compile(rb"[ \t\r\n]*")
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
@@ -137,6 +137,7 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
     """
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
+    removed = not spans
     for name, value in changes.items():
         field = spans.get(name)
         if field is None:
@@ -145,6 +146,7 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         elif value is not None:
             cuts.append((field.value, field.end, value))
         else:
+            removed = True
             cuts.append((field.start, _behind_comma(raw, field.end), b""))
     if not cuts and spans:  # nothing but additions, to an object with members
         return b"%b,%b}" % (raw[: raw.rindex(b"}")], b",".join(added)) if added else raw
@@ -157,8 +159,13 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         pieces.append(value)
         at = end
     pieces.append(raw[at : raw.rindex(b"}")])
-    if cuts:
-        _trim(pieces)
+    if not removed:  # what is added follows some other member
+        if added:
+            pieces.append(b",")
+            pieces.append(b",".join(added))
+        pieces.append(b"}")
+        return b"".join(pieces)
+    _trim(pieces)
     if added:
         if pieces[-1].rstrip(_SPACE)[-1:] != b"{":
             pieces.append(b",")
@@ -206,9 +213,9 @@ def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
     """The members of the object `raw`; doubled keys, overflowing numbers and too much depth in it are refused."""
     found: dict[str, Field] = {}
     at = raw.index(b"{") + 1
-    while (member := _MEMBER.match(raw, at)) is not None:
-        start, key_end = member.span(1)
-        value, at = member.span(2)
+    match = _MEMBER.match
+    while (member := match(raw, at)) is not None:
+        _, (start, key_end), (value, at) = member.regs
         first = raw[value]
         if first == 0x22:
             at = _string_end(raw, value)
@@ -216,10 +223,13 @@ def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
             at = _flat_list_end(raw, value) or _check_container(raw, value, max_depth - 1)
         elif at - value > 3 and first not in b"tfn":
             _check_numbers(raw, value, at)
-        key = _key(raw, start, key_end)
+        key = raw[start:key_end].decode()
+        if "\\" in key:
+            key = str(from_json(raw[start - 1 : key_end + 1]))
         if key in found:
             raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
-        found[key] = Field(start, value, at)
+        # a third of the cost of Field(...)
+        found[key] = tuple.__new__(Field, (start - 1, value, at))  # pyright: ignore[reportUnknownMemberType]
     return found
 
 

@@ -7,12 +7,12 @@ nothing is done while anything is held, and `done` is reached once.
 """
 
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal
 
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance
 
-__all__ = ["WAYS", "Lifecycle", "LifecycleError", "Outcome", "Span", "State", "StateObserver"]
+__all__ = ["WAYS", "Lifecycle", "LifecycleError", "Outcome", "Span", "State"]
 
 State = Literal["created", "queued", "prefill", "result", "decode", "first_byte", "done"]
 Outcome = Literal["ok", "refused", "failed", "midway", "gone"]
@@ -43,51 +43,33 @@ class LifecycleError(AssertionError):
     """The executor is wrong: a way that does not exist, or something held at the end."""
 
 
-class StateObserver(Protocol):
-    """Counts."""
-
-    def moved(self, before: State, after: State, spent_s: float) -> None:
-        """A request has left `before`, where it has spent so long."""
-        ...
-
-
-class Span(NamedTuple):
-    """One visit to one state."""
-
-    state: State
-    who: str
-    """The instance, where there is one."""
-    begun_s: float
+Span = tuple[State, str, float]
+"""One visit to one state: which, the instance where there is one, and when it began. It ends where the next begins."""
 
 
 class Lifecycle:
     """One request's. Times are seconds on the executor's clock."""
 
-    __slots__ = ("_now", "_observer", "_since", "answering", "lease", "loads", "outcome", "spans", "state")
+    __slots__ = ("_now", "answering", "lease", "loads", "outcome", "since_s", "spans", "state")
 
-    def __init__(self, observer: StateObserver, now: Callable[[], float]) -> None:
-        self._observer = observer
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._since = now()
+        self.since_s = now()
+        """When it came to where it is."""
         self.state: State = "created"
         self.answering = False
         """Whether the client has a part of its answer."""
         self.outcome: Outcome | None = None
-        self.spans: list[Span] = [Span("created", "", self._since)]
+        self.spans: list[Span] = [("created", "", self.since_s)]
         self.loads: list[Instance] = []
         """Instances whose load it counts for."""
         self.lease: KVLease | None = None
         """KV that somebody holds for it and nobody has fetched."""
 
     @property
-    def since_s(self) -> float:
-        """When it came to where it is."""
-        return self._since
-
-    @property
     def begun_s(self) -> float:
         """When it began."""
-        return self.spans[0].begun_s
+        return self.spans[0][2]
 
     def enter(self, state: State, who: str = "") -> None:
         """Go there. `done` has its own way in, `leave`.
@@ -97,7 +79,9 @@ class Lifecycle:
         """
         if state not in WAYS[self.state] or state == "done":
             raise LifecycleError(f"no way leads from {self.state} to {state}")
-        self._move(state, who)
+        self.state = state
+        now = self.since_s = self._now()
+        self.spans.append((state, who, now))
         if state == "first_byte":
             self.answering = True
             self.lease = None  # whoever answers has fetched it
@@ -116,11 +100,6 @@ class Lifecycle:
         if begun is not None and begun is not self.answering:
             raise LifecycleError(f"{outcome} is no way to end {'with' if self.answering else 'without'} a first byte")
         self.outcome = outcome
-        self._move("done", "")
-
-    def _move(self, state: State, who: str) -> None:
-        now = self._now()
-        self._observer.moved(self.state, state, now - self._since)
-        self.state = state
-        self._since = now
-        self.spans.append(Span(state, who, now))
+        self.state = "done"
+        now = self.since_s = self._now()
+        self.spans.append(("done", "", now))

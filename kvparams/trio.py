@@ -30,6 +30,7 @@ _MEMBERS: Final = {
     "kvcache_store_keys": "store_keys",
 }
 """The trio's members, and what the document calls them."""
+_NAMES: Final = frozenset(_MEMBERS)
 
 
 class TrioPrompt(Part, frozen=True):
@@ -71,7 +72,7 @@ class Trio:
 
 def present(native: Mapping[str, object]) -> bool:
     """Whether any of the three members is there."""
-    return any(name in native for name in _MEMBERS)
+    return not _NAMES.isdisjoint(native)
 
 
 def read(value: Mapping[str, object] | str) -> Trio:

@@ -25,6 +25,7 @@ class Account:
         "cached_tokens",
         "code",
         "completion_tokens",
+        "ended_s",
         "endpoint",
         "facts",
         "further_transfers",
@@ -61,6 +62,8 @@ class Account:
         self.code: str | None = None
         """Which error it ended with, before its first byte or after."""
         self.retries = 0
+        self.ended_s = 0.0
+        """When it was over, since 1970."""
         self.answer_bytes = 0
         """Of the answer's body."""
         self.prompt_tokens: int | None = None
@@ -109,7 +112,8 @@ class Reader(Protocol):
     """Wants to know of every request that is over."""
 
     def ended(self, account: Account) -> None:
-        """One is. Costs a few microseconds, never raises, never waits."""
+        """One is, some time ago: nothing of its account changes any more. Costs a few microseconds, never raises, never
+        waits."""
         ...
 
     def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:

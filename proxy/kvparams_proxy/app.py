@@ -36,6 +36,7 @@ from kvparams_proxy.gauges import Gauges
 from kvparams_proxy.generate import Generate, Generating, require_client
 from kvparams_proxy.journal import Journal
 from kvparams_proxy.lag import LoopLag
+from kvparams_proxy.ledger import Ledger
 from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.pool import Pool
 from kvparams_proxy.pools import Pools
@@ -97,6 +98,7 @@ def create_app(settings: Settings) -> Starlette:
         releases = Releases(fleet, pools, watch, loop.time)
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
         spans = make_spans()
+        ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
         exposition = Exposition(metrics, Gauges(metrics, fleet, pools, releases, journal))
         lag = LoopLag(loop, metrics.turn_lag)
         resources = Resources(
@@ -105,6 +107,7 @@ def create_app(settings: Settings) -> Starlette:
             dialects=dialects,
             pools=pools,
             metrics=metrics,
+            ledger=ledger,
             settings=settings,
             new_id=_identifiers(),
             watch=watch,
@@ -112,7 +115,6 @@ def create_app(settings: Settings) -> Starlette:
             releases=releases,
             addresses=addresses,
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
-            readers=tuple(reader for reader in (journal, spans) if reader is not None),
         )
         split = manager()
         generate = {
@@ -137,6 +139,7 @@ def create_app(settings: Settings) -> Starlette:
         fleet.close()
         pools.close()
         lag.close()
+        ledger.close()
         if journal is not None:
             journal.close()
         if spans is not None:
@@ -231,6 +234,8 @@ async def _health(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     exposition: Exposition = request.state.exposition
+    resources: Resources = request.state.resources
+    resources.ledger.settle()
     text, content_type = await exposition.text(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
 

@@ -98,7 +98,7 @@ class Exchange:
         """For the pool: send the request there."""
         self._connection = connection
         self._begun = True
-        connection.begin(self, cast("Sink", self._sink), self._request)
+        connection.begin(self, self._sink, self._request)
         if self._paused:
             connection.pause()
 
@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
 
     # what the pool and the exchange call
 
-    def begin(self, exchange: Exchange, sink: Sink, request: Request) -> None:
+    def begin(self, exchange: Exchange, sink: Sink | None, request: Request) -> None:
         """Send a request; the answer goes to `sink`."""
         self._exchange = exchange
         self._sink = sink

@@ -9,7 +9,7 @@ in its shutdown, and requests behind it on the connection wait for it.
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -198,6 +198,10 @@ class DirectDownstream:
 class DirectProtocol(HttpToolsProtocol):
     """See the module."""
 
+    parser: Any
+    """An `httptools.HttpRequestParser`."""
+    cycle: Any
+    """uvicorn's `RequestResponseCycle`, or what stands in its place."""
     _direct: DirectDownstream | None = None
     """The request that is being received or answered here, if any."""
     _unheard = 0
@@ -223,7 +227,7 @@ class DirectProtocol(HttpToolsProtocol):
         """Parse what came; refuse what is not HTTP, and headers without an end: uvicorn would keep all of them."""
         self._unheard += len(data)
         try:
-            cast("httptools.HttpRequestParser", self.parser).feed_data(data)
+            self.parser.feed_data(data)
         except httptools.HttpParserError:
             self._refuse("this is not a valid HTTP request")
             return
@@ -244,10 +248,10 @@ class DirectProtocol(HttpToolsProtocol):
         """Choose the way."""
         self._unheard = 0
         endpoint = self._endpoints.get(self.url)
-        parser = cast("httptools.HttpRequestParser", self.parser)
+        parser = self.parser
         if (
             endpoint is not None
-            and (self.cycle is None or self.cycle.response_complete)  # pyright: ignore[reportUnnecessaryComparison]
+            and (self.cycle is None or self.cycle.response_complete)
             and not self.expect_100_continue
             and parser.get_method() == b"POST"
             and not parser.should_upgrade()
@@ -257,7 +261,7 @@ class DirectProtocol(HttpToolsProtocol):
             direct = DirectDownstream(self, endpoint, admission, not old and parser.should_keep_alive())
             direct.http_1_0 = old
             self._direct = direct
-            self.cycle = cast("Any", direct)
+            self.cycle = direct
             if admission.error is not None:
                 direct.refuse(admission.error)
             return
@@ -270,7 +274,7 @@ class DirectProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         self._unheard = 0
-        if self._direct is not None and cast("object", self.cycle) is self._direct:
+        if self._direct is not None and self.cycle is self._direct:
             self._direct.more(body)
         else:
             super().on_body(body)
@@ -278,7 +282,7 @@ class DirectProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         direct = self._direct
-        if direct is None or cast("object", self.cycle) is not direct:
+        if direct is None or self.cycle is not direct:
             super().on_message_complete()
             self._busy = not self.cycle.response_complete
         elif not direct.response_complete:
@@ -359,7 +363,7 @@ class DirectProtocol(HttpToolsProtocol):
         now = self.loop.time()
         if self._busy and (self._direct is not None or not self.flow.write_paused):
             self._since_s = now
-        limit_s = self.timeout_keep_alive if self.cycle is None or self.cycle.response_complete else _BODY_S  # pyright: ignore[reportUnnecessaryComparison]
+        limit_s = self.timeout_keep_alive if self.cycle is None or self.cycle.response_complete else _BODY_S
         left_s = self._since_s + limit_s - now
         if left_s <= 0:
             self.transport.abort()
@@ -368,12 +372,12 @@ class DirectProtocol(HttpToolsProtocol):
 
     def _refuse(self, message: str) -> None:
         """Not a request that could be answered in its turn."""
-        if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # it stands behind, or within, one that is being answered
             return
         error = ProxyError(400, "invalid_request_error", message)
         if (resources := self.app_state.get("resources")) is not None:
-            resources.metrics.refused("", b"", error)
+            resources.ledger.refused("", b"", error)
         body = error.body()
         lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(_STATUS_LINES[400] + lines + body)

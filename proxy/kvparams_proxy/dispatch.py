@@ -79,7 +79,7 @@ class Dispatcher:
         return found
 
     def knows(self, model: str | None) -> bool:
-        """Whether there were candidates lately: a short cut, False tells nothing."""
+        """Whether there are candidates for sure: a short cut, False tells nothing."""
         return model in self._candidates
 
     def acquire(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:

@@ -7,7 +7,7 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 
 import logging
 from collections.abc import Callable, Mapping
-from time import perf_counter
+from time import perf_counter, time
 from typing import Final, cast
 
 from kvparams.dialects import Dialect
@@ -105,7 +105,8 @@ class Execution:
         self._downstream = downstream
         self._done = done
         self._plan = manager.legs(inbound.facts, self)
-        self._life = Lifecycle(resources.metrics, perf_counter)
+        self._life = Lifecycle(perf_counter)
+        resources.metrics.began(self._life)
         self._exchange: Exchange | None = None
         self._leg: Leg | None = None
         self._leg_began = 0.0
@@ -232,7 +233,7 @@ class Execution:
                     return
                 self._take(instance)
                 step = self._plan.send(instance)
-            self._start(cast("Leg", step))
+            self._start(step)  # pyright: ignore[reportArgumentType]  no `Choose`: a cast here is called twice a request
         except StopIteration:
             self._downstream.end()
             self._finish("ok")
@@ -275,7 +276,8 @@ class Execution:
 
     def _end_leg(self) -> Leg:
         """The leg is over, however it went: its load is given back."""
-        leg, self._leg = cast("Leg", self._leg), None
+        leg: Leg = self._leg  # pyright: ignore[reportAssignmentType]
+        self._leg = None
         resources = self._resources
         resources.watch.stop(self)
         self._exchange = None
@@ -437,9 +439,8 @@ class Execution:
         life.leave(outcome)
         if self._corrections.usage is not None:
             self._account.decoded(self._corrections.usage)
-        resources.metrics.ended(self._account)
-        for reader in resources.readers:
-            reader.ended(self._account)
+        self._account.ended_s = time()
+        resources.ledger.ended(self._account)
         if self._done is not None:
             self._done()
 

@@ -179,7 +179,9 @@ class Fleet:
             ProxyError: 503 naming the role that is missing.
         """
         for role in roles:
-            self._roles[role].candidates(model)
+            dispatcher = self._roles[role]
+            if not dispatcher.knows(model):
+                dispatcher.candidates(model)
 
     def acquire(self, role: Role, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
         """Take an instance for one leg; its load counts until `release`.

@@ -124,9 +124,7 @@ class Generate:
         downstream.end()
 
     def _tell(self, error: ProxyError, request_id: str) -> None:
-        path = self._endpoint.path.encode()
-        for reader in (self._resources.metrics, *self._resources.readers):
-            reader.refused(request_id, path, error)
+        self._resources.ledger.refused(request_id, self._endpoint.path.encode(), error)
 
 
 class Generating:

@@ -51,6 +51,7 @@ _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
+_RARE: Final = frozenset(("max_completion_tokens", "min_tokens", "n", "stream_options", "cache_salt"))
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
 _ENCODINGS: Final = (None, "float", "base64")
@@ -104,15 +105,11 @@ def read(
     if model is not None and len(model) > _MAX_MODEL:
         raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
     prompts, token_ids = _PROMPTS[kind](document)
-    for name in _WHOLE & document.keys():
-        _whole(document, name, 0 if name == "min_tokens" else 1)
-    sampled = document.get("sampling_params") if kind == "generate" else document
-    choices = 1 if kind == "other" else _whole(cast("dict[str, object]", sampled or {}), "n", 1, _MAX_CHOICES) or 1
+    choices, salt = 1, None
+    if kind == "generate" or not _RARE.isdisjoint(document):
+        choices, salt = _rare(kind, document)
+    _whole(document, "max_tokens", 1)
     stream = _optional(document, "stream", bool, "true or false") or False
-    _optional(document, "stream_options", dict, "an object")
-    salt = _optional(document, "cache_salt", str, "a string")
-    if salt is not None and not 0 < len(salt) <= _MAX_SALT:
-        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
     changes: dict[str, bytes | None] = {}
     tenant, priority = "", 0
     if client is not None:
@@ -123,6 +120,19 @@ def read(
     tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
     facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt, tenant, priority, tokens)
     return Inbound(facts, body, spans, stream, document if keep_document else None)
+
+
+def _rare(kind: EndpointKind, document: Mapping[str, object]) -> tuple[int, str | None]:
+    """Check the members that most requests do not have; how many answers are asked for, and the salt."""
+    for name in _WHOLE & document.keys():
+        _whole(document, name, 0 if name == "min_tokens" else 1)
+    sampled = document.get("sampling_params") if kind == "generate" else document
+    choices = 1 if kind == "other" else _whole(cast("dict[str, object]", sampled or {}), "n", 1, _MAX_CHOICES) or 1
+    _optional(document, "stream_options", dict, "an object")
+    salt = _optional(document, "cache_salt", str, "a string")
+    if salt is not None and not 0 < len(salt) <= _MAX_SALT:
+        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
+    return choices, salt
 
 
 def _invalid(name: str, message: str) -> ProxyError:

@@ -77,12 +77,12 @@ class Journal:
             transfers = ",".join((transfers, *map(_text, account.further_transfers)))
         model, code, trace, status = facts.model, account.code, account.trace, account.status
         prompt, cached, completion = account.prompt_tokens, account.cached_tokens, account.completion_tokens
-        now = time()
+        ended_s = account.ended_s
         self._add(
             _LINE
             % (
-                self._time(now),
-                now % 1 * 1000,
+                self._time(ended_s),
+                ended_s % 1 * 1000,
                 _text(facts.request_id),
                 transfers,
                 _text(facts.tenant[:_WORD]),
@@ -156,9 +156,9 @@ class Journal:
             text = self._paths[endpoint] = _text(endpoint.decode("latin-1"))
         return text
 
-    def _time(self, now: float) -> str:
+    def _time(self, at_s: float) -> str:
         """UTC, to the second: most lines share one."""
-        second = int(now)
+        second = int(at_s)
         if second != self._second:
             self._second, self._stamp = second, strftime("%Y-%m-%dT%H:%M:%S", gmtime(second))
         return self._stamp

@@ -4,12 +4,13 @@ The one rule: a request pays for additions, not for a label look-up and a lock; 
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final, get_args
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvparams.lifecycle import WAYS, Outcome, State
+from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.account import Account
 from kvparams_proxy.errors import ProxyError
@@ -30,7 +31,7 @@ _FIRST_TOKEN: Final[dict[Role, tuple[State, State]]] = {
 
 
 class Metrics(Collector):
-    """Counters and histograms. A `kvparams.lifecycle.StateObserver` and a `kvparams_proxy.account.Reader`."""
+    """Counters and histograms. A `kvparams_proxy.account.Reader`."""
 
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
@@ -50,6 +51,7 @@ class Metrics(Collector):
         self.continuations = 0
         """Streams that went on on another engine."""
         self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
+        self._live: set[Lifecycle] = set()
         self._legs_of: dict[str, int] = {}
         self._failures = {(role, kind): 0 for role in Role for kind in FAILURES}
         self._prompt = Histogram(TOKENS)
@@ -60,9 +62,9 @@ class Metrics(Collector):
 
     # on the way of a request
 
-    def moved(self, before: State, after: State, spent_s: float) -> None:
-        """See `kvparams.lifecycle.StateObserver`."""
-        self._ways[before, after].observe(spent_s)
+    def began(self, life: Lifecycle) -> None:
+        """A request begins; how long it was where is counted when it is over."""
+        self._live.add(life)
 
     def leg_ended(self, instance: Instance, spent_s: float) -> None:
         """A leg is over, however it went."""
@@ -82,6 +84,12 @@ class Metrics(Collector):
     def ended(self, account: Account) -> None:
         """See `kvparams_proxy.account.Reader`."""
         life = account.life
+        self._live.discard(life)
+        ways = self._ways
+        before, _, since_s = life.spans[0]
+        for state, _, at_s in islice(life.spans, 1, None):
+            ways[before, state].observe(at_s - since_s)
+            before, since_s = state, at_s
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1
         if account.refusal:
@@ -93,16 +101,15 @@ class Metrics(Collector):
         number = account.completion_tokens
         if number is not None:
             self._completion.observe(number)
-            if account.stream and number > 1 and not account.retries and life.spans[-2].state == "first_byte":
-                self._per_token.observe((life.since_s - life.spans[-2].begun_s) / (number - 1))
+            if account.stream and number > 1 and not account.retries and life.spans[-2][0] == "first_byte":
+                self._per_token.observe((life.since_s - life.spans[-2][2]) / (number - 1))
         self._answer_bytes += account.answer_bytes
 
     # when it is scraped
 
     def now_in(self, *states: State) -> int:
-        """How many requests are in one of these states; they are not ones that a request begins or ends in."""
-        came = sum(way.count for (_, after), way in self._ways.items() if after in states)
-        return came - sum(way.count for (before, _), way in self._ways.items() if before in states)
+        """How many requests are in one of these states."""
+        return sum(life.state in states for life in self._live)
 
     def keep(self, ids: Iterable[str]) -> None:
         """Forget instances that are not among these."""

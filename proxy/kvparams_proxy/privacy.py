@@ -55,6 +55,7 @@ _PUBLIC: Final = frozenset(
         "prompt_logprobs",
         "prompt_token_ids",
         "prompt_text",
+        "kv_transfer_params",
     )
 )
 """Members of the API that hold nothing of an engine, or are looked at by name."""
@@ -76,6 +77,8 @@ _LOOKS: Final = (
     r"Traceback \(most recent call last",
     r"\w\.(?:py|pyx|cpp|cu|rs|so)(?![A-Za-z0-9])",  # places in code
 )
+_RANDOM: Final = re.compile(r"(?:chat)?cmpl-[0-9a-f]{8,64}")
+"""A response id that cannot be an address by its looks."""
 _OPAQUE: Final = re.compile(r"[A-Za-z0-9_-]{0,160}")
 _VERSION: Final = re.compile(r"[A-Za-z0-9._+-]{1,160}")
 _KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_ ]{0,63}")
@@ -90,22 +93,26 @@ _MOST_FOUND: Final = 16
 class Addresses:
     """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.FleetListener`."""
 
-    __slots__ = ("_pattern", "_urls")
+    __slots__ = ("_pattern", "_urls", "like_random")
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         """`urls` of engines."""
         self._urls = list(urls)
         self._pattern: re.Pattern[str] | None = None
+        self.like_random = _like_random(self._urls)
+        """Whether the name of a host is one that could be random: then nothing is random by its looks alone."""
 
     def joined(self, member: Member) -> None:
         """A member has come."""
         self._urls.append(member.instance.url)
         self._pattern = None
+        self.like_random = _like_random(self._urls)
 
     def left(self, member: Member) -> None:
         """A member has gone; another may be at the same place."""
         self._urls.remove(member.instance.url)
         self._pattern = None
+        self.like_random = _like_random(self._urls)
 
     def within(self, text: str, sent: bytes = b"") -> bool:
         """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
@@ -117,9 +124,17 @@ class Addresses:
         return False
 
 
-def _pattern(urls: Iterable[str]) -> re.Pattern[str]:
+def _names(urls: Iterable[str]) -> set[str]:
     hosts = {urlsplit(url).hostname or "" for url in urls}
-    names = {name for host in hosts for name in (host, host.partition(".")[0])} - {""}
+    return {name for host in hosts for name in (host, host.partition(".")[0])} - {""}
+
+
+def _like_random(urls: Iterable[str]) -> bool:
+    return any(_RANDOM.fullmatch(f"cmpl-{name}") for name in _names(urls))
+
+
+def _pattern(urls: Iterable[str]) -> re.Pattern[str]:
+    names = _names(urls)
     known = "|".join(_name(name) for name in sorted(names) if not name.isdecimal())
     parts = (*_LOOKS, rf"(?<![A-Za-z0-9])(?:{known})(?![A-Za-z0-9])") if known else _LOOKS
     return re.compile("|".join(parts), re.IGNORECASE)
@@ -150,12 +165,10 @@ def answer_changes(
     fingerprint = document.get("system_fingerprint")
     if fingerprint is not None and not _version(fingerprint, addresses):
         changes["system_fingerprint"] = b"null"
-    strange: Collection[str] = document.keys() - _PUBLIC
+    if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
+        changes["kv_transfer_params"] = b"null"
+    strange: Collection[str] = () if _PUBLIC.issuperset(document) else document.keys() - _PUBLIC
     for name in strange:
-        if name == "kv_transfer_params":  # null where there are none, as one engine alone would say
-            if document[name] is not None:
-                changes[name] = b"null"
-            continue
         if name in _PRIVATE:
             changes[name] = None
             continue
@@ -165,7 +178,8 @@ def answer_changes(
             changes[name] = None
         elif inside is not value:
             changes[name] = inside
-    if "choices" in document and raw.count(b'_params"') > sum(name.endswith("_params") for name in strange):
+    named = raw.count(b'_params"') - ("kv_transfer_params" in document)
+    if named and "choices" in document and named > sum(name.endswith("_params") for name in strange):
         value = _value(raw, document, "choices")
         inside = without_private(value)
         if inside is not value:
@@ -227,7 +241,9 @@ def _opaque(id: object, request_id: str, addresses: Addresses) -> bool:
     if type(id) is not str:
         return False
     rest = id.replace(request_id, "", 1)
-    if rest in ("cmpl-", "chatcmpl-"):  # vLLM's, nearly always
+    if rest == "cmpl-" or rest == "chatcmpl-":  # vLLM's, nearly always
+        return True
+    if _RANDOM.fullmatch(id) is not None and not addresses.like_random:
         return True
     return _OPAQUE.fullmatch(rest) is not None and not addresses.within(rest)
 

@@ -1,13 +1,13 @@
 """What all executions of a proxy share; made when the app starts, and passed on."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvparams.dialects import Dialect
 from kvparams.retries import RetryBudget
-from kvparams_proxy.account import Reader
 from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.ledger import Ledger
 from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.pools import Pools
 from kvparams_proxy.privacy import Addresses
@@ -28,6 +28,8 @@ class Resources:
     dialects: Mapping[str, Dialect]
     pools: Pools
     metrics: Metrics
+    ledger: Ledger
+    """Where every request that is over is told; `metrics` reads it too."""
     settings: Settings
     new_id: Callable[[], str]
     """Makes a transfer id, never the same twice."""
@@ -37,5 +39,3 @@ class Resources:
     addresses: Addresses
     tracer: Tracer | None = None
     """Without one the client's trace context passes through untouched."""
-    readers: Sequence[Reader] = ()
-    """Who wants to know of every request that is over, besides `metrics`."""

@@ -8,7 +8,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
-from time import time_ns
 from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -54,20 +53,20 @@ class SpanExport:
         parent = None
         if trace.parent_id is not None:
             parent = SpanContext(trace.trace_id, trace.parent_id, is_remote=True, trace_flags=flags)
-        clock = _Clock(life.since_s)
+        clock = _Clock(life.since_s, account.ended_s)
         legs = iter(trace.legs)
         for visit in _visits(life.spans, life.outcome == "ok"):
             if visit.queued:
                 span_id, kind, name = trace.new_span_id(), SpanKind.INTERNAL, "queue"
             else:
-                span_id, kind, name = next(legs, 0) or trace.new_span_id(), SpanKind.CLIENT, visit.begun.state
+                span_id, kind, name = next(legs, 0) or trace.new_span_id(), SpanKind.CLIENT, visit.begun[0]
             self._export(
                 name,
                 SpanContext(trace.trace_id, span_id, is_remote=False, trace_flags=flags),
                 context,
                 kind,
-                (clock.ns(visit.begun.begun_s), clock.ns(visit.ended_s)),
-                {} if visit.queued else {"kvparams.instance": visit.begun.who},
+                (clock.ns(visit.begun[2]), clock.ns(visit.ended_s)),
+                {} if visit.queued else {"kvparams.instance": visit.begun[1]},
                 visit.well or life.outcome == "gone",
                 None if visit.first_byte_s is None else clock.ns(visit.first_byte_s),
             )
@@ -130,14 +129,14 @@ class SpanExport:
 
 
 class _Clock:
-    """From the executor's seconds to nanoseconds since 1970, with now as the fixed point."""
+    """From the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
 
-    def __init__(self, now_s: float) -> None:
-        self._now_s = now_s
-        self._now_ns = time_ns()
+    def __init__(self, end_s: float, since_1970_s: float) -> None:
+        self._end_s = end_s
+        self._end_ns = int(since_1970_s * 1e9)
 
     def ns(self, at_s: float) -> int:
-        return self._now_ns - int((self._now_s - at_s) * 1e9)
+        return self._end_ns - int((self._end_s - at_s) * 1e9)
 
 
 class _Visit:
@@ -151,22 +150,23 @@ class _Visit:
 
     @property
     def queued(self) -> bool:
-        return self.begun.state == "queued"
+        return self.begun[0] == "queued"
 
 
 def _visits(spans: list[Span], well: bool) -> Iterator[_Visit]:
     """A decode leg goes on after its first byte; what comes between legs takes no time. `well`: how it all ended."""
     for index, span in enumerate(spans[:-1]):
-        after = spans[index + 1]
-        if span.state == "queued":
-            yield _Visit(span, after.begun_s, after.state != "done")
-        elif span.state == "prefill":
-            yield _Visit(span, after.begun_s, after.state == "result")
-        elif span.state == "decode" and after.state != "first_byte":
-            yield _Visit(span, after.begun_s, False)
-        elif span.state == "decode":
-            end = spans[index + 2]
-            yield _Visit(span, end.begun_s, well and end.state == "done", after.begun_s)
+        state = span[0]
+        after, _, ended_s = spans[index + 1]
+        if state == "queued":
+            yield _Visit(span, ended_s, after != "done")
+        elif state == "prefill":
+            yield _Visit(span, ended_s, after == "result")
+        elif state == "decode" and after != "first_byte":
+            yield _Visit(span, ended_s, False)
+        elif state == "decode":
+            end, _, end_s = spans[index + 2]
+            yield _Visit(span, end_s, well and end == "done", ended_s)
 
 
 def _attributes(account: Account) -> dict[str, str | int | list[str]]:

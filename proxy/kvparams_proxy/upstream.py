@@ -7,7 +7,7 @@ once, whatever happens, and nothing after it.
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import httptools
 
@@ -83,6 +83,10 @@ class Head:
     """False when only the end of the connection ends the body."""
 
 
+_NONE: Final = Head()
+"""That of an answer that has not come."""
+
+
 class Sink(Protocol):
     """Hears an answer. All calls come from the event loop; an exception from one of them aborts the exchange."""
 
@@ -110,7 +114,7 @@ class Collect:
 
     def __init__(self, limit_bytes: int, done: Callable[[Head, bytes, UpstreamError | None], None]) -> None:
         self._done = done
-        self._head = Head()
+        self._head = _NONE
         self._limit = limit_bytes
         self._parts: list[bytes] = []
         self._size = 0

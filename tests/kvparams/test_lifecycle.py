@@ -1,25 +1,18 @@
 """The states of a request: only the ways that exist, one end, nothing held at it."""
 
+from itertools import pairwise
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.lifecycle import Lifecycle, LifecycleError, Outcome, State
+from kvparams.lifecycle import WAYS, Lifecycle, LifecycleError, Outcome, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
 
 ENGINE = Instance("p", "i", Role.PREFILL, "http://h:1", "nixl")
 LEASE = KVLease(ENGINE, 1.0, "t", 1, None)
-
-
-class Moves:
-    def __init__(self) -> None:
-        self.seen: list[tuple[State, State, float]] = []
-
-    def moved(self, before: State, after: State, spent_s: float) -> None:
-        self.seen.append((before, after, spent_s))
 
 
 class Clock:
@@ -31,19 +24,23 @@ class Clock:
         return self.now
 
 
-def through(*states: State) -> tuple[Lifecycle, Moves]:
-    moves = Moves()
-    life = Lifecycle(moves, Clock())
+def through(*states: State) -> Lifecycle:
+    life = Lifecycle(Clock())
     for state in states:
         life.enter(state)
-    return life, moves
+    return life
+
+
+def visited(life: Lifecycle) -> list[State]:
+    return [state for state, _, _ in life.spans]
 
 
 def test_a_request_that_goes_well() -> None:
-    life, moves = through("prefill", "result", "decode", "first_byte")
+    life = through("prefill", "result", "decode", "first_byte")
     life.leave("ok")
-    assert [span.state for span in life.spans] == ["created", "prefill", "result", "decode", "first_byte", "done"]
-    assert [spent for _, _, spent in moves.seen] == [1.0] * 5
+    assert visited(life) == ["created", "prefill", "result", "decode", "first_byte", "done"]
+    assert [begun_s for _, _, begun_s in life.spans] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert (life.begun_s, life.since_s) == (1.0, 6.0)
     assert life.outcome == "ok"
 
 
@@ -51,7 +48,7 @@ def test_a_request_that_goes_well() -> None:
 def test_whatever_is_tried_no_way_leads_out_of_done_and_an_answer_is_never_empty(
     states: list[State], outcome: Outcome
 ) -> None:
-    life, moves = through()
+    life = through()
     for state in states:
         try:
             life.enter(state)
@@ -63,19 +60,19 @@ def test_whatever_is_tried_no_way_leads_out_of_done_and_an_answer_is_never_empty
         assert life.state != "done"
     else:
         if outcome in ("ok", "midway"):
-            assert "first_byte" in [after for _, after, _ in moves.seen]  # never an empty 200
+            assert "first_byte" in visited(life)  # never an empty 200
         if outcome in ("refused", "failed"):
-            assert "first_byte" not in [after for _, after, _ in moves.seen]
+            assert "first_byte" not in visited(life)
         with pytest.raises(LifecycleError):
             life.leave(outcome)
         for state in get_args(State):
             with pytest.raises(LifecycleError):
                 life.enter(state)
-    assert all(before == after for (_, before, _), (after, _, _) in zip(moves.seen, moves.seen[1:], strict=False))
+    assert all(after in WAYS[before] for before, after in pairwise(visited(life)))
 
 
 def test_nothing_is_done_while_something_is_held() -> None:
-    life, _ = through("prefill")
+    life = through("prefill")
     life.loads.append(ENGINE)
     with pytest.raises(LifecycleError, match="holds 1 loads"):
         life.leave("gone")
@@ -88,7 +85,7 @@ def test_nothing_is_done_while_something_is_held() -> None:
 
 
 def test_the_first_byte_means_that_the_kv_was_fetched() -> None:
-    life, _ = through("prefill", "result")
+    life = through("prefill", "result")
     life.lease = LEASE
     life.enter("decode")
     assert life.lease is LEASE

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.jsontext import JSONLimits
-from kvparams.lifecycle import Lifecycle, Outcome, State
+from kvparams.lifecycle import Lifecycle, Outcome
 from kvparams.scheduling import Instance, RequestFacts
 from kvparams_proxy.account import Account
 from kvparams_proxy.errors import ProxyError
@@ -168,14 +168,9 @@ async def test_a_body_that_is_too_large_is_a_line_too(stage: Any, lines: Lines) 
 # by itself
 
 
-class _Nobody:
-    def moved(self, before: State, after: State, spent_s: float) -> None:
-        pass
-
-
 def account(outcome: Outcome = "ok", **facts: Any) -> Account:
     ticks = iter(number / 10 for number in range(100))
-    life = Lifecycle(_Nobody(), lambda: next(ticks))
+    life = Lifecycle(lambda: next(ticks))
     route: list[Instance] = []
     known: dict[str, Any] = {"request_id": "r", "transfer_id": "t", "model": "m", "prompts": 1, "choices": 1}
     known |= {"token_ids": None, "cache_salt": None, **facts}
@@ -188,6 +183,7 @@ def account(outcome: Outcome = "ok", **facts: Any) -> Account:
     if outcome in ("ok", "midway"):
         life.enter("first_byte")
     life.leave(outcome)
+    made.ended_s = time.time()
     return made
 
 

@@ -18,8 +18,9 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
 from kvparams.admission import RoleLimits
-from kvparams.lifecycle import WAYS, State
-from kvparams.scheduling import Instance, Role, RoundRobin
+from kvparams.lifecycle import WAYS, Lifecycle, State
+from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams_proxy.account import Account
 from kvparams_proxy.exposition import Exposition
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.gauges import Gauges
@@ -324,20 +325,20 @@ def test_a_histogram_counts_what_is_at_most_its_bound(first: list[float], second
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=8))
-def test_how_many_are_in_a_state_is_what_came_less_what_left(lives: list[list[int]]) -> None:
+def test_how_many_are_in_a_state(lives: list[list[int]]) -> None:
     metrics = Metrics()
     now = Counter[State]()
+    facts = RequestFacts("r", "t", None, 1, 1, None, None)
     for choices in lives:
-        state: State = "created"
+        life = Lifecycle(time.perf_counter)
+        metrics.began(life)
         for choice in choices:
-            ways = sorted(WAYS[state])
-            if not ways:
-                break
-            after = ways[choice % len(ways)]
-            metrics.moved(state, after, 0.1)
-            state = after
-        if state not in ("created", "done"):
-            now[state] += 1
+            ways = sorted(WAYS[life.state] - {"done"})
+            life.enter(ways[choice % len(ways)])
+        if choices and choices[-1] == 5:
+            life.leave("gone")
+            metrics.ended(Account(facts, b"/v1/completions", False, life, [], None))
+        now[life.state] += 1
     for state in ("queued", "prefill", "result", "decode", "first_byte"):
         assert metrics.now_in(state) == now[state]
     assert metrics.now_in("decode", "first_byte") == now["decode"] + now["first_byte"]

@@ -117,22 +117,20 @@ def test_the_share_that_is_sampled_is_the_share_that_was_asked_for() -> None:
 # spans
 
 
-class _Nobody:
-    def moved(self, before: State, after: State, spent_s: float) -> None:
-        pass
-
-
 def lived(states: list[tuple[State, str]], outcome: Outcome, trace: Trace) -> Account:
     """A request that has gone through these states, one in each tenth of a second; each leg began in time."""
     ticks = iter(number / 10 for number in range(100))
-    life = Lifecycle(_Nobody(), lambda: next(ticks))
+    life = Lifecycle(lambda: next(ticks))
     for state, who in states:
         life.enter(state, who)
         if state in ("prefill", "decode"):
             trace.leg()
     life.leave(outcome)
     facts = RequestFacts("request-1", "transfer-1", "m" * 5000, 1, 1, None, None)
-    return Account(facts, b"/v1/completions", True, life, [Instance("p0", "b", Role.PREFILL, "http://h", "x")], trace)
+    route = [Instance("p0", "b", Role.PREFILL, "http://h", "x")]
+    account = Account(facts, b"/v1/completions", True, life, route, trace)
+    account.ended_s = time.time()
+    return account
 
 
 async def exported(account: Account) -> list[ReadableSpan]:

@@ -174,7 +174,7 @@ def after_the_end(world: "World") -> Iterator[str]:
     if world.server_state.connections or world.server_state.tasks:
         yield "uvicorn still counts connections or tasks"
     outcomes = sum(world.resources.metrics.outcomes.values())
-    lines: Lines = _inside(world.resources.readers[0], "_writer")
+    lines: Lines = _inside(_inside(world.resources.ledger, "_readers")[1], "_writer")
     logged = lines.text.count("\n")
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
     if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:

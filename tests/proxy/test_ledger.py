@@ -1,0 +1,60 @@
+"""Accounts are read in batches: all of them, once, in order, and soon."""
+
+import asyncio
+import time
+
+from kvparams.lifecycle import Lifecycle
+from kvparams.scheduling import RequestFacts
+from kvparams_proxy.account import Account
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.ledger import Ledger
+
+
+class Reads:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def ended(self, account: Account) -> None:
+        self.seen.append(account.facts.request_id)
+
+    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+        self.seen.append(f"refused {request_id}")
+
+
+def account(number: int) -> Account:
+    facts = RequestFacts(f"r{number}", "t", None, 1, 1, None, None)
+    return Account(facts, b"/v1/completions", False, Lifecycle(time.perf_counter), [], None)
+
+
+async def test_every_reader_reads_every_account_once_and_in_order() -> None:
+    readers = Reads(), Reads()
+    ledger = Ledger(asyncio.get_running_loop(), readers)
+    for number in range(100):
+        ledger.ended(account(number))
+    assert 0 < len(readers[0].seen) < 100  # in batches
+    ledger.close()
+    assert readers[0].seen == readers[1].seen == [f"r{number}" for number in range(100)]
+
+
+async def test_what_ended_before_a_refusal_is_read_before_it() -> None:
+    reader = Reads()
+    ledger = Ledger(asyncio.get_running_loop(), [reader])
+    ledger.ended(account(0))
+    ledger.refused("x", b"/", ProxyError(400, "invalid_request_error", "no"))
+    ledger.ended(account(1))
+    ledger.settle()
+    ledger.settle()
+    assert reader.seen == ["r0", "refused x", "r1"]
+    ledger.close()
+
+
+async def test_one_account_alone_is_read_soon() -> None:
+    reader = Reads()
+    ledger = Ledger(asyncio.get_running_loop(), [reader])
+    for number in range(2):  # the second time too
+        ledger.ended(account(number))
+        async with asyncio.timeout(2):
+            while len(reader.seen) == number:
+                await asyncio.sleep(0.01)
+    assert reader.seen == ["r0", "r1"]
+    ledger.close()
