@@ -36,7 +36,7 @@ class UpstreamLimits:
     """Open to one engine at a time, idle ones included."""
     connect_s: float = 5.0
     """For a connection to be made, TLS included."""
-    idle_s: float = 30.0
+    idle_s: float = 90.0
     """A connection unused for longer is closed rather than tried."""
     head_bytes: int = 64 << 10
     """Status line and headers of one answer."""
