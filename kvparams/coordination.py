@@ -52,7 +52,12 @@ class PrefillThenDecode:
             asked = self._document(request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:
                 answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, sent)  # pyright: ignore[reportAssignmentType]
+            except GeneratorExit:  # the client has left
+                _drop(prefill, context, speech, transfer, attempt)
+                raise
             except LegFailed as failure:
+                if failure.claimed:
+                    _drop(prefill, context, speech, transfer, attempt)
                 if not failure.another or not context.may_retry():
                     raise
                 failed.append(prefill.id)
@@ -69,8 +74,13 @@ class PrefillThenDecode:
                     lease = lease._replace(until_s=context.now() + result.lease.ttl_ms / 1000)
                     context.hold(lease)
             while True:
-                decode: Instance = yield Choose(Role.DECODE, failed) if failed else _FIRST_DECODE  # pyright: ignore[reportAssignmentType]
-                if context.now() >= lease.until_s:  # it has waited for room for too long
+                try:
+                    decode: Instance = yield Choose(Role.DECODE, failed) if failed else _FIRST_DECODE  # pyright: ignore[reportAssignmentType]
+                except LegFailed:  # it has waited for room for too long
+                    if not context.may_retry():
+                        raise
+                    break
+                if context.now() >= lease.until_s:  # so it has, by a moment
                     context.give_back(decode)
                     if not context.may_retry():
                         raise LegFailed("the KV was given up before a decode engine had room", another=False)
@@ -150,6 +160,13 @@ def _known(request: RequestFacts, sent: Sent | None) -> dict[str, object]:
     if request.cache_salt is not None:
         known["isolation"] = Isolation(cache_salt=request.cache_salt)
     return known
+
+
+def _drop(prefill: Instance, context: Context, speech: Dialect, transfer: str, attempt: int) -> None:
+    """A prefill that broke off may have left something behind."""
+    abandon = speech.abandon(None)
+    if abandon is not None:
+        context.hold(KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, abandon))
 
 
 def _prefill_leg(prefill: Instance, context: Context, speech: Dialect, document: bytes, sent: Sent | None) -> Leg:

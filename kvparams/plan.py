@@ -26,7 +26,8 @@ __all__ = [
 
 class Choose(NamedTuple):
     """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
-    then on until its leg ends or it is given back."""
+    then on until its leg ends or it is given back; or `LegFailed` is raised in it, because the KV that it holds is
+    given up before there is room."""
 
     role: Role
     avoid: Sequence[str] = ()

@@ -63,10 +63,11 @@ class Dialect(Protocol):
         """
         ...
 
-    def abandon(self, native: bytes) -> Abandon | None:
+    def abandon(self, native: bytes | None) -> Abandon | None:
         """How to give back KV that no decode engine has fetched; None where it may stay until its time is over.
 
         Args:
-            native: what `decode_keys` made, as the text of a JSON object.
+            native: what `decode_keys` made, as the text of a JSON object; None where prefill broke off before it had
+                answered, and may have left something behind all the same.
         """
         ...

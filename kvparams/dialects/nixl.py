@@ -51,10 +51,11 @@ class Nixl:
             )
         return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
 
-    def abandon(self, native: bytes) -> Abandon:
-        """A decode leg of one token: its engine fetches the blocks, or is aborted before, and tells the prefill engine
+    def abandon(self, native: bytes | None) -> Abandon | None:
+        """Nothing as long as prefill has not answered: an engine that sees its client leave frees what it has. Then a
+        decode leg of one token: its engine fetches the blocks, or is aborted before, and tells the prefill engine
         to free them either way (vLLM 0.32.0 nixl/base_scheduler.py: request_finished)."""
-        return Abandon(Role.DECODE, native, leg=True)
+        return None if native is None else Abandon(Role.DECODE, native, leg=True)
 
 
 NIXL: Final = Nixl()

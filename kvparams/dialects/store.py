@@ -39,9 +39,9 @@ class Store:
             )
         return {}
 
-    def abandon(self, native: bytes) -> Abandon | None:
-        """Nothing, or the release of what this transfer saved."""
-        return Abandon(Role.PREFILL, native, leg=False) if self._drop else None
+    def abandon(self, native: bytes | None) -> Abandon | None:
+        """Nothing, or the release of what this transfer saved, be it a part of it."""
+        return Abandon(Role.PREFILL, native or b"{}", leg=False) if self._drop else None
 
 
 STORE: Final = Store(drop=False)

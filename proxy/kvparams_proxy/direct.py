@@ -377,7 +377,7 @@ class DirectProtocol(HttpToolsProtocol):
             return
         error = ProxyError(400, "invalid_request_error", message)
         if (resources := self.app_state.get("resources")) is not None:
-            resources.ledger.refused("", b"", error)
+            resources.metrics.refused("", b"", error)
         body = error.body()
         lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(_STATUS_LINES[400] + lines + body)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import load_object
+from kvparams_proxy.endpoints import Endpoint
 from kvparams_proxy.privacy import Addresses, error_in, told
 
 __all__ = ["ProxyError", "engine_refusal", "reported_error"]
@@ -46,9 +47,15 @@ class ProxyError(Exception):
         """Header lines beside content-type."""
         return b"" if self.retry_after_s is None else b"retry-after: %d\r\n" % self.retry_after_s
 
-    def event(self) -> bytes:
-        """The same as one server-sent event, for a stream that has begun."""
-        return b"data: " + self.body() + b"\n\n"
+    def event(self, endpoint: Endpoint) -> bytes:
+        """The same as one server-sent event, for a stream of this endpoint that has begun.
+
+        Source of the shape that `/v1/responses` has: OpenAI's API reference, streaming events, `error`.
+        """
+        if endpoint.done:
+            return b"data: " + self.body() + b"\n\n"
+        error = {"type": "error", "code": self.code or self.kind, "message": self.message, "param": self.param}
+        return b"event: error\ndata: %b\n\n" % json.dumps(error, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def engine_refusal(

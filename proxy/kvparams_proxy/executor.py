@@ -14,7 +14,7 @@ from kvparams.dialects import Dialect
 from kvparams.errors import JSONTextError
 from kvparams.lifecycle import Lifecycle, Outcome
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager
-from kvparams.scheduling import Instance
+from kvparams.scheduling import Instance, Role
 from kvparams_proxy.account import Account
 from kvparams_proxy.connection import Exchange
 from kvparams_proxy.corrections import Corrections, load_answer, prompt_details
@@ -163,6 +163,7 @@ class Execution:
     def granted(self, instance: Instance) -> None:
         """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
         self._waiting = False
+        self._resources.watch.stop(self)
         self._take(instance)
         self._resources.loop.call_soon(self._go, instance)
 
@@ -228,8 +229,7 @@ class Execution:
             while type(step) is Choose:
                 instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
                 if instance is None:
-                    self._waiting = True
-                    self._life.enter("queued")
+                    self._wait(step.role)
                     return
                 self._take(instance)
                 step = self._plan.send(instance)
@@ -239,6 +239,14 @@ class Execution:
             self._finish("ok")
         except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
             self._refuse(refusal(error))
+
+    def _wait(self, role: Role) -> None:
+        """There is no room. Decode is not waited for longer than there is KV for it."""
+        self._waiting = True
+        self._life.enter("queued")
+        lease = self._life.lease
+        if lease is not None and role is Role.DECODE:
+            self._resources.watch.start(self, lease.until_s - self.now())
 
     def _take(self, instance: Instance) -> None:
         self._life.loads.append(instance)
@@ -286,9 +294,14 @@ class Execution:
         return leg
 
     def expire(self) -> None:
-        """For the watch: the engine has been silent for too long, or the client has taken nothing for too long."""
+        """For the watch: the engine has been silent for too long, or the client has taken nothing for too long, or the
+        KV that a decode engine was to fetch is given up."""
         if self._slow:
             self._downstream.drop()
+        elif self._waiting:
+            self._waiting = False
+            self._resources.fleet.give_up(self)
+            self._go(None, LegFailed("the KV was given up before a decode engine had room", another=False))
         elif self._exchange is not None:
             self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
 
@@ -411,7 +424,7 @@ class Execution:
         if error.status >= 500 or self._life.answering:
             self._log_failure(error)
         if self._life.answering:
-            body = error.event()
+            body = error.event(self._endpoint)
         else:
             body = error.body()
             self._downstream.head(error.status, _JSON + error.headers() + self._answer_headers(), len(body))

@@ -3,6 +3,7 @@
 The one rule: labels are roles, instances' ids and words of our own; a client invents none.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
@@ -10,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvparams.breaker import BreakerState
+from kvparams.plan import KVLease
 from kvparams.version import __version__
 from kvparams_proxy.fleet import Fleet
 from kvparams_proxy.journal import Journal
@@ -17,7 +19,7 @@ from kvparams_proxy.member import Member
 from kvparams_proxy.metrics import Metrics
 from kvparams_proxy.pools import Pools
 
-__all__ = ["Gauges", "Released"]
+__all__ = ["Gauges", "Released", "leases"]
 
 _BY: Final = ("role", "instance")
 _BREAKERS: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
@@ -34,6 +36,19 @@ class Released(Protocol):
     def __len__(self) -> int:
         """How many engines are being told now."""
         ...
+
+    def held(self) -> Iterable[KVLease]:
+        """What they are told to free."""
+        ...
+
+
+def leases(metrics: Metrics, releases: Released) -> Counter[str]:
+    """By the id of an instance, how much KV it holds that nobody has fetched yet: one for each transfer.
+
+    KV that may stay, in a store, is not among it. An engine that is to be stopped can be once it has no leg and none of
+    these.
+    """
+    return Counter(lease.producer.id for held in (metrics.held(), releases.held()) for lease in held)
 
 
 class Gauges(Collector):
@@ -85,9 +100,15 @@ class Gauges(Collector):
         for member in members:
             legs.add_metric([member.instance.role, member.instance.id], self._metrics.legs_of(member.instance.id))
         yield legs
+        holding = leases(self._metrics, self._releases)
         columns: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
             ("in_flight", "Legs running now.", lambda member: member.in_flight),
             ("tokens_in_flight", "Prompt tokens of legs running now.", lambda member: member.tokens),
+            (
+                "leases",
+                "Transfers whose KV it holds and nobody has fetched.",
+                lambda member: holding[member.instance.id],
+            ),
             ("ready", "1 if the instance may be chosen.", lambda member: float(member.available)),
             ("draining", "1 if it gets no new legs by wish.", lambda member: float(member.draining)),
             (

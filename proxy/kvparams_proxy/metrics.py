@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
+from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.account import Account
 from kvparams_proxy.errors import ProxyError
@@ -110,6 +111,12 @@ class Metrics(Collector):
     def now_in(self, *states: State) -> int:
         """How many requests are in one of these states."""
         return sum(life.state in states for life in self._live)
+
+    def held(self) -> Iterable[KVLease]:
+        """KV that engines hold for requests that run."""
+        for life in self._live:
+            if life.lease is not None and life.lease.abandon is not None:
+                yield life.lease
 
     def keep(self, ids: Iterable[str]) -> None:
         """Forget instances that are not among these."""

@@ -5,7 +5,7 @@ The one rule: it is tried once, within a bounded time; what fails is counted as 
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvparams.codec import DOCUMENT_KEY, dump_json, parse
@@ -66,6 +66,11 @@ class Releases:
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
 
+    def held(self) -> Iterable[KVLease]:
+        """KV that engines hold and are being told, or will be, to free."""
+        yield from (release.lease for release in self._running)
+        yield from (held.lease for held in self._waiting)
+
     def start(self, held: Held) -> None:
         """Tell an engine, as soon as not too many are being told."""
         if len(self._running) < _MOST:
@@ -100,7 +105,7 @@ class Releases:
             request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
         else:
             request = pool.request(_PATH, headers, _release_body(lease, inbound))
-        release = _Release(self, instance.id)
+        release = _Release(self, instance.id, lease)
         self._running.add(release)
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
@@ -127,11 +132,12 @@ class Releases:
 
 
 class _Release:
-    __slots__ = ("_owner", "exchange", "instance_id")
+    __slots__ = ("_owner", "exchange", "instance_id", "lease")
 
-    def __init__(self, owner: Releases, instance_id: str) -> None:
+    def __init__(self, owner: Releases, instance_id: str, lease: KVLease) -> None:
         self._owner = owner
         self.instance_id = instance_id
+        self.lease = lease
         self.exchange: Exchange | None = None
 
     def expire(self) -> None:

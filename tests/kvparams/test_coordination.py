@@ -1,7 +1,8 @@
 """Plans of legs, without any I/O."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from kvparams import parse
 from kvparams.codec import Template
 from kvparams.coordination import PrefillThenDecode
-from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
+from kvparams.dialects import Abandon, Dialect, HandoffMissing, NotSplittable
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.store import STORE
+from kvparams.dialects.store import DROPPING_STORE, STORE
 from kvparams.errors import InvalidParams
-from kvparams.plan import Leg, LegAnswer, LegFailed, Sent
-from kvparams.scheduling import RequestFacts
+from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Plan, Sent
+from kvparams.scheduling import RequestFacts, Role
 from kvparams.tokens import TokenPrefix
 from tests.kvparams.planning import Table, fleet_of
 
@@ -176,6 +177,45 @@ def test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again() -> None:
             assert "before a decode engine had room" in str(failure)  # noqa: PT017  not raised in the first round
         assert len([leg for leg in table.legs if not leg.answers_client]) == prefills
         assert len(table.given_back) == (0 if prefills == 1 else 3)
+
+
+def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> None:
+    given_up = LegFailed("given up", another=False)
+    for retries in (0, 1):
+        table = Table(STORE, fleet_of(), retries=retries)
+        plan = PrefillThenDecode().legs(facts(), table)
+        next(plan)
+        plan.send(table.fleet[0])
+        plan.send(LegAnswer({"kvparams": RESULT}))  # it waits for a decode engine
+        if retries == 0:
+            with pytest.raises(LegFailed, match="given up"):
+                plan.throw(given_up)
+        else:
+            assert plan.throw(given_up) == Choose(Role.PREFILL)
+            again = plan.send(table.fleet[0])
+            assert params(again)["kvparams"]["transfer"] == {"id": "transfer-1", "attempt": 2}
+
+
+@pytest.mark.parametrize(("dialect", "drops"), [(DROPPING_STORE, True), (STORE, False), (NIXL, False)])
+def test_what_a_broken_prefill_has_left_behind_is_dropped_where_that_is_the_policy(
+    dialect: Dialect, drops: bool
+) -> None:
+    def leases(end: Callable[[Plan], object]) -> list[tuple[str, Abandon | None]]:
+        table = Table(dialect, fleet_of())
+        plan = PrefillThenDecode().legs(facts(), table)
+        next(plan)
+        plan.send(table.fleet[0])
+        end(plan)
+        return [(lease.transfer_id, lease.abandon) for lease in table.leases]
+
+    def fail(plan: Plan, *, claimed: bool) -> None:
+        with pytest.raises(LegFailed):
+            plan.throw(LegFailed("broke", another=True, claimed=claimed))
+
+    wanted = [("tra", Abandon(Role.PREFILL, b"{}", leg=False))] if drops else []
+    assert leases(partial(fail, claimed=True)) == wanted
+    assert leases(lambda plan: plan.close()) == wanted  # the client has left
+    assert leases(partial(fail, claimed=False)) == []  # the engine cannot have seen it
 
 
 IDS = st.from_regex(r"[A-Za-z0-9._~-]{1,128}", fullmatch=True)

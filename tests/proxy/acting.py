@@ -55,6 +55,8 @@ class Actor:
         """Hears that a stream is about to break."""
         self.held: asyncio.Event | None = None
         """Where it is set, legs wait for it before they are answered."""
+        self.lease_ms: int | None = None
+        """How long prefill says it keeps what it has computed."""
         self.bodies: list[bytes] = []
         """Of legs."""
         self.releases: list[dict[str, Any]] = []
@@ -158,6 +160,8 @@ class Actor:
             if theirs.mode == "store":
                 result = theirs.model_copy(update={"phase": "prefill_result", "load_keys": (f"k{len(self.bodies)}",)})
                 found["kv_transfer_params"] = {"kvparams": json.loads(result.model_dump_json(exclude_unset=True))}
+                if self.lease_ms is not None:
+                    found["kv_transfer_params"]["kvparams"]["lease"] = {"ttl_ms": self.lease_ms}
         return found
 
     def _ids(self, asked: dict[str, Any]) -> list[int]:

@@ -176,6 +176,30 @@ async def test_a_silent_engine_times_out_its_leg(scripted: Any, proxy: Any, role
     assert await running.metric("kvparams_proxy_in_flight") == 0
 
 
+async def test_a_stream_of_responses_ends_with_an_error_event_of_its_own_shape(scripted: Any, proxy: Any) -> None:
+    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"a"}\n\n'
+    seen = asyncio.Event()
+
+    async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE + chunk(event))
+        await asyncio.wait_for(seen.wait(), 10)
+        raise ConnectionResetError
+
+    prefill, decode = await scripted(sending(whole(GOOD))), await scripted(script)
+    running = await proxy([prefill.url], [decode.url])
+    async with running.client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as got:
+        text = ""
+        async for piece in got.aiter_text():
+            text += piece
+            seen.set()
+    assert text.startswith(event.decode())
+    name, data = text.removeprefix(event.decode()).strip().split("\n")
+    assert name == "event: error"
+    error = json.loads(data.removeprefix("data: "))
+    assert (error["type"], error["code"], error["param"]) == ("error", "decode_failed", None)
+    assert error["message"]
+
+
 @pytest.mark.parametrize("end", ["reset", "silence", "garbage"])
 async def test_a_stream_that_breaks_midway_ends_with_an_error_event(scripted: Any, proxy: Any, end: str) -> None:
     seen = asyncio.Event()

@@ -5,7 +5,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as plain
 
 from kvparams.admission import RoleLimits
 from kvparams.lifecycle import WAYS, Lifecycle, State
+from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.account import Account
 from kvparams_proxy.exposition import Exposition
@@ -207,10 +208,15 @@ async def test_kv_that_nobody_will_fetch_is_released(stage: StartStage) -> None:
     await seen.becomes("requests_decoding", 1)
     second = asyncio.create_task(seen.ask())
     await seen.becomes("requests_pending", 1)  # its prefill is done: its blocks wait for a decode engine
+    assert (
+        await seen.value('leases{instance="prefill-0",role="prefill"}') == 2
+    )  # the first one's may not be fetched yet
     second.cancel()
     await seen.becomes("transfers_released_total", 1)
+    assert await seen.value('leases{instance="prefill-0",role="prefill"}') == 1
     seen.decode[0].held.set()
     assert (await first).status_code == 200
+    assert await seen.value('leases{instance="prefill-0",role="prefill"}') == 0
     assert await seen.value("transfers_orphaned_total") == 0
     assert await seen.value("releases_running") == 0
     assert await seen.value('requests_total{outcome="gone"}') == 1
@@ -372,6 +378,9 @@ class _Nobody:
 
     def __len__(self) -> int:
         return 0
+
+    def held(self) -> Iterable[KVLease]:
+        return ()
 
 
 async def test_with_many_instances_requests_go_on_between_two_metrics() -> None:

@@ -77,6 +77,30 @@ async def test_who_has_waited_too_long_is_told_so(stage: StartStage) -> None:
     assert await found.settled()
 
 
+async def test_decode_is_not_waited_for_longer_than_there_is_kv(stage: StartStage) -> None:
+    """It is computed again, if that may be tried; otherwise the client hears of it, long before the queue's time is up."""
+    found = await stage(
+        engines=1, limits={Role.DECODE: RoleLimits(requests=1)}, queue=QueueLimits(waiting=3, wait_s=60.0), retries=1
+    )
+    (prefill,), (decode,) = found.prefill, found.decode
+    decode.held = asyncio.Event()
+    first = await line_up(found, 1)
+    await until(partial(_running, found, 1))
+    prefill.lease_ms = 100
+    (second,) = await line_up(found, 1)
+
+    async def computed_again() -> bool:
+        return len(prefill.bodies) == 3
+
+    await until(computed_again)
+    late = await second
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "kv_expired")
+    assert "given up" in late.json()["error"]["message"]
+    decode.held.set()
+    assert (await first[0]).status_code == 200
+    assert await found.settled()
+
+
 async def test_one_tenant_that_has_its_share_waiting_is_told_to_slow_down(stage: StartStage, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     secrets: dict[str, str] = {}

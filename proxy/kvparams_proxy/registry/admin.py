@@ -24,12 +24,14 @@ from starlette.routing import Route
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.gauges import leases
 from kvparams_proxy.member import Member
 from kvparams_proxy.registry.access import load_access
 from kvparams_proxy.registry.entries import Entry
 from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.resources import Resources
 from kvparams_proxy.secret import Secret
 
 __all__ = ["SOURCE", "admin_routes"]
@@ -106,12 +108,13 @@ async def _overview(registry: Registry, request: Request) -> Response:
 
 
 async def _list(registry: Registry, request: Request) -> Response:
-    data = [_state(registry, member) for member in registry.fleet.members]
+    held = _leases(request)
+    data = [_state(registry, member, held) for member in registry.fleet.members]
     return JSONResponse({"object": "list", "data": data})
 
 
 async def _show(registry: Registry, request: Request) -> Response:
-    return JSONResponse(_state(registry, _member(registry, _id(registry, request))))
+    return JSONResponse(_state(registry, _member(registry, _id(registry, request)), _leases(request)))
 
 
 async def _add(registry: Registry, request: Request) -> Response:
@@ -121,7 +124,7 @@ async def _add(registry: Registry, request: Request) -> Response:
         raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances were added here; remove some first")
     registry.publish(SOURCE, [*_mine(registry), entry])
     headers = {"location": f"/admin/instances/{entry.id}"}
-    return JSONResponse(_state(registry, _member(registry, entry.id)), 201, headers)
+    return JSONResponse(_state(registry, _member(registry, entry.id), _leases(request)), 201, headers)
 
 
 async def _change(registry: Registry, request: Request) -> Response:
@@ -143,7 +146,7 @@ async def _change(registry: Registry, request: Request) -> Response:
         registry.publish(SOURCE, [entry if other.id == id else other for other in _mine(registry)])
     if drain is not None:
         registry.drain(id, drain)
-    return JSONResponse(_state(registry, _member(registry, id)))
+    return JSONResponse(_state(registry, _member(registry, id), _leases(request)))
 
 
 async def _remove(registry: Registry, request: Request) -> Response:
@@ -164,7 +167,7 @@ async def _undrain(registry: Registry, request: Request) -> Response:
 def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
     id = _id(registry, request)
     registry.drain(id, on)
-    return JSONResponse(_state(registry, _member(registry, id)))
+    return JSONResponse(_state(registry, _member(registry, id), _leases(request)))
 
 
 async def _body(request: Request) -> dict[str, object]:
@@ -231,7 +234,12 @@ def _require_mine(registry: Registry, id: str, instead: str) -> None:
         raise ProxyError(409, "conflict_error", f"{id} belongs to {source}: {instead}", param="id")
 
 
-def _state(registry: Registry, member: Member) -> dict[str, object]:
+def _leases(request: Request) -> Mapping[str, int]:
+    resources: Resources = request.state.resources
+    return leases(resources.metrics, resources.releases)
+
+
+def _state(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[str, object]:
     """What an operator wants to know of it; no secrets."""
     instance = member.instance
     owned = registry.owned[instance.id]
@@ -250,6 +258,7 @@ def _state(registry: Registry, member: Member) -> dict[str, object]:
         "breaker": member.breaker.state,
         "in_flight": member.in_flight,
         "tokens": member.tokens,
+        "leases": held.get(instance.id, 0),
         "models": None if member.models is None else sorted(member.models),
         "has_key": owned.entry.access.key is not None,
     }
