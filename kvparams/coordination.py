@@ -8,7 +8,7 @@ from typing import Final
 from pydantic_core import to_json
 
 from kvparams.codec import DOCUMENT_KEY, Template, dump_json, parse, read_request
-from kvparams.dialects import Dialect, NotSplittable
+from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
 from kvparams.params import PROTOCOL_VERSION, Isolation, KVTransferParams, Mode, Phase
 from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
@@ -64,7 +64,11 @@ class PrefillThenDecode:
                 transfer, attempt = context.next_transfer(), attempt + 1
                 continue
 
-            native = to_json(speech.decode_keys(answer.kv_transfer_params))
+            try:
+                native = to_json(speech.decode_keys(answer.kv_transfer_params))
+            except HandoffMissing:
+                _drop(prefill, context, speech, transfer, attempt)
+                raise
             lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(native))
             context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)

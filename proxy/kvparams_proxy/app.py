@@ -26,34 +26,34 @@ from kvparams.errors import PluginError
 from kvparams.plan import RequestManager
 from kvparams.retries import RetryBudget
 from kvparams.scheduling import Instance, Role, SchedulingPolicy
-from kvparams_proxy.auth import KeyRing, Unauthorized
-from kvparams_proxy.direct import DIRECT
-from kvparams_proxy.endpoints import ENDPOINTS
+from kvparams_proxy.clients.auth import KeyRing, Unauthorized
+from kvparams_proxy.clients.direct import DIRECT
+from kvparams_proxy.clients.endpoints import ENDPOINTS
+from kvparams_proxy.clients.generate import Generate, Generating, require_client
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.exposition import Exposition
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.gauges import Gauges
-from kvparams_proxy.generate import Generate, Generating, require_client
-from kvparams_proxy.journal import Journal
-from kvparams_proxy.lag import LoopLag
-from kvparams_proxy.ledger import Ledger
-from kvparams_proxy.metrics import Metrics
-from kvparams_proxy.pool import Pool
-from kvparams_proxy.pools import Pools
-from kvparams_proxy.privacy import Addresses
-from kvparams_proxy.probes import Prober
+from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.execution.releases import Releases
+from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
-from kvparams_proxy.releases import Releases
-from kvparams_proxy.resources import Resources
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.tracing import Tracer
-from kvparams_proxy.upstream import UpstreamLimits
-from kvparams_proxy.watch import Watch
+from kvparams_proxy.telemetry.exposition import Exposition
+from kvparams_proxy.telemetry.gauges import Gauges
+from kvparams_proxy.telemetry.journal import Journal
+from kvparams_proxy.telemetry.lag import LoopLag
+from kvparams_proxy.telemetry.ledger import Ledger
+from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import UpstreamLimits
 
 if TYPE_CHECKING:
-    from kvparams_proxy.spans import SpanExport
+    from kvparams_proxy.telemetry.spans import SpanExport
 
 __all__ = ["create_app"]
 
@@ -185,7 +185,7 @@ def _span_export(ratio: float | None) -> Callable[[], "SpanExport | None"]:
     if ratio is None:
         return lambda: None
     try:
-        from kvparams_proxy.spans import SpanExport
+        from kvparams_proxy.telemetry.spans import SpanExport
     except ImportError as error:
         message = f"traces need OpenTelemetry ({error}): pip install 'kvparams[tracing]'"
         raise PluginError(message) from error

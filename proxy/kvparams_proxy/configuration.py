@@ -17,7 +17,7 @@ from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.jsontext import JSONLimits
 from kvparams.scheduling import Role
 from kvparams_proxy import production_stack
-from kvparams_proxy.keys_file import KeysError, read_keys
+from kvparams_proxy.clients.keys_file import KeysError, read_keys
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
 from kvparams_proxy.production_stack import StaticFleet
 from kvparams_proxy.registry.access import Places, load_access

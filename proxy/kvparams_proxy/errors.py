@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import load_object
-from kvparams_proxy.endpoints import Endpoint
-from kvparams_proxy.privacy import Addresses, error_in, told
+from kvparams_proxy.clients.endpoints import Endpoint
+from kvparams_proxy.execution.privacy import Addresses, error_in, told
 
 __all__ = ["ProxyError", "engine_refusal", "reported_error"]
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from kvparams_proxy.keys_file import KeysError, change_keys, new_key, read_keys
+from kvparams_proxy.clients.keys_file import KeysError, change_keys, new_key, read_keys
 
 __all__ = ["COMMAND"]
 

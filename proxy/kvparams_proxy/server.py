@@ -9,7 +9,7 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from kvparams_proxy.direct import DirectProtocol
+from kvparams_proxy.clients.direct import DirectProtocol
 
 __all__ = ["listen", "serve"]
 

@@ -12,7 +12,7 @@ from kvparams.scheduling import Instance, Role
 from kvparams_proxy.registry.entries import Rules
 from kvparams_proxy.registry.providers import Provider
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream import UpstreamLimits
+from kvparams_proxy.upstream.terms import UpstreamLimits
 
 __all__ = ["Settings", "known_rules"]
 

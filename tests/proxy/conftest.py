@@ -16,9 +16,9 @@ from benchmarks.stub_engine import StubEngines
 from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.app import create_app
-from kvparams_proxy.direct import DirectProtocol
+from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import Collect, Head, UpstreamError
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
 
 from .acting import Actor
 from .stage import Stage, StartStage

@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.cli import main
-from kvparams_proxy.auth import Client, KeyRing, Unauthorized, bind_salt
-from kvparams_proxy.keys_file import KEY_BYTES, KeyRecord, KeysError, change_keys, hash_key, new_key, read_keys
+from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized, bind_salt
+from kvparams_proxy.clients.keys_file import KEY_BYTES, KeyRecord, KeysError, change_keys, hash_key, new_key, read_keys
 from tests.proxy.conftest import answer
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

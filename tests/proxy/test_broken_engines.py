@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvparams.breaker import BreakerLimits
-from kvparams_proxy.upstream import UpstreamLimits
+from kvparams_proxy.upstream.terms import UpstreamLimits
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 4}
 NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}

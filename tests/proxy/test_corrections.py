@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.corrections import Corrections, complete_events, prompt_details
-from kvparams_proxy.privacy import Addresses
+from kvparams_proxy.execution.corrections import Corrections, complete_events, prompt_details
+from kvparams_proxy.execution.privacy import Addresses
 
 EVENTS = [
     b'data: {"choices":[{"text":"a"}],"usage":null}\n\n',

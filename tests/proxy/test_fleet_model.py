@@ -14,8 +14,8 @@ from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits, BreakerState
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.member import Member
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.member import Member
 from tests.proxy.clock import Clock
 
 LIMITS = RoleLimits(requests=2, tokens=100)

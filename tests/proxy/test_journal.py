@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from kvparams.jsontext import JSONLimits
 from kvparams.lifecycle import Lifecycle, Outcome
 from kvparams.scheduling import Instance, RequestFacts
-from kvparams_proxy.account import Account
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.journal import Journal
-from kvparams_proxy.linewriter import STDOUT, LineWriter
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.journal import Journal
+from kvparams_proxy.telemetry.linewriter import STDOUT, LineWriter
 
 from .acting import Actor
 
@@ -256,7 +256,7 @@ def test_the_last_lines_are_written_however_the_process_ends(log: Path, end: str
     code = f"""
 import asyncio, sys
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.journal import Journal
+from kvparams_proxy.telemetry.journal import Journal
 loop = asyncio.new_event_loop()
 journal = Journal(loop, {str(log)!r})
 journal.refused("r", b"/", ProxyError(400, "k", "m"))
@@ -362,7 +362,7 @@ def test_a_closed_stdout_is_never_somebody_elses_socket() -> None:
     """The number 1 is free, and the next socket gets it."""
     code = f"""
 import os, socket
-from kvparams_proxy.linewriter import LineWriter
+from kvparams_proxy.telemetry.linewriter import LineWriter
 os.close(1)
 lines = LineWriter({STDOUT!r})
 ours, theirs = socket.socketpair()

@@ -12,10 +12,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.direct import DIRECT, DirectProtocol
-from kvparams_proxy.downstream import Downstream
+from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
+from kvparams_proxy.clients.downstream import Downstream
+from kvparams_proxy.clients.generate import Admission
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.generate import Admission
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
 GOOD = json.dumps(

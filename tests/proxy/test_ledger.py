@@ -5,9 +5,9 @@ import time
 
 from kvparams.lifecycle import Lifecycle
 from kvparams.scheduling import RequestFacts
-from kvparams_proxy.account import Account
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.ledger import Ledger
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.ledger import Ledger
 
 
 class Reads:

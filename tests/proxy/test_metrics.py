@@ -21,16 +21,16 @@ from kvparams.admission import RoleLimits
 from kvparams.lifecycle import WAYS, Lifecycle, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
-from kvparams_proxy.account import Account
-from kvparams_proxy.exposition import Exposition
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.gauges import Gauges
-from kvparams_proxy.histogram import Histogram
-from kvparams_proxy.lag import LoopLag
-from kvparams_proxy.metrics import FAILURES, Metrics
-from kvparams_proxy.pool import Pool
-from kvparams_proxy.pools import Pools
-from kvparams_proxy.upstream import UpstreamLimits
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.exposition import Exposition
+from kvparams_proxy.telemetry.gauges import Gauges
+from kvparams_proxy.telemetry.histogram import Histogram
+from kvparams_proxy.telemetry.lag import LoopLag
+from kvparams_proxy.telemetry.metrics import FAILURES, Metrics
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from .acting import Actor, Fault
 

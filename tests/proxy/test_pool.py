@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.pool import Pool
-from kvparams_proxy.upstream import UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.terms import UpstreamError, UpstreamLimits
 from tests.proxy.conftest import Awaited
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvparams.jsontext import edit, fields
 from kvparams.scheduling import Role, RoundRobin
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.privacy import Addresses, Refusal, answer_changes, error_in, told, without_private
+from kvparams_proxy.execution.privacy import Addresses, Refusal, answer_changes, error_in, told, without_private
+from kvparams_proxy.fleet.fleet import Fleet
 from tests.proxy.conftest import Scripted, answer, instance
 
 HOST, NAME = "10.9.8.7", "ip-10-9-8-7.ec2.internal"

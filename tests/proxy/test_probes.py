@@ -12,12 +12,12 @@ import trustme
 
 from kvparams.scheduling import Instance, Role, RoundRobin
 from kvparams_proxy.command import COMMAND
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.pool import Pool
-from kvparams_proxy.pools import Pools
-from kvparams_proxy.probes import Prober
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream import Collect, Head, UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamLimits
 
 GOOD = b'b\r\n{"data":[]}\r\n0\r\n\r\n'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"

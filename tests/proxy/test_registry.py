@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams.scheduling import Instance, Role, RoundRobin
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.member import Member
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.options import check_settings
 from kvparams_proxy.registry.access import Access, Places
 from kvparams_proxy.registry.document import FleetDocument, read_document

@@ -11,7 +11,7 @@ import pytest
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.scheduling import Role
-from kvparams_proxy.keys_file import change_keys, new_key
+from kvparams_proxy.clients.keys_file import change_keys, new_key
 from kvparams_proxy.secret import Secret
 
 from .stage import BODY, COMPLETIONS, Stage, StartStage, until
@@ -78,7 +78,7 @@ async def test_who_has_waited_too_long_is_told_so(stage: StartStage) -> None:
 
 
 async def test_decode_is_not_waited_for_longer_than_there_is_kv(stage: StartStage) -> None:
-    """It is computed again, if that may be tried; otherwise the client hears of it, long before the queue's time is up."""
+    """It is computed again, if that may be tried; otherwise the client hears of it at once."""
     found = await stage(
         engines=1, limits={Role.DECODE: RoleLimits(requests=1)}, queue=QueueLimits(waiting=3, wait_s=60.0), retries=1
     )

@@ -17,14 +17,14 @@ import uvicorn
 
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.app import create_app
-from kvparams_proxy.direct import DirectProtocol
-from kvparams_proxy.pool import Pool
+from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.registry.access import Access
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.server import listen
 from kvparams_proxy.settings import Settings, known_rules
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, engine_context, server_context
-from kvparams_proxy.upstream import UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.terms import UpstreamError, UpstreamLimits
 from tests.proxy.conftest import MODELS, Awaited, answer, instance
 
 NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}

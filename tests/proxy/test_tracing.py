@@ -22,11 +22,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from kvparams.errors import PluginError
 from kvparams.lifecycle import Lifecycle, Outcome, State
 from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams_proxy.account import Account
 from kvparams_proxy.app import create_app
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.spans import SpanExport
-from kvparams_proxy.tracing import Trace, Tracer
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.spans import SpanExport
+from kvparams_proxy.telemetry.tracing import Trace, Tracer
 
 from .conftest import Scripted
 
@@ -383,7 +383,7 @@ async def test_the_log_names_the_trace(
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delitem(sys.modules, "kvparams_proxy.spans")
+    monkeypatch.delitem(sys.modules, "kvparams_proxy.telemetry.spans")
     with pytest.raises(PluginError, match=r"kvparams\[tracing\]"):
         create_app(Settings((), trace=0.5))
     create_app(Settings(()))  # the control

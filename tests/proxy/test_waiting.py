@@ -9,8 +9,8 @@ from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet import Fleet
-from kvparams_proxy.member import Member, MemberState
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.member import Member, MemberState
 from tests.proxy.clock import Clock
 
 DECODE = Role.DECODE

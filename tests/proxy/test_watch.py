@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvparams_proxy.watch import Watch
+from kvparams_proxy.execution.watch import Watch
 
 
 class Leg:

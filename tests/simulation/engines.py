@@ -53,6 +53,8 @@ class Engine:
         self.links: dict[Link, None] = {}
         self.legs: dict[Leg, None] = {}
         self.held: dict[str, Held] = {}
+        self.dropped: set[str] = set()
+        """Transfers that were released."""
         self._numbers = count(1)
 
     # its fate
@@ -189,6 +191,8 @@ class Engine:
         key = f"{self.name}-{self.boot}-{next(self._numbers)}"
         leg.held = held = Held(key, document["transfer"]["id"], leg.prompt, ids)
         self.held[key] = held
+        if held.transfer in self.dropped:  # the release has overtaken the leg that it is about
+            held.state = "released"
         world.held.append(held)
         world.touch(leg, "computed")
         result = {**document, "phase": "prefill_result"}
@@ -279,6 +283,7 @@ class Engine:
 
     def _drop(self, leg: Leg, document: dict[str, Any]) -> Steps:
         yield 0.001
+        self.dropped.add(document["transfer"]["id"])
         for held in self.held.values():
             if held.transfer == document["transfer"]["id"] and held.state == "held":
                 held.state = "released"

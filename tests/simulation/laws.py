@@ -4,11 +4,11 @@ The one rule: nothing is given up for lost before it had the time it needs; then
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from kvparams.lifecycle import State
-from kvparams_proxy.probes import Prober
+from kvparams_proxy.fleet.probes import Prober
 
 from .replaced import Lines
 
@@ -137,9 +137,9 @@ def at_rest(world: "World") -> Iterator[str]:
         yield "those who are probed, those who have pools and those who are there are not the same"
     if gone := set(_inside(resources.pools, "_now")) - {member.instance.id for member in members}:
         yield f"there are pools for {gone}, who have left"
-    for state in get_args(State):
-        if state not in ("created", "done") and (number := resources.metrics.now_in(state)):
-            yield f"{number} requests are counted in {state}"
+    resources.ledger.settle()
+    if left := _inside(resources.metrics, "_live"):
+        yield f"{len(left)} requests are still counted, in {Counter(life.state for life in left)}"
     allowed = world.scenario.reserve + 0.2 * world.begun
     if resources.metrics.retries > allowed:
         yield f"{resources.metrics.retries} further attempts, of {allowed:g}"
@@ -147,11 +147,18 @@ def at_rest(world: "World") -> Iterator[str]:
 
 
 def _kv(world: "World") -> Iterator[str]:
-    """KV that the proxy was told of is fetched, given back, or known to be orphaned."""
+    """KV that the proxy was told of is fetched, given back, or known to be orphaned; stored pages also where prefill
+    broke off before it had told: those of one transfer are the same ones, however often they are stored."""
     scenario = world.scenario
     if scenario.dialect == "store":  # its pages stay for others
         return
-    stranded = [held for held in world.held if held.answered and held.state == "held" and not held.claims]
+    told = scenario.dialect == "nixl"
+    used = set[str]() if told else {held.transfer for held in world.held if held.claims}
+    stranded = [
+        held
+        for held in world.held
+        if (held.answered or not told) and held.state == "held" and not held.claims and held.transfer not in used
+    ]
     orphaned = world.resources.releases.orphaned
     if len(stranded) > orphaned:
         names = ", ".join(f"{held.key} of {held.prompt}" for held in stranded)

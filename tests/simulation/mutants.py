@@ -23,24 +23,26 @@ MODULES = (
     "kvparams.lifecycle",
     "kvparams.retries",
     "kvparams_proxy.app",
-    "kvparams_proxy.breakers",
-    "kvparams_proxy.connection",
-    "kvparams_proxy.direct",
-    "kvparams_proxy.dispatch",
-    "kvparams_proxy.downstream",
-    "kvparams_proxy.earlier",
-    "kvparams_proxy.executor",
-    "kvparams_proxy.fleet",
-    "kvparams_proxy.generate",
-    "kvparams_proxy.journal",
-    "kvparams_proxy.pool",
-    "kvparams_proxy.pools",
-    "kvparams_proxy.probes",
-    "kvparams_proxy.relay",
-    "kvparams_proxy.releases",
-    "kvparams_proxy.slowstart",
-    "kvparams_proxy.waiting",
-    "kvparams_proxy.watch",
+    "kvparams_proxy.fleet.breakers",
+    "kvparams_proxy.upstream.connection",
+    "kvparams_proxy.clients.direct",
+    "kvparams_proxy.fleet.dispatch",
+    "kvparams_proxy.clients.downstream",
+    "kvparams_proxy.fleet.earlier",
+    "kvparams_proxy.execution.executor",
+    "kvparams_proxy.fleet.fleet",
+    "kvparams_proxy.clients.generate",
+    "kvparams_proxy.telemetry.journal",
+    "kvparams_proxy.telemetry.ledger",
+    "kvparams_proxy.telemetry.metrics",
+    "kvparams_proxy.upstream.pool",
+    "kvparams_proxy.upstream.pools",
+    "kvparams_proxy.fleet.probes",
+    "kvparams_proxy.execution.relay",
+    "kvparams_proxy.execution.releases",
+    "kvparams_proxy.fleet.slowstart",
+    "kvparams_proxy.fleet.waiting",
+    "kvparams_proxy.execution.watch",
 )
 RELEASES = frozenset(
     [
@@ -109,8 +111,8 @@ EQUIVALENT: dict[str, str] = {
     "downstream:ASGIDownstream.close: self._reader.cancel()": _SERVER,
     "generate:Generating.__call__: downstream.close()": _SERVER,
     "generate:Generating.__call__: downstream.drop()": "only where the server cancels its tasks",
+    "metrics:Metrics.keep: del self._legs_of[id]": "only bounds the memory for names of instances that have left",
     "executor:Execution._end_leg: resources.watch.stop(self)": "the next leg renews it, and the end stops it",
-    "executor:Execution._finish: self._plan.close()": "a generator that nobody has is closed",
     "pool:Pool._connect: self.put_back(connection)": "whoever gives up cancels the task",
     "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",
     "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": "bodies are too small here to be held",
@@ -143,7 +145,10 @@ class Mutant(NamedTuple):
     def name(self) -> str:
         """As in `EQUIVALENT`."""
         number = f" #{self.number}" if self.number else ""
-        return f"{self.module.removeprefix('kvparams_proxy.')}:{self.function}: {self.statement}{number}"
+        module = self.module
+        if module.startswith("kvparams_proxy."):
+            module = module.rpartition(".")[2]
+        return f"{module}:{self.function}: {self.statement}{number}"
 
 
 def mutants() -> list[Mutant]:

@@ -15,12 +15,12 @@ import uvicorn
 from kvparams import plugins
 from kvparams.retries import RetryBudget
 from kvparams_proxy import app as proxy_app
-from kvparams_proxy import downstream as proxy_downstream
-from kvparams_proxy import journal as proxy_journal
-from kvparams_proxy import pool as proxy_pool
-from kvparams_proxy import releases as proxy_releases
-from kvparams_proxy.connection import Connection
-from kvparams_proxy.direct import DirectProtocol
+from kvparams_proxy.clients import downstream as proxy_downstream
+from kvparams_proxy.clients.direct import DirectProtocol
+from kvparams_proxy.execution import releases as proxy_releases
+from kvparams_proxy.telemetry import journal as proxy_journal
+from kvparams_proxy.upstream import pool as proxy_pool
+from kvparams_proxy.upstream.connection import Connection
 
 from .virtual_loop import VirtualLoop
 
@@ -48,11 +48,11 @@ class Lines:
         self.closed = False
 
     def put(self, data: bytes, lines: int) -> None:
-        """See `kvparams_proxy.linewriter.LineWriter`."""
+        """See `kvparams_proxy.telemetry.linewriter.LineWriter`."""
         self.text += data.decode()
 
     def close(self, timeout_s: float) -> None:
-        """See `kvparams_proxy.linewriter.LineWriter`."""
+        """See `kvparams_proxy.telemetry.linewriter.LineWriter`."""
         self.closed = True
 
 

@@ -17,11 +17,11 @@ from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy import app as proxy_app
-from kvparams_proxy.auth import Client as KnownClient
-from kvparams_proxy.direct import DIRECT, DirectProtocol
-from kvparams_proxy.resources import Resources
+from kvparams_proxy.clients.auth import Client as KnownClient
+from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
+from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream import UpstreamLimits
+from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from . import laws
 from .answers import SECRET

@@ -24,15 +24,15 @@ from starlette.routing import Route
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.gauges import leases
-from kvparams_proxy.member import Member
+from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.registry.access import load_access
 from kvparams_proxy.registry.entries import Entry
 from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.registry.sources import Registry
-from kvparams_proxy.resources import Resources
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.telemetry.gauges import leases
 
 __all__ = ["SOURCE", "admin_routes"]
 

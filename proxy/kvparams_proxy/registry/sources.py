@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from kvparams_proxy.fleet import Fleet
+from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.registry.access import NO_ACCESS, Access
 from kvparams_proxy.registry.entries import Entry, Rules
 from kvparams_proxy.registry.reconcile import Changes, Owned, reconcile

@@ -1,0 +1,190 @@
+"""From a request on the wire to its execution: who asks, what is asked, and the words when it is refused.
+
+The same for both ways in, uvicorn's transport (`direct.py`) and ASGI. The one rule: who may not ask is refused before
+the body is read.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final, NamedTuple
+
+from starlette.types import Receive, Scope, Send
+
+from kvparams.plan import RequestManager
+from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
+from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
+from kvparams_proxy.clients.endpoints import Endpoint
+from kvparams_proxy.clients.intake import harmless, read
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.executor import Execution
+from kvparams_proxy.execution.resources import Resources
+
+__all__ = ["Admission", "Generate", "Generating", "require_client"]
+
+_FORWARDED: Final = frozenset((b"traceparent", b"tracestate"))
+"""The only client headers that engines see, beside Authorization where nobody here has use for it: others can steer an
+engine's KV connector (`x-data-parallel-rank`, ...)."""
+
+
+class Admission(NamedTuple):
+    """A request that may be read, or why it may not."""
+
+    request_id: str
+    transfer_id: str
+    forwarded: list[bytes]
+    """Header lines for the engines."""
+    authorization: bytes | None
+    """For engines that have no key of their own."""
+    client: Client | None
+    error: ProxyError | None
+
+
+class Generate:
+    """One endpoint: a `kvparams_proxy.clients.direct.DirectEndpoint`."""
+
+    def __init__(self, resources: Resources, manager: RequestManager, keys: KeyRing | None, endpoint: Endpoint) -> None:
+        self._resources = resources
+        self._manager = manager
+        self._keys = keys
+        self._endpoint = endpoint
+        self.max_bytes = resources.settings.body.max_bytes
+
+    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> Admission:
+        """Look at the headers, whose names are in lower case."""
+        given: bytes | None = None
+        error: ProxyError | None = None
+        authorization: bytes | None = None
+        forwarded: list[bytes] = []
+        for name, value in headers:
+            if name == b"x-request-id":
+                given = value
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                error = ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
+            elif name == b"authorization":
+                if authorization is not None:
+                    error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
+                authorization = value
+            elif name in _FORWARDED:
+                forwarded.append(b"%b: %b\r\n" % (name, value))
+        client: Client | None = None
+        if self._keys is not None:
+            try:
+                client = require_client(self._keys, authorization)
+            except ProxyError as unauthorized:
+                error = unauthorized
+            authorization = None  # it is a key of ours
+        transfer = self._resources.new_id()
+        request = given.decode() if given is not None and harmless(given) else transfer
+        return Admission(request, transfer, forwarded, authorization, client, error)
+
+    def begin(
+        self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
+    ) -> None:
+        """Refuse the request or have it executed; `done` hears of its end."""
+        resources = self._resources
+        request_id, transfer_id, forwarded, authorization, client, error = admission
+        try:
+            if error is not None:
+                raise error
+            settings = resources.settings
+            inbound = read(
+                self._endpoint.kind,
+                body,
+                request_id,
+                transfer_id,
+                settings.body,
+                client,
+                keep_document=settings.continuation,
+            )
+            if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
+                message = f"the model {model[:200]!r} is not served here; see /v1/models"
+                raise ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+        except ProxyError as refused:
+            self.refuse(admission, refused, downstream)
+            if done is not None:
+                done()
+            return
+        trace = None
+        if resources.tracer is not None:
+            trace, forwarded = resources.tracer.begin(forwarded)
+        upstream = b"".join(forwarded)
+        Execution(
+            resources, self._manager, self._endpoint, inbound, upstream, authorization, downstream, done, trace
+        ).run()
+
+    def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
+        """Answer with an error in place of an execution."""
+        self._tell(error, admission.request_id)
+        answer = error.body()
+        request_id = admission.request_id.encode()
+        lines = b"content-type: application/json\r\n%bx-request-id: %b\r\n" % (error.headers(), request_id)
+        downstream.head(error.status, lines, len(answer))
+        downstream.body(answer)
+        downstream.end()
+
+    def _tell(self, error: ProxyError, request_id: str) -> None:
+        self._resources.ledger.refused(request_id, self._endpoint.path.encode(), error)
+
+
+class Generating:
+    """The ASGI app of an endpoint, for servers that offer no shorter way."""
+
+    def __init__(self, path: str) -> None:
+        """It is found under this path in the lifespan's state, however the client has spelled it."""
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generate: Generate = scope["state"]["generate"][self._path]
+        admission = generate.admit(scope["headers"])
+        body = b""
+        if admission.error is None:
+            try:
+                body = await _body(receive, generate.max_bytes)
+            except ProxyError as error:
+                admission = admission._replace(error=error)
+            except ConnectionError:  # the client left while it was sending
+                return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        downstream = ASGIDownstream(receive, send)
+        try:
+            generate.begin(admission, body, downstream, partial(_set, done))
+            await done
+            await downstream.finished()
+        finally:
+            downstream.close()
+            if not done.done():  # the server has cancelled this task
+                downstream.drop()
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def require_client(keys: KeyRing, authorization: bytes | None) -> Client:
+    """Whose key this is.
+
+    Raises:
+        Unauthorized: nobody's.
+    """
+    client = keys.authenticate(authorization)
+    if client is None:
+        raise Unauthorized(given=authorization is not None)
+    return client
+
+
+async def _body(receive: Receive, limit_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the client has left")
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit_bytes:
+            raise ProxyError(413, "invalid_request_error", f"the body is larger than {limit_bytes} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)

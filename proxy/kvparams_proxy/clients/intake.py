@@ -1,0 +1,254 @@
+"""A client's request, checked: the facts a plan needs, where the body's members stand, and what must be stripped.
+
+The one rule: what the proxy itself acts on is checked here, with the member named; everything else passes through
+untouched for the engine to judge.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar, cast
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
+from kvparams.scheduling import RequestFacts
+from kvparams.tokens import MAX_TOKENS
+from kvparams_proxy.clients.auth import Client, bind_salt
+from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.errors import ProxyError
+
+__all__ = ["Inbound", "harmless", "read"]
+
+T = TypeVar("T")
+
+STRIPPED: Final = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "kv_hints",
+    "kv_hint",
+    "disaggregated_params",
+    "disagg_prefill_resp",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "decode_tp_size",
+    "request_id",
+    "rid",
+)
+"""Members by which an engine can be told to fetch KV from somewhere, or that name a transfer. Only the proxy says that.
+Source: vLLM 0.32.0 entrypoints/openai/*/protocol.py; SGLang 0.5.23 entrypoints/openai/protocol.py."""
+
+_CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext": ()}
+"""Members whose own members reach an engine's KV connector too (vLLM 0.32.0 chat_completion/protocol.py)."""
+
+_SUSPICIOUS: Final = frozenset((*STRIPPED, *_CARRIERS))
+
+_SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
+
+_WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
+_RARE: Final = frozenset(("max_completion_tokens", "min_tokens", "n", "stream_options", "cache_salt"))
+_BYTES_PER_TOKEN: Final = 4
+"""About, in text; limits in tokens need no more."""
+_ENCODINGS: Final = (None, "float", "base64")
+"""vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
+_MAX_CHOICES: Final = 128
+_MAX_PROMPTS: Final = 1024
+_MAX_SALT: Final = 256
+_MAX_MODEL: Final = 1024
+
+
+class Inbound(NamedTuple):
+    """One request that may be planned."""
+
+    facts: RequestFacts
+    body: bytes
+    """The client's body without what was stripped, otherwise byte for byte."""
+    spans: Mapping[str, Field]
+    """Where the members of `body` stand."""
+    stream: bool
+    document: Mapping[str, object] | None = None
+    """The body, parsed, where it is needed after this: what was stripped is still in it."""
+
+
+def harmless(request_id: bytes) -> bool:
+    """Whether a client's X-Request-Id may reach engines as it is."""
+    return _SAFE_ID.fullmatch(request_id) is not None
+
+
+def read(
+    kind: EndpointKind,
+    body: bytes,
+    request_id: str,
+    transfer_id: str,
+    limits: JSONLimits,
+    client: Client | None = None,
+    *,
+    keep_document: bool = False,
+) -> Inbound:
+    """Check a request's body. The cache salt of one whose client is known is bound to its tenant.
+
+    Raises:
+        ProxyError: 400 or 413, naming the member and what it should be.
+    """
+    if len(body) > limits.max_bytes:
+        raise ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    try:
+        document, spans = load_object(body, limits)
+    except JSONTextError as error:
+        raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
+    model = _optional(document, "model", str, "a string")
+    if model is not None and len(model) > _MAX_MODEL:
+        raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
+    prompts, token_ids = _PROMPTS[kind](document)
+    choices, salt = 1, None
+    if kind == "generate" or not _RARE.isdisjoint(document):
+        choices, salt = _rare(kind, document)
+    _whole(document, "max_tokens", 1)
+    stream = _optional(document, "stream", bool, "true or false") or False
+    changes: dict[str, bytes | None] = {}
+    tenant, priority = "", 0
+    if client is not None:
+        tenant, priority = client.tenant, client.priority
+        salt = bind_salt(tenant, salt)
+        changes["cache_salt"] = b'"%b"' % salt.encode()
+    body, spans = _strip(document, body, spans, changes)
+    tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
+    facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt, tenant, priority, tokens)
+    return Inbound(facts, body, spans, stream, document if keep_document else None)
+
+
+def _rare(kind: EndpointKind, document: Mapping[str, object]) -> tuple[int, str | None]:
+    """Check the members that most requests do not have; how many answers are asked for, and the salt."""
+    for name in _WHOLE & document.keys():
+        _whole(document, name, 0 if name == "min_tokens" else 1)
+    sampled = document.get("sampling_params") if kind == "generate" else document
+    choices = 1 if kind == "other" else _whole(cast("dict[str, object]", sampled or {}), "n", 1, _MAX_CHOICES) or 1
+    _optional(document, "stream_options", dict, "an object")
+    salt = _optional(document, "cache_salt", str, "a string")
+    if salt is not None and not 0 < len(salt) <= _MAX_SALT:
+        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
+    return choices, salt
+
+
+def _invalid(name: str, message: str) -> ProxyError:
+    return ProxyError(400, "invalid_request_error", message, param=name, code="invalid_value")
+
+
+def _optional(document: Mapping[str, object], name: str, kind: type[T], expected: str) -> T | None:
+    value = document.get(name)
+    if value is None or type(value) is kind:
+        return value  # pyright: ignore[reportReturnType]  a cast here would be called eight times a request
+    raise _invalid(name, f"`{name}` must be {expected}")
+
+
+def _whole(document: Mapping[str, object], name: str, least: int, most: int = 2**31 - 1) -> int | None:
+    value = _optional(document, name, int, "a whole number")
+    if value is not None and not least <= value <= most:
+        raise _invalid(name, f"`{name}` must be a whole number from {least} to {most}")
+    return value
+
+
+def _chat(document: Mapping[str, object]) -> tuple[int, None]:
+    messages = document.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _invalid("messages", "`messages` must be a list of at least one message")
+    for index, message in enumerate(cast("list[object]", messages)):
+        if not isinstance(message, dict) or type(cast("dict[str, object]", message).get("role")) is not str:
+            raise _invalid(f"messages[{index}]", "each message must be an object with a `role`")
+    return 1, None
+
+
+def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
+    """How many prompts there are, and the token ids where it is one prompt of ids."""
+    prompt = document.get("prompt")
+    if type(prompt) is str:
+        if not prompt:
+            raise _invalid("prompt", "`prompt` is empty")
+        return 1, None
+    if not isinstance(prompt, list) or not prompt:
+        raise _invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
+    items = cast("list[object]", prompt)
+    if type(items[0]) is int:
+        return 1, _token_ids(items, "prompt")
+    if len(items) > _MAX_PROMPTS:
+        raise _invalid("prompt", f"at most {_MAX_PROMPTS} prompts fit in one request")
+    kind = type(items[0])
+    for index, item in enumerate(items):
+        if type(item) is not kind or kind not in (str, list) or not item:
+            raise _invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
+        if kind is list:
+            _token_ids(cast("list[object]", item), f"prompt[{index}]")
+    if len(items) == 1 and kind is list:
+        return 1, _token_ids(cast("list[object]", items[0]), "prompt[0]")
+    return len(items), None
+
+
+def _token_ids(items: list[object], name: str) -> Sequence[int]:
+    if len(items) > MAX_TOKENS:
+        raise _invalid(name, f"`{name}` must hold at most {MAX_TOKENS} token ids")
+    if set(map(type, items)) != {int}:
+        raise _invalid(name, f"`{name}` must hold whole numbers only: token ids")
+    try:
+        return array("I", cast("list[int]", items))
+    except OverflowError as error:
+        raise _invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
+
+
+def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
+    _optional(document, "sampling_params", dict, "an object")
+    ids = document.get("token_ids")
+    if not isinstance(ids, list) or not ids:
+        raise _invalid("token_ids", "`token_ids` must be a list of at least one token id")
+    return 1, _token_ids(cast("list[object]", ids), "token_ids")
+
+
+def _other(document: Mapping[str, object]) -> tuple[int, None]:
+    """It is for the engine to judge, unless its answer would not be JSON."""
+    if document.get("encoding_format") not in _ENCODINGS:
+        raise _invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
+    return 1, None
+
+
+_PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int, Sequence[int] | None]]]] = {
+    "completions": _prompt,
+    "chat": _chat,
+    "generate": _generate,
+    "other": _other,
+}
+"""For each kind of request, how many prompts there are, and the token ids where it is one prompt of ids."""
+
+
+def _strip(
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], changes: dict[str, bytes | None]
+) -> tuple[bytes, Mapping[str, Field]]:
+    """The body with `changes` and without what only the proxy may say."""
+    if not changes and _SUSPICIOUS.isdisjoint(document):
+        return body, spans
+    changes.update((name, None) for name in STRIPPED if name in document)
+    for name, path in _CARRIERS.items():
+        if isinstance(document.get(name), dict):
+            before = body[spans[name].value : spans[name].end]
+            after = _strip_inside(before, path)
+            if after != before:
+                changes[name] = after
+    if not changes:
+        return body, spans
+    body = edit(body, spans, changes)
+    return body, fields(body)
+
+
+def _strip_inside(raw: bytes, path: tuple[str, ...]) -> bytes:
+    """The object `raw` without what is stripped, in itself and in the object that `path` leads to."""
+    spans = fields(raw)
+    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in spans}
+    if path and (field := spans.get(path[0])) is not None and raw[field.value] == 0x7B:
+        inner = raw[field.value : field.end]
+        changed = _strip_inside(inner, path[1:])
+        if changed != inner:
+            changes[path[0]] = changed
+    return edit(raw, spans, changes) if changes else raw

@@ -1,0 +1,1 @@
+"""One request, executed: legs, answers, what is given back."""

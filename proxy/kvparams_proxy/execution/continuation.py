@@ -1,0 +1,305 @@
+"""Continuing a broken stream on another engine, from the token ids that were sent.
+
+While a stream runs, `Recorder` remembers its token ids (asked for with `return_token_ids`, and taken out again where
+the client has not asked itself). When its engine fails, the rest is asked of another engine as a completion of exactly
+these ids, and its events are put into the form of those that came before. The one rule: only ids whose text the client
+has are counted; what an engine had computed but not yet said is computed again.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from pydantic_core import from_json
+
+from kvparams.errors import JSONTextError
+from kvparams.plan import Sent
+from kvparams_proxy.execution.corrections import split_events
+from kvparams_proxy.execution.privacy import error_in
+
+__all__ = ["Recorder", "resumable", "resumed_body"]
+
+_IDS: Final = rb'"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[0-9,\s]*\])'
+_STRIPPED: Final = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb"\s*,?")
+"""Inside a JSON string every quote is escaped, so this finds members only."""
+_HIDDEN: Final = 4
+"""Tokens in a row of which a chat shows nothing: more than the bytes of one character, so it is reasoning left out."""
+
+_STATEFUL: Final = (
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "stop",
+    "tools",
+    "functions",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "presence_penalty",
+    "frequency_penalty",
+    "use_beam_search",
+    "logits_processors",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
+"""Members whose effect at one place depends on more than the token ids before it, or that say more than text."""
+_LOGPROBS: Final = ("logprobs", "prompt_logprobs")
+_REASONING: Final = frozenset(("include_reasoning", "reasoning_effort", "reasoning"))
+"""What a completion cannot tell from the answer."""
+_CHAT_ONLY: Final = (
+    "messages",
+    "logprobs",
+    "top_logprobs",
+    "max_completion_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "tool_choice",
+    "parallel_tool_calls",
+    "documents",
+)
+
+
+def resumable(document: Mapping[str, object], stream: bool, prompts: int, choices: int) -> bool:
+    """Whether a stream for this request could be continued on another engine."""
+    if not stream or not prompts == choices == 1 or any(document.get(name) for name in _STATEFUL):
+        return False
+    if any(type(document.get(name)) is int for name in _LOGPROBS):  # 0 asks for those of the tokens chosen
+        return False
+    return _REASONING.isdisjoint(document) and all(map(_is_text, _list(document.get("messages"))))
+
+
+def _is_text(message: object) -> bool:
+    """Whether a message is nothing but text: an image is not in the token ids."""
+    content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
+    parts = [cast("dict[str, object]", part) for part in _list(content) if isinstance(part, dict)]
+    return all(part.get("type") == "text" for part in parts)
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
+
+
+def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> dict[str, bytes | None]:
+    """What changes in the client's body when the rest of its answer is asked of `/v1/completions`."""
+    changes: dict[str, bytes | None] = {name: None for name in _CHAT_ONLY if name in document} if chat else {}
+    ids = [*sent.prompt_ids, *sent.answer_ids]
+    changes["prompt"] = b"[%b]" % b",".join(b"%d" % token for token in ids)
+    limit = document.get("max_completion_tokens") if chat else None
+    limit = document.get("max_tokens") if limit is None else limit
+    if limit is None and not chat and "max_tokens" not in document:
+        limit = 16  # what OpenAI and vLLM take where a completion says nothing
+    if isinstance(limit, int):
+        changes["max_tokens"] = b"%d" % max(1, limit - len(sent.answer_ids))
+    else:
+        changes["max_tokens"] = b"null"
+    least = document.get("min_tokens")
+    if isinstance(least, int):
+        changes["min_tokens"] = b"%d" % max(0, least - len(sent.answer_ids))
+    return changes
+
+
+class Recorder:
+    """One stream's."""
+
+    __slots__ = (
+        "_answer",
+        "_base",
+        "_chat",
+        "_count",
+        "_counted",
+        "_finished",
+        "_keep",
+        "_marked",
+        "_mixed",
+        "_prompt",
+        "_template",
+        "_unsaid",
+        "resumed",
+    )
+
+    def __init__(self, *, chat: bool, keep_ids: bool, count: bool) -> None:
+        """`keep_ids`: the client has asked for token ids itself; `count`: and for the usage at the end."""
+        self._chat = chat
+        self._keep = keep_ids
+        self._count = count
+        self._counted = False
+        self._prompt: list[int] | None = None
+        self._answer: list[int] = []
+        self._unsaid: list[int] = []
+        self._base = 0
+        self._finished = False
+        self._mixed = False
+        """Whether there was more in it than plain content."""
+        self._template: dict[str, Any] | None = None
+        self._marked: tuple[int, list[int], bool] = 0, [], False
+        self.resumed = False
+
+    def sent(self) -> Sent | None:
+        """From where another engine can go on; None where the stream has said too little, or everything."""
+        if self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
+            return None
+        return Sent(self._prompt, list(self._answer))
+
+    def ending(self) -> bytes | None:
+        """What the client lacks of a stream whose last token it has: only its end, which no engine is needed for. None
+        where tokens are missing."""
+        template = self._template
+        if self._prompt is None or template is None or not self._finished:
+            return None
+        if self._counted or not self._count:
+            return b"data: [DONE]\n\n"
+        prompt, completion = len(self._prompt), len(self._answer) + len(self._unsaid)
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+        return _event({**_members(template), "choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+
+    def resume(self) -> None:
+        """Another engine goes on from `sent()`."""
+        self.resumed = True
+        self._unsaid.clear()
+        self._base = len(self._answer)
+
+    def events(self, raw: bytes) -> bytes:
+        """Whole events of the engine: recorded, and as the client is to have them.
+
+        Raises:
+            JSONTextError: an event is not what it should be.
+        """
+        self._marked = len(self._answer), self._unsaid.copy(), self._finished
+        try:
+            return self._recorded(raw)
+        except JSONTextError:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """What `events` has given last was not sent."""
+        answered, self._unsaid, self._finished = self._marked
+        del self._answer[answered:]
+
+    def _recorded(self, raw: bytes) -> bytes:
+        if self.resumed:
+            return b"".join(self._rewritten(event) for event in split_events(raw))
+        for event in split_events(raw):
+            document = _document(event)
+            if document is None:
+                continue
+            if error_in(document) is not None:  # nothing behind it is sent
+                break
+            self._record(document)
+            if next(_choices(document), None) is not None:
+                self._template = document
+        return raw if self._keep or b"token_ids" not in raw else _STRIPPED.sub(b"", raw)
+
+    def _record(self, document: dict[str, Any]) -> None:
+        nothing: dict[str, Any] = {}
+        choice = next(_choices(document), nothing)
+        for prompt in (document.get("prompt_token_ids"), choice.get("prompt_token_ids")):
+            if self._prompt is None and prompt is not None:
+                self._prompt = _whole_numbers(prompt)
+        self._unsaid += _whole_numbers(choice.get("token_ids") or [])
+        if _text(choice):
+            self._answer += self._unsaid
+            self._unsaid.clear()
+        elif self._chat and (_reasons(choice) or len(self._unsaid) > _HIDDEN):
+            self._mixed = True
+        if choice.get("finish_reason") is not None:
+            self._finished = True
+        self._counted = not choice and isinstance(document.get("usage"), dict)
+
+    def _rewritten(self, event: bytes) -> bytes:
+        """An event of a completion, in the form of the stream that it continues."""
+        document = _document(event)
+        template = self._template
+        if document is None or template is None or error_in(document) is not None:  # who corrects it will see to that
+            return event
+        self._record(document)
+        made = _members(template)
+        before = next(_choices(template))
+        made["choices"] = [self._choice(before, choice) for choice in _choices(document)]
+        if isinstance(usage := document.get("usage"), dict):
+            made["usage"] = self._usage(cast("dict[str, Any]", usage))
+        return _event(made)
+
+    def _choice(self, before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        made = dict(before)
+        for name in ("finish_reason", "stop_reason", "token_ids"):
+            if name in choice and (name != "token_ids" or self._keep):
+                made[name] = choice[name]
+        if self._chat and choice.get("finish_reason") is None:  # a chat has it at its end only
+            made.pop("stop_reason", None)
+        made.pop("prompt_token_ids", None)
+        if not self._keep:
+            made.pop("token_ids", None)
+        if self._chat:
+            made["delta"] = {"content": choice.get("text", "")}
+        else:
+            made["text"] = choice.get("text", "")
+        return made
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """As one engine would have counted."""
+        prompt = len(self._prompt or ())
+        said = usage.get("completion_tokens")
+        completion = self._base + (said if type(said) is int else 0)
+        return {
+            **usage,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+
+def _members(template: Mapping[str, Any]) -> dict[str, Any]:
+    """What all events of a stream have in common."""
+    return {name: value for name, value in template.items() if name not in ("choices", "usage", "prompt_token_ids")}
+
+
+def _event(document: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _document(event: bytes) -> dict[str, Any] | None:
+    """The JSON of one event; None for a comment or the last event."""
+    data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    if not data.startswith(b"{"):
+        return None
+    try:
+        return cast("dict[str, Any]", from_json(data, allow_inf_nan=False))
+    except ValueError as error:
+        raise JSONTextError(f"an event is not valid JSON: {error}") from error
+
+
+def _choices(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of its choices that are objects."""
+    choices: object = document.get("choices")
+    for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            yield cast("dict[str, Any]", choice)
+
+
+def _whole_numbers(ids: object) -> list[int]:
+    if not isinstance(ids, list) or not all(type(token) is int for token in cast("list[object]", ids)):
+        raise JSONTextError("token ids are a list of whole numbers")
+    return cast("list[int]", ids)
+
+
+def _text(choice: Mapping[str, Any]) -> bool:
+    """Whether the client sees something of this event."""
+    delta = choice.get("delta")
+    return bool(cast("dict[str, object]", delta).get("content") if isinstance(delta, dict) else choice.get("text"))
+
+
+def _reasons(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta")
+    said = cast("dict[str, object]", delta) if isinstance(delta, dict) else {}
+    return bool(said.get("reasoning_content") or said.get("reasoning"))

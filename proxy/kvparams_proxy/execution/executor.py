@@ -1,0 +1,489 @@
+"""Owns a request from its first byte to the release of the last thing it holds.
+
+A manager says which steps to take; this takes them, hands the answer to the client, and whatever happens gives back
+load, KV and connections. Nothing here waits: engines, the queue and the client call back, so there is no task to lose
+or to forget. The one rule: nobody else in the proxy starts, aborts or ends a leg.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from time import perf_counter, time
+from typing import Final, cast
+
+from kvparams.dialects import Dialect
+from kvparams.errors import JSONTextError
+from kvparams.lifecycle import Lifecycle, Outcome
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.clients.downstream import Downstream
+from kvparams_proxy.clients.endpoints import Endpoint, one_token
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.corrections import Corrections, load_answer, prompt_details
+from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
+from kvparams_proxy.execution.legs import leg_request, recorder_for
+from kvparams_proxy.execution.privacy import error_in
+from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.execution.releases import Held
+from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.metrics import failure_kind
+from kvparams_proxy.telemetry.tracing import Trace
+from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+
+__all__ = ["Execution"]
+
+_log: Final = logging.getLogger(__name__)
+_JSON: Final = b"content-type: application/json\r\n"
+_ANSWERED: Final = LegAnswer({})
+
+
+class Execution:
+    """One request being executed. It watches the client and holds at most one exchange at a time."""
+
+    __slots__ = (
+        "_account",
+        "_attempts",
+        "_claimed",
+        "_corrections",
+        "_credentials",
+        "_done",
+        "_downstream",
+        "_endpoint",
+        "_exchange",
+        "_gone",
+        "_inbound",
+        "_leg",
+        "_leg_began",
+        "_life",
+        "_manager",
+        "_path",
+        "_plan",
+        "_recorder",
+        "_resources",
+        "_route",
+        "_slow",
+        "_up",
+        "_waiting",
+        "facts",
+    )
+
+    def __init__(
+        self,
+        resources: Resources,
+        manager: RequestManager,
+        endpoint: Endpoint,
+        inbound: Inbound,
+        upstream_headers: bytes,
+        authorization: bytes | None,
+        downstream: Downstream,
+        done: Callable[[], None] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """
+        Args:
+            resources: what executions share.
+            manager: says what is done.
+            endpoint: the engines' too.
+            inbound: the client's request.
+            upstream_headers: whole lines for all legs, X-Request-Id not among them.
+            authorization: the client's, for engines that have no key of their own.
+            downstream: the client.
+            done: hears of the end.
+            trace: gives each leg a traceparent of its own; then there is none among `upstream_headers`.
+        """
+        self._resources = resources
+        self._manager = manager
+        self._endpoint = endpoint
+        self._path = endpoint.path.encode()
+        self._inbound = inbound
+        self.facts = inbound.facts
+        """For the queue: see `kvparams_proxy.fleet.fleet.Waiter`."""
+        self._up = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
+        self._credentials = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+        self._downstream = downstream
+        self._done = done
+        self._plan = manager.legs(inbound.facts, self)
+        self._life = Lifecycle(perf_counter)
+        resources.metrics.began(self._life)
+        self._exchange: Exchange | None = None
+        self._leg: Leg | None = None
+        self._leg_began = 0.0
+        self._corrections = Corrections(inbound.facts.request_id, resources.addresses)
+        self._recorder = recorder_for(endpoint, inbound)
+        self._attempts = 0
+        self._claimed = False
+        self._gone = False
+        self._slow = False
+        self._waiting = False
+        self._route: list[Instance] = []
+        self._account = Account(inbound.facts, self._path, inbound.stream, self._life, self._route, trace)
+
+    def run(self) -> None:
+        """Answer the client, in one way or another. Never raises for what engines or clients do."""
+        resources = self._resources
+        resources.retries.request()
+        self._downstream.watch(self)
+        if self._gone:
+            return
+        try:
+            resources.fleet.require(self._manager.roles, self.facts.model)
+        except ProxyError as error:
+            self._refuse(error)
+            return
+        self._go(None)
+
+    # the client, as `downstream.Watcher`
+
+    def client_gone(self) -> None:
+        """Abort whatever runs for it, now."""
+        self._gone = True
+        if self._exchange is not None:
+            self._exchange.abort(UpstreamError("the client has left"))
+        else:
+            self._finish("gone")
+
+    def client_slow(self) -> None:
+        """Throttle the engine that writes for it."""
+        if self._exchange is not None:
+            self._exchange.pause()
+        self._slow = True  # it is the client who is silent now
+        self._resources.watch.start(self, self._resources.settings.client_timeout_s)
+
+    def client_ready(self) -> None:
+        """Let the engine go on."""
+        self._slow = False
+        if self._exchange is not None:
+            self._exchange.resume()
+            self._heard()
+
+    # the queue, as `fleet.Waiter`
+
+    def granted(self, instance: Instance) -> None:
+        """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
+        self._waiting = False
+        self._take(instance)
+        self._resources.loop.call_soon(self._go, instance)
+
+    def refused(self, error: ProxyError) -> None:
+        """There was no room for too long."""
+        self._waiting = False
+        self._refuse(error)
+
+    # the plan's questions, as `kvparams.plan.Context`
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """See `Context.dialect`."""
+        return self._resources.dialects[instance.dialect]
+
+    def one_token(self) -> Mapping[str, bytes | None]:
+        """See `Context.one_token`."""
+        inbound = self._inbound
+        return one_token(self._endpoint.kind, inbound.body, inbound.spans)
+
+    def now(self) -> float:
+        """See `Context.now`."""
+        return self._resources.loop.time()
+
+    def may_retry(self) -> bool:
+        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        metrics = self._resources.metrics
+        if self._attempts >= self._resources.settings.retries:
+            metrics.retries_denied += 1
+            return False
+        self._attempts += 1
+        if not self._resources.retries.take():
+            metrics.retries_denied += 1
+            return False
+        metrics.retries += 1
+        self._account.retries += 1
+        return True
+
+    def next_transfer(self) -> str:
+        """See `Context.next_transfer`."""
+        return self._account.transferred(self._resources.new_id())
+
+    def hold(self, lease: KVLease) -> None:
+        """See `Context.hold`."""
+        held = self._life.lease
+        if held is not None and held.transfer_id != lease.transfer_id:
+            self._abandon()
+        self._life.lease = lease
+        self._claimed = False
+
+    def give_back(self, instance: Instance) -> None:
+        """See `Context.give_back`."""
+        self._life.loads.remove(instance)
+        self._resources.fleet.release(instance, self.facts)
+
+    # taking the plan's steps
+
+    def _go(self, value: object, failure: LegFailed | None = None) -> None:
+        """Take steps until there is something to wait for."""
+        if self._life.state == "done":  # the client left between a grant and this turn
+            return
+        try:
+            step = self._plan.send(value) if failure is None else self._plan.throw(failure)
+            while type(step) is Choose:
+                instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
+                if instance is None:
+                    self._wait(step.role)
+                    return
+                self._take(instance)
+                step = self._plan.send(instance)
+            self._start(step)  # pyright: ignore[reportArgumentType]  no `Choose`: a cast here is called twice a request
+        except StopIteration:
+            self._downstream.end()
+            self._finish("ok")
+        except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
+            self._refuse(refusal(error))
+
+    def _wait(self, role: Role) -> None:
+        """There is no room. Decode is not waited for longer than there is KV for it."""
+        self._waiting = True
+        self._life.enter("queued")
+        lease = self._life.lease
+        if lease is not None and role is Role.DECODE:
+            self._resources.watch.start(self, lease.until_s - self.now())
+
+    def _take(self, instance: Instance) -> None:
+        self._life.loads.append(instance)
+        self._route.append(instance)
+
+    def _start(self, leg: Leg) -> None:
+        resources = self._resources
+        inbound = self._inbound
+        self._leg = leg
+        self._leg_began = perf_counter()
+        self._life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
+        limit_bytes = resources.settings.upstream.answer_bytes
+        limit_s = resources.settings.decode_timeout_s if leg.answers_client else resources.settings.prefill_timeout_s
+        recorder = self._recorder
+        path, body = leg_request(self._endpoint, inbound, leg, recorder)
+        if recorder is not None and leg.resumed is not None:
+            recorder.resume()
+        if leg.answers_client and inbound.stream:
+            lines = b"cache-control: no-cache\r\n" + self._answer_headers()
+            sink = Relay(
+                self._downstream, lines, self._corrections, limit_bytes, self, recorder, done=self._endpoint.done
+            )
+        else:
+            sink = Collect(limit_bytes, self._collected)
+        pool = resources.pools[leg.instance.id]
+        headers = self._up if pool.keyed else self._up + self._credentials
+        if self._account.trace is not None:
+            headers += self._account.trace.leg()
+        lease = self._life.lease
+        claims = leg.answers_client and lease is not None and not self.dialect(lease.producer).reusable
+        if claims:
+            self._claimed = True
+        self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
+        resources.watch.start(self, limit_s)
+
+    def _end_leg(self) -> Leg:
+        """The leg is over, however it went: its load is given back."""
+        leg: Leg = self._leg  # pyright: ignore[reportAssignmentType]
+        self._leg = None
+        resources = self._resources
+        resources.watch.stop(self)
+        self._exchange = None
+        self.give_back(leg.instance)
+        resources.metrics.leg_ended(leg.instance, perf_counter() - self._leg_began)
+        return leg
+
+    def expire(self) -> None:
+        """For the watch: the engine has been silent for too long, or the client has taken nothing for too long, or the
+        KV that a decode engine was to fetch is given up."""
+        if self._slow:
+            self._downstream.drop()
+        elif self._waiting:
+            self._waiting = False
+            self._resources.fleet.give_up(self)
+            self._go(None, LegFailed("the KV was given up before a decode engine had room", another=False))
+        elif self._exchange is not None:
+            self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+
+    # what becomes of a leg
+
+    def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        """A leg whose answer is wanted whole has ended."""
+        leg = self._end_leg()
+        try:
+            if not self._failed(leg, head, raw, error):
+                self._whole_ended(leg, head, raw)
+        except Exception as fault:  # noqa: BLE001  nobody else would answer the client
+            self._refuse(refusal(fault))
+
+    def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
+        try:
+            if leg.answers_client:
+                answer = self._send_whole(raw)
+            else:
+                document = load_answer(raw)
+                if (reported := error_in(document)) is not None:
+                    raise UpstreamRefusal(reported)
+                params = document.get("kv_transfer_params")
+                if leg.resumed is None:  # what the client is told is what its own prompt cost
+                    self._corrections.prompt_tokens_details = prompt_details(document)
+                    self._account.prefilled(document)
+                self._life.enter("result", leg.instance.id)
+                answer = LegAnswer(cast("dict[str, object]", params) if isinstance(params, dict) else {})
+        except UpstreamRefusal as refused:
+            self._failed(leg, head, b"", refused)
+            return
+        except JSONTextError:
+            self._resources.fleet.failed(leg.instance, connected=True)
+            self._resources.metrics.leg_failed(leg.instance, "garbage")
+            message = f"the {leg.instance.role} engine's answer is not JSON"
+            self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed")))
+            return
+        self._resources.fleet.succeeded(leg.instance)
+        self._go(answer)
+
+    def stream_begun(self) -> None:
+        """For the relay: the client is about to get its first byte."""
+        again = self._life.answering
+        self._life.enter("first_byte")
+        if self._leg is not None:  # a stream may be long, and others wait for an engine that is on trial
+            self._resources.fleet.heard(self._leg.instance)
+        if again:
+            self._resources.metrics.continuations += 1
+            return
+        self._resources.metrics.first_byte.observe(self._life.since_s - self._life.begun_s)
+
+    def stream_heard(self) -> None:
+        """For the relay: something came."""
+        self._heard()
+
+    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+        """For the relay: the leg has ended. `whole` is an answer that is no stream."""
+        self._account.answer_bytes += sent_bytes
+        leg = self._end_leg()
+        try:
+            if self._failed(leg, head, whole, error):
+                return
+            if self._life.answering:
+                self._resources.fleet.succeeded(leg.instance)
+                self._go(_ANSWERED)
+            else:  # asked for a stream, it has answered with a whole document
+                self._whole_ended(leg, head, whole)
+        except Exception as fault:  # noqa: BLE001  as above
+            self._refuse(refusal(fault))
+
+    def _failed(self, leg: Leg, head: Head, raw: bytes, error: UpstreamError | None) -> bool:
+        """Whether the leg has failed; then the client's leaving or the plan has been seen to."""
+        unseen = not error.connected if error is not None else 400 <= head.status < 500
+        if leg.answers_client and unseen:  # no engine has it, or it was refused before it was scheduled
+            self._claimed = False
+        if self._gone:
+            self._finish("gone")
+            return True
+        if error is None and head.status == 200:
+            return False
+        sent = self._recorder.sent() if self._recorder is not None and self._life.answering else None
+        addresses, body = self._resources.addresses, self._inbound.body
+        pool = self._resources.pools.get(leg.instance.id)
+        own_key = not self._credentials or pool is None or pool.keyed
+        answering = self._life.answering
+        failure = broken(leg.instance, head, raw, error, addresses, body, own_key=own_key, begun=answering, sent=sent)
+        if failure is None:
+            return False
+        self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
+        if failure.another and not isinstance(error, UpstreamFull):  # busy is not broken
+            self._resources.fleet.failed(leg.instance, connected=failure.claimed)
+        ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
+        if ending is None:
+            self._go(None, failure)
+        else:  # it has failed behind its last token
+            ending = self._corrections.events(ending)
+            self._downstream.body(ending)
+            self._account.answer_bytes += len(ending)
+            self._go(_ANSWERED)
+        return True
+
+    def _send_whole(self, raw: bytes) -> LegAnswer:
+        body = self._corrections.whole(raw)
+        self.stream_begun()
+        self._downstream.head(200, _JSON + self._answer_headers(), len(body))
+        self._downstream.body(body)
+        self._account.answer_bytes += len(body)
+        return _ANSWERED
+
+    def _heard(self) -> None:
+        self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
+
+    # the end
+
+    def _refuse(self, error: ProxyError) -> None:
+        """Answer with an error: in the stream, if the client has a part of it already."""
+        if self._life.state == "done":
+            return
+        self._account.refused(error)
+        if error.status >= 500 or self._life.answering:
+            self._log_failure(error)
+        if self._life.answering:
+            body = error.event(self._endpoint)
+        else:
+            body = error.body()
+            self._downstream.head(error.status, _JSON + error.headers() + self._answer_headers(), len(body))
+        self._downstream.body(body)
+        self._account.answer_bytes += len(body)
+        self._downstream.end()
+        self._finish("midway" if self._life.answering else "refused" if error.status < 500 else "failed")
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Give back whatever is still held. The one end of every request."""
+        life = self._life
+        if life.state == "done":
+            return
+        resources = self._resources
+        if self._waiting:
+            resources.fleet.give_up(self)
+        self._plan.close()
+        if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone
+            exchange, self._exchange = self._exchange, None
+            exchange.discard()
+        resources.watch.stop(self)
+        while life.loads:
+            resources.fleet.release(life.loads.pop(), self.facts)
+        self._abandon()
+        life.leave(outcome)
+        if self._corrections.usage is not None:
+            self._account.decoded(self._corrections.usage)
+        self._account.ended_s = time()
+        resources.ledger.ended(self._account)
+        if self._done is not None:
+            self._done()
+
+    def _abandon(self) -> None:
+        """KV that is held for this request will not be fetched.
+
+        Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
+        else may: the blocks may be another request's by then.
+        """
+        lease, self._life.lease = self._life.lease, None
+        if lease is None or lease.abandon is None:
+            return
+        releases = self._resources.releases
+        if self._claimed:
+            releases.orphaned += not self._gone
+        elif self.now() >= lease.until_s:
+            releases.orphaned += 1
+        else:
+            trace = self._account.trace
+            headers = self._up if trace is None else self._up + trace.line()
+            releases.start(
+                Held(lease, lease.abandon, self._path, self._inbound, self.one_token(), headers, self._credentials)
+            )
+
+    def _log_failure(self, error: ProxyError) -> None:
+        route = " -> ".join(instance.id for instance in self._route) or "no engine"
+        said = f"{error.message} ({error.detail[:500]!r})" if error.detail else error.message
+        _log.warning("request %s (%s): %s", self.facts.request_id, route, said)
+
+    def _answer_headers(self) -> bytes:
+        lines = b"x-request-id: %b\r\n" % self.facts.request_id.encode()
+        if not self._resources.settings.expose_route:
+            return lines
+        return lines + b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)

@@ -1,0 +1,109 @@
+"""What a leg that went wrong means: for the plan (may another instance do better?) and for the client (in words).
+
+The one rule: no I/O, and nothing about an engine but its role in what a client is told.
+"""
+
+import logging
+from typing import Final
+
+from kvparams.dialects import HandoffMissing, NotSplittable
+from kvparams.errors import InvalidParams, JSONTextError
+from kvparams.plan import LegFailed, Sent
+from kvparams.scheduling import Instance
+from kvparams_proxy.errors import ProxyError, engine_refusal, reported_error
+from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+
+__all__ = ["BrokenLeg", "broken", "refusal"]
+
+_log: Final = logging.getLogger(__name__)
+_RETRY_S: Final = 1
+"""After which it is worth asking again where an engine was busy or gone."""
+
+
+class BrokenLeg(LegFailed):
+    """With what the client is told if nothing else is tried."""
+
+    def __init__(
+        self,
+        error: ProxyError,
+        *,
+        another: bool = True,
+        claimed: bool = True,
+        begun: bool = False,
+        sent: Sent | None = None,
+    ) -> None:
+        super().__init__(error.message, another=another, claimed=claimed, begun=begun, sent=sent)
+        self.error = error
+
+
+def broken(
+    instance: Instance,
+    head: Head,
+    raw: bytes,
+    error: UpstreamError | None,
+    addresses: Addresses,
+    body: bytes,
+    *,
+    own_key: bool = True,
+    begun: bool = False,
+    sent: Sent | None = None,
+) -> BrokenLeg | None:
+    """What a leg's end means; None where it went well.
+
+    Args:
+        instance: who ran it.
+        head: of its answer; status 0 where none came.
+        raw: an answer that was collected.
+        error: why the exchange did not come to its end, if so.
+        addresses: of the engines, which the client does not learn.
+        body: the client's own words.
+        own_key: whether the engine was shown a key of ours, or none, and not the client's.
+        begun: whether the client has a part of the answer.
+        sent: from where it could go on, where it could.
+    """
+    role = instance.role
+    if error is None:
+        if head.status == 200:
+            return None
+        refused = engine_refusal(role, head.status, raw, addresses, body, own_key=own_key)
+        return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
+    if isinstance(error, UpstreamRefusal):
+        status = error.error.get("code")
+        refused = reported_error(
+            role, status if type(status) is int else 500, error.error, addresses, body, own_key=own_key
+        )
+        return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
+    if isinstance(error, UpstreamFull):
+        said = f"the {role} engine is busy: {error.reason}; try again later"
+        what = ProxyError(503, "service_unavailable", said, code=f"{role}_busy", retry_after_s=_RETRY_S)
+        return BrokenLeg(what, claimed=False, begun=begun, sent=sent)
+    if not error.connected:
+        said = f"the {role} engine cannot be reached: {error.reason}"
+        what = ProxyError(503, "service_unavailable", said, code=f"{role}_unreachable", retry_after_s=_RETRY_S)
+        return BrokenLeg(what, claimed=False, begun=begun, sent=sent)
+    if isinstance(error, UpstreamTimeout):
+        what = ProxyError(504, "timeout", f"the {role} engine {error.reason}", code=f"{role}_timeout")
+    else:
+        said = f"the {role} leg failed: {error.reason}"
+        what = ProxyError(502, "upstream_error", said, code=f"{role}_failed")
+    return BrokenLeg(what, begun=begun, sent=sent)
+
+
+def refusal(error: Exception) -> ProxyError:
+    """What a client is told when a plan has ended with this."""
+    if isinstance(error, ProxyError):
+        return error
+    if isinstance(error, BrokenLeg):
+        return error.error
+    if isinstance(error, LegFailed):
+        return ProxyError(503, "service_unavailable", str(error), code="kv_expired", retry_after_s=_RETRY_S)
+    if isinstance(error, NotSplittable):
+        return ProxyError(400, "invalid_request_error", str(error), code="not_supported")
+    if isinstance(error, HandoffMissing):
+        return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
+    if isinstance(error, InvalidParams | JSONTextError):
+        said = "the prefill engine's answer is not what the protocol asks for"
+        return ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
+    _log.error("a request ended with a fault of the proxy", exc_info=error)
+    return ProxyError(500, "internal_error", "the proxy failed; its log says why", code="internal_error")

@@ -1,0 +1,267 @@
+"""What engines say of themselves, kept from clients: addresses, KV params, who runs what.
+
+An engine is no enemy here: one that wanted to tell a client something could generate it as text. What is kept back is
+what they say by accident, where they do: response ids, fingerprints, errors, members of their own. Generated text is
+never looked at. The one rule: what the client itself has sent is no secret; anything else that is the address of an
+engine, or looks like an address or a place in its code, is one.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from json import JSONDecoder
+from typing import Final, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from pydantic_core import to_json
+
+from kvparams.jsontext import locate
+from kvparams_proxy.fleet.member import Member
+
+__all__ = ["Addresses", "Refusal", "answer_changes", "error_in", "told", "without_private"]
+
+_PRIVATE: Final = frozenset(
+    (
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "disaggregated_params",
+        "disagg_prefill_resp",
+        "remote_host",
+        "remote_port",
+        "remote_engine_id",
+        "remote_block_ids",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "backend_instance_id",
+        "prefill_worker_id",
+        "decode_worker_id",
+        "prefill_dp_rank",
+        "decode_dp_rank",
+    )
+)
+"""Members that say where KV or engines are. Sources: vLLM 0.32.0 (at the top of an answer), TensorRT-LLM 1.3
+openai_protocol.py (in each choice), Dynamo 1.2 (`nvext.worker_id`), SGLang 0.5.23 (its bootstrap)."""
+
+_PUBLIC: Final = frozenset(
+    (
+        "id",
+        "object",
+        "created",
+        "model",
+        "choices",
+        "usage",
+        "system_fingerprint",
+        "service_tier",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "prompt_text",
+        "kv_transfer_params",
+    )
+)
+"""Members of the API that hold nothing of an engine, or are looked at by name."""
+
+_MEMBER: Final = re.compile(
+    rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % b"|".join(name.encode() for name in sorted(_PRIVATE))
+)
+"""A quote in a JSON string is escaped, so this is never found in one."""
+_COMMA: Final = re.compile(rb"[ \t\r\n]*,")
+_VALUE: Final = JSONDecoder()
+
+_LOOKS: Final = (
+    r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?!\d|\.\d)",  # IPv4
+    r"(?<![0-9A-Za-z:])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{1,4}",  # IPv6
+    r"(?<![A-Za-z0-9])ip-\d{1,3}(?:-\d{1,3}){3}(?!\d)",  # what clouds call a machine
+    r"(?<![A-Za-z0-9])localhost(?![A-Za-z0-9])",
+    r"(?<![A-Za-z0-9])[A-Za-z0-9]{1,63}(?:[-.][A-Za-z0-9]{1,63}){1,8}:\d{4,5}(?!\d)",  # a host and its port
+    r"[A-Za-z0-9]\.(?:svc|internal|local)(?![A-Za-z0-9])",  # names inside a cluster
+    r"Traceback \(most recent call last",
+    r"\w\.(?:py|pyx|cpp|cu|rs|so)(?![A-Za-z0-9])",  # places in code
+)
+_RANDOM: Final = re.compile(r"(?:chat)?cmpl-[0-9a-f]{8,64}")
+"""A response id that cannot be an address by its looks."""
+_OPAQUE: Final = re.compile(r"[A-Za-z0-9_-]{0,160}")
+_VERSION: Final = re.compile(r"[A-Za-z0-9._+-]{1,160}")
+_KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_ ]{0,63}")
+_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,200}")
+_CODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST: Final = 4096
+"""Characters of an engine's message that a client may get, and of a member of its own that is searched."""
+_MOST_FOUND: Final = 16
+"""Addresses in one text that are looked for in what the client sent."""
+
+
+class Addresses:
+    """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+
+    __slots__ = ("_pattern", "_urls", "like_random")
+
+    def __init__(self, urls: Iterable[str] = ()) -> None:
+        """`urls` of engines."""
+        self._urls = list(urls)
+        self._pattern: re.Pattern[str] | None = None
+        self.like_random = _like_random(self._urls)
+        """Whether the name of a host is one that could be random: then nothing is random by its looks alone."""
+
+    def joined(self, member: Member) -> None:
+        """A member has come."""
+        self._urls.append(member.instance.url)
+        self._pattern = None
+        self.like_random = _like_random(self._urls)
+
+    def left(self, member: Member) -> None:
+        """A member has gone; another may be at the same place."""
+        self._urls.remove(member.instance.url)
+        self._pattern = None
+        self.like_random = _like_random(self._urls)
+
+    def within(self, text: str, sent: bytes = b"") -> bool:
+        """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
+        if self._pattern is None:
+            self._pattern = _pattern(self._urls)
+        for number, found in enumerate(self._pattern.finditer(text)):
+            if number == _MOST_FOUND or not sent or found.group().encode("utf-8", "replace") not in sent:
+                return True
+        return False
+
+
+def _names(urls: Iterable[str]) -> set[str]:
+    hosts = {urlsplit(url).hostname or "" for url in urls}
+    return {name for host in hosts for name in (host, host.partition(".")[0])} - {""}
+
+
+def _like_random(urls: Iterable[str]) -> bool:
+    return any(_RANDOM.fullmatch(f"cmpl-{name}") for name in _names(urls))
+
+
+def _pattern(urls: Iterable[str]) -> re.Pattern[str]:
+    names = _names(urls)
+    known = "|".join(_name(name) for name in sorted(names) if not name.isdecimal())
+    parts = (*_LOOKS, rf"(?<![A-Za-z0-9])(?:{known})(?![A-Za-z0-9])") if known else _LOOKS
+    return re.compile("|".join(parts), re.IGNORECASE)
+
+
+def _name(name: str) -> str:
+    """A host as it may be written. One that is a plain word is an address only with a port behind it."""
+    return rf"{name}:\d{{2,5}}" if name.isalpha() else re.escape(name)
+
+
+def answer_changes(
+    document: Mapping[str, object], raw: bytes, request_id: str, addresses: Addresses
+) -> dict[str, bytes | None]:
+    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.edit`.
+
+    Args:
+        document: what `raw` parses to.
+        raw: the text of a JSON object.
+        request_id: the proxy's, which it gave to the engine.
+        addresses: of the engines.
+    """
+    changes: dict[str, bytes | None] = {}
+    id = document.get("id")
+    if id is not None and not _opaque(id, request_id, addresses):
+        kind = document.get("object")
+        prefix = "chatcmpl" if isinstance(kind, str) and kind.startswith("chat.") else "cmpl"
+        changes["id"] = to_json(f"{prefix}-{request_id}")
+    fingerprint = document.get("system_fingerprint")
+    if fingerprint is not None and not _version(fingerprint, addresses):
+        changes["system_fingerprint"] = b"null"
+    if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
+        changes["kv_transfer_params"] = b"null"
+    strange: Collection[str] = () if _PUBLIC.issuperset(document) else document.keys() - _PUBLIC
+    for name in strange:
+        if name in _PRIVATE:
+            changes[name] = None
+            continue
+        value = _value(raw, document, name)
+        inside = without_private(value)
+        if addresses.within(inside[: 4 * _LONGEST].decode("utf-8", "replace")):
+            changes[name] = None
+        elif inside is not value:
+            changes[name] = inside
+    named = raw.count(b'_params"') - ("kv_transfer_params" in document)
+    if named and "choices" in document and named > sum(name.endswith("_params") for name in strange):
+        value = _value(raw, document, "choices")
+        inside = without_private(value)
+        if inside is not value:
+            changes["choices"] = inside
+    return changes
+
+
+def without_private(raw: bytes) -> bytes:
+    """JSON text without members that say where KV or engines are, at any depth; every other byte stays. Returned as it
+    is, the same object, where there are none."""
+    at = 0
+    while (member := _MEMBER.search(raw, at)) is not None:
+        start, end = member.start(), _value_end(raw, member.end())
+        if member[1] == b"{":
+            start += 1
+            comma = _COMMA.match(raw, end)
+            end = comma.end() if comma is not None else end
+        raw = raw[:start] + raw[end:]
+        at = member.start()
+    return raw
+
+
+class Refusal(NamedTuple):
+    """What a client may know of an engine's error; None where that is nothing."""
+
+    message: str | None
+    kind: str | None
+    param: str | None
+    code: str | int | None
+
+
+def told(error: Mapping[str, object], addresses: Addresses, sent: bytes) -> Refusal:
+    """What a client may know of an engine's error object. `sent` is the client's body."""
+    message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
+    if isinstance(message, str):
+        message = message[:_LONGEST]
+    return Refusal(
+        message if isinstance(message, str) and message and not addresses.within(message, sent) else None,
+        kind if isinstance(kind, str) and _plain(_KIND, kind, addresses, sent) else None,
+        param if isinstance(param, str) and _plain(_PARAM, param, addresses, sent) else None,
+        code if type(code) is int or (isinstance(code, str) and _plain(_CODE, code, addresses, sent)) else None,
+    )
+
+
+def error_in(document: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The error object of what is an error and no answer, whatever its status said; None where it is an answer.
+
+    Source: vLLM 0.32.0 and SGLang 0.5.23 write `{"error": {...}}` into a stream that fails; older ones
+    `{"object": "error", ...}`.
+    """
+    inner = document.get("error")
+    if inner:
+        return cast("dict[str, object]", inner) if isinstance(inner, dict) else {"message": inner}
+    return document if document.get("object") == "error" else None
+
+
+def _opaque(id: object, request_id: str, addresses: Addresses) -> bool:
+    """Whether a response id says nothing but which request it is."""
+    if type(id) is not str:
+        return False
+    rest = id.replace(request_id, "", 1)
+    if rest == "cmpl-" or rest == "chatcmpl-":  # vLLM's, nearly always
+        return True
+    if _RANDOM.fullmatch(id) is not None and not addresses.like_random:
+        return True
+    return _OPAQUE.fullmatch(rest) is not None and not addresses.within(rest)
+
+
+def _version(fingerprint: object, addresses: Addresses) -> bool:
+    return type(fingerprint) is str and _plain(_VERSION, fingerprint, addresses, b"")
+
+
+def _plain(pattern: re.Pattern[str], text: str, addresses: Addresses, sent: bytes) -> bool:
+    return pattern.fullmatch(text) is not None and not addresses.within(text, sent)
+
+
+def _value(raw: bytes, document: Mapping[str, object], name: str) -> bytes:
+    field = locate(raw, document, name)
+    return raw[field.value : field.end]
+
+
+def _value_end(raw: bytes, at: int) -> int:
+    text = raw[at:].decode()
+    _, end = _VALUE.raw_decode(text)
+    return at + len(text[:end].encode())

@@ -1,0 +1,193 @@
+"""Carries a decode engine's stream to the client as it arrives.
+
+The one rule: nothing reaches the client before the first whole event is here, so that until then the request can still
+be answered in another way; from then on events leave together as they came together, within a fixed buffer.
+"""
+
+import re
+from typing import Final, Protocol
+
+from kvparams.errors import JSONTextError
+from kvparams_proxy.clients.downstream import Downstream
+from kvparams_proxy.execution.continuation import Recorder
+from kvparams_proxy.execution.corrections import Corrections, check_event, complete_events
+from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamRefusal
+
+__all__ = ["Listener", "Relay"]
+
+
+_EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
+"""Written by us: what an engine adds to it may say where it is."""
+_DATA: Final = re.compile(rb"(?:\A|\n)data:[ \t]*\{")
+"""The first event that says something."""
+_LAST: Final = b"data: [DONE]\n\n"
+_DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
+"""The last event, as others write it."""
+_TAIL_BYTES: Final = 64
+
+
+class Listener(Protocol):
+    """Whoever owns the request."""
+
+    def stream_begun(self) -> None:
+        """The first whole event is about to be sent."""
+        ...
+
+    def stream_heard(self) -> None:
+        """Something came."""
+        ...
+
+    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+        """The answer is complete, or will never be. `whole` is the body of one that is no stream; of one that is, the
+        client was sent so many bytes."""
+        ...
+
+
+class Relay:
+    """A sink for one streaming answer."""
+
+    __slots__ = (
+        "_begun",
+        "_corrections",
+        "_done",
+        "_downstream",
+        "_head",
+        "_headers",
+        "_held",
+        "_limit",
+        "_listener",
+        "_over",
+        "_parts",
+        "_recorder",
+        "_resumed",
+        "_sent_bytes",
+        "_size",
+        "_streaming",
+        "_tail",
+    )
+
+    def __init__(
+        self,
+        downstream: Downstream,
+        headers: bytes,
+        corrections: Corrections,
+        limit_bytes: int,
+        listener: Listener,
+        recorder: Recorder | None = None,
+        *,
+        done: bool = True,
+    ) -> None:
+        """
+        Args:
+            downstream: the client.
+            headers: whole lines that it gets beside content-type.
+            corrections: of every event.
+            limit_bytes: one event, or an answer that is no stream, fits in.
+            listener: who owns the request.
+            done: whether the last event is `[DONE]`: a stream without it was cut off.
+            recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
+        """
+        self._downstream = downstream
+        self._headers = headers
+        self._corrections = corrections
+        self._limit = limit_bytes
+        self._listener = listener
+        self._head = Head()
+        self._recorder = recorder
+        self._resumed = recorder is not None and recorder.resumed
+        self._done = done
+        self._begun = False
+        self._held = b""
+        self._over = False
+        self._parts: list[bytes] = []
+        self._sent_bytes = 0
+        self._size = 0
+        self._streaming = False
+        self._tail = b""
+
+    def on_head(self, head: Head) -> None:
+        """Decide whether this is a stream at all."""
+        self._head = head
+        self._streaming = head.status == 200 and head.content_type.startswith(b"text/event-stream")
+
+    def on_body(self, data: bytes) -> None:
+        """Gather what arrives together."""
+        self._size += len(data)
+        if self._size > self._limit:
+            raise ValueError(f"an event is longer than {self._limit} bytes")
+        self._parts.append(data)
+
+    def on_flush(self) -> None:
+        """Send on all whole events, corrected, in one write; keep the rest."""
+        self._listener.stream_heard()
+        if not self._streaming or not self._parts:
+            return
+        parts = self._parts
+        if self._tail:
+            parts.insert(0, self._tail)
+        raw = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        end = complete_events(raw)
+        self._tail = raw[end:]
+        self._size = len(self._tail)
+        if end:
+            self._send(raw if end == len(raw) else raw[:end])
+
+    def on_done(self, error: UpstreamError | None) -> None:
+        """Say how it went; the owner does the rest."""
+        if error is None and self._tail:
+            try:
+                check_event(self._tail)
+                self._send(self._tail + b"\n\n")
+            except UpstreamRefusal as refusal:
+                error = refusal
+            except JSONTextError:
+                error = UpstreamError("the engine's stream ends in the middle of an event")
+        if self._over and self._done:  # whatever came after it, the client has everything
+            error = None
+        elif error is None and self._streaming and not self._over:
+            said = (
+                "the engine's stream ended too early" if self._begun else "the engine's stream ended without an event"
+            )
+            error = UpstreamError(said)
+        elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
+            error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
+        self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes)
+
+    def _send(self, events: bytes) -> None:
+        """
+        Raises:
+            JSONTextError: an event is not what it should be.
+            UpstreamRefusal: the engine says in the stream that it has failed.
+        """
+        if not self._begun and _DATA.search(events) is None:  # comments commit to nothing
+            self._held += events
+            if len(self._held) > self._limit:
+                raise ValueError("it holds nothing but comments")
+            return
+        over = not self._done or events.endswith(_LAST) or _DONE.search(events, max(0, len(events) - _TAIL_BYTES))
+        recorder = self._recorder
+        if recorder is not None:
+            events = recorder.events(events)
+        try:
+            corrected = self._corrections.events(events)
+        except UpstreamRefusal as refusal:
+            if refusal.before:
+                self._write(refusal.before)
+            raise
+        except JSONTextError:
+            if recorder is not None:
+                recorder.undo()
+            raise
+        self._write(corrected)
+        self._over = self._over or bool(over)
+
+    def _write(self, corrected: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            self._listener.stream_begun()
+            corrected = self._held + corrected
+            if not self._resumed:
+                self._downstream.head(200, _EVENT_STREAM + self._headers, None)
+        self._downstream.body(corrected)
+        self._sent_bytes += len(corrected)

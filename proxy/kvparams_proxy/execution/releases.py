@@ -1,0 +1,162 @@
+"""Gives back KV that nobody will fetch: one small request to an engine, after its own request has ended.
+
+The one rule: it is tried once, within a bounded time; what fails is counted as orphaned and ends with its lease.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from kvparams.codec import DOCUMENT_KEY, dump_json, parse
+from kvparams.dialects import Abandon
+from kvparams.jsontext import edit
+from kvparams.params import PROTOCOL_VERSION
+from kvparams.plan import KVLease
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamTimeout
+
+__all__ = ["Held", "Releases"]
+
+_log: Final = logging.getLogger(__name__)
+_TIMEOUT_S: Final = 10.0
+_MOST: Final = 256
+"""At one time. More would be a flood of its own."""
+_MOST_WAITING: Final = 4096
+"""Each holds its request's body; the rest ends with its lease."""
+_ANSWER_BYTES: Final = 1 << 20
+_PATH: Final = b"/v1/kvparams"
+
+
+class Held(NamedTuple):
+    """KV that nobody will fetch, and the request it was for."""
+
+    lease: KVLease
+    abandon: Abandon
+    path: bytes
+    """Of the request's legs, as are the next two."""
+    inbound: Inbound
+    one_token: Mapping[str, bytes | None]
+    """Makes a minimal leg of the client's body."""
+    headers: bytes
+    credentials: bytes
+    """The client's, for engines that have no key of their own."""
+
+
+class Releases:
+    """All that run now, and those that wait for their turn."""
+
+    def __init__(self, fleet: Fleet, pools: Pools, watch: Watch, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._pools = pools
+        self._watch = watch
+        self._now = now
+        self._running: set[_Release] = set()
+        self._waiting: deque[Held] = deque()
+        self.released = 0
+        """Transfers whose KV an engine was told to free, and said yes."""
+        self.orphaned = 0
+        """Transfers whose KV may stay until its lease ends: nobody could be told, or whoever was to fetch it failed."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def held(self) -> Iterable[KVLease]:
+        """KV that engines hold and are being told, or will be, to free."""
+        yield from (release.lease for release in self._running)
+        yield from (held.lease for held in self._waiting)
+
+    def start(self, held: Held) -> None:
+        """Tell an engine, as soon as not too many are being told."""
+        if len(self._running) < _MOST:
+            self._tell(held)
+        elif len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(held)
+        else:
+            self.orphaned += 1
+
+    def ended(self, release: "_Release", well: bool) -> None:
+        """For one of them."""
+        self._watch.stop(release)
+        self._running.discard(release)
+        if well:
+            self.released += 1
+        else:
+            self.orphaned += 1
+        while self._waiting and len(self._running) < _MOST:
+            self._tell(self._waiting.popleft())
+
+    def _tell(self, held: Held) -> None:
+        lease, abandon, path, inbound, one_token, headers, credentials = held
+        instance = self._producer(lease) if abandon.role is Role.PREFILL else self._anyone(abandon.role, held)
+        pool = self._pools.get(instance.id) if instance is not None else None
+        if pool is None or instance is None or self._now() >= lease.until_s:
+            self.orphaned += 1
+            return
+        if not pool.keyed:
+            headers += credentials
+        if abandon.leg:
+            changes = {**one_token, "kv_transfer_params": abandon.native}
+            request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
+        else:
+            request = pool.request(_PATH, headers, _release_body(lease, inbound))
+        release = _Release(self, instance.id, lease)
+        self._running.add(release)
+        self._watch.start(release, _TIMEOUT_S)
+        release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
+
+    def _producer(self, lease: KVLease) -> Instance | None:
+        """The one that holds it, unless it has left: another may have its name."""
+        id, url = lease.producer.id, lease.producer.url
+        here = (member.instance for member in self._fleet.members)
+        return next((instance for instance in here if instance.id == id and instance.url == url), None)
+
+    def _anyone(self, role: Role, held: Held) -> Instance | None:
+        """The least busy of those that speak the producer's dialect and serve the model."""
+        model, dialect = held.inbound.facts.model, held.lease.producer.dialect
+        able = [
+            member
+            for member in self._fleet.members
+            if member.instance.role is role
+            and member.instance.dialect == dialect
+            and member.available
+            and member.serves(model)
+        ]
+        busy = Counter(release.instance_id for release in self._running)
+        return min(able, key=lambda member: member.in_flight + busy[member.instance.id]).instance if able else None
+
+
+class _Release:
+    __slots__ = ("_owner", "exchange", "instance_id", "lease")
+
+    def __init__(self, owner: Releases, instance_id: str, lease: KVLease) -> None:
+        self._owner = owner
+        self.instance_id = instance_id
+        self.lease = lease
+        self.exchange: Exchange | None = None
+
+    def expire(self) -> None:
+        """It takes too long; for a decode leg that is an abort, which frees the KV as well."""
+        if self.exchange is not None:
+            self.exchange.abort(UpstreamTimeout("took too long"))
+
+    def ended(self, head: Head, _raw: bytes, error: UpstreamError | None) -> None:
+        """Its engine has answered, or will not."""
+        self.exchange = None
+        self._owner.ended(self, error is None and head.status == 200)
+
+
+def _release_body(lease: KVLease, inbound: Inbound) -> bytes:
+    document = {
+        "version": PROTOCOL_VERSION,
+        "request_id": inbound.facts.request_id,
+        "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
+        "phase": "release",
+        "mode": "store",
+    }
+    return b'{"kv_transfer_params":{"%b":%b}}' % (DOCUMENT_KEY.encode(), dump_json(parse(document)))

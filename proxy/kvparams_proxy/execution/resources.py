@@ -1,0 +1,41 @@
+"""What all executions of a proxy share; made when the app starts, and passed on."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvparams.dialects import Dialect
+from kvparams.retries import RetryBudget
+from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.execution.releases import Releases
+from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.settings import Settings
+from kvparams_proxy.telemetry.ledger import Ledger
+from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.upstream.pools import Pools
+
+__all__ = ["Resources"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What executions share."""
+
+    loop: asyncio.AbstractEventLoop
+    fleet: Fleet
+    dialects: Mapping[str, Dialect]
+    pools: Pools
+    metrics: Metrics
+    ledger: Ledger
+    """Where every request that is over is told; `metrics` reads it too."""
+    settings: Settings
+    new_id: Callable[[], str]
+    """Makes a transfer id, never the same twice."""
+    watch: Watch
+    retries: RetryBudget
+    releases: Releases
+    addresses: Addresses
+    tracer: Tracer | None = None
+    """Without one the client's trace context passes through untouched."""

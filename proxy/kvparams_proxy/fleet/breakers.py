@@ -1,0 +1,108 @@
+"""The breakers of the fleet's members: what legs tell them, and the timers that half open them.
+
+The one rule: a half-open breaker has one trial at a time, and a trial whose leg told nothing makes room for another.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvparams.breaker import Breaker, BreakerLimits, BreakerState
+from kvparams.scheduling import RequestFacts
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.slowstart import CallLater, Timer
+
+__all__ = ["Breakers"]
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Breakers:
+    """All of one fleet."""
+
+    def __init__(
+        self, limits: BreakerLimits, now: Callable[[], float], call_later: CallLater, changed: Callable[[Member], None]
+    ) -> None:
+        """`changed` is called when a member may be given work again, or no more."""
+        self._limits = limits
+        self._now = now
+        self._call_later = call_later
+        self._changed = changed
+        self._timers: dict[Member, Timer] = {}
+        self._closed = False
+
+    def new(self) -> Breaker:
+        """For a new member."""
+        return Breaker(self._limits)
+
+    def succeeded(self, member: Member) -> None:
+        """A leg did what it should."""
+        if member.breaker.succeeded():
+            member.trial = None
+            _log.warning("%s %s works again", member.instance.role, member.instance.id)
+            self._changed(member)
+
+    def heard(self, member: Member) -> None:
+        """Its trial goes well so far."""
+        member.trial = None
+        member.breaker.end_trial()
+        self._changed(member)
+
+    def failed(self, member: Member) -> bool:
+        """A leg failed; whether that opened the breaker. It is for the caller to tell who has to know."""
+        now = self._now()
+        if not member.breaker.failed(now):
+            return False
+        member.trial = None
+        wait_s = member.breaker.until - now
+        _log.warning("%s %s fails; it is left alone for %.1f s", member.instance.role, member.instance.id, wait_s)
+        self._set_timer(member, wait_s)
+        return True
+
+    def probed_well(self, member: Member) -> None:
+        """It is alive: its trial is brought forward, if it waits for one."""
+        if member.breaker.state is BreakerState.OPEN:
+            now = self._now()
+            member.breaker.probed_well(now)
+            self._set_timer(member, member.breaker.until - now)
+
+    def restarted(self, member: Member) -> None:
+        """It is another incarnation. It is for the caller to tell who has to know."""
+        now = self._now()
+        member.breaker.restarted(now)
+        if member.breaker.poll(now):
+            self.forget(member)
+
+    def released(self, member: Member, facts: RequestFacts) -> None:
+        """A leg has ended; how it went is said in this turn or never."""
+        if member.trial is facts:
+            self._call_later(0.0, partial(self._end_trial, member, facts))
+
+    def forget(self, member: Member) -> None:
+        """There is nothing to wait for; it may have left."""
+        timer = self._timers.pop(member, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """No timer is left."""
+        self._closed = True
+        for member in list(self._timers):
+            self.forget(member)
+
+    def _set_timer(self, member: Member, delay_s: float) -> None:
+        self.forget(member)
+        if not self._closed:
+            self._timers[member] = self._call_later(max(0.0, delay_s), partial(self._half_open, member))
+
+    def _half_open(self, member: Member) -> None:
+        del self._timers[member]
+        if member.breaker.poll(max(self._now(), member.breaker.until)):  # a timer may be a rounding early
+            self._changed(member)
+
+    def _end_trial(self, member: Member, facts: RequestFacts) -> None:
+        if member.trial is facts:  # it told nothing
+            member.trial = None
+            member.breaker.end_trial()
+            self._changed(member)

@@ -1,0 +1,288 @@
+"""Who runs the next leg of one role: candidates, limits, slow start, and who has to wait for room.
+
+The one rule: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
+on are kept from those behind it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from math import ceil
+from typing import Final
+
+from kvparams.admission import QueueLimits, RoleLimits
+from kvparams.breaker import BreakerState
+from kvparams.fairqueue import Ticket
+from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.slowstart import CallLater, SlowStart
+from kvparams_proxy.fleet.waiting import Waiter, Waiting, WaitingRoom, unavailable
+
+__all__ = ["Dispatcher"]
+
+_REMEMBERED: Final = 1024
+"""Lists of candidates: a client's invented models do not fill the memory."""
+_ABSENT_RETRY_S: Final = 5
+"""How long an engine needs to come back, nobody knows."""
+_PASSED: Final = 4
+"""So many in a row that found no room are looked past."""
+
+
+class Dispatcher:
+    """One role."""
+
+    def __init__(
+        self,
+        role: Role,
+        policy: SchedulingPolicy,
+        members: Mapping[str, Member],
+        limits: RoleLimits,
+        queue: QueueLimits,
+        slow_start_s: float,
+        now: Callable[[], float],
+        call_later: CallLater,
+    ) -> None:
+        """`members` is the fleet's own mapping, of all roles; it is only read."""
+        self.role: Final = role
+        self.guarded = False
+        """Whether anything but the policy has a say now: a limit, a slow start, a breaker that is not closed."""
+        self._policy = policy
+        self._members = members
+        self._requests = limits.requests
+        self._tokens = limits.tokens
+        self._limited = limits.requests is not None or limits.tokens is not None
+        self._now = now
+        self._turn = 0
+        self._candidates: dict[str | None, list[Member]] = {}
+        self._named: frozenset[str] = frozenset()
+        """Models that some instance has named."""
+        self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
+        self._room = WaitingRoom(role, queue, limits.tokens is not None, now, call_later, self._time_passed)
+        self._serving = False
+
+    @property
+    def waiting(self) -> int:
+        """Legs that wait for room."""
+        return len(self._room)
+
+    # what a request needs
+
+    def candidates(self, model: str | None) -> list[Member]:
+        """Who may be chosen, room apart, remembered until something changes.
+
+        Raises:
+            ProxyError: 503 naming the role: there is nobody.
+        """
+        found = self._candidates.get(model) or self._find(model)
+        if not found:
+            raise self._absent(model)
+        return found
+
+    def knows(self, model: str | None) -> bool:
+        """Whether there are candidates for sure: a short cut, False tells nothing."""
+        return model in self._candidates
+
+    def acquire(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
+        """See `Fleet.acquire`."""
+        if self.guarded or avoid:
+            return self._acquire_with_care(facts, avoid, waiter)
+        candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
+        turn = self._turn
+        self._turn = turn + 1
+        chosen = self._policy.choose(candidates, facts, turn)
+        chosen.in_flight += 1
+        chosen.tokens += facts.tokens
+        return chosen.instance
+
+    def give_up(self, waiter: Waiter) -> bool:
+        """See `Fleet.give_up`; whether it waited here."""
+        if not self._room.leave(waiter):
+            return False
+        self._serve()  # it may have been in others' way
+        return True
+
+    # what the fleet tells
+
+    def freed(self) -> None:
+        """A leg was released, while guarded."""
+        if self._limited:
+            self._room.freed()
+            self._serve()
+
+    def starts_slowly(self, member: Member) -> None:
+        """A member is about to become ready."""
+        self._slow.begin(member)
+
+    def settled(self) -> None:
+        """See `Fleet.settled`."""
+        self._slow.settled()
+        self.changed()
+
+    def changed(self) -> None:
+        """Readiness, models, breakers, drains or members of this role have changed."""
+        mine = [member for member in self._members.values() if member.instance.role is self.role]
+        self._candidates.clear()
+        self._named = frozenset(model for member in mine for model in member.models or ())
+        self._guard(mine)
+        if self._room:
+            self._room.refuse(lambda model: None if self._find(model) else self._absent(model))
+            self._serve()
+
+    def close(self) -> None:
+        """Refuse whoever waits; no timer is left."""
+        self._slow.close()
+        self._room.close()
+
+    # choosing
+
+    def _acquire_with_care(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
+        model = facts.model
+        candidates = self.candidates(model)
+        if not self._room:
+            chosen = self._choose(_preferred(candidates, avoid), candidates, facts, ())
+            if chosen is not None:
+                return chosen.instance
+        others = bool(self._room)
+        self._room.enter(waiter, facts, avoid, model if model is None or model in self._named else "")
+        # Others wait, and still it may be next: by its priority, or because it can run where they cannot.
+        instance = self._serve(waiter) if others else None
+        if instance is None:
+            self._room.settle(waiter)
+        return instance
+
+    def _choose(
+        self, preferred: list[Member], candidates: list[Member], facts: RequestFacts, kept: Collection[Member]
+    ) -> Member | None:
+        """Take one of `preferred` that has room and is not kept for others; its load counts."""
+        roomy = preferred
+        if self._limited:
+            tokens = facts.tokens
+            roomy = [member for member in preferred if self._fits(member, tokens) and member not in kept]
+        if self._slow.active:
+            warm = self._slow.warm(roomy, candidates)
+            roomy = warm if warm or self._limited else roomy
+        if not roomy:
+            return None
+        turn = self._turn
+        self._turn = turn + 1
+        chosen = self._policy.choose(roomy, facts, turn)
+        chosen.in_flight += 1
+        chosen.tokens += facts.tokens
+        if chosen.breaker.state is BreakerState.HALF_OPEN:
+            chosen.breaker.begin_trial()
+            chosen.trial = facts
+            self._candidates.clear()
+        return chosen
+
+    def _fits(self, member: Member, tokens: int) -> bool:
+        if self._requests is not None and member.in_flight >= self._requests:
+            return False
+        return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
+
+    def _find(self, model: str | None) -> list[Member]:
+        """The candidates, if there are any."""
+        found = self._candidates.get(model)
+        if found is not None:
+            return found
+        role = self.role
+        members = self._members.values()
+        found = [m for m in members if m.instance.role is role and m.available and m.serves(model)]
+        if found:
+            if len(self._candidates) >= _REMEMBERED:
+                self._candidates.clear()
+            self._candidates[model] = found
+        return found
+
+    def _guard(self, mine: list[Member]) -> None:
+        troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
+        self.guarded = self._limited or troubled or self._slow.active
+
+    # those who wait
+
+    def _serve(self, arriving: Waiter | None = None) -> Instance | None:
+        """Grant room to whoever is next, as long as there is some; the instance, if `arriving` was granted one."""
+        if self._serving:  # called by somebody who was just granted: the loop below goes on
+            return None
+        self._serving = True
+        given: Instance | None = None
+        try:
+            while self._room and (granted := self._next()) is not None:
+                waiter, instance = granted
+                if waiter is arriving:
+                    given = instance
+                else:
+                    waiter.granted(instance)
+        finally:
+            self._serving = False
+        return given
+
+    def _next(self) -> tuple[Waiter, Instance] | None:
+        """Who is next of those for whom there is room."""
+        kept = set[Member]()
+        for head in self._room.heads():
+            served = self._first_of(head, kept)
+            if served is not None:
+                ticket, instance = served
+                return self._room.take(ticket), instance
+        return None
+
+    def _first_of(self, head: Ticket[Waiting], kept: set[Member]) -> tuple[Ticket[Waiting], Instance] | None:
+        """The first of one lane for whom there is room; whoever is passed keeps an instance."""
+        with closing(self._room.line(head)) as line:
+            for passed, ticket in enumerate(line):
+                item = ticket.item
+                candidates = self._find(item.facts.model)
+                preferred = _preferred(candidates, item.avoid)
+                chosen = self._choose(preferred, candidates, item.facts, kept)
+                if chosen is not None:
+                    return ticket, chosen.instance
+                if passed == _PASSED or not self._keep(preferred, kept):
+                    kept.update(preferred)
+                    break
+        return None
+
+    def _keep(self, preferred: list[Member], kept: set[Member]) -> bool:
+        """Keep an instance for one that found no room; whether there may be room on others for those behind it.
+
+        Where only its tokens do not fit, that is the one that will have room first: nothing is given to it until then,
+        so the turn comes, and meanwhile the others need not idle.
+        """
+        if self._tokens is None:
+            return False
+        free = [member for member in preferred if member not in kept and self._fits(member, 1)]
+        if len(free) > 1:
+            kept.add(min(free, key=lambda member: member.tokens))
+        return len(free) > 1
+
+    def _time_passed(self) -> None:
+        """A slow start goes on or is over; somebody has waited too long."""
+        if not self._slow.active:
+            self._guard([member for member in self._members.values() if member.instance.role is self.role])
+        self._serve()
+
+    def _absent(self, model: str | None) -> ProxyError:
+        """Why there is no candidate for this model."""
+        known = [member for member in self._members.values() if member.instance.role is self.role]
+        alive = [member for member in known if member.ready]
+        working = [member for member in alive if member.breaker.admits]
+        after = _ABSENT_RETRY_S
+        if not known:
+            why = f"no {self.role} instance is configured"
+        elif not alive:
+            why = f"none of the {len(known)} {self.role} instances is reachable"
+        elif not working:
+            why = f"none of the {len(alive)} {self.role} instances that are reachable works: their legs failed"
+            opens_s = min(member.breaker.until for member in alive) - self._now()
+            after = max(1, min(60, ceil(opens_s)))
+        elif all(member.draining for member in working):
+            why = f"the {len(working)} {self.role} instances that are ready are being drained"
+        else:
+            why = f"none of the {len(working)} {self.role} instances that are ready serves this model"
+        return unavailable(why, f"no_{self.role}_instance", after)
+
+
+def _preferred(candidates: list[Member], avoid: Collection[str]) -> list[Member]:
+    """Those that have not failed this request already; all, where there is nobody else."""
+    if not avoid:
+        return candidates
+    return [member for member in candidates if member.instance.id not in avoid] or candidates

@@ -1,0 +1,333 @@
+"""What the proxy knows of its engines: who they are, who is ready, how much runs on each.
+
+The one rule: load is counted at the moment of choice and given back by whoever chose. Everything that several proxy
+processes would have to share is behind this object, which is passed in and never global.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from secrets import token_hex
+from typing import Protocol
+
+from kvparams.admission import QueueLimits, RoleLimits
+from kvparams.breaker import BreakerLimits
+from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams_proxy.fleet.breakers import Breakers
+from kvparams_proxy.fleet.dispatch import Dispatcher
+from kvparams_proxy.fleet.earlier import Earlier
+from kvparams_proxy.fleet.member import Member, MemberState, RoleHealth
+from kvparams_proxy.fleet.slowstart import CallLater
+from kvparams_proxy.fleet.waiting import Waiter
+
+__all__ = ["Fleet", "FleetListener"]
+
+
+class FleetListener(Protocol):
+    """Hears who comes and goes, from when it begins to listen."""
+
+    def joined(self, member: Member) -> None:
+        """It will be chosen once it is known to be ready."""
+        ...
+
+    def left(self, member: Member) -> None:
+        """It is not chosen any more and its last leg has ended: what is kept for it may be closed."""
+        ...
+
+
+class Fleet:
+    """The engines behind one proxy. Nothing here waits: time comes from outside, and who has to wait is called."""
+
+    def __init__(
+        self,
+        instances: Iterable[Instance],
+        policies: Mapping[Role, SchedulingPolicy],
+        now: Callable[[], float],
+        call_later: CallLater,
+        *,
+        limits: Mapping[Role, RoleLimits] | None = None,
+        queue: QueueLimits | None = None,
+        breaker: BreakerLimits | None = None,
+        slow_start_s: float = 10.0,
+    ) -> None:
+        """The instances that are there from the start are taken for ready until somebody learns otherwise.
+
+        Args:
+            instances: the first ones; ids must be unique.
+            policies: for each role how to choose.
+            now: the clock, in seconds; the event loop's.
+            call_later: the event loop's.
+            limits: for each role what one instance may run; without, nobody ever waits.
+            queue: for each role that has limits, who may wait for room.
+            breaker: when an instance that fails is left alone.
+            slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
+        """
+        self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
+        self._members: dict[str, Member] = {}
+        self._earlier = Earlier()
+        self._leaving: set[Member] = set()
+        """Removed, and listeners do not know yet."""
+        self._listeners: list[FleetListener] = []
+        for instance in instances:
+            if instance.id in self._members:
+                raise ValueError(f"two instances are called {instance.id!r}")
+            self._members[instance.id] = Member(instance, self._breakers.new(), ready=True)
+        self._roles = {
+            role: Dispatcher(
+                role,
+                policies[role],
+                self._members,
+                (limits or {}).get(role) or RoleLimits(),
+                queue or QueueLimits(),
+                slow_start_s,
+                now,
+                call_later,
+            )
+            for role in Role
+        }
+        for dispatcher in self._roles.values():
+            dispatcher.changed()
+
+    # who is there
+
+    @property
+    def members(self) -> Iterable[Member]:
+        """All that have not been removed, in the order they were named."""
+        return self._members.values()
+
+    def add(self, instance: Instance) -> Member:
+        """It joins, and is chosen once it is known to be ready.
+
+        Raises:
+            ValueError: the id is taken.
+        """
+        if instance.id in self._members:
+            raise ValueError(f"two instances are called {instance.id!r}")
+        return self._join(instance)
+
+    def remove(self, id: str) -> None:
+        """No new legs from now on; those that run go on, and it is forgotten when the last one ends.
+
+        Raises:
+            KeyError: nobody is called that.
+        """
+        member = self._members.pop(id)
+        self._leave(member)
+        self._changed(member)
+        self._say_left(member)
+
+    def drain(self, id: str, on: bool = True) -> None:
+        """No new legs as long as it is on; those that run go on.
+
+        Raises:
+            KeyError: nobody is called that.
+        """
+        member = self._members[id]
+        if member.draining is not on:
+            member.draining = on
+            self._changed(member)
+
+    def replace(self, instance: Instance) -> Member:
+        """What is called by that id has changed: the old one leaves, the new one joins.
+
+        Raises:
+            KeyError: nobody is called that.
+        """
+        old = self._members[instance.id]
+        self._leave(old)
+        self._say_left(old)
+        member = self._join(instance)
+        if old.instance.role is not instance.role:
+            self._changed(old)
+        return member
+
+    def member(self, instance: Instance) -> Member:
+        """Who an instance is or was, as long as a leg runs there.
+
+        Raises:
+            KeyError: it is forgotten.
+        """
+        member = self._members.get(instance.id)
+        if member is not None and member.instance is instance:
+            return member
+        return self._earlier.member(instance)
+
+    def listen(self, listener: FleetListener) -> None:
+        """It hears of every change from now on."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: FleetListener) -> None:
+        """It hears nothing more."""
+        self._listeners.remove(listener)
+
+    def settled(self) -> None:
+        """The proxy has started: those that are ready by now need no slow start, there was nobody before them."""
+        for dispatcher in self._roles.values():
+            dispatcher.settled()
+
+    def close(self) -> None:
+        """Refuse whoever waits; no timer is left. Legs that run can still be released."""
+        self._breakers.close()
+        for dispatcher in self._roles.values():
+            dispatcher.close()
+
+    # what a request needs
+
+    def require(self, roles: Iterable[Role], model: str | None) -> None:
+        """Refuse a request whose later legs nobody could run, before its first one costs anything.
+
+        Raises:
+            ProxyError: 503 naming the role that is missing.
+        """
+        for role in roles:
+            dispatcher = self._roles[role]
+            if not dispatcher.knows(model):
+                dispatcher.candidates(model)
+
+    def acquire(self, role: Role, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
+        """Take an instance for one leg; its load counts until `release`.
+
+        Args:
+            role: what it is for.
+            facts: of the request; the same object goes to `release`.
+            avoid: ids of instances that failed this request: taken only where there is nobody else.
+            waiter: hears later, if there is no room now. It waits for one instance at a time.
+
+        Returns:
+            The instance, or None: `waiter` waits.
+
+        Raises:
+            ProxyError: 503 naming the role that is missing; 429 or 503, because nobody more may wait.
+        """
+        return self._roles[role].acquire(facts, avoid, waiter)
+
+    def give_up(self, waiter: Waiter) -> None:
+        """It waits no longer. No-op if it does not wait."""
+        for dispatcher in self._roles.values():
+            if dispatcher.give_up(waiter):
+                return
+
+    def release(self, instance: Instance, facts: RequestFacts) -> None:
+        """Give back what `acquire` counted; whoever waits and fits is granted at once.
+
+        Raises:
+            ValueError: it was given back already.
+        """
+        member = self._members.get(instance.id)
+        if member is None or member.instance is not instance:
+            member = self._earlier.release(instance)
+        elif not member.in_flight:
+            raise ValueError(f"{instance.id} is released more often than it was acquired")
+        member.in_flight -= 1
+        member.tokens -= facts.tokens
+        dispatcher = self._roles[instance.role]
+        if dispatcher.guarded:
+            self._breakers.released(member, facts)
+            dispatcher.freed()
+        if member.left:
+            self._say_left(member)
+
+    # what legs and probes find out
+
+    def succeeded(self, instance: Instance) -> None:
+        """A leg on it did what it should."""
+        member = self._members.get(instance.id)
+        if member is not None and member.instance is instance and not member.breaker.spotless:
+            self._breakers.succeeded(member)
+
+    def heard(self, instance: Instance) -> None:
+        """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts."""
+        member = self._members.get(instance.id)
+        if member is not None and member.instance is instance and member.trial is not None:
+            self._breakers.heard(member)
+
+    def failed(self, instance: Instance, *, connected: bool) -> None:
+        """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""
+        member = self._members.get(instance.id)
+        if member is None or member.instance is not instance:  # what an earlier incarnation did tells nothing
+            return
+        opened = self._breakers.failed(member)
+        if not connected and member.ready:
+            self.learn(member, False, member.models)
+        elif opened:
+            self._changed(member)
+
+    def learn(self, member: Member, ready: bool, models: frozenset[str] | None) -> None:
+        """A probe has found out how a member is. One that comes back is another incarnation."""
+        if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
+            return
+        dispatcher = self._roles[member.instance.role]
+        came = ready and not member.ready
+        if ready:
+            self._breakers.probed_well(member)
+        if came:
+            if member.asked:
+                self._set_aside(member)
+                member.instance = replace(member.instance, incarnation=token_hex(8))
+                self._breakers.restarted(member)
+            member.asked = True
+            dispatcher.starts_slowly(member)
+        if (member.ready, member.models) != (ready, models):
+            member.ready, member.models = ready, models
+            dispatcher.changed()
+
+    def know_model(self, model: str) -> bool:
+        """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
+        if self._roles[Role.PREFILL].knows(model):
+            return True
+        members = self._members.values()
+        return not members or any(member.serves(model) for member in members)
+
+    def models(self) -> list[str]:
+        """What the engines say they serve, sorted."""
+        return sorted({model for member in self._members.values() for model in member.models or ()})
+
+    def missing_roles(self) -> list[Role]:
+        """Roles for which nobody may be given work."""
+        available = {member.instance.role for member in self._members.values() if member.available}
+        return [role for role in Role if role not in available]
+
+    def health(self) -> dict[Role, RoleHealth]:
+        """Each role in figures."""
+        found: dict[Role, RoleHealth] = {}
+        for role, dispatcher in self._roles.items():
+            states = [member.state for member in self._members.values() if member.instance.role is role]
+            found[role] = RoleHealth(
+                total=len(states),
+                ready=states.count(MemberState.READY),
+                draining=states.count(MemberState.DRAINING),
+                broken=states.count(MemberState.BROKEN),
+                waiting=dispatcher.waiting,
+            )
+        return found
+
+    # inside
+
+    def _join(self, instance: Instance) -> Member:
+        instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
+        member = self._members[instance.id] = Member(instance, self._breakers.new(), ready=False)
+        self._roles[instance.role].changed()
+        for listener in self._listeners:
+            listener.joined(member)
+        return member
+
+    def _leave(self, member: Member) -> None:
+        member.left = True
+        self._leaving.add(member)
+        self._breakers.forget(member)
+        self._set_aside(member)
+
+    def _say_left(self, member: Member) -> None:
+        if member in self._leaving and not member.in_flight:
+            self._leaving.discard(member)
+            for listener in self._listeners:
+                listener.left(member)
+
+    def _set_aside(self, member: Member) -> None:
+        """The legs that run on `member.instance` are now those of an earlier one."""
+        if member.trial is not None:
+            member.trial = None
+            member.breaker.end_trial()
+        self._earlier.add(member)
+
+    def _changed(self, member: Member) -> None:
+        self._roles[member.instance.role].changed()

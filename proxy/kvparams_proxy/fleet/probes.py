@@ -1,0 +1,204 @@
+"""Asks each engine from time to time whether it is there and which models it serves, over the data path's connections.
+
+Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
+for each member at most one probe runs, and none after the member or the prober has gone.
+"""
+
+import asyncio
+import json
+import logging
+from types import TracebackType
+from typing import Final, Self, cast
+
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
+
+__all__ = ["Prober"]
+
+_RETRY_S: Final = 0.5
+"""How often while an engine is missing: engines that are started together with the proxy are found at once."""
+_LONGEST_S: Final = 5.0
+"""For a whole probe."""
+_MAX_BYTES: Final = 1 << 20
+"""Of an engine's list of models: some thousand adapters."""
+_PATH: Final = b"/v1/models"
+_UNAUTHORIZED: Final = (401, 403)
+_log: Final = logging.getLogger(__name__)
+
+
+class Prober:
+    """Keeps `Member.ready` and `Member.models` true, for whoever is in the fleet: a `FleetListener`.
+
+    Use it as an async context: the first round is done on entry.
+    """
+
+    def __init__(self, fleet: Fleet, every_s: float, pools: Pools) -> None:
+        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe."""
+        self._fleet = fleet
+        self._every_s = every_s
+        self._pools = pools
+        self._probes: dict[Member, _Probe] = {}
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        members = list(self._fleet.members)
+        # Engines are probed at different moments: all of them together would be felt by the requests beside them.
+        apart_s = self._every_s / max(1, len(members))
+        first: list[asyncio.Future[None]] = []
+        for number, member in enumerate(members):
+            probe = self._probes[member] = self._probe(member, loop)
+            first.append(probe.begin(number * apart_s))
+        self._fleet.listen(self)
+        try:
+            await asyncio.gather(*first, return_exceptions=True)  # who is removed meanwhile is not waited for
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def joined(self, member: Member) -> None:
+        """See `FleetListener`."""
+        probe = self._probes[member] = self._probe(member, asyncio.get_running_loop())
+        probe.begin(0.0)
+
+    def left(self, member: Member) -> None:
+        """See `FleetListener`."""
+        probe = self._probes.pop(member, None)
+        if probe is not None:
+            probe.end()
+
+    def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
+        return _Probe(self._fleet, self._pools, member, self._every_s, loop)
+
+    def _close(self) -> None:
+        self._fleet.unlisten(self)
+        for probe in self._probes.values():
+            probe.end()
+        self._probes.clear()
+
+
+class _Probe:
+    """Asks one member, again and again."""
+
+    __slots__ = (
+        "_apart_s",
+        "_due",
+        "_every_s",
+        "_exchange",
+        "_first",
+        "_fleet",
+        "_keyed",
+        "_loop",
+        "_member",
+        "_pools",
+        "_refused",
+        "_timer",
+    )
+
+    def __init__(
+        self, fleet: Fleet, pools: Pools, member: Member, every_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._fleet = fleet
+        self._pools = pools
+        self._member = member
+        self._every_s = every_s
+        self._loop = loop
+        self._first: asyncio.Future[None] = loop.create_future()
+        self._apart_s = 0.0
+        self._due = 0.0
+        self._keyed = False
+        self._refused = False
+        """Whether the last answer said that the proxy's credentials are wrong."""
+        self._exchange: Exchange | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """For the time-out of the probe that runs, or for the next one."""
+
+    def begin(self, apart_s: float) -> asyncio.Future[None]:
+        """Ask at once; what is given is done with the first answer. The second probe comes so much later."""
+        self._apart_s = apart_s
+        self._ask()
+        return self._first
+
+    def end(self) -> None:
+        """No more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._exchange is not None:
+            self._exchange.discard()
+        self._first.cancel()
+
+    def _ask(self) -> None:
+        pool = self._pools.get(self._member.instance.id)
+        if pool is None or self._member.left:
+            self._first.cancel()
+            return
+        self._timer = self._loop.call_later(min(self._every_s, _LONGEST_S), self._expire)
+        self._keyed = pool.keyed
+        self._exchange = pool.exchange(pool.get(_PATH), Collect(_MAX_BYTES, self._answered))
+
+    def _expire(self) -> None:
+        if self._exchange is not None:
+            self._exchange.abort(UpstreamTimeout("does not answer a probe"))
+
+    def _answered(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        self._exchange = None
+        if self._timer is not None:
+            self._timer.cancel()
+        member = self._member
+        if not isinstance(error, UpstreamFull):  # busy: that tells nothing
+            refused = error is None and head.status in _UNAUTHORIZED
+            if refused and not self._refused:
+                _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
+            self._refused = refused
+            ready, models = _read(head, raw, error, member, self._keyed)
+            if ready is not member.ready and (ready or not refused):
+                name = f"{member.instance.role} {member.instance.id}"
+                _log.warning("%s is %s", name, "ready" if ready else "not reachable")
+            self._fleet.learn(member, ready, models)
+        if not self._first.done():
+            self._first.set_result(None)
+        apart_s, self._apart_s = self._apart_s, 0.0
+        self._due = self._loop.time() + self._every_s + apart_s
+        self._wait()
+
+    def _wait(self) -> None:
+        """A leg that finds no connection makes a member not ready at any time: so it is looked at often."""
+        self._timer = self._loop.call_later(min(self._every_s, _RETRY_S), self._look)
+
+    def _look(self) -> None:
+        if self._member.ready and self._loop.time() < self._due:
+            self._wait()
+        else:
+            self._ask()
+
+
+def _read(
+    head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool
+) -> tuple[bool, frozenset[str] | None]:
+    """Whether it is ready, and what it serves. `keyed`: the proxy has a key for it, so that one refused is wrong;
+    without one clients may bring their own."""
+    if error is not None or head.status >= 500 or (keyed and head.status in _UNAUTHORIZED):
+        return False, member.models
+    if head.status != 200:  # somebody is there, who does not say
+        return True, member.models
+    try:
+        return True, _models(raw)
+    except (ValueError, RecursionError):
+        return False, member.models
+
+
+def _models(text: bytes) -> frozenset[str] | None:
+    document: object = json.loads(text)
+    data = cast("dict[str, object]", document).get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        return None
+    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:10_000] if isinstance(e, dict)]
+    return frozenset(name for entry in entries if isinstance(name := entry.get("id"), str))

@@ -1,0 +1,189 @@
+"""Those who wait for room on an instance of one role, and what they are told when there is none.
+
+The one rule: whoever enters hears exactly once how it ended, unless it gives up.
+"""
+
+from collections.abc import Callable, Collection, Generator
+from typing import NamedTuple, Protocol
+
+from kvparams.admission import DrainRate, QueueLimits, retry_after_s
+from kvparams.fairqueue import FairQueue, Full, Ticket
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.slowstart import CallLater, Timer
+
+__all__ = ["Waiter", "Waiting", "WaitingRoom", "unavailable"]
+
+
+class Waiter(Protocol):
+    """Who waits for an instance, by identity. It hears exactly one of both, unless it gives up; neither may raise."""
+
+    @property
+    def facts(self) -> RequestFacts:
+        """What it wants to run."""
+        ...
+
+    def granted(self, instance: Instance) -> None:
+        """There is room; its load counts from now on."""
+        ...
+
+    def refused(self, error: ProxyError) -> None:
+        """Its deadline has passed, nobody is left to run it, or it had to make room in the queue."""
+        ...
+
+
+class Waiting(NamedTuple):
+    """One leg that waits."""
+
+    waiter: Waiter
+    facts: RequestFacts
+    avoid: Collection[str]
+    """See `Fleet.acquire`."""
+
+
+class WaitingRoom:
+    """One role's."""
+
+    def __init__(
+        self,
+        role: Role,
+        limits: QueueLimits,
+        by_tokens: bool,
+        now: Callable[[], float],
+        call_later: CallLater,
+        expired: Callable[[], None],
+    ) -> None:
+        """`by_tokens`: whether shares are counted in tokens or in legs; `expired` is called when some had to go."""
+        self._role = role
+        self._wait_s = limits.wait_s
+        self._by_tokens = by_tokens
+        self._now = now
+        self._call_later = call_later
+        self._expired = expired
+        self._queue: FairQueue[Waiting] = FairQueue(limits)
+        self._tickets: dict[Waiter, Ticket[Waiting]] = {}
+        self._rate = DrainRate()
+        self._timer: Timer | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def enter(self, waiter: Waiter, facts: RequestFacts, avoid: Collection[str], model: str | None) -> None:
+        """Wait. `model` stands for all models with the same candidates. If it still waits when all have been served who
+        can be, call `settle`.
+
+        Raises:
+            ProxyError: 503, because the fleet was closed.
+        """
+        if self._closed:
+            raise _closed()
+        self._tickets[waiter] = self._queue.push(
+            Waiting(waiter, facts, avoid),
+            tenant=facts.tenant,
+            priority=facts.priority,
+            cost=max(1, facts.tokens) if self._by_tokens else 1,
+            deadline=self._now() + self._wait_s,
+            lane=(model, frozenset(avoid)),
+        )
+        if self._timer is None:
+            self._timer = self._call_later(self._wait_s, self._expire)
+
+    def settle(self, waiter: Waiter) -> None:
+        """Hold the bounds after this one has come: it or another may have to go.
+
+        Raises:
+            ProxyError: 429 or 503, because it may not wait.
+        """
+        ticket = self._tickets.get(waiter)
+        over = None if ticket is None else self._queue.overflow(ticket)
+        if over is None:
+            return
+        loser, full = over
+        error = self._full(full, loser.item.facts.tenant)
+        if loser is ticket:
+            del self._tickets[waiter]
+            raise error
+        self._refuse(loser, error)
+
+    def leave(self, waiter: Waiter) -> bool:
+        """Give up; whether it waited."""
+        ticket = self._tickets.pop(waiter, None)
+        if ticket is None:
+            return False
+        self._queue.cancel(ticket)
+        return True
+
+    def heads(self) -> list[Ticket[Waiting]]:
+        """Who is next, of those who are in nobody's way."""
+        return self._queue.heads()
+
+    def line(self, head: Ticket[Waiting]) -> Generator[Ticket[Waiting]]:
+        """Those who wait in one lane, from its head on. Close it before anybody is served."""
+        return self._queue.line(head.lane)
+
+    def take(self, ticket: Ticket[Waiting]) -> Waiter:
+        """It is served."""
+        waiter = self._queue.take(ticket).waiter
+        del self._tickets[waiter]
+        return waiter
+
+    def freed(self) -> None:
+        """A leg has ended: what is waited for."""
+        self._rate.note(self._now())
+
+    def refuse(self, why: Callable[[str | None], ProxyError | None]) -> None:
+        """Refuse everybody for whose model there is an error."""
+        for ticket in self._queue.waiting():
+            if ticket.waiting and (error := why(ticket.item.facts.model)) is not None:
+                self._queue.cancel(ticket)
+                self._refuse(ticket, error)
+
+    def close(self) -> None:
+        """Refuse everybody; no timer is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._closed = True
+        self.refuse(lambda model: _closed())
+
+    def _refuse(self, ticket: Ticket[Waiting], error: ProxyError) -> None:
+        """It is out of the queue already; unless it gave up because of what another was told, it hears why."""
+        waiter = ticket.item.waiter
+        if self._tickets.get(waiter) is ticket:
+            del self._tickets[waiter]
+            waiter.refused(error)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._now()
+        message = f"no {self._role} instance had room for this request in {self._wait_s:g} s; try again later"
+        due = self._queue.expired(now)
+        error = unavailable(message, "queue_timeout", self._retry_after_s(now))
+        for ticket in due:
+            self._refuse(ticket, error)
+        deadline = self._queue.next_deadline()
+        if deadline is not None and self._timer is None:
+            self._timer = self._call_later(max(0.0, deadline - now), self._expire)
+        self._expired()
+
+    def _full(self, full: Full, tenant: str) -> ProxyError:
+        now = self._now()
+        if full is Full.QUEUE:
+            message = f"every {self._role} instance is busy and the queue is full; try again later"
+            return unavailable(message, "queue_full", self._retry_after_s(now))
+        message = "too many of your requests are waiting; try again later"
+        ahead = max(1, self._queue.waiting_of(tenant)) * max(1, self._queue.tenants)
+        after = retry_after_s(ahead, self._rate.per_s(now))
+        return ProxyError(429, "rate_limit_error", message, code="rate_limited", retry_after_s=after)
+
+    def _retry_after_s(self, now: float) -> int:
+        return retry_after_s(len(self._queue) + 1, self._rate.per_s(now))
+
+
+def unavailable(message: str, code: str, retry_after_s: int) -> ProxyError:
+    """A 503."""
+    return ProxyError(503, "service_unavailable", message, code=code, retry_after_s=retry_after_s)
+
+
+def _closed() -> ProxyError:
+    return unavailable("the proxy is shutting down", "shutting_down", 1)

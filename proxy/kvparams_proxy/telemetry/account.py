@@ -1,0 +1,125 @@
+"""What is told about one request: gathered while it runs, read once when it is over, by metrics, journal and traces.
+
+The one rule: nothing of what was asked or answered is in it, no address and no key.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, cast
+
+from kvparams.lifecycle import Lifecycle
+from kvparams.scheduling import Instance, RequestFacts
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.telemetry.tracing import Trace
+
+__all__ = ["Account", "Reader"]
+
+_MOST_TOKENS: Final = 1 << 40
+"""More than this is no number of tokens, whatever an engine says."""
+
+
+class Account:
+    """One request's."""
+
+    __slots__ = (
+        "answer_bytes",
+        "cached_tokens",
+        "code",
+        "completion_tokens",
+        "ended_s",
+        "endpoint",
+        "facts",
+        "further_transfers",
+        "life",
+        "prompt_tokens",
+        "refusal",
+        "retries",
+        "route",
+        "stream",
+        "trace",
+    )
+
+    def __init__(
+        self,
+        facts: RequestFacts,
+        endpoint: bytes,
+        stream: bool,
+        life: Lifecycle,
+        route: Sequence[Instance],
+        trace: Trace | None,
+    ) -> None:
+        """`route` is the executor's own list, to which it goes on adding."""
+        self.facts = facts
+        self.endpoint = endpoint
+        """The path, as it is served here."""
+        self.stream = stream
+        self.life = life
+        self.route = route
+        self.trace = trace
+        self.further_transfers: list[str] | None = None
+        """Ids of its transfers after the first one."""
+        self.refusal = 0
+        """The HTTP status of an error it was answered with; 0 where there was none."""
+        self.code: str | None = None
+        """Which error it ended with, before its first byte or after."""
+        self.retries = 0
+        self.ended_s = 0.0
+        """When it was over, since 1970."""
+        self.answer_bytes = 0
+        """Of the answer's body."""
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Of the prompt, as prefill says."""
+        self.completion_tokens: int | None = None
+        """As decode says; a stream whose client has not asked for usage does not say it."""
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status of the answer; None where the client left without one."""
+        return self.refusal or (200 if self.life.answering else None)
+
+    def prefilled(self, answer: Mapping[str, object]) -> None:
+        """Prefill's answer is here."""
+        usage = answer.get("usage")
+        if not isinstance(usage, dict):
+            return
+        members = cast("dict[str, object]", usage)
+        self.prompt_tokens = _tokens(members.get("prompt_tokens"))
+        details = members.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
+
+    def decoded(self, usage: Mapping[str, object]) -> None:
+        """Decode has said what the answer cost, once or again and again; the last word counts."""
+        self.completion_tokens = _tokens(usage.get("completion_tokens"))
+        if self.prompt_tokens is None:
+            self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
+
+    def refused(self, error: ProxyError) -> None:
+        """The client is told of an error."""
+        if not self.life.answering:
+            self.refusal = error.status
+        self.code = error.kind if error.code is None else str(error.code)
+
+    def transferred(self, transfer_id: str) -> str:
+        """A further transfer is begun."""
+        if self.further_transfers is None:
+            self.further_transfers = []
+        self.further_transfers.append(transfer_id)
+        return transfer_id
+
+
+class Reader(Protocol):
+    """Wants to know of every request that is over."""
+
+    def ended(self, account: Account) -> None:
+        """One is, some time ago: nothing of its account changes any more. Costs a few microseconds, never raises, never
+        waits."""
+        ...
+
+    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+        """One was answered with an error before it began to be executed. Its id is empty where it has none yet."""
+        ...
+
+
+def _tokens(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < _MOST_TOKENS else None

@@ -1,0 +1,255 @@
+"""What the proxy counts of its requests, for Prometheus. `METRICS.md` has all names; `gauges.py` what is true now.
+
+The one rule: a request pays for additions, not for a label look-up and a lock; the rest happens when it is scraped.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final, get_args
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
+from kvparams.plan import KVLease
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.histogram import FINE_SECONDS, TOKENS, Histogram
+from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+
+__all__ = ["FAILURES", "Metrics", "failure_kind"]
+
+FAILURES: Final = ("busy", "unreachable", "timeout", "broken", "error", "refused", "garbage")
+"""How a leg may fail: no connection was free; none was made; silence; cut off in the middle; a 5xx; a 4xx; an answer
+that is no JSON."""
+
+_STARTS: Final[dict[Role, State]] = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_FIRST_TOKEN: Final[dict[Role, tuple[State, State]]] = {
+    Role.PREFILL: ("prefill", "result"),  # its one token and its answer are one
+    Role.DECODE: ("decode", "first_byte"),
+}
+
+
+class Metrics(Collector):
+    """Counters and histograms. A `kvparams_proxy.telemetry.account.Reader`."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
+        """Requests by how they ended."""
+        self.refusals: dict[int, int] = {}
+        """Answers other than 200, by HTTP status."""
+        self.legs = {role: Histogram() for role in Role}
+        """From sending a leg's request to the end of its answer."""
+        self.first_byte = Histogram()
+        """From the complete request to the first byte of its answer, prefill included."""
+        self.turn_lag = Histogram(FINE_SECONDS)
+        """How late the event loop is."""
+        self.retries = 0
+        """Further attempts that were allowed ..."""
+        self.retries_denied = 0
+        """... and those that were not: the request, or all together, had had enough."""
+        self.continuations = 0
+        """Streams that went on on another engine."""
+        self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
+        self._live: set[Lifecycle] = set()
+        self._legs_of: dict[str, int] = {}
+        self._failures = {(role, kind): 0 for role in Role for kind in FAILURES}
+        self._prompt = Histogram(TOKENS)
+        self._completion = Histogram(TOKENS)
+        self._per_token = Histogram(FINE_SECONDS)
+        self._cached_tokens = 0
+        self._answer_bytes = 0
+
+    # on the way of a request
+
+    def began(self, life: Lifecycle) -> None:
+        """A request begins; how long it was where is counted when it is over."""
+        self._live.add(life)
+
+    def leg_ended(self, instance: Instance, spent_s: float) -> None:
+        """A leg is over, however it went."""
+        self.legs[instance.role].observe(spent_s)
+        ended = self._legs_of
+        ended[instance.id] = ended.get(instance.id, 0) + 1
+
+    def leg_failed(self, instance: Instance, kind: str) -> None:
+        """One of `FAILURES`."""
+        self._failures[instance.role, kind] += 1
+
+    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+        """See `kvparams_proxy.telemetry.account.Reader`."""
+        self.outcomes["refused" if error.status < 500 else "failed"] += 1
+        self.refusals[error.status] = self.refusals.get(error.status, 0) + 1
+
+    def ended(self, account: Account) -> None:
+        """See `kvparams_proxy.telemetry.account.Reader`."""
+        life = account.life
+        self._live.discard(life)
+        ways = self._ways
+        before, _, since_s = life.spans[0]
+        for state, _, at_s in islice(life.spans, 1, None):
+            ways[before, state].observe(at_s - since_s)
+            before, since_s = state, at_s
+        if life.outcome is not None:
+            self.outcomes[life.outcome] += 1
+        if account.refusal:
+            self.refusals[account.refusal] = self.refusals.get(account.refusal, 0) + 1
+        if account.prompt_tokens is not None:
+            self._prompt.observe(account.prompt_tokens)
+        if account.cached_tokens:
+            self._cached_tokens += account.cached_tokens
+        number = account.completion_tokens
+        if number is not None:
+            self._completion.observe(number)
+            if account.stream and number > 1 and not account.retries and life.spans[-2][0] == "first_byte":
+                self._per_token.observe((life.since_s - life.spans[-2][2]) / (number - 1))
+        self._answer_bytes += account.answer_bytes
+
+    # when it is scraped
+
+    def now_in(self, *states: State) -> int:
+        """How many requests are in one of these states."""
+        return sum(life.state in states for life in self._live)
+
+    def held(self) -> Iterable[KVLease]:
+        """KV that engines hold for requests that run."""
+        for life in self._live:
+            if life.lease is not None and life.lease.abandon is not None:
+                yield life.lease
+
+    def keep(self, ids: Iterable[str]) -> None:
+        """Forget instances that are not among these."""
+        known = set(ids)
+        for id in [id for id in self._legs_of if id not in known]:
+            del self._legs_of[id]
+
+    def legs_of(self, id: str) -> int:
+        """How many legs have ended on an instance."""
+        return self._legs_of.get(id, 0)
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        yield from self._requests()
+        yield from self._times()
+        yield from self._legs()
+        yield from self._tokens()
+
+    def _requests(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "kvparams_proxy_requests",
+            "Requests by outcome: ok, refused (4xx), failed (5xx), midway (its stream broke), gone (its client left).",
+            labels=["outcome"],
+        )
+        for outcome, number in self.outcomes.items():
+            requests.add_metric([outcome], number)
+        yield requests
+        refusals = CounterMetricFamily(
+            "kvparams_proxy_refusals", "Answers other than 200, by HTTP status.", labels=["status"]
+        )
+        for status, number in sorted(self.refusals.items()):
+            refusals.add_metric([str(status)], number)
+        yield refusals
+        retries = CounterMetricFamily(
+            "kvparams_proxy_retries",
+            "Further attempts that requests needed, by whether they were allowed (their own limit, the budget).",
+            labels=["allowed"],
+        )
+        retries.add_metric(["yes"], self.retries)
+        retries.add_metric(["no"], self.retries_denied)
+        yield retries
+        yield _counter(
+            "continuations", "Streams that another engine went on with when theirs failed.", self.continuations
+        )
+
+    def _times(self) -> Iterable[Metric]:
+        states = _seconds("state", "How long requests stay in each state; the count is how often.", "state")
+        for state in WAYS:
+            if state != "done":
+                whole = Histogram()
+                for (before, _), way in self._ways.items():
+                    if before == state:
+                        whole.add(way)
+                whole.add_to(states, [state])
+        yield states
+        ways = CounterMetricFamily(
+            "kvparams_proxy_transitions", "Steps of requests from one state to the next.", labels=["from", "to"]
+        )
+        for way, seconds in self._ways.items():
+            if seconds.count:
+                ways.add_metric(way, seconds.count)
+        yield ways
+        queue = _seconds("queue", "How long legs waited in the proxy for room: the queueing delay.", "role")
+        for role, start in _STARTS.items():
+            waited = Histogram()
+            for (before, after), way in self._ways.items():
+                if after == start and before == "queued":
+                    waited.add(way)
+                elif after == start:
+                    waited.add_zeros(way.count)
+            waited.add_to(queue, [role])
+        yield queue
+        leg_first = _seconds(
+            "leg_time_to_first_token",
+            "From sending a leg's request to its first token: prefill's only one, decode's first to the client.",
+            "role",
+        )
+        for role, way in _FIRST_TOKEN.items():
+            self._ways[way].add_to(leg_first, [role])
+        yield leg_first
+        first = _seconds("time_to_first_byte", "From the complete request to the first byte of its answer.")
+        self.first_byte.add_to(first)
+        yield first
+        each = _seconds("time_per_output_token", "Of a stream after its first token, where the engine says how many.")
+        self._per_token.add_to(each)
+        yield each
+        lag = _seconds("event_loop_lag", "How late the event loop was, looked at four times a second.")
+        self.turn_lag.add_to(lag)
+        yield lag
+
+    def _legs(self) -> Iterable[Metric]:
+        legs = _seconds("leg", "From sending a leg's request to the end of its answer.", "role")
+        for role, seconds in self.legs.items():
+            seconds.add_to(legs, [role])
+        yield legs
+        failures = CounterMetricFamily(
+            "kvparams_proxy_leg_failures",
+            "Legs that failed: busy, unreachable, timeout, broken (cut off), error (5xx), refused (4xx), garbage.",
+            labels=["role", "kind"],
+        )
+        for (role, kind), number in self._failures.items():
+            failures.add_metric([role, kind], number)
+        yield failures
+
+    def _tokens(self) -> Iterable[Metric]:
+        lengths = (
+            ("prompt_tokens", "Length of prompts, as prefill says: prefill length.", self._prompt),
+            ("completion_tokens", "Length of answers, where decode says it: decode length.", self._completion),
+        )
+        for name, text, histogram in lengths:
+            family = HistogramMetricFamily(f"kvparams_proxy_{name}", text, labels=())
+            histogram.add_to(family)
+            yield family
+        yield _counter("cached_prompt_tokens", "Prompt tokens that prefill found in its cache.", self._cached_tokens)
+        yield _counter("answer_bytes", "Bodies of answers, as sent to clients.", self._answer_bytes)
+
+
+def failure_kind(head: Head, error: UpstreamError | None) -> str:
+    """Which of `FAILURES` the end of a leg is."""
+    if error is None:
+        return "error" if head.status >= 500 else "refused"
+    if isinstance(error, UpstreamRefusal):
+        return "error"
+    if isinstance(error, UpstreamFull):
+        return "busy"
+    if not error.connected:
+        return "unreachable"
+    return "timeout" if isinstance(error, UpstreamTimeout) else "broken"
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"kvparams_proxy_{name}", text, value=value)
+
+
+def _seconds(name: str, text: str, *labels: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"kvparams_proxy_{name}_seconds", text, labels=labels, unit="seconds")

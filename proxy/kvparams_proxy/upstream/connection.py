@@ -1,0 +1,306 @@
+"""One HTTP/1.1 connection to an engine, and one exchange on it: asyncio and httptools call, a sink hears.
+
+It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. The one rule: whatever an
+engine sends, an exchange ends once, and a connection is used again only when its last answer was whole and alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol, cast
+
+import httptools
+
+from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, UpstreamLimits, reason
+
+__all__ = ["Connection", "Exchange"]
+
+
+_log: Final = logging.getLogger(__name__)
+_STALE_S: Final = 1.0
+"""A kept connection that the engine had closed already fails within a round trip; later, the engine may have begun."""
+
+
+class Owner(Protocol):
+    """The pool, as connections and exchanges see it."""
+
+    @property
+    def limits(self) -> UpstreamLimits:
+        """What an engine may take."""
+        ...
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The loop's clock, in seconds."""
+        ...
+
+    def restart(self, exchange: "Exchange") -> None:
+        """Run it on a new connection."""
+        ...
+
+    def put_back(self, connection: "Connection") -> None:
+        """The connection is idle."""
+        ...
+
+    def forget(self, connection: "Connection") -> None:
+        """The connection is closed."""
+        ...
+
+
+class Exchange:
+    """One request and its answer: a handle to abort or throttle it."""
+
+    __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
+
+    def __init__(self, pool: Owner, request: Request, sink: Sink, *, once: bool) -> None:
+        """`once`: never send the request twice, even where the engine has most likely not seen it."""
+        self._pool = pool
+        self._request = request
+        self._sink: Sink | None = sink
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._retry = not once
+        self._begun = False
+        self._paused = False
+
+    def abort(self, error: UpstreamError) -> None:
+        """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
+        sink = self._sink
+        if sink is not None:
+            error.connected = self._begun
+            self.discard()
+            sink.on_done(error)
+
+    def discard(self) -> None:
+        """End it now; the sink hears nothing more."""
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def pause(self) -> None:
+        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream. Where there is no
+        connection yet, nothing is read from the one that will be."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume()
+
+    def run_on(self, connection: "Connection") -> None:
+        """For the pool: send the request there."""
+        self._connection = connection
+        self._begun = True
+        connection.begin(self, self._sink, self._request)
+        if self._paused:
+            connection.pause()
+
+    def connect(self, task: asyncio.Task[None]) -> None:
+        """For the pool: a connection is being made."""
+        self._connecting = task
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody still wants the answer."""
+        return self._sink is not None
+
+    def finish(self, error: UpstreamError | None, *, untouched: bool = False) -> None:
+        """For the connection: the answer ended. `untouched`: a reused connection was closed before any byte came."""
+        sink = self._sink
+        if sink is None:
+            return
+        self._connection = None
+        if untouched and self._retry:  # a stale keep-alive connection: the engine has not seen the request
+            self._retry = False
+            self._pool.restart(self)
+            return
+        self._sink = None
+        sink.on_done(error)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an engine; carries one exchange at a time."""
+
+    __slots__ = (
+        "_complete",
+        "_exchange",
+        "_head",
+        "_head_bytes",
+        "_head_done",
+        "_keep_alive",
+        "_parser",
+        "_paused",
+        "_pool",
+        "_reused",
+        "_sent_at",
+        "_sink",
+        "_strange",
+        "idle_since",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: Owner) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange: Exchange | None = None
+        self._sink: Sink | None = None
+        self._reused = False
+        self._strange = False
+        self._sent_at = 0.0
+        self._paused = False
+        self.idle_since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._head = Head()
+        self._head_bytes = 0
+        self._head_done = False
+        self._complete = False
+        self._keep_alive = False
+
+    # what the pool and the exchange call
+
+    def begin(self, exchange: Exchange, sink: Sink | None, request: Request) -> None:
+        """Send a request; the answer goes to `sink`."""
+        self._exchange = exchange
+        self._sink = sink
+        self._reset()
+        self._sent_at = self._pool.now()
+        self.transport.writelines(request)
+
+    def close(self) -> None:
+        """Close at once; whoever waits has been told."""
+        self._exchange = self._sink = None
+        self.transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading from the socket."""
+        if not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read from the socket again."""
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came and deliver it, then flush once."""
+        sink = self._sink
+        if sink is None:  # an idle engine has nothing to say
+            self.transport.abort()
+            return
+        if not self._head_done:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+            if not self._head_done and self._head_bytes > self._pool.limits.head_bytes:
+                raise ValueError("its headers are too long")
+            sink.on_flush()
+        except UpstreamError as error:  # the sink has seen enough
+            self._fail(error)
+            return
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(error)})"))
+            return
+        except Exception:  # noqa: BLE001  a fault of the proxy: still, this exchange ends and the engine is told
+            _log.exception("an answer could not be taken")
+            self._fail(UpstreamError("the proxy failed; its log says why"))
+            return
+        if self._complete:
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Complete a body that only the end delimits; otherwise the answer is cut off."""
+        self._pool.forget(self)
+        exchange, self._exchange, self._sink = self._exchange, None, None
+        if exchange is None:
+            return
+        if self._head_done and not self._head.framed and exc is None:
+            exchange.finish(None)
+            return
+        untouched = self._reused and self._head_bytes == 0 and self._pool.now() - self._sent_at < _STALE_S
+        exchange.finish(
+            UpstreamError("the engine closed the connection before its answer was complete"), untouched=untouched
+        )
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        """A second answer to one request would be somebody else's."""
+        if self._complete:
+            self._strange = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep the few headers that matter."""
+        if self._head_done:  # trailers
+            return
+        name = name.lower()
+        head = self._head
+        if name == b"content-type":
+            head.content_type = value
+        elif name == b"content-length" or name == b"transfer-encoding":
+            head.framed = True
+
+    def on_headers_complete(self) -> None:
+        """Deliver the head, unless it is a mere 100 Continue."""
+        if self._complete:  # of a second answer: nobody's
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            if status == 101:
+                raise ValueError("it switches protocols")
+            return
+        head = self._head
+        head.status = status
+        if status in (204, 304):
+            head.framed = True
+        self._head_done = True
+        if self._sink is not None:
+            self._sink.on_head(head)
+
+    def on_body(self, data: bytes) -> None:
+        """Deliver a piece of the body."""
+        if self._sink is not None and not self._complete:
+            self._sink.on_body(data)
+
+    def on_message_complete(self) -> None:
+        """Remember it: the connection must not be used again before the parser has returned."""
+        if self._head_done:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns
+        else:  # the end of a 1xx answer
+            self._head = Head()
+
+    def _end(self) -> None:
+        exchange, self._exchange, self._sink = self._exchange, None, None
+        if self._strange or not self._keep_alive or self.transport.is_closing():
+            self.transport.close()
+        else:
+            self.resume()
+            self._reused = True
+            self._pool.put_back(self)
+        if exchange is not None:
+            exchange.finish(None)
+
+    def _fail(self, error: UpstreamError) -> None:
+        exchange, self._exchange, self._sink = self._exchange, None, None
+        self.transport.abort()
+        if exchange is not None:
+            exchange.finish(error)

@@ -1,0 +1,157 @@
+"""The HTTP/1.1 client of the data path: the connections to one engine.
+
+It does only what two legs need. The one rule: a connection that waited is tried once; if the engine had closed it, a
+new one is made and nobody notices.
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from functools import partial
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.upstream.connection import Connection, Exchange
+from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """The connections to one engine."""
+
+    def __init__(
+        self,
+        url: str,
+        limits: UpstreamLimits,
+        tls: ssl.SSLContext | None = None,
+        *,
+        server_name: str | None = None,
+        key: Secret | None = None,
+    ) -> None:
+        """
+        Args:
+            url: `http(s)://host[:port]`.
+            limits: what the engine may take.
+            tls: for https; the system's trust by default.
+            server_name: what the engine's certificate must say, where that is not the host in its URL.
+            key: the engine's own; it goes with every request.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+            raise ValueError(f"an engine's URL is http://host:port or https://host:port, not {url!r}")
+        self.limits: Final = limits
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        self._server_name = server_name if self._tls is not None else None
+        self.keyed: Final = key is not None
+        """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        self._own = b"" if key is None else key.bearer_line()
+        self._authority = parts.netloc.rpartition("@")[2].encode()
+        self._prefixes: dict[bytes, bytes] = {}
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self.now: Final = self._loop.time
+
+    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+        """A POST. `headers` are whole lines, each ending in CRLF."""
+        prefix = self._prefixes.get(path)
+        if prefix is None:
+            prefix = self._prefixes[path] = (
+                b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b"
+                % (path, self._authority, self._own)
+            )
+        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, len(body)), body
+
+    def get(self, path: bytes) -> Request:
+        """A GET."""
+        return b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b\r\n" % (path, self._authority, self._own), b""
+
+    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> Exchange:
+        """Send `request`, deliver its answer to `sink`. `once`: see `Exchange`."""
+        exchange = Exchange(self, request, sink, once=once)
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport.is_closing():
+                continue
+            if self._loop.time() - connection.idle_since > self.limits.idle_s:
+                connection.transport.close()
+                continue
+            exchange.run_on(connection)
+            return exchange
+        self.restart(exchange)
+        return exchange
+
+    def restart(self, exchange: Exchange) -> None:
+        """Run `exchange` on a new connection."""
+        if self._closed:
+            gone = UpstreamError("the engine has been removed", connected=False)
+            self._loop.call_soon(exchange.finish, gone)
+            return
+        if len(self._open) + len(self._connecting) >= self.limits.connections:
+            full = UpstreamFull("too many connections to the engine are open", connected=False)
+            self._loop.call_soon(exchange.finish, full)
+            return
+        task = self._loop.create_task(self._connect(exchange))
+        self._connecting.add(task)
+        task.add_done_callback(partial(self._connected, exchange))
+        exchange.connect(task)
+
+    def _connected(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """Or not: it may have been cancelled, even before it had begun."""
+        self._connecting.discard(task)
+        if task.cancelled():
+            exchange.finish(UpstreamError("no connection to the engine (given up)", connected=False))
+
+    async def _connect(self, exchange: Exchange) -> None:
+        try:
+            async with asyncio.timeout(self.limits.connect_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
+                )
+        except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
+            exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
+            return
+        if connection.transport.is_closing():  # lost already: nobody would say so again
+            exchange.finish(UpstreamError("no connection to the engine (closed at once)", connected=False))
+            return
+        self._open.add(connection)
+        if exchange.waiting:
+            exchange.run_on(connection)
+        else:
+            self.put_back(connection)
+
+    def put_back(self, connection: Connection) -> None:
+        """For the connection: it is idle."""
+        now = connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+        while now - self._idle[0].idle_since > self.limits.idle_s:
+            self._idle.popleft().transport.close()
+
+    def forget(self, connection: Connection) -> None:
+        """For the connection: it is closed."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    @property
+    def open_connections(self) -> int:
+        """Idle ones included."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Close every connection; exchanges that run hear that they were cut off, and none begins any more."""
+        self._closed = True
+        for task in self._connecting:
+            task.cancel()
+        for connection in list(self._open):
+            connection.transport.abort()
