@@ -29,6 +29,7 @@ MODULES = (
     "kvparams_proxy.fleet.dispatch",
     "kvparams_proxy.clients.downstream",
     "kvparams_proxy.fleet.earlier",
+    "kvparams_proxy.execution.context",
     "kvparams_proxy.execution.executor",
     "kvparams_proxy.fleet.fleet",
     "kvparams_proxy.clients.generate",

@@ -6,25 +6,24 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter, time
 from typing import Final, cast
 
-from kvparams.dialects import Dialect
 from kvparams.errors import JSONTextError
 from kvparams.lifecycle import Lifecycle, Outcome
-from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, RequestManager
+from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, RequestManager
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.clients.downstream import Downstream
-from kvparams_proxy.clients.endpoints import Endpoint, one_token
+from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.execution.releases import Held
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.metrics import failure_kind
@@ -44,10 +43,8 @@ class Execution:
 
     __slots__ = (
         "_account",
-        "_attempts",
-        "_claimed",
+        "_context",
         "_corrections",
-        "_credentials",
         "_done",
         "_downstream",
         "_endpoint",
@@ -58,13 +55,11 @@ class Execution:
         "_leg_began",
         "_life",
         "_manager",
-        "_path",
         "_plan",
         "_recorder",
         "_resources",
         "_route",
         "_slow",
-        "_up",
         "_waiting",
         "facts",
     )
@@ -96,29 +91,27 @@ class Execution:
         self._resources = resources
         self._manager = manager
         self._endpoint = endpoint
-        self._path = endpoint.path.encode()
         self._inbound = inbound
         self.facts = inbound.facts
         """For the queue: see `kvparams_proxy.fleet.fleet.Waiter`."""
-        self._up = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
-        self._credentials = b"" if authorization is None else b"authorization: %b\r\n" % authorization
         self._downstream = downstream
         self._done = done
-        self._plan = manager.legs(inbound.facts, self)
-        self._life = Lifecycle(perf_counter)
-        resources.metrics.began(self._life)
         self._exchange: Exchange | None = None
         self._leg: Leg | None = None
         self._leg_began = 0.0
         self._corrections = Corrections(inbound.facts.request_id, resources.addresses)
         self._recorder = recorder_for(endpoint, inbound)
-        self._attempts = 0
-        self._claimed = False
         self._gone = False
         self._slow = False
         self._waiting = False
         self._route: list[Instance] = []
-        self._account = Account(inbound.facts, self._path, inbound.stream, self._life, self._route, trace)
+        life = self._life = Lifecycle(perf_counter)
+        resources.metrics.began(life)
+        account = self._account = Account(
+            inbound.facts, endpoint.path.encode(), inbound.stream, life, self._route, trace
+        )
+        self._context = PlanContext(resources, endpoint, inbound, life, account, upstream_headers, authorization)
+        self._plan = manager.legs(inbound.facts, self._context)
 
     def run(self) -> None:
         """Answer the client, in one way or another. Never raises for what engines or clients do."""
@@ -171,52 +164,6 @@ class Execution:
         self._waiting = False
         self._refuse(error)
 
-    # the plan's questions, as `kvparams.plan.Context`
-
-    def dialect(self, instance: Instance) -> Dialect:
-        """See `Context.dialect`."""
-        return self._resources.dialects[instance.dialect]
-
-    def one_token(self) -> Mapping[str, bytes | None]:
-        """See `Context.one_token`."""
-        inbound = self._inbound
-        return one_token(self._endpoint.kind, inbound.body, inbound.spans)
-
-    def now(self) -> float:
-        """See `Context.now`."""
-        return self._resources.loop.time()
-
-    def may_retry(self) -> bool:
-        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
-        metrics = self._resources.metrics
-        if self._attempts >= self._resources.settings.retries:
-            metrics.retries_denied += 1
-            return False
-        self._attempts += 1
-        if not self._resources.retries.take():
-            metrics.retries_denied += 1
-            return False
-        metrics.retries += 1
-        self._account.retries += 1
-        return True
-
-    def next_transfer(self) -> str:
-        """See `Context.next_transfer`."""
-        return self._account.transferred(self._resources.new_id())
-
-    def hold(self, lease: KVLease) -> None:
-        """See `Context.hold`."""
-        held = self._life.lease
-        if held is not None and held.transfer_id != lease.transfer_id:
-            self._abandon()
-        self._life.lease = lease
-        self._claimed = False
-
-    def give_back(self, instance: Instance) -> None:
-        """See `Context.give_back`."""
-        self._life.loads.remove(instance)
-        self._resources.fleet.release(instance, self.facts)
-
     # taking the plan's steps
 
     def _go(self, value: object, failure: LegFailed | None = None) -> None:
@@ -245,7 +192,7 @@ class Execution:
         self._life.enter("queued")
         lease = self._life.lease
         if lease is not None and role is Role.DECODE:
-            self._resources.watch.start(self, lease.until_s - self.now())
+            self._resources.watch.start(self, lease.until_s - self._context.now())
 
     def _take(self, instance: Instance) -> None:
         self._life.loads.append(instance)
@@ -271,13 +218,11 @@ class Execution:
         else:
             sink = Collect(limit_bytes, self._collected)
         pool = resources.pools[leg.instance.id]
-        headers = self._up if pool.keyed else self._up + self._credentials
+        context = self._context
+        headers = context.lines if pool.keyed else context.lines + context.credentials
         if self._account.trace is not None:
             headers += self._account.trace.leg()
-        lease = self._life.lease
-        claims = leg.answers_client and lease is not None and not self.dialect(lease.producer).reusable
-        if claims:
-            self._claimed = True
+        claims = leg.answers_client and context.claim()
         self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
         resources.watch.start(self, limit_s)
 
@@ -288,7 +233,7 @@ class Execution:
         resources = self._resources
         resources.watch.stop(self)
         self._exchange = None
-        self.give_back(leg.instance)
+        self._context.give_back(leg.instance)
         resources.metrics.leg_ended(leg.instance, perf_counter() - self._leg_began)
         return leg
 
@@ -375,7 +320,7 @@ class Execution:
         """Whether the leg has failed; then the client's leaving or the plan has been seen to."""
         unseen = not error.connected if error is not None else 400 <= head.status < 500
         if leg.answers_client and unseen:  # no engine has it, or it was refused before it was scheduled
-            self._claimed = False
+            self._context.claimed = False
         if self._gone:
             self._finish("gone")
             return True
@@ -384,7 +329,7 @@ class Execution:
         sent = self._recorder.sent() if self._recorder is not None and self._life.answering else None
         addresses, body = self._resources.addresses, self._inbound.body
         pool = self._resources.pools.get(leg.instance.id)
-        own_key = not self._credentials or pool is None or pool.keyed
+        own_key = not self._context.credentials or pool is None or pool.keyed
         answering = self._life.answering
         failure = broken(leg.instance, head, raw, error, addresses, body, own_key=own_key, begun=answering, sent=sent)
         if failure is None:
@@ -447,7 +392,7 @@ class Execution:
         resources.watch.stop(self)
         while life.loads:
             resources.fleet.release(life.loads.pop(), self.facts)
-        self._abandon()
+        self._context.abandon(gone=self._gone)
         life.leave(outcome)
         if self._corrections.usage is not None:
             self._account.decoded(self._corrections.usage)
@@ -455,27 +400,6 @@ class Execution:
         resources.ledger.ended(self._account)
         if self._done is not None:
             self._done()
-
-    def _abandon(self) -> None:
-        """KV that is held for this request will not be fetched.
-
-        Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
-        else may: the blocks may be another request's by then.
-        """
-        lease, self._life.lease = self._life.lease, None
-        if lease is None or lease.abandon is None:
-            return
-        releases = self._resources.releases
-        if self._claimed:
-            releases.orphaned += not self._gone
-        elif self.now() >= lease.until_s:
-            releases.orphaned += 1
-        else:
-            trace = self._account.trace
-            headers = self._up if trace is None else self._up + trace.line()
-            releases.start(
-                Held(lease, lease.abandon, self._path, self._inbound, self.one_token(), headers, self._credentials)
-            )
 
     def _log_failure(self, error: ProxyError) -> None:
         route = " -> ".join(instance.id for instance in self._route) or "no engine"

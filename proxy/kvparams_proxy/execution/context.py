@@ -1,0 +1,143 @@
+"""What one request holds and may still do: what its plan asks, and the KV it must not leave behind.
+
+The one rule: KV that is held for it is fetched, given back or counted as orphaned; nothing else becomes of it.
+"""
+
+from collections.abc import Mapping
+
+from kvparams.dialects import Dialect
+from kvparams.lifecycle import Lifecycle
+from kvparams.plan import KVLease
+from kvparams.scheduling import Instance
+from kvparams_proxy.clients.endpoints import Endpoint, one_token
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.execution.releases import Held
+from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.telemetry.account import Account
+
+__all__ = ["PlanContext"]
+
+
+class PlanContext:
+    """A `kvparams.plan.Context`. Everything is answered at once."""
+
+    __slots__ = (
+        "_account",
+        "_attempts",
+        "_endpoint",
+        "_inbound",
+        "_life",
+        "_resources",
+        "claimed",
+        "credentials",
+        "lines",
+    )
+
+    def __init__(
+        self,
+        resources: Resources,
+        endpoint: Endpoint,
+        inbound: Inbound,
+        life: Lifecycle,
+        account: Account,
+        upstream_headers: bytes,
+        authorization: bytes | None,
+    ) -> None:
+        """
+        Args:
+            resources: what executions share.
+            endpoint: the request's.
+            inbound: the request.
+            life: where its loads and its lease are kept.
+            account: where its retries and transfers are told.
+            upstream_headers: see `Execution`.
+            authorization: see `Execution`.
+        """
+        self._resources = resources
+        self._endpoint = endpoint
+        self._inbound = inbound
+        self._life = life
+        self._account = account
+        self._attempts = 0
+        self.lines = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
+        """Headers of every leg."""
+        self.credentials = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+        """One more, for engines that have no key of their own."""
+        self.claimed = False
+        """Whether an engine may have been told to fetch the KV that is held."""
+
+    # the plan's questions
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """See `Context.dialect`."""
+        return self._resources.dialects[instance.dialect]
+
+    def one_token(self) -> Mapping[str, bytes | None]:
+        """See `Context.one_token`."""
+        inbound = self._inbound
+        return one_token(self._endpoint.kind, inbound.body, inbound.spans)
+
+    def now(self) -> float:
+        """See `Context.now`."""
+        return self._resources.loop.time()
+
+    def may_retry(self) -> bool:
+        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        metrics = self._resources.metrics
+        if self._attempts >= self._resources.settings.retries:
+            metrics.retries_denied += 1
+            return False
+        self._attempts += 1
+        if not self._resources.retries.take():
+            metrics.retries_denied += 1
+            return False
+        metrics.retries += 1
+        self._account.retries += 1
+        return True
+
+    def next_transfer(self) -> str:
+        """See `Context.next_transfer`."""
+        return self._account.transferred(self._resources.new_id())
+
+    def hold(self, lease: KVLease) -> None:
+        """See `Context.hold`."""
+        held = self._life.lease
+        if held is not None and held.transfer_id != lease.transfer_id:
+            self.abandon(gone=False)
+        self._life.lease = lease
+        self.claimed = False
+
+    def give_back(self, instance: Instance) -> None:
+        """See `Context.give_back`."""
+        self._life.loads.remove(instance)
+        self._resources.fleet.release(instance, self._inbound.facts)
+
+    # the executor's
+
+    def claim(self) -> bool:
+        """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
+        lease = self._life.lease
+        if lease is None or self._resources.dialects[lease.producer.dialect].reusable:
+            return False
+        self.claimed = True
+        return True
+
+    def abandon(self, *, gone: bool) -> None:
+        """KV that is held for this request will not be fetched. `gone`: because its client has left.
+
+        Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
+        else may: the blocks may be another request's by then.
+        """
+        lease, self._life.lease = self._life.lease, None
+        if lease is None or lease.abandon is None:
+            return
+        releases = self._resources.releases
+        if self.claimed:
+            releases.orphaned += not gone
+        elif self.now() >= lease.until_s:
+            releases.orphaned += 1
+        else:
+            trace = self._account.trace
+            headers = self.lines if trace is None else self.lines + trace.line()
+            path = self._endpoint.path.encode()
+            releases.start(Held(lease, lease.abandon, path, self._inbound, self.one_token(), headers, self.credentials))
