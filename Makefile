@@ -1,13 +1,16 @@
 # Everything a developer or CI does. A fresh machine needs Python 3.11 or later and a way to install packages.
 PYTHON ?= python3
 BIN := .venv/bin
+STORE ?= file
 READY := .venv/.ready
 
-.PHONY: help install demo serve check lint test soak bench-proxy bench-store clean
+.PHONY: help install servers demo serve check lint test soak bench-proxy bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
+	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
+	@echo "                  STORE=file|valkey|mooncake|tiered, or the URL of a store that runs"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
@@ -26,25 +29,29 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
+# The real stores that the tests start.
+servers:
+	@tests/install_servers.sh
+
 demo: $(READY)
-	@$(BIN)/python -m demo
+	@$(BIN)/python -m demo --store "$(STORE)"
 
 serve: $(READY)
-	@$(BIN)/python -m demo --serve
+	@$(BIN)/python -m demo --serve --store "$(STORE)"
 
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-check: lint
+check: lint servers
 	$(BIN)/pytest -m "not slow" -n 2
 
 # The slow ones start processes of their own and measure: one after the other.
 test: check
 	$(BIN)/pytest -m slow
 
-soak: $(READY)
+soak: $(READY) servers
 	$(BIN)/pytest -m slow --soak --timeout 3600
 
 bench-proxy: $(READY)

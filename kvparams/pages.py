@@ -1,32 +1,53 @@
 """A stored page: a 256-byte header that says what the payload is, then the payload.
 
 `seal` writes the header in front of a payload that already stands in the buffer; `verify` says whether a buffer holds
-exactly the page that was asked for. The one rule: nothing reaches a model before `verify` has returned None.
+exactly the page that was asked for. With keys (`kvparams.seals`) it carries a tag that only their owners can make: a
+checksum finds accidents, a tag attackers. The one rule: nothing reaches a model before `verify` has returned None.
 
     offset  bytes  field (little-endian)
          0      4  magic "KVPG"
          4      2  version: 1
          6      2  header bytes: 256
-         8      4  flags: 0; a flag that is not known is refused
+         8      4  flags: 0, or how the tag is made: 0x100 HMAC-SHA256, 0x200 AES-256-GMAC; others are refused
         12      4  tokens in this page
         16     16  layers from, to, KV heads from, to (u32 each, ends excluded)
         32      8  payload bytes
         40      8  XXH3-64 of the payload
         48     32  digest of the namespace
         80     32  chain of the page
-       112    136  zero
+       112      8  with a tag: id of its key; else zero
+       120     32  with a tag: random bytes; else zero
+       152     16  with a tag: the tag; else zero
+       168     80  zero
        248      8  XXH3-64 of bytes 0..247
+
+The tag covers bytes 0..39, 48..151 and 168..247 of the header and then the payload: everything but itself and the two
+checksums, which follow from the rest.
 """
 
 import struct
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Final, Literal
 
 from xxhash import xxh3_64_intdigest
 
 from kvparams.keys import Namespace, Page, Rectangle
+from kvparams.seals import METHODS, PageKeys
 
-__all__ = ["HEADER_BYTES", "REASONS", "PageIdentity", "Reason", "Refusal", "identify", "seal", "verify"]
+__all__ = [
+    "HEADER_BYTES",
+    "REASONS",
+    "USABLE_BY_OTHERS",
+    "Claim",
+    "PageIdentity",
+    "Reason",
+    "Refusal",
+    "claimed",
+    "identify",
+    "seal",
+    "verify",
+]
 
 HEADER_BYTES: Final = 256
 """Bytes in front of the payload."""
@@ -36,30 +57,45 @@ Reason = Literal[
     "malformed",  # not a page at all
     "version",  # a page of another format version, or with flags that are not known here
     "flipped_header",  # the header's checksum does not fit
+    "unsealed",  # a page without a tag, where only pages with one are used
+    "locked",  # a page with a tag that cannot be checked here
     "namespace",  # a page of another model, dtype, geometry, LoRA or cache salt
     "prefix",  # a page of other tokens
     "length",  # a page of another number of tokens or bytes
     "rectangle",  # a page of other layers or heads
     "flipped_payload",  # the payload's checksum does not fit
+    "forged",  # all of that fits, and the tag does not: no owner of the key has written it
 ]
 REASONS: Final[tuple[Reason, ...]] = (
     "torn",
     "malformed",
     "version",
     "flipped_header",
+    "unsealed",
+    "locked",
     "namespace",
     "prefix",
     "length",
     "rectangle",
     "flipped_payload",
+    "forged",
 )
 """Every reason for which a page is refused; spec/draft/spec.md section 11 lists the checks in their order."""
 
+USABLE_BY_OTHERS: Final[frozenset[Reason]] = frozenset({"version", "locked"})
+"""Reasons that lie with the reader: with a newer build or another key the page may be good, so it is no reader's to
+delete. All others say that it is good for nobody, or must not be trusted."""
+
 _MAGIC: Final = b"KVPG"
 _VERSION: Final = 1
-_FIELDS: Final = struct.Struct("<4sHHI5IQQ32s32s136x")
+_FIELDS: Final = struct.Struct("<4sHHI5IQQ32s32s8s32s16s80x")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = HEADER_BYTES - _CHECKSUM.size
+_TAG_AT: Final = 152
+_UNUSED_AT: Final = 168
+_COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES), slice(HEADER_BYTES, None))
+"""What the tag covers."""
+_NO_TAG: Final = (bytes(8), bytes(32), bytes(16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +129,13 @@ def identify(namespace: Namespace, page: Page, rectangle: Rectangle) -> PageIden
     return PageIdentity(namespace.digest, page.chain, page.tokens, rectangle, payload_bytes)
 
 
-def seal(buffer: memoryview, identity: PageIdentity) -> None:
+def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = None) -> None:
     """Write the header in front of the payload.
 
     Args:
         buffer: `identity.stored_bytes` writable bytes; the payload already stands behind the first `HEADER_BYTES`.
         identity: what the page is.
+        keys: of the tenant, for a page with a tag.
 
     Raises:
         ValueError: the buffer has another length.
@@ -106,13 +143,14 @@ def seal(buffer: memoryview, identity: PageIdentity) -> None:
     if buffer.nbytes != identity.stored_bytes:
         raise ValueError(f"the buffer has {buffer.nbytes} bytes, the page {identity.stored_bytes}")
     part = identity.rectangle
+    key_id, salt, tag = _NO_TAG if keys is None else (keys.key_id, keys.new_salt(), bytes(16))
     _FIELDS.pack_into(
         buffer,
         0,
         _MAGIC,
         _VERSION,
         HEADER_BYTES,
-        0,
+        0 if keys is None else keys.flags,
         identity.tokens,
         part.layer_start,
         part.layer_end,
@@ -122,22 +160,40 @@ def seal(buffer: memoryview, identity: PageIdentity) -> None:
         xxh3_64_intdigest(buffer[HEADER_BYTES:]),
         identity.namespace,
         identity.chain,
+        key_id,
+        salt,
+        tag,
     )
+    if keys is not None:
+        buffer[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, [buffer[part] for part in _COVERED])
     _CHECKSUM.pack_into(buffer, _CHECKED_BYTES, xxh3_64_intdigest(buffer[:_CHECKED_BYTES]))
 
 
-def verify(buffer: memoryview, expected: PageIdentity) -> Refusal | None:
+def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = None) -> Refusal | None:
     """None if `buffer` holds exactly the page `expected`, whole and unchanged; otherwise the first reason it does not.
 
     Args:
         buffer: the bytes that a store gave back: header and payload, nothing else.
         expected: the page that was asked for.
+        keys: of the tenant. With keys only pages with a good tag are used; without, only pages that have none.
     """
     if buffer.nbytes < HEADER_BYTES:
         return Refusal("torn", f"{buffer.nbytes} bytes are fewer than a header has")
-    (magic, version, header_bytes, flags, tokens, *part, payload_bytes, checksum, namespace, chain) = (
-        _FIELDS.unpack_from(buffer, 0)
-    )
+    (
+        magic,
+        version,
+        header_bytes,
+        flags,
+        tokens,
+        *part,
+        payload_bytes,
+        checksum,
+        namespace,
+        chain,
+        key_id,
+        salt,
+        tag,
+    ) = _FIELDS.unpack_from(buffer, 0)
     wanted = expected.rectangle
     if magic != _MAGIC:
         return Refusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
@@ -146,8 +202,14 @@ def verify(buffer: memoryview, expected: PageIdentity) -> Refusal | None:
     (header_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
     if header_checksum != xxh3_64_intdigest(buffer[:_CHECKED_BYTES]):
         return Refusal("flipped_header", "the header's checksum does not fit")
-    if header_bytes != HEADER_BYTES or flags:
+    if header_bytes != HEADER_BYTES or flags not in (0, *METHODS.values()):
         return Refusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
+    if keys is not None and not flags:
+        return Refusal("unsealed", "it has no tag, and keys are configured here: only pages with a tag are used")
+    if keys is None and flags:
+        return Refusal("locked", "it has a tag, and no key is configured here; configure the keys of its writer")
+    if keys is not None and (obstacle := keys.obstacle(flags, key_id)) is not None:
+        return Refusal("locked", obstacle)
     if namespace != expected.namespace:
         return Refusal("namespace", f"a page of the namespace {namespace.hex()[:16]}")
     if chain != expected.chain:
@@ -160,4 +222,35 @@ def verify(buffer: memoryview, expected: PageIdentity) -> Refusal | None:
         return Refusal("torn", f"{buffer.nbytes} of {expected.stored_bytes} bytes")
     if checksum != xxh3_64_intdigest(buffer[HEADER_BYTES:]):
         return Refusal("flipped_payload", "the payload's checksum does not fit")
+    if keys is not None:
+        good = keys.tag(flags, key_id, salt, [buffer[covered] for covered in _COVERED])
+        if not compare_digest(tag, good):
+            return Refusal("forged", "its tag does not fit: no owner of the key has written this")
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a header says of itself; nothing of it has been checked."""
+
+    identity: PageIdentity
+    flags: int
+    """How the tag is made, 0 without one; see `kvparams.seals.METHODS`."""
+    key_id: bytes
+    """Of the key of the tag; zero without one."""
+
+
+def claimed(buffer: memoryview) -> Claim:
+    """For tools: the page that a buffer says it is. `verify` against its own claim checks everything but the identity.
+
+    Raises:
+        ValueError: it is no page of this format, or says something impossible.
+    """
+    if buffer.nbytes < HEADER_BYTES:
+        raise ValueError(f"{buffer.nbytes} bytes are fewer than a header has")
+    (magic, version, header_bytes, flags, tokens, *part, payload_bytes, _, namespace, chain, key_id, _, _) = (
+        _FIELDS.unpack_from(buffer, 0)
+    )
+    if (magic, version, header_bytes) != (_MAGIC, _VERSION, HEADER_BYTES):
+        raise ValueError(f"it does not start as a page of format version {_VERSION} does")
+    return Claim(PageIdentity(namespace, chain, tokens, Rectangle(*part), payload_bytes), flags, key_id)

@@ -5,6 +5,7 @@ only when nobody can touch it any more; tie that to `Job.on_settled`, never to t
 """
 
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -35,19 +36,23 @@ class Slot:
 class Arena:
     """A fixed number of equal slots in one piece of memory."""
 
-    def __init__(self, size_bytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self, size_bytes: int, slot_bytes: int, *, allocate: Callable[[int], memoryview] | None = None
+    ) -> None:
         """Allocate and touch `size_bytes`, at least one slot's worth.
 
         Args:
             size_bytes: for all slots together.
             slot_bytes: usable bytes of one slot; rounded up to a multiple of 64 in memory.
+            allocate: gives so many writable bytes; None: ordinary memory. A GPU wants pinned memory.
         """
         if slot_bytes < 1:
             raise ValueError(f"slot_bytes is {slot_bytes}; a slot has at least one byte")
         stride = -(-slot_bytes // 64) * 64
         self.slot_bytes: Final = slot_bytes
         self.slots: Final = max(1, size_bytes // stride)
-        memory = np.empty(self.slots * stride + _ALIGNMENT, dtype=np.uint8)
+        nbytes = self.slots * stride + _ALIGNMENT
+        memory = np.empty(nbytes, np.uint8) if allocate is None else np.frombuffer(allocate(nbytes), np.uint8)
         memory.fill(0)  # touch every page now, not during a transfer
         offset = -memory.ctypes.data % _ALIGNMENT
         whole = memory.data[offset : offset + self.slots * stride]
@@ -66,12 +71,23 @@ class Arena:
 
     def lease(self, timeout_s: float = 0.0) -> Slot | None:
         """A slot, or None if none comes free within `timeout_s`; its content is whatever was left there."""
+        slots = self.lease_some(1, 1, timeout_s)
+        return slots[0] if slots else None
+
+    def lease_some(self, least: int, most: int, timeout_s: float = 0.0) -> list[Slot]:
+        """As many slots as are free, at most `most`; none at all if fewer than `least` come free within `timeout_s`.
+
+        Whoever needs several at once must not lease one after the other: two of them would wait for each other.
+        """
         with self._changed:
-            if not self._free and not self._changed.wait_for(lambda: self._free, timeout_s):
-                return None
-            index = self._free.pop()
-            slot = self._leased[index] = Slot(self, index, self._views[index])
-        return slot
+            if not self._changed.wait_for(lambda: len(self._free) >= least, timeout_s):
+                return []
+            slots: list[Slot] = []
+            for _ in range(min(most, len(self._free))):
+                index = self._free.pop()
+                slot = self._leased[index] = Slot(self, index, self._views[index])
+                slots.append(slot)
+        return slots
 
     def give_back(self, slot: Slot) -> None:
         """End the lease of `slot`; see `Slot.give_back`."""
@@ -80,4 +96,4 @@ class Arena:
                 raise RuntimeError(f"slot {slot.index} was given back twice")
             del self._leased[slot.index]
             self._free.append(slot.index)
-            self._changed.notify()
+            self._changed.notify_all()  # those who wait want different numbers

@@ -6,27 +6,34 @@ verified in its slot before any of it is written to a block, and no block is wri
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from kvparams.keys import Extra, Namespace
-from kvparams.pages import HEADER_BYTES, seal
+from kvparams.pages import HEADER_BYTES
 from kvparams.params import KVTransferParams
-from kvparams_connectors.arena import Arena, Slot
+from kvparams.seals import SealKeys
+from kvparams_connectors.arena import Arena
 from kvparams_connectors.connector_settings import ConnectorSettings
+from kvparams_connectors.gear import Gear
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.loading import Load
+from kvparams_connectors.loading import Load, wanted_pages
 from kvparams_connectors.plan import Plan, make_plan
+from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.reports import ConnectorStats, Hit, LoadReport, ReleaseReport, SaveReport
-from kvparams_connectors.store import Code, KVStore, PutOp, Results
+from kvparams_connectors.saving import Save
+from kvparams_connectors.staging import Mover, mover_for
+from kvparams_connectors.store import Code, KVStore, Results
 
 __all__ = ["ConnectorSettings", "KVStoreConnector", "Plan"]
 
 _MAX_TAILS: Final = 65_536
 """Partial pages remembered for `release`; older ones are left to the store's eviction."""
+_CLOSE_S: Final = 10.0
 
 
 class KVStoreConnector:
@@ -38,146 +45,128 @@ class KVStoreConnector:
         namespace: Namespace,
         layout: PagedKVLayout,
         settings: ConnectorSettings | None = None,
+        *,
+        seals: SealKeys | None = None,
+        mover: Mover | None = None,
     ) -> None:
         """Args:
             store: stays the caller's; `close` does not close it.
             namespace: without cache salt and LoRA, which each request brings.
             layout: the engine's tensors.
             settings: None means the defaults.
+            seals: keys of authenticated pages, for a store that others can write to; None: pages have none.
+            mover: how KV gets to host memory and back; None: as the tensors' device needs it.
 
         Raises:
-            LayoutError: the tensors are not what the namespace describes.
+            LayoutError: the tensors are not what the namespace describes, or hold units of the grid only partly.
         """
         layout.check(namespace)
         self._store = store
         self._namespace = namespace
         self._layout = layout
-        self._settings = settings or ConnectorSettings()
-        self._arena = Arena(self._settings.arena_bytes, HEADER_BYTES + layout.payload_bytes(namespace.page_tokens))
+        self._settings = settings = settings or ConnectorSettings()
+        self._units = layout.units(settings.grid, namespace.geometry, load_only=settings.load_only)
+        payload_bytes = max(layout.payload_bytes(namespace.page_tokens, unit) for unit in self._units)
+        if mover is None:
+            bounce_bytes = max(settings.bounce_bytes, len(self._units) * (payload_bytes + 256))  # at least one page
+            mover = mover_for(layout, payload_bytes=payload_bytes, bounce_bytes=bounce_bytes)
+        slot_bytes = HEADER_BYTES + payload_bytes
+        arena_bytes = max(settings.arena_bytes, len(self._units) * (slot_bytes + 64))  # at least one page
+        self._arena = Arena(arena_bytes, slot_bytes, allocate=mover.allocate)
         store.register(self._arena)
+        self._gear = Gear(store, self._arena, layout, mover, settings, seals)
+        self._rate = LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
         self._saves = Lane("kvparams-save")
-        self._loads = Lane("kvparams-load", threads=self._settings.load_threads)
-        self._lock = threading.Lock()
+        self._loads = Lane("kvparams-load", threads=settings.load_threads)
+        self._checks = Lane("kvparams-verify", threads=settings.load_threads)
+        self._changed = threading.Condition(threading.Lock())
         self._stats = ConnectorStats(self._arena.slots, self._arena.slots)
         self._tails: OrderedDict[str, int] = OrderedDict()
+        self._open_saves = 0
 
     def plan(
         self, token_ids: Sequence[int], params: KVTransferParams | None = None, extras: Iterable[Extra] = ()
     ) -> Plan:
         """The pages of a sequence and their keys, the partial last page included; see `make_plan`."""
-        return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras)
+        return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras, self._units)
 
     def lookup(self, plan: Plan) -> Job[Hit]:
-        """How much of the sequence is stored without a gap. A page of the wrong size counts as not stored."""
+        """How much of the sequence is stored without a gap. A part of the wrong size counts as not stored."""
 
         def longest(results: Results) -> Hit:
             nbytes = 0
-            for index, result in enumerate(results):
-                expected = plan.identity(index).stored_bytes
-                if result.code is not Code.OK or result.nbytes != expected:
-                    failure = None if result.code in (Code.OK, Code.MISS) else result.code
-                    return Hit(plan.pages[index].start, index, nbytes, failure)
-                nbytes += expected
+            for page in plan.pages:
+                parts = plan.parts(page.index)
+                expected = [plan.identity(part).stored_bytes for part in parts]
+                found = results[parts.start : parts.stop]
+                if any(
+                    one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)
+                ):
+                    failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
+                    return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
+                nbytes += sum(expected)
             return Hit(plan.tokens, len(plan.pages), nbytes)
 
         return self._store.exists(plan.keys, self._settings.deadline_s).then(longest)
 
     # ---- save
 
-    def save(self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[SaveReport]:
+    def save(
+        self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int, *, required: bool = False
+    ) -> Job[SaveReport]:
         """Store the pages that end in (start_token, end_token].
 
-        Their whole content must stand in the blocks, so also tokens before `start_token`. It is copied before this
-        returns: the blocks may be reused at once. Best effort: pages for which no slot is free are dropped, and the
-        report says so.
+        Their whole content must stand in the blocks, so also tokens before `start_token`. When this returns, the blocks
+        may be reused at once: on the CPU they have been copied, on a device the copying stands before whatever the
+        calling thread's stream is given next. The report says what became of every page.
 
         Args:
             plan: of a sequence with at least `end_token` tokens.
             block_ids: the sequence's block table from token 0.
             start_token: up to where the sequence was saved before.
             end_token: up to where the blocks are filled.
+            required: wait for room on the way, at most until the deadline. False never waits: pages for which there is
+                none are dropped.
 
         Raises:
             IndexError: `block_ids` does not reach `end_token`, or a block does not exist.
         """
-        held: dict[int, Slot] = {}
-        dropped = 0
-        for index, page in enumerate(plan.pages):
-            if not start_token < page.end <= end_token:
-                continue
-            if plan.savable is not None and plan.keys[index] not in plan.savable:
-                continue
-            slot = self._arena.lease()
-            if slot is None:
-                dropped += 1
-                continue
-            held[index] = slot
-            payload = slot.view[HEADER_BYTES : plan.identity(index).stored_bytes]
-            try:
-                self._layout.gather(block_ids, page.start, page.tokens, payload)
-            except BaseException:
-                _give_back(held)
-                raise
-        with self._lock:
-            self._stats.pages_dropped += dropped
-        report = SaveReport(dropped=dropped)
-        job = self._saves.submit(
-            lambda job: self._save(job, plan, held, report),
-            self._settings.deadline_s,
-            timed_out=replace(report, failed={Code.TIMEOUT: len(held)}),
-            refused=replace(report, failed={Code.UNAVAILABLE: len(held)}),
+        pages = (
+            []
+            if self._settings.load_only
+            else [
+                page.index
+                for page in plan.pages
+                if start_token < page.end <= end_token
+                and (plan.savable is None or any(plan.keys[part] in plan.savable for part in plan.parts(page.index)))
+            ]
         )
-        job.on_settled(lambda: _give_back(held))
-        return job
+        if pages:
+            first, last = plan.pages[pages[0]], plan.pages[pages[-1]]
+            self._layout.pieces(block_ids, first.start, last.end - first.start)  # raises before anything is begun
+        save = Save(self._gear, self._saves, plan, pages, lambda report: self._saved(plan, pages, report))
+        with self._changed:
+            self._open_saves += 1
+        save.start(block_ids, required=required)
+        return save.job
 
-    def _save(self, job: Job[SaveReport], plan: Plan, held: dict[int, Slot], report: SaveReport) -> SaveReport:
-        """Seal and put the pages in `held`; slots that go to the store are taken out of it."""
-        indexes = sorted(held)
-        found = self._store.exists([plan.keys[index] for index in indexes], job.remaining_s()).result()
-        identities = {index: plan.identity(index) for index in indexes}
-        stored = [
-            index
-            for index, result in zip(indexes, found, strict=True)
-            if result.code is Code.OK and result.nbytes == identities[index].stored_bytes
-        ]
-        ops: list[PutOp] = []
-        lent: dict[int, Slot] = {}
-        for index in indexes:
-            if index in stored:
-                continue
-            slot = lent[index] = held.pop(index)
-            buffer = slot.view[: identities[index].stored_bytes]
-            seal(buffer, identities[index])
-            ops.append(PutOp(plan.keys[index], (buffer,)))
-        put = self._store.put(ops, job.remaining_s())
-        put.on_settled(lambda: _give_back(lent))
-        failed: dict[Code, int] = {}
-        saved = existing = nbytes = 0
-        for result in put.result():
-            if result.code is Code.OK:
-                saved, nbytes = saved + 1, nbytes + result.nbytes
-            elif result.code is Code.EXISTS:
-                existing += 1
-            else:
-                failed[result.code] = failed.get(result.code, 0) + 1
-        report = replace(report, saved=saved, existing=existing + len(stored), failed=failed, nbytes=nbytes)
-        self._count_save(plan, indexes, report)
-        return report
-
-    def _count_save(self, plan: Plan, indexes: Sequence[int], report: SaveReport) -> None:
-        with self._lock:
+    def _saved(self, plan: Plan, pages: Sequence[int], report: SaveReport) -> None:
+        with self._changed:
             stats = self._stats
             stats.pages_saved += report.saved
             stats.bytes_saved += report.nbytes
             stats.pages_existing += report.existing
+            stats.pages_dropped += report.dropped
             for code, count in report.failed.items():
                 stats.store_failures[code.value] = stats.store_failures.get(code.value, 0) + count
-            for index in indexes:
-                if plan.pages[index].tokens < plan.namespace.page_tokens:
-                    key = plan.keys[index]
+            for page in pages:
+                if plan.pages[page].tokens < plan.namespace.page_tokens and report.saved + report.existing:
+                    key = plan.keys[plan.parts(page).start]
                     self._tails[key] = self._tails.pop(key, 0) + 1
                     if len(self._tails) > _MAX_TAILS:
                         self._tails.popitem(last=False)
+            self._open_saves -= 1
+            self._changed.notify_all()
 
     # ---- load
 
@@ -194,17 +183,34 @@ class KVStoreConnector:
             end_token: the position behind the last one to write; need not be a page's end.
         """
         nothing = LoadReport(start_token, start_token)
-        load = Load(self._store, self._arena, self._layout, self._settings, plan, block_ids, start_token, end_token)
+        nbytes = sum(
+            plan.identity(part).stored_bytes
+            for page in wanted_pages(plan, start_token, end_token)
+            for part in plan.parts(page)
+        )
+        if not self._rate.worth(nbytes, end_token - start_token):
+            job = Job(time.monotonic() + self._settings.deadline_s, nothing)
+            job.finish(self._loaded(replace(nothing, skipped=True)))
+            return job
+        load = Load(self._gear, self._checks, plan, block_ids, start_token, end_token, self._gear.mover.fence())
         return self._loads.submit(
-            lambda job: self._loaded(load.run(job)),
+            lambda job: self._measured(load, job),
             self._settings.deadline_s,
             timed_out=replace(nothing, failure=Code.TIMEOUT),
             refused=replace(nothing, failure=Code.UNAVAILABLE),
         )
 
+    def _measured(self, load: Load, job: Job[LoadReport]) -> LoadReport:
+        start = time.monotonic()
+        report = load.run(job)
+        if report.pages or report.failure is Code.TIMEOUT:
+            self._rate.observe(report.nbytes, time.monotonic() - start)
+        return self._loaded(report)
+
     def _loaded(self, report: LoadReport) -> LoadReport:
-        with self._lock:
+        with self._changed:
             stats = self._stats
+            stats.loads_skipped += report.skipped
             stats.pages_loaded += report.pages
             stats.bytes_loaded += report.nbytes
             stats.tokens_loaded += report.end_token - report.start_token
@@ -223,23 +229,24 @@ class KVStoreConnector:
         That is its partial last page, if this connector saved it and no other save of the same page is still to be
         released. Full pages stay: they are the shared cache, and the store's eviction ends their life.
         """
-        with self._lock:
-            mine: list[str] = []
-            for key in plan.keys[-1:]:
-                count = self._tails.pop(key, 0)
-                if count > 1:
-                    self._tails[key] = count - 1
-                elif count == 1:
-                    mine.append(key)
+        last = list(plan.keys[-len(plan.units) :])
+        mine: list[str] = []
+        with self._changed:
+            count = self._tails.pop(last[0], 0) if last else 0
+            if count > 1:
+                self._tails[last[0]] = count - 1
+            elif count == 1:
+                mine = last
         deleted = self._store.delete(mine, self._settings.deadline_s)
         return deleted.then(lambda results: ReleaseReport(sum(result.code is Code.OK for result in results)))
 
     def stats(self) -> ConnectorStats:
         """A copy of the counters, and the arena's state."""
-        with self._lock:
+        with self._changed:
             stats = self._stats
             return replace(
                 stats,
+                load_bytes_per_s=self._rate.bytes_per_s,
                 slots_free=self._arena.free,
                 pages_refused=dict(stats.pages_refused),
                 store_failures=dict(stats.store_failures),
@@ -247,10 +254,8 @@ class KVStoreConnector:
 
     def close(self) -> None:
         """Wait, within bounds, for saves and loads that are under way; the store stays open."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open_saves, _CLOSE_S)
         self._saves.close()
         self._loads.close()
-
-
-def _give_back(held: dict[int, Slot]) -> None:
-    while held:
-        held.popitem()[1].give_back()
+        self._checks.close()

@@ -42,6 +42,7 @@ class Job(Generic[T]):
         self._in_section = False
         self._on_settled: list[Callable[[], object]] = []
         self._wakers: list[Callable[[], None]] = []
+        self._on_offer: list[Callable[[T], None]] = []
 
     # ---- for those who wait
 
@@ -94,8 +95,14 @@ class Job(Generic[T]):
         callback()
 
     def then(self, change: Callable[[T], U]) -> "Job[U]":
-        """A job whose result is `change(result)`; `change` runs in the thread that ended this one and must be quick."""
+        """A job whose result is `change(result)`.
+
+        `change` runs in the thread that ended this job and must be quick and free of effects: it is applied to what
+        the work has reached so far as well.
+        """
         derived = Job(self.deadline, change(self._timed_out))
+        with self._changed:
+            self._on_offer.append(lambda partial: derived.offer(change(partial)))
 
         def follow() -> None:
             try:
@@ -139,6 +146,9 @@ class Job(Generic[T]):
         """From now on the time-out result is `partial`: what the work has reached so far."""
         with self._changed:
             self._timed_out = partial
+            followers = list(self._on_offer)
+        for follow in followers:
+            follow(partial)
 
     @contextmanager
     def section(self) -> Generator[bool]:

@@ -1,35 +1,61 @@
 """One load: pages from the store into leased slots, verified there, written to the blocks in order.
 
+Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
+
 The one rule: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits
 any more; whatever was written before is a good prefix.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
-from kvparams.pages import HEADER_BYTES, PageIdentity, Refusal, verify
-from kvparams_connectors.arena import Arena, Slot
-from kvparams_connectors.connector_settings import ConnectorSettings
-from kvparams_connectors.jobs import Job
-from kvparams_connectors.layout import PagedKVLayout
+from kvparams.pages import HEADER_BYTES, USABLE_BY_OTHERS
+from kvparams_connectors.arena import Slot
+from kvparams_connectors.devices import Event
+from kvparams_connectors.gear import Gear
+from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import LoadReport, RefusedPage
-from kvparams_connectors.store import Code, GetOp, KVStore, Result, Results
+from kvparams_connectors.staging import Copy
+from kvparams_connectors.store import Code, GetOp, Results
 
-__all__ = ["Load"]
+__all__ = ["Load", "wanted_pages"]
+
+_PORTIONS: Final = 3
+"""On their way at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Good:
+    """A page that is what was asked for."""
+
+    parts: list[int]
+    slots: list[Slot]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What became of the pages of a portion."""
+
+    good: list[_Good]
+    """In order, without a gap."""
+    end: Code | RefusedPage | None = None
+    """Why there are no more; None if all are good."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Portion:
     """Pages that were asked for together."""
 
-    indexes: list[int]
     slots: list[Slot]
-    job: Job[Results]
+    verdict: Job[_Verdict]
+    """Settled when neither the store nor the verification uses the slots any more."""
 
     def give_back(self) -> None:
-        """Give the slots back as soon as the store does not touch them any more."""
-        self.job.on_settled(lambda: [slot.give_back() for slot in self.slots])
+        """Give the slots back as soon as nobody uses them."""
+        self.verdict.on_settled(lambda: [slot.give_back() for slot in self.slots])
 
 
 class Load:
@@ -37,25 +63,29 @@ class Load:
 
     def __init__(
         self,
-        store: KVStore,
-        arena: Arena,
-        layout: PagedKVLayout,
-        settings: ConnectorSettings,
+        gear: Gear,
+        checks: Lane,
         plan: Plan,
         block_ids: Sequence[int],
         start_token: int,
         end_token: int,
+        fence: Event | None,
     ) -> None:
-        self._store = store
-        self._arena = arena
-        self._layout = layout
-        self._settings = settings
+        """Args:
+        gear: the connector's.
+        checks: where pages are verified.
+        plan: the sequence's.
+        block_ids: its block table from token 0.
+        start_token: the first position to write.
+        end_token: the position behind the last one to write.
+        fence: of the engine's stream; blocks are written after it.
+        """
+        self._gear, self._checks = gear, checks
         self._plan = plan
         self._block_ids = block_ids
         self._end_token = end_token
-        self._wanted = [
-            index for index, page in enumerate(plan.pages) if page.start < end_token and start_token < page.end
-        ]
+        self._fence = fence
+        self._wanted = wanted_pages(plan, start_token, end_token)
         self._report = LoadReport(start_token, start_token)
 
     def run(self, job: Job[LoadReport]) -> LoadReport:
@@ -64,8 +94,8 @@ class Load:
         portions = 0
         try:
             while (self._wanted or waiting) and self._report.failure is None and not self._report.refused:
-                while self._wanted and len(waiting) < 2:
-                    # Wait for a slot only if nothing else can be done meanwhile.
+                while self._wanted and len(waiting) < _PORTIONS:
+                    # Wait for slots only if nothing else can be done meanwhile.
                     portion = self._request(job, patient=not waiting)
                     if portion is None:
                         break
@@ -79,55 +109,117 @@ class Load:
             for portion in waiting:
                 portion.give_back()
         if portions > 1:  # the store saw the head used before the tail; say it the other way round, once for all
-            self._store.exists(self._plan.keys, self._settings.deadline_s)
+            self._gear.store.exists(self._plan.keys, self._gear.settings.deadline_s)
         return self._report
 
     def _request(self, job: Job[LoadReport], *, patient: bool) -> _Portion | None:
-        """Ask the store for the next pages; None if no slot comes free."""
-        slots: list[Slot] = []
-        while len(slots) < min(self._settings.portion_pages, len(self._wanted)):
-            slot = self._arena.lease(job.remaining_s() if patient and not slots else 0.0)
-            if slot is None:
-                break
-            slots.append(slot)
+        """Ask the store for the next pages; None if no slots come free."""
+        each = len(self._plan.units)
+        pages = min(self._gear.settings.portion_pages, len(self._wanted))
+        slots = self._gear.arena.lease_some(each, pages * each, job.remaining_s() if patient else 0.0)
         if not slots:
             return None
-        indexes, self._wanted = self._wanted[: len(slots)], self._wanted[len(slots) :]
+        for slot in slots[len(slots) // each * each :]:  # not enough for one more page
+            slot.give_back()
+        slots = slots[: len(slots) // each * each]
+        pages = len(slots) // each
+        taken, self._wanted = self._wanted[:pages], self._wanted[pages:]
+        parts = [part for page in taken for part in self._plan.parts(page)]
         # The whole slot, so that a value longer than its page is seen as such.
-        ops = [GetOp(self._plan.keys[index], (slot.view,)) for index, slot in zip(indexes, slots, strict=True)]
-        return _Portion(indexes, slots, self._store.get(ops, job.remaining_s()))
+        ops = [GetOp(self._plan.keys[part], (slot.view,)) for part, slot in zip(parts, slots, strict=True)]
+        get = self._gear.store.get(ops, job.remaining_s())
+        verdict = Job(job.deadline, _Verdict([], Code.TIMEOUT))
+        get.on_settled(lambda: self._verify(parts, slots, get, verdict))
+        return _Portion(slots, verdict)
+
+    def _verify(self, parts: Sequence[int], slots: Sequence[Slot], get: Job[Results], verdict: Job[_Verdict]) -> None:
+        """The store is through with a portion: have it verified, unless nobody waits any more."""
+        late = _Verdict([], Code.TIMEOUT)
+        if verdict.done():
+            verdict.finish(late)
+            return
+        check = self._checks.submit(
+            lambda _: self._judge(parts, slots, get.result(0)),
+            verdict.remaining_s(),
+            timed_out=late,
+            refused=_Verdict([], Code.UNAVAILABLE),
+        )
+
+        def settled() -> None:
+            try:
+                found = check.result(0)
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the load
+                verdict.fail(error)
+            else:
+                verdict.finish(found)
+
+        check.on_settled(settled)
+
+    def _judge(self, parts: Sequence[int], slots: Sequence[Slot], results: Results) -> _Verdict:
+        """Verify the pages of a portion, up to the first that is not good."""
+        each = len(self._plan.units)
+        good: list[_Good] = []
+        for first in range(0, len(parts), each):
+            of_page = slice(first, first + each)
+            end = self._check(parts[of_page], slots[of_page], results[of_page])
+            if end is not None:
+                return _Verdict(good, end)
+            good.append(_Good(list(parts[of_page]), list(slots[of_page]), sum(one.nbytes for one in results[of_page])))
+        return _Verdict(good)
 
     def _use(self, job: Job[LoadReport], portion: _Portion) -> None:
-        """Verify the pages of a portion and write them to the blocks, up to the first that is not good."""
-        for index, slot, result in zip(portion.indexes, portion.slots, portion.job.result(), strict=True):
+        """Write the good pages of a portion to the blocks, and say why there are no more."""
+        verdict = portion.verdict.result()
+        step = max(1, self._gear.mover.batch // len(self._plan.units))
+        for first in range(0, len(verdict.good), step):
+            self._write(job, verdict.good[first : first + step])
+            if self._report.failure is not None:
+                return
+        if isinstance(verdict.end, RefusedPage):
+            self._put_away(verdict.end)
+            self._report = replace(self._report, refused=(verdict.end,))
+        elif verdict.end is not None:
+            self._report = replace(self._report, failure=verdict.end)
+
+    def _put_away(self, refused: RefusedPage) -> None:
+        """A damaged page is nobody's: it goes. One that others can read, who have its key or version, stays theirs."""
+        store = self._gear.store
+        if refused.reason not in USABLE_BY_OTHERS:
+            store.quarantine([refused.key])
+            store.delete([refused.key], self._gear.settings.deadline_s)
+
+    def _check(self, parts: Sequence[int], slots: Sequence[Slot], results: Results) -> Code | RefusedPage | None:
+        """Why a page is not used; None: all of its parts are good."""
+        for part, slot, result in zip(parts, slots, results, strict=True):
             if result.code not in (Code.OK, Code.TOO_LARGE):
-                self._report = replace(self._report, failure=result.code)
-                return
-            identity = self._plan.identity(index)
-            refusal = self._judge(slot, result, identity)
+                return result.code
+            refusal = self._gear.judge(slot, result, self._plan, part)
             if refusal is not None:
-                key = self._plan.keys[index]
-                self._store.delete([key], self._settings.deadline_s)
-                self._report = replace(self._report, refused=(RefusedPage(index, key, refusal.reason),))
+                return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
+        return None
+
+    def _write(self, job: Job[LoadReport], good: Sequence[_Good]) -> None:
+        """Write good pages' tokens, as far as they are wanted, to the blocks."""
+        with job.section() as in_time:
+            if not in_time:
+                self._report = replace(self._report, failure=Code.TIMEOUT)
                 return
-            with job.section() as in_time:
-                if not in_time:
-                    self._report = replace(self._report, failure=Code.TIMEOUT)
-                    return
-                self._write(index, slot.view[HEADER_BYTES : identity.stored_bytes], result.nbytes)
-                job.offer(replace(self._report, failure=Code.TIMEOUT))
+            report = self._report
+            copies: list[Copy] = []
+            for page in good:
+                where = self._plan.pages[page.parts[0] // len(self._plan.units)]
+                end = min(where.end, self._end_token)
+                for part, slot in zip(page.parts, page.slots, strict=True):
+                    unit = self._plan.units[part % len(self._plan.units)]
+                    payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
+                    whole = range(where.start, where.end)
+                    copies.append(Copy(unit, report.end_token, end - report.end_token, whole, payload))
+                report = replace(report, end_token=end, pages=report.pages + 1, nbytes=report.nbytes + page.nbytes)
+            self._gear.mover.scatter(self._block_ids, copies, self._fence)
+            self._report = report
+            job.offer(replace(report, failure=Code.TIMEOUT))
 
-    def _judge(self, slot: Slot, result: Result, identity: PageIdentity) -> Refusal | None:
-        """Why what the store gave back is not the page that was asked for; None if it is."""
-        if result.code is Code.TOO_LARGE or (not self._settings.verify and result.nbytes != identity.stored_bytes):
-            return Refusal("torn", f"{result.nbytes} of {identity.stored_bytes} bytes")
-        return verify(slot.view[: result.nbytes], identity) if self._settings.verify else None
 
-    def _write(self, index: int, payload: memoryview, nbytes: int) -> None:
-        """Write a good page's tokens, as far as they are wanted, to the blocks."""
-        page, report = self._plan.pages[index], self._report
-        end = min(page.end, self._end_token)
-        self._layout.scatter(
-            self._block_ids, report.end_token, end - report.end_token, payload, range(page.start, page.end)
-        )
-        self._report = replace(report, end_token=end, pages=report.pages + 1, nbytes=report.nbytes + nbytes)
+def wanted_pages(plan: Plan, start_token: int, end_token: int) -> list[int]:
+    """Indexes of the pages that hold some of the tokens [start_token, end_token)."""
+    return [page.index for page in plan.pages if page.start < end_token and start_token < page.end]

@@ -1,5 +1,6 @@
-"""What a sequence is to a store: its pages and their keys.
+"""What a sequence is to a store: its pages, their parts and the parts' keys.
 
+A part of a page is what it holds of one unit of the grid (`grid.py`); an engine without a grid has one part per page.
 Pure: nothing is asked or moved. The one rule: keys are derived from token ids, here; what a request says about keys is
 a promise or a limit, never an address.
 """
@@ -25,17 +26,24 @@ class Plan:
     pages: tuple[Page, ...]
     """In order; the last one may be partial."""
     keys: tuple[str, ...]
-    """One per page."""
+    """One per part: all parts of the first page, then all of the second, and so on."""
     promised_tokens: int
     """Up to where the params' load keys promise stored KV; 0 if they promise nothing."""
     foreign_keys: int
     """Load or store keys in the params that are no key of this sequence. They are never used."""
     savable: frozenset[str] | None
     """If the params name store keys: only these are stored."""
+    units: tuple[Rectangle, ...]
+    """Of which each page has a part, in this order."""
+
+    def parts(self, page: int) -> range:
+        """The indexes of a page's parts among the keys."""
+        return range(page * len(self.units), (page + 1) * len(self.units))
 
     def identity(self, index: int) -> PageIdentity:
-        """What the header of page `index` must say."""
-        return identify(self.namespace, self.pages[index], self.rectangle)
+        """What the header of the part `index` must say."""
+        page, unit = divmod(index, len(self.units))
+        return identify(self.namespace, self.pages[page], self.units[unit])
 
 
 def make_plan(
@@ -44,8 +52,9 @@ def make_plan(
     token_ids: Sequence[int],
     params: KVTransferParams | None,
     extras: Iterable[Extra],
+    units: Sequence[Rectangle] | None = None,
 ) -> Plan:
-    """The pages of a sequence and their keys, the partial last page included.
+    """The pages of a sequence and the keys of their parts, the partial last page included.
 
     Load keys in `params` are a promise: one that is not among the derived keys is counted and not used. Store keys, if
     there are any, limit what is stored. Cache salt and LoRA come from `params.isolation`.
@@ -56,6 +65,7 @@ def make_plan(
         token_ids: the whole sequence.
         params: what the request says, if it says anything.
         extras: what the KV depends on besides token ids.
+        units: of which each page has a part; None: one, the rectangle.
 
     Raises:
         ValueError: a token id is not an integer in [0, 2^32).
@@ -64,9 +74,17 @@ def make_plan(
         isolation = params.isolation
         namespace = replace(namespace, lora=isolation.lora, cache_salt=isolation.cache_salt)
     pages = page_chain(namespace, token_ids, extras)
-    keys = tuple(page_key(namespace, page, rectangle) for page in pages)
+    parts = (rectangle,) if units is None else tuple(units)
+    keys = tuple(page_key(namespace, page, unit) for page in pages for unit in parts)
     load_keys = frozenset((params and params.load_keys) or ())
     store_keys = None if params is None or params.store_keys is None else frozenset(params.store_keys)
-    promised = max((page.end for page, key in zip(pages, keys, strict=True) if key in load_keys), default=0)
+    promised = max(
+        (
+            page.end
+            for page in pages
+            if load_keys.issuperset(keys[page.index * len(parts) : (page.index + 1) * len(parts)])
+        ),
+        default=0,
+    )
     foreign = len((load_keys | (store_keys or frozenset())).difference(keys))
-    return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, store_keys)
+    return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, store_keys, parts)

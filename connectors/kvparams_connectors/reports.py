@@ -31,6 +31,7 @@ class RefusedPage:
 
     index: int
     key: str
+    """Of the part that was not good."""
     reason: Reason
 
 
@@ -47,22 +48,29 @@ class LoadReport:
     """The page at which the load stopped because it was not the page that was asked for."""
     failure: Code | None = None
     """The store's result at which the load stopped (MISS, TIMEOUT, ...); None if it came to its end or refused."""
+    skipped: bool = False
+    """Nothing was asked for: by the measured rate, loading would have taken longer than recomputing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What became of the pages of a save."""
+    """What became of the pages of a save. A page whose parts fared differently counts as failed, else as saved."""
 
     saved: int = 0
     """Pages stored by this job."""
     existing: int = 0
     """Pages that were stored already."""
     dropped: int = 0
-    """Pages for which no slot of the arena was free: they are not stored."""
+    """Pages for which there was no room on the way (slots of the arena, bounce buffers): they are not stored."""
     failed: Mapping[Code, int] = field(default_factory=dict[Code, int])
     """Pages that the store did not take, by its result."""
     nbytes: int = 0
     """Bytes stored by this job, headers included."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page is stored, by this job or before."""
+        return not self.dropped and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,16 @@ class ConnectorStats:
     """Counters since the start, which only grow, and how much of the arena is free now."""
 
     slots: int
-    """Pages that may be on their way at a time."""
+    """Parts of pages that may be on their way at a time."""
     slots_free: int
     """How many of them are not; less than `slots` when nothing goes on means that a store still holds buffers."""
 
     pages_loaded: int = 0
     bytes_loaded: int = 0
     tokens_loaded: int = 0
+    loads_skipped: int = 0
+    load_bytes_per_s: float = 0.0
+    """The measured rate of loads; 0 while nothing is known."""
     pages_saved: int = 0
     bytes_saved: int = 0
     pages_existing: int = 0

@@ -86,3 +86,10 @@ class StoreURL:
         if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
             raise StoreError(f"{self.scheme} store: {name}={text} is not a whole number in [{low}, {high}]")
         return int(text)
+
+    def choice(self, name: str, default: str, *others: str) -> str:
+        """The setting `name`: `default` or one of `others`."""
+        text = self.settings.get(name, default)
+        if text != default and text not in others:
+            raise StoreError(f"{self.scheme} store: {name}={text} is none of {', '.join((default, *others))}")
+        return text

@@ -33,7 +33,9 @@ __all__ = [
     "StoreError",
     "StoreFactory",
     "open_store",
+    "valid_get",
     "valid_key",
+    "valid_put",
 ]
 
 Op = TypeVar("Op")
@@ -111,6 +113,11 @@ class Capabilities:
     """Other processes see them."""
     max_value_bytes: int
     """Larger values are TOO_LARGE."""
+    private_copies: bool = False
+    """This process keeps copies of its own: a value that another process has deleted may be found here for a while."""
+    exact_use: bool = True
+    """When it is full, what was not used for longest goes first. False: about so; a server that samples, or whose clock
+    is coarse."""
 
 
 class KVStore(ABC):
@@ -121,7 +128,8 @@ class KVStore(ABC):
     caller leaves a buffer alone until the job is settled, whatever the wait said before.
 
     Use: an existing key that is found by put, get or exists counts as used. Within one batch the first key counts as
-    used last, so that of a sequence of pages the tail is evicted before the head.
+    used last, so that of a sequence of pages the tail is evicted before the head. A store evicts what was not used for
+    longest, or keeps in part of its room what was used again and again; the tail goes before the head in either.
     """
 
     @property
@@ -152,6 +160,14 @@ class KVStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait, within bounds, for what was submitted, and let go of everything; a second call does nothing."""
+
+    def quarantine(self, keys: Sequence[str]) -> None:  # noqa: B027 - most stores have nothing to do here
+        """The caller found these values damaged: a store that can keeps from finding them again. Returns at once."""
+
+    def expected_get_s(self, nbytes: int) -> float | None:
+        """How many seconds a get of `nbytes` bytes would take, by what was measured; None if nothing was."""
+        del nbytes
+        return None
 
 
 class LaneStore(KVStore):
@@ -190,15 +206,10 @@ class LaneStore(KVStore):
         """Let go of everything; called once, when no worker is running any more."""
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        valid = [valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers) for op in ops]
-        return self._submit(ops, valid, self.put_now, deadline_s)
+        return self._submit(ops, [valid_put(op) for op in ops], self.put_now, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        valid = [
-            valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
-            for op in ops
-        ]
-        return self._submit(ops, valid, self.get_now, deadline_s)
+        return self._submit(ops, [valid_get(op) for op in ops], self.get_now, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._submit(keys, [valid_key(key) for key in keys], self.exists_now, deadline_s)
@@ -243,6 +254,22 @@ class LaneStore(KVStore):
 def valid_key(key: str) -> bool:
     """Whether every store takes this key."""
     return _KEY.fullmatch(key) is not None
+
+
+def valid_put(op: PutOp) -> bool:
+    """Whether every store takes this operation."""
+    try:
+        return valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers)
+    except ValueError:  # a buffer was released
+        return False
+
+
+def valid_get(op: GetOp) -> bool:
+    """Whether every store takes this operation."""
+    try:
+        return valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
+    except ValueError:  # a buffer was released
+        return False
 
 
 class StoreFactory(Protocol):

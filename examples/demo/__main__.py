@@ -23,6 +23,7 @@ from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.folder import own_folder
 from demo.processes import ProcessError, Processes
+from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
 from kvparams.errors import KVParamsError
 from kvparams_connectors.settings import StoreURL
@@ -31,7 +32,6 @@ from kvparams_connectors.store import open_store
 __all__ = ["main"]
 
 _MEMORY_DISK: Final = Path("/dev/shm")
-_STORE_SETTINGS: Final = "size=256MiB"
 _LEAST_STORE_BYTES: Final = 4 << 20
 """The pages of the longest prompt, several times over."""
 _PATH: Final = "/v1/chat/completions"
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     display = Display()
     try:
-        refusal = _refusal(cast("str | None", arguments.store), cast("int | None", arguments.port))
+        refusal = _refusal(cast("str", arguments.store), cast("int | None", arguments.port))
         if refusal is not None:
             print(f"demo: {refusal}", file=sys.stderr)
             return 2
@@ -73,11 +73,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _refusal(store: str | None, port: int | None) -> str | None:
+def _refusal(store: str, port: int | None) -> str | None:
     """Why the demo cannot be run like this, in one line."""
     if port is not None and not 1 <= port <= 65_535:
         return f"--port {port} is no port; choose one from 1 to 65535"
-    if store is None:
+    if store in KINDS:
         return None
     try:
         size_bytes = _size_bytes(StoreURL.parse(store))
@@ -105,9 +105,9 @@ def _size_bytes(url: StoreURL) -> int | None:
 
 
 async def _run(arguments: argparse.Namespace, directory: Path, display: Display) -> None:
-    own_store = f"file://{directory}/store?{_STORE_SETTINGS}"
-    store = cast("str", arguments.store or own_store)
+    wanted = cast("str", arguments.store)
     with Processes(directory) as processes:
+        store = start_store(wanted, processes, directory) if wanted in KINDS else wanted
         display.step(f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {store}")
         fleet = _start(processes, store, cast("int", arguments.port))
         for server in (*fleet.prefill, *fleet.decode, fleet.single, fleet.proxy):
@@ -119,13 +119,10 @@ async def _run(arguments: argparse.Namespace, directory: Path, display: Display)
                 return
             display.step("the model is real, its weights are random: answers mean nothing, but depend on every token")
             await hold_conversations(client, fleet, display, cast("int", arguments.turns))
-            if not store.startswith("file:"):
-                display.step("no negative control: a byte can only be flipped in a file store")
-                return
             display.step("negative control: one stored byte is flipped between prefill and decode")
             await damage_verified(client, fleet.prefill[0], fleet.decode[1], fleet.single, store, display)
             # A store of their own: what engines compute from unchecked pages must not reach the others.
-            careless_store = f"file://{directory}/careless?{_STORE_SETTINGS}"
+            careless_store = f"file://{directory}/careless?size=64MiB"
             display.step("starting a prefill and a decode engine that do not verify")
             prefill = processes.engine("careless-p", "prefill", careless_store, "--no-verify")
             decode = processes.engine("careless-d", "decode", careless_store, "--no-verify")
@@ -155,7 +152,13 @@ async def _serve(client: httpx.AsyncClient, fleet: Fleet, display: Display) -> N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="demo", description="KV cache made by one process, used by another.")
-    parser.add_argument("--store", metavar="URL", help="the store between the engines (default: a file in memory)")
+    parser.add_argument(
+        "--store",
+        metavar="KIND|URL",
+        default="file",
+        help=f"the store between the engines: {', '.join(KINDS)} (its server is started too), or the URL of one that "
+        "runs already (default: file, in memory)",
+    )
     parser.add_argument(
         "--turns", type=int, choices=range(1, MAX_TURNS + 1), default=MAX_TURNS, help="per conversation"
     )

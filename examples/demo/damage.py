@@ -1,6 +1,7 @@
 """Damage to a stored page, as a failing disk or a stray write would do it: the negative control.
 
-The one rule: the file is changed behind the store's back; no store takes part in its own undoing.
+The one rule: what is damaged is what the store holds, and no engine takes part in it. A file is changed behind the
+store's back; in a server, the page is replaced by a damaged one, as anybody can who reaches that server.
 """
 
 from array import array
@@ -10,7 +11,7 @@ from typing import Final
 
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.store import Code, GetOp, open_store
+from kvparams_connectors.store import Code, GetOp, PutOp, open_store
 from reference_engine.shape import ModelShape
 
 __all__ = ["flip_stored_byte", "is_stored"]
@@ -20,7 +21,7 @@ _NEEDLE_BYTES: Final = 64
 
 
 def flip_stored_byte(store_url: str, key: str) -> None:
-    """Flip one bit of one stored V element of the page `key` of a file store: a number below 1 becomes an enormous one.
+    """Flip one bit of one stored V element of the page `key`: a number below 1 becomes an enormous one.
 
     Raises:
         LookupError: the page is not stored, or not to be found in the file.
@@ -36,7 +37,13 @@ def flip_stored_byte(store_url: str, key: str) -> None:
     element = next(at for at in range(last, len(values)) if 0.5 <= abs(values[at]) < 1)
     at = HEADER_BYTES + 4 * element + 3  # the byte with the exponent
     start = at - at % _NEEDLE_BYTES
-    path = Path(StoreURL.parse(store_url).path)
+    url = StoreURL.parse(store_url)
+    if url.scheme != "file":
+        damaged = bytearray(page)
+        damaged[at] ^= 0x40
+        _replace(store_url, key, damaged)
+        return
+    path = Path(url.path)
     with path.open("r+b") as file, mmap(file.fileno(), 0) as mapped:
         found = mapped.find(page[start : start + _NEEDLE_BYTES])
         if found < 0:
@@ -47,6 +54,17 @@ def flip_stored_byte(store_url: str, key: str) -> None:
 def is_stored(store_url: str, key: str) -> bool:
     """Whether the page is there, good or not."""
     return _read(store_url, key) is not None
+
+
+def _replace(store_url: str, key: str, page: bytearray) -> None:
+    store = open_store(store_url)
+    try:
+        store.delete([key]).result()
+        (result,) = store.put([PutOp(key, (memoryview(page),))]).result()
+        if result.code is not Code.OK:
+            raise LookupError(f"{key} could not be replaced: {result.code.value}")
+    finally:
+        store.close()
 
 
 def _read(store_url: str, key: str) -> bytes | None:

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -129,12 +130,21 @@ class Processes:
         """
         deadline = time.monotonic() + within_s
         for server in servers:
-            while not _healthy(server.url):
-                if server.process.poll() is not None:
-                    raise ProcessError(f"{server.name} ended with status {server.process.returncode}: {server.tail()}")
-                if time.monotonic() > deadline:
-                    raise ProcessError(f"{server.name} was not ready within {within_s} s: {server.tail()}")
-                time.sleep(_POLL_S)
+            self.wait_until(server, partial(_healthy, server.url), deadline - time.monotonic())
+
+    def wait_until(self, server: Server, ready: Callable[[], bool], within_s: float = 60.0) -> None:
+        """Wait until `ready()` says so of a server.
+
+        Raises:
+            ProcessError: it has ended, or is not ready within `within_s` seconds.
+        """
+        deadline = time.monotonic() + within_s
+        while not ready():
+            if server.process.poll() is not None:
+                raise ProcessError(f"{server.name} ended with status {server.process.returncode}: {server.tail()}")
+            if time.monotonic() > deadline:
+                raise ProcessError(f"{server.name} was not ready in time: {server.tail()}")
+            time.sleep(_POLL_S)
 
     def stop(self, *servers: Server) -> None:
         """Ask them to end, all at once, and kill what has not after ten seconds."""

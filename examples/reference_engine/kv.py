@@ -18,7 +18,7 @@ from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferPar
 from kvparams.tokens import TokenPrefix
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.store import open_store
+from kvparams_connectors.stores.guard import open_guarded
 from reference_engine.ask import RequestError
 from reference_engine.cache import PagedCache
 from reference_engine.handoff import Handoff
@@ -68,7 +68,7 @@ class KVSharing:
         self.role: Final = role
         self.instance: Final = Endpoint(id=instance_id, incarnation=uuid4().hex)
         self._page_tokens = page_tokens
-        self._store = None if store_url is None else open_store(store_url)
+        self._store = None if store_url is None else open_guarded(store_url)
         self._connector = None
         if self._store is not None:
             namespace = Namespace(

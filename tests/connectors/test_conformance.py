@@ -1,5 +1,6 @@
 """The conformance suite as the author of another store meets it: the example runs, failures and gaps are in words."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from kvparams_connectors import conformance
 
+GUIDE = Path(__file__).parents[2] / "connectors" / "STORES.md"
 GOOD = """
 from kvparams_connectors.stores.file import FileStore
 
@@ -40,6 +42,69 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     done = run_example(tmp_path, GOOD)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
+
+
+def run_named(folder: Path, named: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """The suite on a store of somebody else's, from a folder that is not this repository's."""
+    plugin = ["-p", "kvparams_connectors.conformance", f"--kvstore={named}"]
+    pytest_run = [str(Path(sys.executable).with_name("pytest")), "-p", "no:cacheprovider", *plugin, *options]
+    return subprocess.run(pytest_run, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+def blocks_of_the_guide() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_store_in_the_guide_is_short_and_passes_every_level(tmp_path: Path) -> None:
+    store, factory, *_ = blocks_of_the_guide()
+    assert sum(1 for line in store.splitlines() if line.strip()) < 60
+    assert "pytest -p kvparams_connectors.conformance --kvstore=my_store:factory" in GUIDE.read_text()
+    (tmp_path / "my_store.py").write_text(f"{store}\n\n{factory}")
+    done = run_named(tmp_path, "my_store:factory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.partition("conformance of the store")[2]
+    for level in ("1 bytes", "2 integrity", "3 concurrency and faults", "4 engine order", "5 performance"):
+        assert re.search(rf"^level {level}: \d+ passed$", summary, re.MULTILINE), summary
+    assert "of the speed of memory" in summary
+    assert "skipped" not in done.stdout
+
+
+def test_a_store_that_is_slower_than_it_says_fails_level_5_alone(tmp_path: Path) -> None:
+    (tmp_path / "my_package.py").write_text(
+        GOOD + "from kvparams_connectors.conformance import Floors\n"
+        "def fast(folder): return MyStore(folder, 8 << 20)\nfast.floors = Floors(put=1000.0, get=1e-9)\n"
+    )
+    done = run_named(tmp_path, "my_package:fast", "-k", "TestPerformance or comes_back", "--tb=short")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(
+        r"put: at best \d\.\d+ of the speed of memory in \d+ rounds; the store says at least 1000", done.stdout
+    )
+    assert "level 1 bytes: 11 passed" in done.stdout
+    assert "level 5 performance: 1 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("nowhere", "write package.module:factory"),
+        ("nowhere:factory", "No module named 'nowhere'"),
+        ("json:nothing", "no attribute 'nothing'"),
+        ("json:__name__", "cannot be called"),
+    ],
+)
+def test_a_store_that_cannot_be_found_is_one_line(tmp_path: Path, named: str, words: str) -> None:
+    done = run_named(tmp_path, named)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_store_the_plugin_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
+    run = [sys.executable, "-m", "pytest", "-p", "kvparams_connectors.conformance", "-p", "no:cacheprovider"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert "1 passed" in done.stdout
+    assert "conformance of the store" not in done.stdout
 
 
 def test_a_failure_shows_what_was_expected_and_what_came(tmp_path: Path) -> None:

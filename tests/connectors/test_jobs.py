@@ -123,6 +123,18 @@ def test_a_derived_job_follows_its_origin() -> None:
     assert all(one.settled() for one in derived)
 
 
+def test_a_derived_job_finds_at_its_deadline_what_its_origin_had_reached() -> None:
+    job = a_job(0.0)
+    derived = job.then(len)
+    further = derived.then(str)
+    job.offer("half")
+    assert further.result() == "4"
+    assert derived.result() == 4
+    assert not derived.settled()
+    job.finish("whole")
+    assert derived.settled()
+
+
 async def test_awaiting_gives_the_result_of_another_thread() -> None:
     lane = Lane("test")
     job = lane.submit(lambda _: "value", WAIT_S, timed_out="timed out", refused="refused")

@@ -141,7 +141,6 @@ REFUSED: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {
     "K and V of other heads": ([A], [A[:, :, :1]]),
     "K and V of other dtype": ([A], [A.half()]),
     "a head with gaps": ([A[..., ::2]], [A[..., ::2]]),
-    "heads before tokens": ([torch.zeros(4, 2, 4, 8).transpose(1, 2)], [A]),
     "one block for all": ([A[:1].expand(4, 4, 2, 8)], [A]),
     "one token for all": ([A[:, :1].expand(4, 4, 2, 8)], [A]),
     "one head for all": ([A[:, :, :1].expand(4, 4, 2, 8)], [A]),

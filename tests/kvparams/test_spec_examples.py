@@ -15,7 +15,7 @@ from kvparams.jsontext import edit, fields
 from kvparams.params import KNOWN_PATHS
 from kvparams.plan import LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams_proxy.endpoints import one_token
+from kvparams_proxy.clients.endpoints import one_token
 from tests.kvparams.planning import Table
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import pytest
 from kvparams import InvalidParams, UnsupportedVersion, dump, dump_json, parse, read_request, trio
 from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain, page_key
 from kvparams.pages import HEADER_BYTES, REASONS, identify, seal, verify
+from kvparams.seals import METHODS, Method, PageKeys, SealKeys
 
 VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors"
 Case = dict[str, Any]
@@ -138,18 +139,27 @@ def test_the_sdk_derives_the_keys_that_the_vector_says(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("pages"), ids=name_of)
-def test_the_sdk_judges_every_stored_page_as_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#11.1, draft#11.3, draft#11.4."""
+def test_the_sdk_judges_every_stored_page_as_the_vector_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec-mandated, draft#11.1, draft#11.3 to draft#11.7."""
     namespace = namespace_of(case["namespace"])
     index: int = case["page"]
     page = page_chain(namespace, case["token_ids"])[index]
     identity = identify(namespace, page, Rectangle(**case["rectangle"]))
     stored = bytes.fromhex(case["stored"])
-    refusal = verify(memoryview(stored), identity)
+    methods: dict[int, Method] = {flags: method for method, flags in METHODS.items()}
+    sealed: Case = case.get("sealed", {"flags": METHODS["hmac-sha256"], "random": ""})
+    secrets = [bytes.fromhex(key) for key in case.get("keys", [])]
+    keys = SealKeys(secrets, methods[sealed["flags"]]).for_tenant(namespace.cache_salt) if secrets else None
+    refusal = verify(memoryview(stored), identity, keys)
     assert (None if refusal is None else refusal.reason) == case["refused"]
-    if refusal is None:
+    if refusal is None and (keys is None or "sealed" in case):
+
+        def the_same_salt(_: PageKeys) -> bytes:
+            return bytes.fromhex(sealed["random"])
+
+        monkeypatch.setattr(PageKeys, "new_salt", the_same_salt)
         buffer = bytearray(bytes(HEADER_BYTES) + bytes.fromhex(case["payload"]))
-        seal(memoryview(buffer), identity)
+        seal(memoryview(buffer), identity, keys)
         assert buffer == stored
 
 

@@ -17,6 +17,7 @@ from demo.client import ask, new_client
 from demo.control import damage_unchecked, damage_verified
 from demo.display import Display
 from demo.processes import ProcessError, Processes, Server, free_port
+from demo.stores import KINDS
 
 COMMAND = [sys.executable, "-u", "-m", "demo"]
 WAIT_S = 100.0
@@ -44,8 +45,10 @@ def read_until(lines: IO[str], found: Callable[[str], bool]) -> str:
 
 
 @pytest.mark.slow
-def test_the_demo_proves_its_point_and_ends() -> None:
-    done = subprocess.run([*COMMAND, "--turns", "2"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_demo_proves_its_point_on_each_store_and_ends(kind: str) -> None:
+    command = [*COMMAND, "--turns", "2", "--store", kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  yes\n") == 6
@@ -93,7 +96,7 @@ def test_the_demo_can_be_stopped_while_it_starts(way: signal.Signals) -> None:
     [
         (["--store", "file:{folder}/kv?size=1MiB"], "too small.*size=4MiB or more"),
         (["--store", "memory:?size=8MiB"], "not shared between processes"),
-        (["--store", "mamory:"], "known: file, memory"),
+        (["--store", "mamory:"], "known: file, .*memory"),
         (["--store", "file:{folder}/kv?sise=8MiB"], "known: size, unit, threads"),
         (["--port", "99999"], "from 1 to 65535"),
         (["--port", "0"], "from 1 to 65535"),

@@ -160,7 +160,7 @@ def _kv(world: "World") -> Iterator[str]:
         if (held.answered or not told) and held.state == "held" and not held.claims and held.transfer not in used
     ]
     orphaned = world.resources.releases.orphaned
-    if len(stranded) > orphaned:
+    if len({held.transfer for held in stranded}) > orphaned:
         names = ", ".join(f"{held.key} of {held.prompt}" for held in stranded)
         yield f"KV is held for nobody: {names}; the proxy knows of {orphaned}"
     well = not world.troubles and not scenario.operations and scenario.connections > 8 and scenario.engine_idle_s > 1

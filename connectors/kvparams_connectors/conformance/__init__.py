@@ -1,6 +1,14 @@
 """What every store must do, as tests that any store's author can run. They need `pip install 'kvparams[conformance]'`.
 
-test_my_store.py:
+    $ pytest -p kvparams_connectors.conformance --kvstore=my_package.my_module:factory
+
+    def factory(folder: Path) -> KVStore:  # see `Factory`; a few MiB are enough, the store is filled many times over
+        return MyStore(folder, size_bytes=8 << 20)
+
+    factory.floors = Floors(put=0.01, get=0.01)  # if the store says how fast it is at least
+
+The levels are classes: `-k TestBytes`, TestIntegrity, TestConcurrencyAndFaults, TestEngineOrder, TestPerformance.
+connectors/STORES.md writes a store from nothing. Who has fixtures of their own subclasses instead, test_my_store.py:
 
     from collections.abc import Iterator
     from pathlib import Path
@@ -26,9 +34,8 @@ test_my_store.py:
 
     $ pytest test_my_store.py
 
-A few MiB are enough: the store is filled many times over. `kvparams_connectors.conformance.model` has more, for stores
-that promise exact eviction. The one rule: the suite knows nothing but `KVStore`; what a store can do it reads from its
-capabilities.
+`kvparams_connectors.conformance.model` has more, for stores that promise exact eviction. The one rule: the suite knows
+nothing but `KVStore`; what a store can do it reads from its capabilities.
 """
 
 try:
@@ -36,10 +43,29 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the conformance suite needs pytest: pip install 'kvparams[conformance]'") from error
 
-# A failed assertion shows what was expected and what came, as in a test's own file; said before it is imported.
-pytest.register_assert_rewrite(f"{__name__}.levels")
+# A failed assertion shows what was expected and what came, as in a test's own file; said before they are imported.
+for _module in ("levels", "integrity", "faults_level", "engine_order", "performance", "steps"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
-from kvparams_connectors.conformance.faults import Fault, FaultyStore  # noqa: E402
-from kvparams_connectors.conformance.levels import Opener, StoreConformance  # noqa: E402
+from kvparams_connectors.conformance.faults import Fault, FaultyStore, Operation  # noqa: E402
+from kvparams_connectors.conformance.levels import StoreConformance  # noqa: E402
+from kvparams_connectors.conformance.plugin import (  # noqa: E402
+    Factory,
+    pytest_addoption,
+    pytest_configure,
+    pytest_terminal_summary,
+)
+from kvparams_connectors.conformance.steps import Floors, Opener  # noqa: E402
 
-__all__ = ["Fault", "FaultyStore", "Opener", "StoreConformance"]
+__all__ = [
+    "Factory",
+    "Fault",
+    "FaultyStore",
+    "Floors",
+    "Opener",
+    "Operation",
+    "StoreConformance",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_terminal_summary",
+]

@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvparams_connectors.advice import Advice
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.extents import copy_in, copy_out, units_for
 from kvparams_connectors.stores.fileindex import Entry, FileIndex
 from kvparams_connectors.stores.filemap import open_map
+from kvparams_connectors.tools.file_advice import file_advice
 
 __all__ = ["FileStore", "open_url"]
 
@@ -55,6 +57,7 @@ class FileStore(LaneStore):
         """
         if unit_bytes is not None and (unit_bytes < _SMALLEST_UNIT or unit_bytes % _SMALLEST_UNIT):
             raise StoreError(f"file store: unit {unit_bytes} is not a multiple of {_SMALLEST_UNIT} bytes")
+        self._path = path
         self._map = open_map(path, size_bytes, unit_bytes, timeout_s=timeout_s)
         try:
             self._index = FileIndex(self._map, time.monotonic() + timeout_s)
@@ -72,6 +75,10 @@ class FileStore(LaneStore):
     def repairs(self) -> int:
         """How often the index was made anew because a process had died while it changed it."""
         return self._index.repairs
+
+    def advice(self) -> list[Advice]:
+        """For `kvparams doctor`: whether the file lies in a good place."""
+        return file_advice(self._path)
 
     def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
         results = [Result(Code.TIMEOUT)] * len(ops)

@@ -1,11 +1,10 @@
-"""The store inside one process: a bounded piece of memory, least recently used first out.
+"""The store inside one process: a bounded piece of memory. A scan does not drive out what is used again and again.
 
 The one rule: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
 """
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.stores.eviction import Entry, ScanResistant
 from kvparams_connectors.stores.extents import SKEW, Extents, Run, copy_in, copy_out, units_for
 
 __all__ = ["MemoryStore", "open_url"]
@@ -22,12 +22,13 @@ _DEFAULT_UNIT: Final = 64 << 10
 _MEMORY_PAGE: Final = 4096
 
 
-class _Value:
+class _Value(Entry):
     """A value in the table. Not `ready`: its writer is still copying."""
 
     __slots__ = ("nbytes", "pins", "ready", "removed", "runs")
 
-    def __init__(self, runs: list[Run], nbytes: int) -> None:
+    def __init__(self, runs: list[Run], nbytes: int, units: int) -> None:
+        super().__init__(units)
         self.runs = runs
         self.nbytes = nbytes
         self.ready = False
@@ -57,7 +58,7 @@ class MemoryStore(LaneStore):
         start = (SKEW - memory.ctypes.data) % _MEMORY_PAGE
         self._memory = memory[start : start + units * unit_bytes]
         self._extents = Extents(np.ones(units, dtype=np.bool_))
-        self._values: OrderedDict[str, _Value] = OrderedDict()  # least recently used first
+        self._values: ScanResistant[_Value] = ScanResistant(units)
         self._changed = threading.Condition(threading.Lock())
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
         super().__init__("memory", threads=threads)
@@ -72,7 +73,7 @@ class MemoryStore(LaneStore):
         while left:  # once, and again for a key whose other writer gave up
             left = self._put_round(ops, left, results, deadline)
         with self._changed:
-            self._touch([op.key for op in ops])
+            self._values.use([op.key for op in ops])
         return results
 
     def _put_round(self, ops: Sequence[PutOp], left: list[int], results: Results, deadline: float) -> list[int]:
@@ -94,11 +95,13 @@ class MemoryStore(LaneStore):
                 if nbytes > self._capabilities.max_value_bytes:
                     results[index] = Result(Code.TOO_LARGE)
                     continue
-                runs = self._make_room(units_for(nbytes, self._unit_bytes))
+                units = units_for(nbytes, self._unit_bytes)
+                runs = self._make_room(units)
                 if runs is None:
                     results[index] = Result(Code.FULL)
                     continue
-                self._values[op.key] = ours[index] = _Value(runs, nbytes)
+                ours[index] = _Value(runs, nbytes, units)
+                self._values.add(op.key, ours[index])
         for index, value in ours.items():
             results[index] = self._fill(ops[index], value, deadline)
         again: list[int] = []
@@ -137,7 +140,7 @@ class MemoryStore(LaneStore):
             for value in found:
                 if value is not None:
                     value.pins += 1
-            self._touch([op.key for op in ops])
+            self._values.use([op.key for op in ops])
         results: Results = []
         for op, value in zip(ops, found, strict=True):
             if value is None:
@@ -162,7 +165,7 @@ class MemoryStore(LaneStore):
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
         with self._changed:
             values = [self._values.get(key) for key in keys]
-            self._touch(keys)
+            self._values.use(keys)
             return [
                 Result(Code.OK, value.nbytes) if value is not None and value.ready else Result(Code.MISS)
                 for value in values
@@ -186,22 +189,19 @@ class MemoryStore(LaneStore):
 
     # ---- the lock is held
 
-    def _touch(self, keys: Sequence[str]) -> None:
-        for key in reversed(keys):
-            if key in self._values:
-                self._values.move_to_end(key)
-
     def _make_room(self, units: int) -> list[Run] | None:
         """Units for a new value, evicting as little as needed; None if everything else is being copied."""
         while (runs := self._extents.take(units)) is None:
-            victim = next(((key, value) for key, value in self._values.items() if not value.pins), None)
-            if victim is None:
+            for key, value in self._values.order():
+                if not value.pins:
+                    self._remove(key, value)
+                    break
+            else:
                 return None
-            self._remove(*victim)
         return runs
 
     def _remove(self, key: str, value: _Value) -> None:
-        del self._values[key]
+        self._values.remove(key)
         value.removed = True
         if not value.pins:
             self._extents.give_back(value.runs)

@@ -318,7 +318,7 @@ class Execution:
 
     def _failed(self, leg: Leg, head: Head, raw: bytes, error: UpstreamError | None) -> bool:
         """Whether the leg has failed; then the client's leaving or the plan has been seen to."""
-        unseen = not error.connected if error is not None else 400 <= head.status < 500
+        unseen = not error.sent if error is not None else 400 <= head.status < 500
         if leg.answers_client and unseen:  # no engine has it, or it was refused before it was scheduled
             self._context.claimed = False
         if self._gone:
@@ -336,7 +336,7 @@ class Execution:
             return False
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         if failure.another and not isinstance(error, UpstreamFull):  # busy is not broken
-            self._resources.fleet.failed(leg.instance, connected=failure.claimed)
+            self._resources.fleet.failed(leg.instance, connected=error is None or error.connected)
         ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
         if ending is None:
             self._go(None, failure)

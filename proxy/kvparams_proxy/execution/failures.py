@@ -77,11 +77,11 @@ def broken(
     if isinstance(error, UpstreamFull):
         said = f"the {role} engine is busy: {error.reason}; try again later"
         what = ProxyError(503, "service_unavailable", said, code=f"{role}_busy", retry_after_s=_RETRY_S)
-        return BrokenLeg(what, claimed=False, begun=begun, sent=sent)
+        return BrokenLeg(what, claimed=error.sent, begun=begun, sent=sent)
     if not error.connected:
         said = f"the {role} engine cannot be reached: {error.reason}"
         what = ProxyError(503, "service_unavailable", said, code=f"{role}_unreachable", retry_after_s=_RETRY_S)
-        return BrokenLeg(what, claimed=False, begun=begun, sent=sent)
+        return BrokenLeg(what, claimed=error.sent, begun=begun, sent=sent)
     if isinstance(error, UpstreamTimeout):
         what = ProxyError(504, "timeout", f"the {role} engine {error.reason}", code=f"{role}_timeout")
     else:

@@ -67,7 +67,7 @@ class Exchange:
         """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
         sink = self._sink
         if sink is not None:
-            error.connected = self._begun
+            error.connected = error.sent = self._begun
             self.discard()
             sink.on_done(error)
 
@@ -121,6 +121,8 @@ class Exchange:
             self._retry = False
             self._pool.restart(self)
             return
+        if error is not None and self._begun:
+            error.sent = True
         self._sink = None
         sink.on_done(error)
 

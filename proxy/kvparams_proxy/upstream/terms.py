@@ -51,7 +51,9 @@ class UpstreamError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.connected = connected
-        """False when no connection was made: the engine cannot have seen the request."""
+        """False when no connection was made."""
+        self.sent = connected
+        """Whether the engine may have seen the request: also where only a second connection could not be made."""
 
 
 class UpstreamTimeout(UpstreamError):

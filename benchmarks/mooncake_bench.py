@@ -1,0 +1,277 @@
+"""How fast the Mooncake store moves pages, against the bare client library on the same cluster in the same run.
+
+    python -m benchmarks.mooncake_bench [--page-bytes N]... [--total-bytes N] [--rounds N]
+
+It starts a master and an owner of its own on loopback. One round is one pass over all pages by every side, in random
+order; the floor is the fastest of three bare clients in that round: `batch_put_from` and `batch_get_into` on one
+registered arena, all pages in one call, in batches, and in batches from two threads; nothing is checked there. The one
+rule: all sides move the same pages, and every value that was read is compared once.
+"""
+
+import argparse
+import importlib
+import os
+import platform
+import random
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.processes import Processes, free_ports
+from benchmarks.ratios import median_interval
+from kvparams.keys import Rectangle
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams_connectors.arena import Arena
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+
+__all__ = ["main"]
+
+_DEADLINE_S = 60.0
+_BATCH_BYTES = 8 << 20
+_OWNER_BYTES = 2 << 30
+
+
+class Side(Protocol):
+    """A client of the cluster."""
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        """Store all pages under keys that are not there."""
+        ...
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        """Read all values into the pages."""
+        ...
+
+
+class Bare:
+    """The client library."""
+
+    def __init__(self, native: Any, batch_bytes: int, threads: int) -> None:
+        self._native = native
+        self._batch_bytes = batch_bytes
+        self._pool = ThreadPoolExecutor(threads)
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        answers = self._each(self._native.batch_put_from, keys, pages)
+        if any(answers):
+            sys.exit(f"a bare put failed: {answers}")
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        answers = self._each(self._native.batch_get_into, keys, pages)
+        if set(answers) != {pages[0].nbytes}:
+            sys.exit(f"a bare get failed: {answers}")
+
+    def _each(
+        self,
+        call: Callable[[list[str], list[int], list[int]], list[int]],
+        keys: Sequence[str],
+        pages: Sequence[memoryview],
+    ) -> list[int]:
+        addresses = [_address(page) for page in pages]
+        sizes = [page.nbytes for page in pages]
+
+        def work(batch: range) -> list[int]:
+            part = slice(batch.start, batch.stop)
+            return call(list(keys[part]), addresses[part], sizes[part])
+
+        found = self._pool.map(work, _batches(pages, self._batch_bytes))
+        return [answer for answers in found for answer in answers]
+
+
+class Ours:
+    """The store, in batches."""
+
+    def __init__(self, store: KVStore, batch_bytes: int, identities: Sequence[PageIdentity] = ()) -> None:
+        """Args:
+        batch_bytes: what is put or read in one job.
+        identities: if there are any, pages are sealed before they are put and verified after they are read, one
+            batch while the next is under way, as a connector does.
+        """
+        self._store = store
+        self._batch_bytes = batch_bytes
+        self._identities = identities
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        jobs: list[Job[Results]] = []
+        for batch in _batches(pages, self._batch_bytes):
+            if self._identities:
+                for number in batch:
+                    seal(pages[number], self._identities[number])
+            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
+        for job in jobs:
+            self._check(job)
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        batches = _batches(pages, self._batch_bytes)
+        jobs = [
+            self._store.get([GetOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S)
+            for batch in batches
+        ]
+        for batch, job in zip(batches, jobs, strict=True):
+            self._check(job)
+            if self._identities and any(verify(pages[number], self._identities[number]) for number in batch):
+                sys.exit("a page came back wrong")
+
+    @staticmethod
+    def _check(job: Job[Results]) -> None:
+        if any(result.code is not Code.OK for result in job.result()):
+            sys.exit(f"the store failed: {job.result()}")
+
+
+def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
+    """Print one block of the table."""
+    count = max(2, total_bytes // page_bytes)
+    arena = Arena(2 * count * (page_bytes + 64), page_bytes)
+    slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
+    sources, targets = slots[:count], slots[count:]
+    part = Rectangle(0, 1, 0, 1)
+    size = page_bytes - HEADER_BYTES
+    identities = [PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)]
+    for number, source in enumerate(sources):
+        source[:] = random.Random(number).randbytes(page_bytes)
+        seal(source, identities[number])
+    store = open_store(f"mooncake://{master}?prefix=bench:")
+    store.register(arena)
+    native = _bare(master)
+    if native.register_buffer(_address(arena.memory), arena.memory.nbytes):
+        sys.exit("the arena was not registered")
+    sides: dict[str, Side] = {
+        "bare, one call": Bare(native, total_bytes, 1),
+        "bare, batches": Bare(native, _BATCH_BYTES, 1),
+        "bare, two threads": Bare(native, _BATCH_BYTES, 2),
+        "store, one job": Ours(store, total_bytes),
+        "store, batches": Ours(store, _BATCH_BYTES),
+        "store, seal + verify": Ours(store, _BATCH_BYTES, identities),
+    }
+    floors = list(sides)[:3]
+    seconds: dict[str, dict[str, list[float]]] = {way: {name: [] for name in sides} for way in ("put", "get")}
+    order = random.Random(1)
+    for turn in range(rounds + 2):
+        names = list(sides)
+        order.shuffle(names)
+        for name in names:
+            keys = [f"{turn}.{number}" for number in range(count)]
+            put_s = _seconds(sides[name].put, keys, sources)
+            get_s = _seconds(sides[name].get, keys, targets)
+            if not turn and targets != sources:
+                sys.exit(f"{name}: what was read is not what was put")
+            if turn > 1:  # the first rounds warm up
+                seconds["put"][name].append(put_s)
+                seconds["get"][name].append(get_s)
+            native.batch_remove([*keys, *(f"bench:{key}" for key in keys)], True)
+    store.close()
+    native.close()
+    for way, figures in seconds.items():
+        floor = [min(spent) for spent in zip(*(figures[name] for name in floors), strict=True)]
+        for name, spent in figures.items():
+            speed = median_interval([count * page_bytes / one / 1e9 for one in spent])
+            ratio = median_interval([bare / one for bare, one in zip(floor, spent, strict=True)])
+            print(f"{page_bytes >> 10:6} KiB  {way}  {name:22} {speed!s:>20}  {ratio!s:>20}", flush=True)
+
+
+def lookups(master: str, rounds: int) -> None:
+    """Print how long it takes to look up 1,000 pages: all there, half of them, none."""
+    store = open_store(f"mooncake://{master}?prefix=lookup:")
+    native = _bare(master)
+    keys = [f"{number:064x}" for number in range(1000)]
+    store.put([PutOp(key, (memoryview(bytes(100)),)) for key in keys], _DEADLINE_S).result()
+    for there in (1000, 500, 0):
+        store.delete(keys[there:], _DEADLINE_S).result()
+        spent: list[float] = []
+        bare: list[float] = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            found = store.exists(keys, _DEADLINE_S).result()
+            spent.append(1000 * (time.perf_counter() - start))
+            if sum(result.code is Code.OK for result in found) != there:
+                sys.exit("a lookup found other pages")
+            start = time.perf_counter()
+            native.batch_is_exist([f"lookup:{key}" for key in keys])
+            bare.append(1000 * (time.perf_counter() - start))
+        print(
+            f"lookup of 1,000 pages, {there} there, ms: {median_interval(spent)}, at best {min(spent):.2f}; "
+            f"bare, without sizes: {median_interval(bare)}"
+        )
+    store.close()
+    native.close()
+
+
+def _bare(master: str) -> Any:
+    native: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    if native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master):
+        sys.exit("the client library was not set up")
+    return native
+
+
+def _batches(pages: Sequence[memoryview], batch_bytes: int) -> list[range]:
+    size = max(1, batch_bytes // pages[0].nbytes)
+    return [range(at, min(at + size, len(pages))) for at in range(0, len(pages), size)]
+
+
+def _address(page: memoryview) -> int:
+    return int(np.frombuffer(page, dtype=np.uint8).ctypes.data)
+
+
+def _seconds(
+    work: Callable[[Sequence[str], Sequence[memoryview]], None], keys: Sequence[str], pages: Sequence[memoryview]
+) -> float:
+    start = time.perf_counter()
+    work(keys, pages)
+    return time.perf_counter() - start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the machine, the command and the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mooncake_bench", description=__doc__)
+    parser.add_argument("--page-bytes", type=int, action="append", help="default: 256 KiB, 1 MiB and 4 MiB")
+    parser.add_argument("--total-bytes", type=int, default=64 << 20, help="of all pages together (default 64 MiB)")
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args(argv)
+    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    print(f"command: python -m benchmarks.mooncake_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        port, metrics = free_ports(2)
+        master = f"127.0.0.1:{port}"
+        binary = Path(sysconfig.get_path("scripts")) / "mooncake_master"
+        processes.start(
+            "master",
+            [
+                str(binary),
+                "--rpc_address=127.0.0.1",
+                f"--rpc_port={port}",
+                "--metrics_host=127.0.0.1",
+                f"--metrics_port={metrics}",
+                "--logtostderr",
+            ],
+            ready=[f"http://127.0.0.1:{metrics}/health"],
+        )
+        module = "kvparams_connectors.stores.mooncake_owner"
+        owner = [sys.executable, "-m", module, "--master", master, "--size", str(_OWNER_BYTES)]
+        processes.start("owner", owner)
+        _await(Path(folder) / "owner.log")
+        print(f"\n{'':40} {'GB/s':>20}  {'of the floor':>20}")
+        for page_bytes in arguments.page_bytes or (256 << 10, 1 << 20, 4 << 20):
+            measure(master, page_bytes=page_bytes, total_bytes=arguments.total_bytes, rounds=arguments.rounds)
+        print()
+        lookups(master, 200)
+    return 0
+
+
+def _await(log: Path) -> None:
+    give_up = time.monotonic() + 30
+    while b"ready\n" not in log.read_bytes():
+        if time.monotonic() > give_up:
+            sys.exit(f"the owner did not start: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""How fast the Valkey store moves pages, against a bare socket and valkey-py to the same server in the same run.
+
+    python -m benchmarks.valkey_bench [--transport tcp|unix]... [--page-bytes N]... [--total-bytes N] [--rounds N]
+
+It starts a valkey-server of its own on loopback. One round is one pass over all pages by every side, in random order;
+the floor is a bare client in that round: of two, one request at a time and four under way, the one that is faster over
+all rounds. They build the same commands, send with `sendmsg` and receive with `recv_into` the same buffers, and do
+nothing else: no deadline, no check, no lane. valkey-py (with libvalkey) and valkey-glide, where it is installed, are
+what the store could have used instead. A get of theirs includes a copy into the caller's buffer, except glide's, which
+receives into one. The one rule: all sides move the same pages, and every value that was read is compared once.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import platform
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, cast
+
+import valkey
+
+from benchmarks.processes import Processes, free_ports
+from benchmarks.ratios import median_interval
+from kvparams.keys import Rectangle
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams_connectors.arena import Arena
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+
+__all__ = ["main"]
+
+_DEADLINE_S = 60.0
+_BATCH_BYTES = 8 << 20
+
+
+class Side(Protocol):
+    """A client of the server."""
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        """Store all pages under keys that are not there."""
+        ...
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        """Read all values into the pages."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+class Raw:
+    """A bare socket."""
+
+    def __init__(self, transport: str, place: str | int, window: int) -> None:
+        if transport == "unix":
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(str(place))
+        else:
+            self._socket = socket.create_connection(("127.0.0.1", int(place)))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._window = window
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        sent = answered = 0
+        answers = b""
+        while answered < len(keys):
+            parts: list[bytes | memoryview] = []
+            while sent < len(keys) and sent - answered < self._window:
+                key, page = keys[sent].encode(), pages[sent]
+                head = b"*4\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, page.nbytes)
+                parts += [head, page, b"\r\n$2\r\nNX\r\n"]
+                sent += 1
+            self._send(parts)
+            while b"\r\n" not in answers:
+                answers += self._socket.recv(512)
+            answer, _, answers = answers.partition(b"\r\n")
+            if answer != b"+OK":
+                sys.exit(f"a bare put failed: {answer!r}")
+            answered += 1
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        sent = 0
+        scratch = bytearray(512)
+        held = b""
+        for number, page in enumerate(pages):
+            parts: list[bytes | memoryview] = []
+            while sent < len(keys) and sent - number < self._window:
+                key = keys[sent].encode()
+                parts.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
+                sent += 1
+            self._send(parts)
+            while b"\r\n" not in held:
+                held += scratch[: self._socket.recv_into(scratch)]
+            size, _, held = held.partition(b"\r\n")
+            if size != b"$%d" % page.nbytes:
+                sys.exit(f"a bare get failed: {size!r}")
+            done = min(len(held), page.nbytes)
+            page[:done], held = held[:done], held[done:]
+            while done < page.nbytes:
+                done += self._socket.recv_into(page[done:])
+            while len(held) < 2:
+                held += scratch[: self._socket.recv_into(scratch)]
+            held = held[2:]
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        left = [memoryview(part) for part in parts]
+        while left:
+            sent = self._socket.sendmsg(left)
+            while left and sent >= left[0].nbytes:
+                sent -= left.pop(0).nbytes
+            if sent:
+                left[0] = left[0][sent:]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Library:
+    """valkey-py."""
+
+    def __init__(self, transport: str, place: str | int) -> None:
+        path, port = (str(place), 0) if transport == "unix" else (None, int(place))
+        self._client = cast("Any", valkey.Valkey(host="127.0.0.1", port=port, unix_socket_path=path))
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        for key, page in zip(keys, pages, strict=True):
+            self._client.set(key, page, nx=True)
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        for key, page in zip(keys, pages, strict=True):
+            page[:] = self._client.get(key)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Glide:
+    """valkey-glide-sync; it has no unix sockets."""
+
+    def __init__(self, port: int) -> None:
+        glide: Any = importlib.import_module("glide_sync")
+        place = glide.NodeAddress("127.0.0.1", port)
+        self._if_new = glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
+        self._client = glide.GlideClient.create(glide.GlideClientConfiguration([place], request_timeout=10_000))
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        for key, page in zip(keys, pages, strict=True):
+            self._client.set(key, page, conditional_set=self._if_new)
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        for key, page in zip(keys, pages, strict=True):
+            self._client.get(key, buffer=page)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Ours:
+    """The store, in batches."""
+
+    def __init__(self, store: KVStore, identities: Sequence[PageIdentity] = ()) -> None:
+        """Args:
+        identities: if there are any, pages are sealed before they are put and verified after they are read, one
+            batch while the next is under way, as a connector does.
+        """
+        self._store = store
+        self._identities = identities
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        jobs: list[Job[Results]] = []
+        for batch in self._batches(pages):
+            if self._identities:
+                for number in batch:
+                    seal(pages[number], self._identities[number])
+            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
+        for job in jobs:
+            self._check(job)
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        batches = self._batches(pages)
+        jobs = [
+            self._store.get([GetOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S)
+            for batch in batches
+        ]
+        for batch, job in zip(batches, jobs, strict=True):
+            self._check(job)
+            if self._identities and any(verify(pages[number], self._identities[number]) for number in batch):
+                sys.exit("a page came back wrong")
+
+    def close(self) -> None:
+        self._store.close()
+
+    @staticmethod
+    def _batches(pages: Sequence[memoryview]) -> list[range]:
+        size = max(1, _BATCH_BYTES // pages[0].nbytes)
+        return [range(at, min(at + size, len(pages))) for at in range(0, len(pages), size)]
+
+    @staticmethod
+    def _check(job: Job[Results]) -> None:
+        if any(result.code is not Code.OK for result in job.result()):
+            sys.exit(f"the store failed: {job.result()}")
+
+
+def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
+    """Print one block of the table."""
+    count = max(2, total_bytes // page_bytes)
+    arena = Arena(2 * count * (page_bytes + 64), page_bytes)
+    slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
+    sources, targets = slots[:count], slots[count:]
+    part = Rectangle(0, 1, 0, 1)
+    size = page_bytes - HEADER_BYTES
+    identities = [PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)]
+    for number, source in enumerate(sources):
+        source[:] = random.Random(number).randbytes(page_bytes)
+        seal(source, identities[number])
+    url = f"valkey://{place}" if transport == "unix" else f"valkey://127.0.0.1:{place}"
+    sides: dict[str, Side] = {
+        "raw, one at a time": Raw(transport, place, 1),
+        "raw, four under way": Raw(transport, place, 4),
+        "store": Ours(open_store(url)),
+        "store, seal + verify": Ours(open_store(url), identities),
+        "valkey-py": Library(transport, place),
+    }
+    if transport == "tcp" and importlib.util.find_spec("glide_sync") is not None:
+        sides["valkey-glide"] = Glide(int(place))
+    cleaner = cast("Any", valkey.Valkey(host="127.0.0.1", port=_port(transport, place), unix_socket_path=_path(place)))
+    floors = list(sides)[:2]
+    seconds: dict[str, dict[str, list[float]]] = {way: {name: [] for name in sides} for way in ("put", "get")}
+    order = random.Random(1)
+    for turn in range(rounds + 1):
+        names = list(sides)
+        order.shuffle(names)
+        for name in names:
+            keys = [f"{turn}.{number}" for number in range(count)]
+            put_s = _seconds(sides[name].put, keys, sources)
+            get_s = _seconds(sides[name].get, keys, targets)
+            if not turn and targets != sources:
+                sys.exit(f"{name}: what was read is not what was put")
+            if turn:  # the first round warms up
+                seconds["put"][name].append(put_s)
+                seconds["get"][name].append(get_s)
+            cleaner.unlink(*keys)
+    cleaner.close()
+    for side in sides.values():
+        side.close()
+    for way, figures in seconds.items():
+        floor = figures[min(floors, key=lambda name: median(figures[name]))]
+        for name, spent in figures.items():
+            speed = median_interval([count * page_bytes / one / 1e9 for one in spent])
+            ratio = median_interval([bare / one for bare, one in zip(floor, spent, strict=True)])
+            print(f"{transport:5} {page_bytes >> 10:6} KiB  {way}  {name:22} {speed!s:>20}  {ratio!s:>20}")
+
+
+def _port(transport: str, place: str | int) -> int:
+    return 0 if transport == "unix" else int(place)
+
+
+def _path(place: str | int) -> str | None:
+    return place if isinstance(place, str) else None
+
+
+def _seconds(
+    work: Callable[[Sequence[str], Sequence[memoryview]], None], keys: Sequence[str], pages: Sequence[memoryview]
+) -> float:
+    start = time.perf_counter()
+    work(keys, pages)
+    return time.perf_counter() - start
+
+
+def lookups(url: str, rounds: int) -> None:
+    """Print how long it takes to look up 1,000 pages, half of them there."""
+    store = open_store(url)
+    keys = [f"{number:064x}" for number in range(1000)]
+    store.put([PutOp(key, (memoryview(bytes(100)),)) for key in keys[:500]], _DEADLINE_S).result()
+    spent: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        store.exists(keys, _DEADLINE_S).result()
+        spent.append(1000 * (time.perf_counter() - start))
+    store.close()
+    print(f"lookup of 1,000 pages over {url.partition(':')[0]}, ms: {median_interval(spent)}, at best {min(spent):.2f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the machine, the command and the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.valkey_bench", description=__doc__)
+    parser.add_argument("--transport", action="append", choices=("tcp", "unix"), help="default: both")
+    parser.add_argument("--page-bytes", type=int, action="append", help="default: 256 KiB, 1 MiB and 4 MiB")
+    parser.add_argument("--total-bytes", type=int, default=64 << 20, help="of all pages together (default 64 MiB)")
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args(argv)
+    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    print(f"command: python -m benchmarks.valkey_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        (port,) = free_ports(1)
+        path = f"{folder}/v.sock"
+        processes.start(
+            "valkey",
+            [
+                *("valkey-server", "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", path, "--save", ""),
+                *("--appendonly", "no", "--dir", folder, "--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru"),
+            ],
+        )
+        _await(path)
+        places: dict[str, str | int] = {"tcp": port, "unix": path}
+        print(f"\n{'':23}{'':22} {'GB/s':>20}  {'of the floor':>20}")
+        for transport in arguments.transport or ("tcp", "unix"):
+            for page_bytes in arguments.page_bytes or (256 << 10, 1 << 20, 4 << 20):
+                measure(
+                    transport,
+                    places[transport],
+                    page_bytes=page_bytes,
+                    total_bytes=arguments.total_bytes,
+                    rounds=arguments.rounds,
+                )
+        print()
+        for transport in arguments.transport or ("tcp", "unix"):
+            lookups(f"valkey://{path}" if transport == "unix" else f"valkey://127.0.0.1:{port}", 200)
+    return 0
+
+
+def _await(path: str) -> None:
+    give_up = time.monotonic() + 20
+    while time.monotonic() < give_up:
+        with socket.socket(socket.AF_UNIX) as sock:
+            if sock.connect_ex(path) == 0:
+                return
+        time.sleep(0.05)
+    sys.exit("valkey-server did not start")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What a store has to say about itself to whoever runs `kvparams doctor`.
+
+A store that knows of settings that will hurt has a method `advice() -> list[Advice]`; most have none. The one rule:
+each piece of advice says what was found and what to do about it, and never anything secret.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from kvparams_connectors.store import KVStore
+
+__all__ = ["Advice", "Advising", "Grade", "advice_of"]
+
+Grade = Literal["ok", "warning", "error"]
+"""ok: as it should be. warning: it works, and will hurt. error: it does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing that was looked at."""
+
+    grade: Grade
+    found: str
+    """What is so: `maxmemory-policy is noeviction`."""
+    todo: str = ""
+    """What to do: `set maxmemory-policy allkeys-lru`. Empty only where nothing is to be done."""
+
+
+@runtime_checkable
+class Advising(Protocol):
+    """A store that knows more about its settings than the interface tells."""
+
+    def advice(self) -> Sequence[Advice]:
+        """Ask the server, within a few seconds; raises nothing for a server that does not answer."""
+        ...
+
+
+def advice_of(store: KVStore) -> list[Advice]:
+    """What the store says; a store without the method says nothing, and one that raises is a warning itself."""
+    if not isinstance(store, Advising):
+        return []
+    try:
+        return list(store.advice())
+    except Exception as error:  # noqa: BLE001 - somebody else's code; the doctor goes on
+        return [Advice("warning", f"the store could not say how it is set up ({type(error).__name__})", "see its log")]

@@ -1,0 +1,107 @@
+"""The suite as a pytest plugin: `pytest -p kvparams_connectors.conformance --kvstore=pkg.mod:factory`.
+
+The one rule: without `--kvstore` it changes nothing at all, so that it may stand in a project's own options.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+import pytest
+
+from kvparams_connectors.conformance.performance import SPEED
+from kvparams_connectors.conformance.steps import Floors
+from kvparams_connectors.store import KVStore
+
+__all__ = ["Factory", "Named", "named_by", "pytest_addoption", "pytest_configure", "pytest_terminal_summary"]
+
+Factory = Callable[[Path], KVStore]
+"""Opens the store under test. The folder is empty, and each test has its own: the same folder is the same store (if it
+is shared, or persistent), another folder is another one. A store on a server may use its path as a namespace."""
+
+_OPTION: Final = "--kvstore"
+_LEVELS: Final = {
+    "TestBytes": "1 bytes",
+    "TestIntegrity": "2 integrity",
+    "TestConcurrencyAndFaults": "3 concurrency and faults",
+    "TestEngineOrder": "4 engine order",
+    "TestPerformance": "5 performance",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What `--kvstore` names."""
+
+    factory: Factory
+    floors: Floors
+    """The factory's attribute `floors`; without one, speed is only reported."""
+
+
+def named_by(config: pytest.Config) -> Named:
+    """Import what the command line names; the folder in which pytest was called counts.
+
+    Raises:
+        pytest.UsageError: it cannot be imported, or is nothing that could be called.
+    """
+    text = cast("str | None", config.getoption(_OPTION))
+    module, colon, name = (text or "").partition(":")
+    if not (module and colon and name):
+        raise pytest.UsageError(f"{_OPTION}={text}: write package.module:factory")
+    here = str(config.invocation_params.dir)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        factory: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise pytest.UsageError(f"{_OPTION}={text}: {error}") from error
+    if not callable(factory):
+        raise pytest.UsageError(f"{_OPTION}={text}: it cannot be called")
+    floors: object = getattr(factory, "floors", Floors())
+    if not isinstance(floors, Floors):
+        raise pytest.UsageError(f"{_OPTION}={text}: its `floors` are no Floors(put=0.01, get=0.01)")
+    return Named(cast("Factory", factory), floors)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that names the store."""
+    parser.getgroup("kvparams").addoption(
+        _OPTION, metavar="PKG.MOD:FACTORY", help="run the conformance suite of kvparams on the store that this opens"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With a store and without paths, the suite is what is collected."""
+    if config.getoption(_OPTION) is None:
+        return
+    named_by(config)
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = [str(Path(__file__).with_name("suite.py"))]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line for each level, and what was seen of the speed."""
+    if config.getoption(_OPTION) is None:
+        return
+    stats = cast("Mapping[str, list[object]]", terminalreporter.stats)
+    counts: dict[str, dict[str, int]] = {}
+    speed: list[str] = []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in stats.get(outcome, []):
+            if not isinstance(report, pytest.TestReport):
+                continue
+            parts = report.nodeid.split("::")
+            level = _LEVELS.get(parts[1] if len(parts) > 2 else "")
+            if level is not None:
+                found = counts.setdefault(level, {})
+                found[outcome] = found.get(outcome, 0) + 1
+            speed += [str(text) for name, text in report.user_properties if name == SPEED]
+    terminalreporter.section("conformance of the store")
+    for level in sorted(counts):
+        said = ", ".join(f"{count} {outcome}" for outcome, count in counts[level].items())
+        terminalreporter.line(f"level {level}: {said}")
+    for text in dict.fromkeys(speed):
+        terminalreporter.line(text)

@@ -1,0 +1,107 @@
+"""What the tests of all levels do again and again, and the fixtures that they ask for.
+
+The one rule: a step waits no longer than `DEADLINE_S`, so that a store that hangs fails a test instead of a night.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import pytest
+
+from kvparams.keys import Geometry, Namespace, Page, Rectangle, page_chain, page_key
+from kvparams.pages import HEADER_BYTES, PageIdentity, identify, seal
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
+
+__all__ = [
+    "DEADLINE_S",
+    "Floors",
+    "Level",
+    "Opener",
+    "Prompt",
+    "codes",
+    "get",
+    "put",
+    "sealed_page",
+    "value",
+]
+
+DEADLINE_S: Final = 20.0
+
+Opener = Callable[[], KVStore]
+"""Opens the store under test. Called again within a test, a shared store opens the same values a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What a store says of its own speed: shares of the speed at which memory is copied page by page, in the same run.
+
+    Be generous: they are there to notice a store that has become ten times slower, on any machine.
+    """
+
+    put: float = 0.0
+    get: float = 0.0
+
+
+class Level:
+    """What every level asks for; whoever runs the suite says how the store is opened."""
+
+    @pytest.fixture
+    def opener(self) -> Opener:
+        """Overridden by whoever runs the suite."""
+        raise NotImplementedError("a subclass of StoreConformance says how its store is opened")
+
+    @pytest.fixture
+    def store(self, opener: Opener) -> KVStore:
+        """The store under test, empty."""
+        return opener()
+
+    @pytest.fixture
+    def floors(self) -> Floors:
+        """Overridden by a store that says how fast it is at least."""
+        return Floors()
+
+
+def value(seed: int | str, size: int) -> memoryview:
+    """The same bytes for the same seed."""
+    return memoryview(bytearray(Random(f"{seed}").randbytes(size)))
+
+
+def put(store: KVStore, key: str, *buffers: memoryview) -> Result:
+    """Put one value."""
+    return store.put([PutOp(key, buffers)], DEADLINE_S).result()[0]
+
+
+def get(store: KVStore, key: str, size: int) -> tuple[Result, bytes]:
+    """Get one value into a buffer of `size` bytes: the result, and what was read."""
+    buffer = memoryview(bytearray(size))
+    result = store.get([GetOp(key, (buffer,))], DEADLINE_S).result()[0]
+    return result, bytes(buffer[: result.nbytes]) if result.code is Code.OK else b""
+
+
+def codes(results: Results) -> list[Code]:
+    """The codes alone."""
+    return [result.code for result in results]
+
+
+class Prompt:
+    """A prompt as an engine sees it: pages, their keys, and what their headers must say."""
+
+    def __init__(self, tokens: int, *, page_tokens: int = 16, dim: int = 32, seed: int = 0) -> None:
+        shape = Geometry(layers=2, kv_heads=2, k_dim=dim, v_dim=dim)
+        namespace = Namespace("model", "revision", "float16", shape, page_tokens=page_tokens)
+        part = Rectangle.whole(shape)
+        random = Random(seed)
+        self.pages: Final[tuple[Page, ...]] = page_chain(namespace, [random.randrange(2**32) for _ in range(tokens)])
+        self.keys: Final = [page_key(namespace, page, part) for page in self.pages]
+        self.identities: Final = [identify(namespace, page, part) for page in self.pages]
+
+
+def sealed_page(identity: PageIdentity, seed: int | str = 0) -> memoryview:
+    """A page with a random payload, the same for the same seed."""
+    page = memoryview(
+        bytearray(HEADER_BYTES) + bytearray(value(f"{identity.chain.hex()} {seed}", identity.payload_bytes))
+    )
+    seal(page, identity)
+    return page

@@ -1,0 +1,238 @@
+"""One save: pages are copied out of the blocks in portions; while one is copied, those before it are sealed and put.
+
+The one rule: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine
+launches afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from kvparams.pages import HEADER_BYTES
+from kvparams_connectors.arena import Slot
+from kvparams_connectors.devices import Event
+from kvparams_connectors.gear import Gear
+from kvparams_connectors.jobs import Job, Lane
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.reports import SaveReport
+from kvparams_connectors.staging import Copy
+from kvparams_connectors.store import Code, PutOp, Result, Results
+
+__all__ = ["Save"]
+
+
+@dataclass(slots=True)
+class _Portion:
+    """Pages that are put together."""
+
+    held: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    """By part: slots that the store has not been given."""
+    results: dict[int, Result] = field(default_factory=dict[int, Result])
+    """By part: what became of it."""
+    pages: list[int] = field(default_factory=list[int])
+    copied: Event | None = None
+    """When the payloads are in the slots; None: they are."""
+    given: bool = False
+    """The store has it, and what the store says decides."""
+
+    def give_back(self) -> None:
+        """Give back the slots that the store was not given, once nothing is copied to them any more."""
+        if self.held and self.copied is not None:
+            self.copied.wait()
+        while self.held:
+            self.held.popitem()[1].give_back()
+
+
+class Save:
+    """The work of one save job."""
+
+    def __init__(
+        self, gear: Gear, lane: Lane, plan: Plan, pages: Sequence[int], ended: Callable[[SaveReport], None]
+    ) -> None:
+        """Args:
+        gear: the connector's.
+        lane: where portions are sealed and given to the store.
+        plan: the sequence's.
+        pages: indexes of the pages to save.
+        ended: is told the report when everything has ended, before the job is done.
+        """
+        deadline_s = gear.settings.deadline_s
+        self._gear, self._lane, self._plan, self._pages, self._ended = gear, lane, plan, pages, ended
+        self.job = Job(time.monotonic() + deadline_s, SaveReport(failed={Code.TIMEOUT: len(pages)}))
+        self._found = gear.store.exists([plan.keys[part] for part in self._parts(pages)], deadline_s)
+        self._offset = {part: number for number, part in enumerate(self._parts(pages))}
+        self._lock = threading.Lock()
+        self._report = SaveReport()
+        self._undecided = len(pages)
+        self._portions = 0
+        self._open = 1
+        """Portions under way, and `start`."""
+
+    def _parts(self, pages: Sequence[int]) -> list[int]:
+        savable = self._plan.savable
+        return [
+            part
+            for page in pages
+            for part in self._plan.parts(page)
+            if savable is None or self._plan.keys[part] in savable
+        ]
+
+    def start(self, block_ids: Sequence[int], *, required: bool) -> None:
+        """Copy the pages out of the blocks and set off what follows; `required` waits for room on the way."""
+        portion = _Portion()
+        copies: list[Copy] = []
+        try:
+            for page in self._pages:
+                parts = self._parts([page])
+                if self._stored_already(parts):
+                    self._decide([page], SaveReport(existing=1))
+                    continue
+                slots = self._lease(len(parts), len(copies), required=required)
+                if not slots:
+                    if copies:  # room comes of what is under way, so let it go
+                        self._dispatch(block_ids, portion, copies)
+                        portion, copies = _Portion(), []
+                        slots = self._lease(len(parts), 0, required=required)
+                    if not slots:
+                        self._decide([page], SaveReport(dropped=1))
+                        continue
+                portion.pages.append(page)
+                for part, slot in zip(parts, slots, strict=True):
+                    portion.held[part] = slot
+                    copies.append(self._copy(page, part, slot))
+                if len(portion.pages) == self._gear.settings.save_portion_pages:
+                    self._dispatch(block_ids, portion, copies)
+                    portion, copies = _Portion(), []
+            if copies:
+                self._dispatch(block_ids, portion, copies)
+        except BaseException:
+            portion.give_back()
+            raise
+        finally:
+            self._close()
+
+    def _stored_already(self, parts: Sequence[int]) -> bool:
+        """Whether it is known by now that all these parts are stored; never waits."""
+        if not self._found.done():
+            return False
+        results = self._found.result(0)
+        return all(self._is_stored(part, results) for part in parts)
+
+    def _is_stored(self, part: int, found: Results) -> bool:
+        result = found[self._offset[part]]
+        return result.code is Code.OK and result.nbytes == self._plan.identity(part).stored_bytes
+
+    def _lease(self, count: int, ahead: int, *, required: bool) -> list[Slot]:
+        """Slots for a page; none if there is no room. `ahead`: copies that will take room before these."""
+        # Somebody who holds slots that nobody works on yet must not wait for others.
+        patient = required and not ahead
+        if not required and self._gear.mover.room() < ahead + count:
+            return []
+        return self._gear.arena.lease_some(count, count, self.job.remaining_s() if patient else 0.0)
+
+    def _copy(self, page: int, part: int, slot: Slot) -> Copy:
+        where = self._plan.pages[page]
+        unit = self._plan.units[part % len(self._plan.units)]
+        payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
+        return Copy(unit, where.start, where.tokens, range(where.start, where.end), payload)
+
+    def _dispatch(self, block_ids: Sequence[int], portion: _Portion, copies: Sequence[Copy]) -> None:
+        """Copy a portion out of the blocks and have it put."""
+        portion.copied = self._gear.mover.gather(block_ids, copies)
+        with self._lock:
+            self._open += 1
+            self._portions += 1
+        put = self._lane.submit(
+            lambda _: self._put(portion),
+            self.job.remaining_s(),
+            timed_out=Code.TIMEOUT,
+            refused=Code.UNAVAILABLE,
+        )
+        put.on_settled(lambda: self._settled(portion, put))
+
+    def _put(self, portion: _Portion) -> Code:
+        """Seal and put the parts that are not stored yet; in the lane."""
+        if portion.copied is not None:
+            portion.copied.wait()
+        found = self._found.result()
+        for part in [part for part in portion.held if self._is_stored(part, found)]:
+            portion.results[part] = Result(Code.EXISTS)
+            portion.held.pop(part).give_back()
+        if not portion.held:
+            return Code.EXISTS
+        parts = sorted(portion.held)
+        buffers = [self._gear.seal(portion.held[part], self._plan, part) for part in parts]
+        ops = [PutOp(self._plan.keys[part], (buffer,)) for part, buffer in zip(parts, buffers, strict=True)]
+        put = self._gear.store.put(ops, self.job.remaining_s())
+        slots = [portion.held.pop(part) for part in parts]
+        portion.given = True
+
+        def settled() -> None:
+            for slot in slots:
+                slot.give_back()
+            with suppress(Exception):  # a defect of the store: the parts have no result, so the report says INTERNAL
+                portion.results.update(zip(parts, put.result(0), strict=True))
+            self._account(portion, Code.INTERNAL)
+
+        put.on_settled(settled)
+        return Code.OK
+
+    def _settled(self, portion: _Portion, put: Job[Code]) -> None:
+        """The lane is through with a portion."""
+        portion.give_back()
+        if portion.given:
+            return
+        try:
+            code = put.result(0)
+        except Exception:  # noqa: BLE001 - a defect; the report says so, and the slots are back
+            code = Code.INTERNAL
+        self._account(portion, code)
+
+    def _account(self, portion: _Portion, missing: Code) -> None:
+        """A portion has ended; parts without a result of their own have `missing`."""
+        for page in portion.pages:
+            results = [portion.results.get(part, Result(missing)) for part in self._parts([page])]
+            failed = next((one.code for one in results if one.code not in (Code.OK, Code.EXISTS)), None)
+            nbytes = sum(one.nbytes for one in results if one.code is Code.OK)
+            if failed is not None:
+                self._decide([page], SaveReport(failed={failed: 1}, nbytes=nbytes))
+            elif any(one.code is Code.OK for one in results):
+                self._decide([page], SaveReport(saved=1, nbytes=nbytes))
+            else:
+                self._decide([page], SaveReport(existing=1))
+        self._close()
+
+    def _decide(self, pages: Sequence[int], seen: SaveReport) -> None:
+        """Add to the report, and to what it says should the deadline pass now."""
+        with self._lock:
+            report = self._report
+            failed = dict(report.failed)
+            for code, count in seen.failed.items():
+                failed[code] = failed.get(code, 0) + count
+            self._report = replace(
+                report,
+                saved=report.saved + seen.saved,
+                existing=report.existing + seen.existing,
+                dropped=report.dropped + seen.dropped,
+                failed=failed,
+                nbytes=report.nbytes + seen.nbytes,
+            )
+            self._undecided -= len(pages)
+            late = dict(failed)
+            if self._undecided:
+                late[Code.TIMEOUT] = late.get(Code.TIMEOUT, 0) + self._undecided
+            partial = replace(self._report, failed=late)
+        self.job.offer(partial)
+
+    def _close(self) -> None:
+        """One of those that keep the job open has ended; the last one ends the job."""
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+        if self._portions > 1:  # the store saw the head before the tail; say it the other way round, once for all
+            self._gear.store.exists([self._plan.keys[part] for part in self._parts(self._pages)], 1.0)
+        self._ended(self._report)
+        self.job.finish(self._report)

@@ -1,0 +1,229 @@
+"""RESP (version 2), as far as values need it: replies from a stream of bytes, values straight into their buffers.
+
+The one rule: a declared length allocates nothing, and a stream that is not in a known state is never read again, so
+whoever sees an exception from here closes the connection.
+
+The protocol: https://valkey.io/topics/protocol/ (as of Valkey 8.0). Replies here are simple strings, errors, integers
+and bulk strings; nothing that a store asks is answered by an array.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["Oversized", "ProtocolError", "ReplyReader", "ServerError", "command", "flat"]
+
+_SCRATCH: Final = 64 << 10
+_LINE: Final = 8 << 10
+"""The longest line that is taken for a reply; errors of real servers are far shorter."""
+_GLIMPSE: Final = 512
+"""How much is received when a value's first line is wanted: the rest goes straight to its buffers."""
+_BIG: Final = 16 << 10
+"""From this size on a value's bytes are not worth a copy through the scratch memory."""
+_DIGITS: Final = 19
+
+
+class ProtocolError(ConnectionError):
+    """The peer sent something that is no reply to what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerError:
+    """An error reply."""
+
+    text: str
+
+    @property
+    def word(self) -> str:
+        """Its first word, which says the kind: `OOM`, `NOAUTH`, `MOVED`."""
+        return self.text.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Oversized:
+    """A value that did not fit into the buffers; nothing was written to them."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bulk:
+    """The first line of a bulk string."""
+
+    nbytes: int
+
+
+def command(*words: bytes) -> bytes:
+    """A command whose words are all short; a value's bytes are never copied into one."""
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
+
+
+def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The same memory as bytes, without the empty pieces. Raises ValueError if a buffer was released."""
+    return [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+
+
+class ReplyReader:
+    """Replies from a stream of bytes that may be cut anywhere."""
+
+    def __init__(self, receive: Callable[[memoryview, bool], int]) -> None:
+        """Args:
+        receive: fills some of the memory it is given and says how much; 0 when the stream has ended. True: all of
+            it is wanted, and may be waited for.
+        """
+        self._receive = receive
+        self._memory = bytearray(_SCRATCH)
+        self._view = memoryview(self._memory)
+        self._start = 0
+        self._end: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything that was received has been read."""
+        return self._start == self._end
+
+    def reply(self) -> int | bytes | ServerError | None:
+        """A reply of one line: an integer, a simple string, an error, or None for the null reply.
+
+        Raises:
+            ProtocolError: it is something else.
+            ConnectionError: the stream ended.
+        """
+        line = self._line(_SCRATCH)
+        if isinstance(line, _Bulk):
+            raise ProtocolError("a value came where none was asked for")
+        return line
+
+    def replies(self, count: int) -> list[int | bytes | ServerError | None]:
+        """So many replies of one line, which cost less together; raises as `reply` does."""
+        found: list[int | bytes | ServerError | None] = []
+        while len(found) < count:
+            at = self._memory.rfind(b"\r\n", self._start, self._end)
+            if at < 0:
+                found.append(self.reply())  # it waits, and knows how long a line may be
+                continue
+            lines = bytes(self._view[self._start : at]).split(b"\r\n")[: count - len(found)]
+            for line in lines:
+                meaning = _meaning(line)
+                if isinstance(meaning, _Bulk):
+                    raise ProtocolError("a value came where none was asked for")
+                found.append(meaning)
+            self._start += sum(map(len, lines)) + 2 * len(lines)
+        return found
+
+    def value(self, buffers: Sequence[memoryview]) -> int | Oversized | ServerError | None:
+        """A value, received into `buffers` one after the other.
+
+        Args:
+            buffers: flat bytes, writable; see `flat`.
+
+        Returns:
+            its size in bytes; None if there is none; `Oversized` if it is larger than the buffers together, after it
+            was received and thrown away.
+
+        Raises:
+            ProtocolError: the reply is no value.
+            ConnectionError: the stream ended.
+        """
+        room = sum(buffer.nbytes for buffer in buffers)
+        line = self._line(_GLIMPSE if room >= _BIG else _SCRATCH)
+        if line is None or isinstance(line, ServerError):
+            return line
+        if not isinstance(line, _Bulk):
+            raise ProtocolError("a value was asked for and something else came")
+        if line.nbytes > room:
+            self._skip(line.nbytes)
+            self._end_of_value()
+            return Oversized(line.nbytes)
+        left = line.nbytes
+        for buffer in buffers:
+            if not left:
+                break
+            part = buffer[:left]
+            self._exactly(part)
+            left -= part.nbytes
+        self._end_of_value()
+        return line.nbytes
+
+    def _line(self, most: int) -> int | bytes | ServerError | _Bulk | None:
+        """The next line and what it says; receives at most `most` bytes at a time."""
+        while (at := self._memory.find(b"\r\n", self._start, self._end)) < 0:
+            if self._end - self._start > _LINE:
+                raise ProtocolError("a line has no end")
+            self._fill(most)
+        if at - self._start > _LINE:
+            raise ProtocolError("a line is too long")
+        line = bytes(self._view[self._start : at])
+        self._start = at + 2
+        return _meaning(line)
+
+    def _fill(self, most: int) -> None:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == _SCRATCH:
+            held = self._end - self._start
+            self._memory[:held] = self._memory[self._start : self._end]
+            self._start, self._end = 0, held
+        received = self._receive(self._view[self._end : self._end + most], False)
+        if not received:
+            raise ConnectionError("the server closed the connection")
+        self._end += received
+
+    def _exactly(self, target: memoryview) -> None:
+        """Fill `target`: from what is here already, then directly."""
+        held = min(self._end - self._start, target.nbytes)
+        if held:
+            target[:held] = self._view[self._start : self._start + held]
+            self._start += held
+        done, size = held, target.nbytes
+        while done < size and size < _BIG:  # small values come many at a time
+            self._fill(_SCRATCH)
+            held = min(self._end, size - done)
+            target[done : done + held] = self._view[:held]
+            self._start = held
+            done += held
+        while done < size:  # all that was here has been used
+            received = self._receive(target[done:], True)
+            if not received:
+                raise ConnectionError("the server closed the connection within a value")
+            done += received
+
+    def _skip(self, nbytes: int) -> None:
+        while nbytes:
+            if self._start == self._end:
+                self._fill(min(_SCRATCH, nbytes))
+            held = min(self._end - self._start, nbytes)
+            self._start += held
+            nbytes -= held
+
+    def _end_of_value(self) -> None:
+        while self._end - self._start < 2:
+            self._fill(_GLIMPSE)
+        if not self._memory.startswith(b"\r\n", self._start, self._end):
+            raise ProtocolError("a value does not end where it should")
+        self._start += 2
+
+
+def _meaning(line: bytes) -> int | bytes | ServerError | _Bulk | None:
+    kind, rest = line[:1], line[1:]
+    if kind == b":":
+        return int(rest) if rest.isdigit() and len(rest) <= _DIGITS else _number(rest)
+    if kind == b"$":
+        if rest == b"-1":
+            return None
+        nbytes = _number(rest)
+        if nbytes < 0:
+            raise ProtocolError("a value of negative length")
+        return _Bulk(nbytes)
+    if kind == b"+":
+        return rest
+    if kind == b"-":
+        return ServerError(rest.decode("utf-8", "backslashreplace"))
+    raise ProtocolError(f"a reply of an unknown kind: {line[:32]!r}")
+
+
+def _number(text: bytes) -> int:
+    digits = text.removeprefix(b"-")
+    if not (digits.isdigit() and len(digits) <= _DIGITS):
+        raise ProtocolError(f"{text[:32]!r} is not a number")
+    return int(text)

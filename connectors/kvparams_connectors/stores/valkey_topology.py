@@ -1,0 +1,103 @@
+"""Which server of a deployment holds which key. Pure.
+
+A cluster divides all keys into 16384 slots and says of each which primary has it; a single server has them all. The one
+rule: a map is replaced or gets one slot changed, in one step each, so that who reads it needs no lock.
+
+Source: the cluster specification, https://valkey.io/topics/cluster-spec/ (as of Valkey 8.0).
+"""
+
+from binascii import crc_hqx
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["SLOTS", "Node", "Redirect", "Topology", "redirect_of", "slot_of"]
+
+SLOTS: Final = 16384
+_PORTS: Final = range(1, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Where one server listens: a host and a port, or the path of a unix socket."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """What a server of a cluster answers when another one is to be asked."""
+
+    kind: Literal["MOVED", "ASK"]
+    """MOVED: from now on. ASK: this time, because the slot is on its way there."""
+    slot: int
+    node: Node
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key without braces: no key of ours has any, so none is a hash tag."""
+    return crc_hqx(key, 0) % SLOTS
+
+
+def redirect_of(text: str, asked: Node) -> Redirect | None:
+    """What an error reply says about where to go: `MOVED 3999 127.0.0.1:6381`; None if it is nothing of the kind.
+
+    Args:
+        asked: who said it; an empty host means the same one.
+    """
+    words = text.split(" ")
+    if len(words) < 3 or not (words[1].isascii() and words[1].isdigit() and len(words[1]) <= 5):
+        return None
+    kind: Literal["MOVED", "ASK"]
+    if words[0] == "MOVED":
+        kind = "MOVED"
+    elif words[0] == "ASK":
+        kind = "ASK"
+    else:
+        return None
+    host, _, port = words[2].rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) in _PORTS) or int(words[1]) >= SLOTS:
+        return None
+    return Redirect(kind, int(words[1]), Node(host.strip("[]") or asked.host, int(port)))
+
+
+class Topology:
+    """The map of slots, or the one server there is."""
+
+    def __init__(self, seed: Node) -> None:
+        """Args:
+        seed: has everything until `replace` says otherwise.
+        """
+        self._seed = seed
+        self._nodes: list[Node] | None = None
+
+    @property
+    def cluster(self) -> bool:
+        """Whether there are slots at all."""
+        return self._nodes is not None
+
+    def node(self, key: bytes) -> Node:
+        """Who has `key`."""
+        return self._seed if self._nodes is None else self._nodes[slot_of(key)]
+
+    def known(self) -> list[Node]:
+        """Everyone who may be asked for the map: those that hold slots, then the seed."""
+        return list(dict.fromkeys([*(self._nodes or ()), self._seed]))
+
+    def moved(self, slot: int, node: Node) -> None:
+        """`slot` is with `node` now."""
+        if self._nodes is not None:
+            self._nodes[slot] = node
+
+    def replace(self, ranges: Iterable[tuple[int, int, Node]]) -> None:
+        """A new map: `(first, last, primary)`. A slot that nobody holds is asked of the seed, which will say so."""
+        nodes = [self._seed] * SLOTS
+        for first, last, node in ranges:
+            for slot in range(max(0, first), min(last, SLOTS - 1) + 1):
+                nodes[slot] = node
+        self._nodes = nodes

@@ -1,0 +1,101 @@
+"""Stores that break one promise each, and one that breaks none, for `test_conformance_faults.py`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvparams_connectors.conformance import Fault, FaultyStore, Operation
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
+from kvparams_connectors.stores.memory import MemoryStore
+
+Judge = Callable[[Operation, str], Fault | None]
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(4 << 20, unit_bytes=4096)
+
+
+def when(wanted: Operation, fault: Fault, key: str | None = None) -> Judge:
+    """The fault in one operation, and only for one key if one is said."""
+    return lambda operation, found: fault if operation == wanted and key in (None, found) else None
+
+
+class Wrapped(FaultyStore):
+    """Wrong in a way of its own."""
+
+    def __init__(self) -> None:
+        self.inner = memory()
+        super().__init__(self.inner, lambda operation, key: None)
+
+
+class Overwriting(Wrapped):
+    """The last value of a key stays."""
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        self.inner.delete([op.key for op in ops]).result()
+        return super().put_now(ops, deadline)
+
+
+class Scribbling(Wrapped):
+    """Fills the buffers to their end, also those that turn out to be too small."""
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        for op in ops:
+            for buffer in op.buffers:
+                buffer.cast("B")[:] = bytes(buffer.nbytes)
+        return super().get_now(ops, deadline)
+
+
+class Raising(Wrapped):
+    """One missing key takes the whole batch with it."""
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        results = super().get_now(ops, deadline)
+        missing = any(result.code is Code.MISS for result in results)
+        return [Result(Code.UNAVAILABLE)] * len(ops) if missing else results
+
+
+class NeverEvicting(Wrapped):
+    """Says FULL where it could make room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = 0
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        self.used += sum(buffer.nbytes for op in ops for buffer in op.buffers)
+        if self.used > 3 << 20:
+            return [Result(Code.FULL)] * len(ops)
+        return super().put_now(ops, deadline)
+
+
+class Immortal(Wrapped):
+    """Answers after it was closed."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def faulty(judge: Judge) -> Callable[[Path], KVStore]:
+    return lambda _: FaultyStore(memory(), judge)
+
+
+STORES: dict[str, Callable[[Path], KVStore]] = {
+    "good": faulty(lambda operation, key: None),
+    "flips what is read": faulty(when("get", Fault("flip", at=1))),
+    "flips what is stored": faulty(when("put", Fault("flip", at=1))),
+    "reads too little": faulty(when("get", Fault("truncate", at=4000))),
+    "stores too little": faulty(when("put", Fault("truncate", at=4000))),
+    "mixes up a batch": faulty(when("get", Fault("reorder"))),
+    "stores nothing": faulty(when("put", Fault("drop"))),
+    "reads nothing": faulty(when("get", Fault("drop"))),
+    "deletes nothing": faulty(when("delete", Fault("drop"))),
+    "finds nothing": faulty(when("exists", Fault("drop"))),
+    "tells wrong sizes": faulty(when("exists", Fault("truncate", at=100))),
+    "fails to read one key": faulty(when("get", Fault("fail", code=Code.INTERNAL), "key-3")),
+    "writes after it has settled": faulty(when("get", Fault("after", at=1))),
+    "keeps the last value": lambda _: Overwriting(),
+    "writes beside the value": lambda _: Scribbling(),
+    "fails a batch for one key": lambda _: Raising(),
+    "does not evict": lambda _: NeverEvicting(),
+    "answers when it is closed": lambda _: Immortal(),
+}

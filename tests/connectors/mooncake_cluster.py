@@ -1,0 +1,156 @@
+"""A real Mooncake cluster for tests: a master and owners as processes on free ports of the loopback interface."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.stores.mooncake import MooncakeSettings, MooncakeStore
+from kvparams_connectors.stores.mooncake_client import Client
+
+MASTER: Final = Path(sysconfig.get_path("scripts")) / "mooncake_master"
+_READY_S: Final = 30.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that the kernel gives out itself."""
+    for _ in range(1000):
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
+
+
+def until(what: Callable[[], bool], timeout_s: float = _READY_S) -> float:
+    """Wait until `what()` holds; how long that took."""
+    start = time.monotonic()
+    while not what():
+        if time.monotonic() - start > timeout_s:
+            raise AssertionError(f"not after {timeout_s} s")
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+class Process:
+    """A process of ours; what it says is kept for when it fails."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log: Final = log
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """End it if it still runs; its exit status."""
+        if self.running():
+            self.send(signal.SIGCONT)
+            self.send(number)
+        return self._process.wait(_READY_S)
+
+
+class Cluster:
+    """One master and its owners."""
+
+    def __init__(self, folder: Path, *owners: str, options: tuple[str, ...] = ()) -> None:
+        """Args:
+        folder: for logs.
+        owners: the size of each owner's segment.
+        options: of the master.
+        """
+        self._folder = folder
+        self._options = options
+        self.port: Final = free_port()
+        self._metrics: Final = free_port()
+        self.owners: Final[list[Process]] = []
+        self.master = self._start_master()
+        try:
+            for size in owners:
+                self.add_owner(size)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def _start_master(self) -> Process:
+        command = [
+            str(MASTER),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics}",
+            "--logtostderr",
+            *self._options,
+        ]
+        master = Process(command, self._folder / "master.log")
+        try:
+            until(lambda: _accepts(self.port) or not master.running())
+            assert master.running(), master.log.read_text()
+        except BaseException:
+            master.end()
+            raise
+        return master
+
+    def restart_master(self) -> None:
+        self.master.end()
+        self.master = self._start_master()
+
+    def add_owner(self, size: str) -> Process:
+        """Start an owner and wait until its memory can be used."""
+        log = self._folder / f"owner-{len(self.owners)}.log"
+        module = "kvparams_connectors.stores.mooncake_owner"
+        owner = Process([sys.executable, "-m", module, "--master", self.address, "--size", size], log)
+        self.owners.append(owner)
+        until(lambda: b"ready\n" in log.read_bytes() or not owner.running())
+        assert owner.running(), log.read_text()
+        return owner
+
+    def url(self, **settings: str | int) -> str:
+        """A store's URL, with little memory unless said otherwise."""
+        query = "&".join(f"{name}={value}" for name, value in {"buffer": "8MiB", **settings}.items())
+        return f"mooncake://{self.address}?{query}"
+
+    def open(self, client: Client | None = None, **settings: str | int) -> MooncakeStore:
+        return MooncakeStore(MooncakeSettings.of(StoreURL.parse(self.url(**settings))), client)
+
+    def end(self) -> None:
+        for process in (*self.owners, self.master):
+            process.end()
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,255 @@
+"""A store filled by engines of one parallelism serves engines of another, whatever their forms and block sizes."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvparams.keys import DTYPE_BYTES, Geometry, Namespace, Rectangle
+from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.grid import Grid
+from kvparams_connectors.layout import LayoutError, PagedKVLayout
+from kvparams_connectors.layout_forms import FORMS, CacheSpec, Form
+from kvparams_connectors.reports import SaveReport
+from kvparams_connectors.store import Code, KVStore
+from kvparams_connectors.stores.memory import MemoryStore
+from tests.connectors.kv_oracle import Raw, engine_tensors, same_bits, truth
+
+FORM = {form.name: form for form in FORMS}
+MHA = [form for form in FORMS if form.name != "mla"]
+
+
+class Rank:
+    """One rank of an engine: its tensors, and a connector."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        namespace: Namespace,
+        part: Rectangle,
+        form: Form,
+        block_size: int,
+        kv: Sequence[Raw],
+        config: ConnectorSettings,
+        *,
+        filled: bool,
+        seed: int,
+    ) -> None:
+        shape, count = namespace.geometry, kv[0].shape[1]
+        needed = -(-count // block_size)
+        self.blocks = Random(seed).sample(range(needed + 2), needed)
+        self._build: Callable[[int], list[torch.Tensor]] = lambda tokens: engine_tensors(
+            form.dims,
+            kv,
+            part,
+            self.blocks,
+            num_blocks=needed + 2,
+            block_size=block_size,
+            dtype=namespace.dtype,
+            k_transposed=form.k_transposed,
+            tokens=tokens,
+        )
+        self.tensors = self._build(count if filled else 0)
+        spec = CacheSpec(block_size, part.heads, shape.k_dim, shape.v_dim, namespace.dtype)
+        layout = PagedKVLayout.from_engine(self.tensors, spec, form=form, rectangle=part)
+        self.connector = KVStoreConnector(store, namespace, layout, config)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether the first `tokens` tokens stand in the blocks and nothing else."""
+        return same_bits(self.tensors, self._build(tokens))
+
+
+def ranks(geometry: Geometry, tensor: int, pipeline: int) -> list[Rectangle]:
+    """What each rank holds; with more ranks than heads, several hold the same one."""
+    heads = max(1, geometry.kv_heads // tensor)
+    parts: list[Rectangle] = []
+    for stage in range(pipeline):
+        layers = geometry.layers * stage // pipeline, geometry.layers * (stage + 1) // pipeline
+        for rank in range(tensor):
+            head = rank * geometry.kv_heads // tensor
+            parts.append(Rectangle(*layers, head, head + heads))
+    return parts
+
+
+def engine(
+    store: KVStore,
+    namespace: Namespace,
+    tensor: int,
+    pipeline: int,
+    form: Form,
+    block_size: int,
+    kv: Sequence[Raw],
+    config: ConnectorSettings,
+    *,
+    filled: bool = False,
+) -> list[Rank]:
+    return [
+        Rank(store, namespace, part, form, block_size, kv, config, filled=filled, seed=number)
+        for number, part in enumerate(ranks(namespace.geometry, tensor, pipeline))
+    ]
+
+
+def save(engine: Sequence[Rank], ids: list[int]) -> list[tuple[int, int]]:
+    reports: list[SaveReport] = []
+    for rank in engine:
+        job = rank.connector.save(rank.connector.plan(ids), rank.blocks, 0, len(ids), required=True)
+        for tensor in rank.tensors:
+            tensor.view(torch.uint8).fill_(0xAB)  # the blocks are the engine's again
+        reports.append(job.result())
+        assert reports[-1].complete
+        rank.connector.close()
+    return [(report.saved, report.existing) for report in reports]
+
+
+def serves(engine: Sequence[Rank], ids: list[int]) -> bool:
+    """Whether every rank finds and loads everything, bit for bit."""
+    found = True
+    for rank in engine:
+        plan = rank.connector.plan(ids)
+        hit = rank.connector.lookup(plan).result().tokens
+        report = rank.connector.load(plan, rank.blocks, 0, len(ids)).result()
+        found = found and hit == report.end_token == len(ids)
+        assert rank.holds(report.end_token)
+        stats = rank.connector.stats()
+        assert stats.slots_free == stats.slots
+        rank.connector.close()
+    return found
+
+
+def settings_for(grid: Grid | None, **more: bool) -> ConnectorSettings:
+    return ConnectorSettings(
+        grid=grid, arena_bytes=1 << 20, portion_pages=2, save_portion_pages=1, deadline_s=20, **more
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dtype=st.sampled_from(list(DTYPE_BYTES)),
+    sizes=st.tuples(*[st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 3)])] * 2),
+    forms=st.tuples(*[st.sampled_from(MHA)] * 2),
+    blocks=st.tuples(*[st.sampled_from([16, 32, 64, 128])] * 2),
+    page_tokens=st.sampled_from([16, 24, 64]),
+    heads=st.sampled_from([2, 8]),
+    count=st.integers(1, 150),
+)
+def test_any_parallelism_form_and_block_size_serves_any_other(
+    dtype: str,
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    forms: tuple[Form, Form],
+    blocks: tuple[int, int],
+    page_tokens: int,
+    heads: int,
+    count: int,
+) -> None:
+    geometry = Geometry(layers=6, kv_heads=heads, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", dtype, geometry, page_tokens)
+    grid = Grid.shared(geometry, tensor=[size[0] for size in sizes], pipeline=[size[1] for size in sizes])
+    kv = truth(geometry, count, dtype, seed=count)
+    ids = list(range(count))
+    store = MemoryStore(16 << 20, unit_bytes=1024)
+    config = settings_for(grid)
+    (tensor, pipeline), other = sizes
+    save(engine(store, namespace, tensor, pipeline, forms[0], blocks[0], kv, config, filled=True), ids)
+    assert serves(engine(store, namespace, *other, forms[1], blocks[1], kv, config), ids)
+    store.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_tensor_parallelism_1_2_4_8_and_back(dtype: str) -> None:
+    """Each store is filled by what was loaded from the one before."""
+    geometry = Geometry(layers=2, kv_heads=8, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", dtype, geometry, 16)
+    config = settings_for(Grid.shared(geometry, tensor=(1, 2, 4, 8)))
+    kv, ids = truth(geometry, 40, dtype, seed=2), list(range(40))
+    for before, after in ((1, 2), (2, 4), (4, 8), (8, 4), (4, 2), (2, 1), (8, 1), (1, 8)):
+        store = MemoryStore(4 << 20, unit_bytes=1024)
+        form = FORM["kv_first_nhd"]
+        save(engine(store, namespace, before, 1, form, 32, kv, config, filled=True), ids)
+        assert serves(engine(store, namespace, after, 1, form, 128, kv, config), ids)
+        store.close()
+
+
+def test_ranks_that_hold_the_same_head_store_it_once() -> None:
+    geometry = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", "float16", geometry, 16)
+    config = settings_for(Grid.shared(geometry, tensor=(1, 8)))
+    kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
+    store = MemoryStore(4 << 20, unit_bytes=1024)
+    eight = engine(store, namespace, 8, 1, FORM["packed_nhd"], 16, kv, config, filled=True)
+    assert save(eight, ids) == [(3, 0), (0, 3), (0, 3), (0, 3)] * 2
+    assert serves(engine(store, namespace, 1, 1, FORM["packed_nhd"], 16, kv, config), ids)
+    store.close()
+
+
+def test_mla_is_shared_over_pipeline_sizes_and_block_sizes() -> None:
+    geometry = Geometry(layers=6, kv_heads=1, k_dim=12, v_dim=0)
+    namespace = Namespace("model", "revision", "bfloat16", geometry, 24)
+    config = settings_for(Grid.shared(geometry, tensor=(1, 4), pipeline=(1, 2, 3)))
+    kv, ids = truth(geometry, 100, "bfloat16", seed=2), list(range(100))
+    for before, after in (((4, 2), (1, 3)), ((1, 3), (4, 1))):
+        store = MemoryStore(4 << 20, unit_bytes=1024)
+        save(engine(store, namespace, *before, FORM["mla"], 32, kv, config, filled=True), ids)
+        assert serves(engine(store, namespace, *after, FORM["packed_nhd"], 128, kv, config), ids)
+        store.close()
+
+
+def test_without_a_grid_engines_of_other_parallelism_find_nothing_and_take_no_harm() -> None:
+    geometry = Geometry(layers=2, kv_heads=4, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", "float16", geometry, 16)
+    kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
+    store = MemoryStore(4 << 20, unit_bytes=1024)
+    form = FORM["kv_first_nhd"]
+    save(engine(store, namespace, 2, 1, form, 16, kv, settings_for(None), filled=True), ids)
+    assert not serves(engine(store, namespace, 4, 1, form, 16, kv, settings_for(None)), ids)
+    assert serves(engine(store, namespace, 2, 1, form, 16, kv, settings_for(None)), ids)
+    store.close()
+
+
+def test_an_engine_that_holds_a_part_of_a_unit_loads_its_slice_and_may_not_store() -> None:
+    geometry = Geometry(layers=4, kv_heads=8, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", "float16", geometry, 16)
+    kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
+    store = MemoryStore(4 << 20, unit_bytes=1024)
+    form, grid = FORM["kv_first_nhd"], Grid(4, 4)
+    save(engine(store, namespace, 2, 1, form, 16, kv, settings_for(grid), filled=True), ids)
+    with pytest.raises(LayoutError, match="load_only"):
+        engine(store, namespace, 8, 2, form, 16, kv, settings_for(grid))
+    assert serves(engine(store, namespace, 8, 2, form, 16, kv, settings_for(grid, load_only=True)), ids)
+    rank = engine(store, namespace, 8, 2, form, 16, kv, settings_for(grid, load_only=True), filled=True)[0]
+    assert rank.connector.save(rank.connector.plan(ids[::-1]), rank.blocks, 0, 40).result().saved == 0
+    rank.connector.close()
+    store.close()
+
+
+def test_a_page_that_lacks_one_part_is_not_found_and_nothing_of_it_is_written() -> None:
+    geometry = Geometry(layers=2, kv_heads=4, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", "float16", geometry, 16)
+    kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
+    store = MemoryStore(4 << 20, unit_bytes=1024)
+    config = settings_for(Grid(2, 2))
+    (source,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config, filled=True)
+    plan = source.connector.plan(ids)
+    save([source], ids)
+    assert store.delete([plan.keys[3]]).result()[0].code is Code.OK
+    (target,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config)
+    assert target.connector.lookup(plan).result().tokens == 16
+    report = target.connector.load(plan, target.blocks, 0, 40).result()
+    assert (report.end_token, report.failure, report.pages) == (16, Code.MISS, 1)
+    assert target.holds(16)
+    target.connector.close()
+    store.close()
+
+
+def test_a_grid_is_shared_by_all_sizes_that_were_named() -> None:
+    geometry = Geometry(layers=80, kv_heads=8, k_dim=128, v_dim=128)
+    assert Grid.shared(geometry, tensor=(1, 2, 4)) == Grid(80, 2)
+    assert Grid.shared(geometry, tensor=(8, 16), pipeline=(1, 4)) == Grid(20, 1)
+    assert len(Grid(20, 2).touching(Rectangle(0, 80, 4, 8), geometry)) == 8
+    for wrong in ({"tensor": (3,)}, {"pipeline": (3,)}, {"tensor": (0,)}):
+        with pytest.raises(ValueError, match=r"ranks|stages"):
+            Grid.shared(geometry, **wrong)
+    with pytest.raises(ValueError, match="head_unit"):
+        Grid(1, 0)

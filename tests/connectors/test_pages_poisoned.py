@@ -1,0 +1,140 @@
+"""A store that others can write to: an attacker without the key gets nothing of his into an engine's blocks."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+from kvparams.pages import HEADER_BYTES, Reason, seal
+from kvparams.params import Isolation, KVTransferParams, Transfer
+from kvparams.seals import Method, SealKeys
+from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, a_toy, table, tokens
+from kvparams_connectors.connector import KVStoreConnector, Plan
+from kvparams_connectors.layout import PagedKVLayout
+from kvparams_connectors.reports import LoadReport
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.stores.memory import MemoryStore
+
+KEYS = SealKeys([bytes(range(32))])
+OTHERS = SealKeys([bytes(range(1, 33))])
+POISON = b"\x3f\x80\x00\x00"
+
+
+@pytest.fixture
+def store() -> Iterator[KVStore]:
+    found = MemoryStore(8 << 20, unit_bytes=4096)
+    yield found
+    found.close()
+
+
+def params(tenant: str) -> KVTransferParams:
+    return KVTransferParams(
+        version="1.0",
+        request_id="r",
+        transfer=Transfer(id="t", attempt=1),
+        phase="decode",
+        mode="store",
+        isolation=Isolation(cache_salt=tenant, lora=None),
+    )
+
+
+def save(store: KVStore, seals: SealKeys | None, tenant: str = "acme") -> Plan:
+    with a_toy(store, seed=1) as engine:
+        connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), seals=seals)
+        plan = connector.plan(tokens(24), params(tenant))
+        assert connector.save(plan, table(1), 0, 24).result().saved == 3
+        connector.close()
+        return plan
+
+
+def load(store: KVStore, seals: SealKeys | None, tenant: str = "acme") -> tuple[LoadReport, torch.Tensor]:
+    with a_toy(store) as engine:
+        connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), seals=seals)
+        report = connector.load(connector.plan(tokens(24), params(tenant)), table(2), 0, 24).result()
+        connector.close()
+        return report, engine.sequence(table(2)).clone()
+
+
+def replaced(store: KVStore, key: str, change: Callable[[bytearray], None]) -> None:
+    """What whoever can write to the store can do: any bytes, under checksums that fit."""
+    page = bytearray(PAGE_BYTES)
+    assert store.get([GetOp(key, (memoryview(page),))]).result()[0].code is Code.OK
+    change(page)
+    page[40:48] = xxh3_64_intdigest(bytes(page[HEADER_BYTES:])).to_bytes(8, "little")
+    page[248:256] = xxh3_64_intdigest(bytes(page[:248])).to_bytes(8, "little")
+    store.delete([key]).result()
+    assert store.put([PutOp(key, (memoryview(page),))]).result()[0].code is Code.OK
+
+
+def poison(page: bytearray) -> None:
+    page[HEADER_BYTES:] = POISON * ((PAGE_BYTES - HEADER_BYTES) // 4)
+
+
+def poison_and_take_the_tag_off(page: bytearray) -> None:
+    poison(page)
+    page[8:12] = bytes(4)
+    page[112:168] = bytes(56)
+
+
+def poison_under_a_key_of_his_own(page: bytearray) -> None:
+    poison(page)
+    page[112:120] = bytes.fromhex(OTHERS.key_ids[0])
+
+
+@pytest.mark.parametrize("method", ["hmac-sha256", "aes-256-gmac"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(poison, "forged"), (poison_and_take_the_tag_off, "unsealed"), (poison_under_a_key_of_his_own, "locked")],
+)
+def test_a_forged_page_with_good_checksums_reaches_no_block(
+    store: KVStore, change: Callable[[bytearray], None], reason: Reason, method: Method
+) -> None:
+    keys = SealKeys([bytes(range(32))], method)
+    plan = save(store, keys)
+    replaced(store, plan.keys[1], change)
+    report, sequence = load(store, keys)
+    assert (report.end_token, [page.reason for page in report.refused]) == (8, [reason])
+    assert bool(sequence[:, :, :8].all())
+    assert not bool(sequence[:, :, 8:].any())
+
+
+def test_without_keys_the_same_forgery_is_believed(store: KVStore) -> None:
+    """The control."""
+    plan = save(store, None)
+    replaced(store, plan.keys[1], poison)
+    report, sequence = load(store, None)
+    assert report.end_token == 24
+    assert int(sequence[:, :, 8:16].contiguous().view(torch.uint8)[0, 0, 0, 0, 0]) == POISON[0]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (2, 0)])
+def test_a_page_that_is_put_in_the_place_of_another_reaches_no_block(store: KVStore, source: int, target: int) -> None:
+    """The whole of a good page, with the header that the other place asks for."""
+    plan = save(store, KEYS)
+    stolen = bytearray(PAGE_BYTES)
+    store.get([GetOp(plan.keys[source], (memoryview(stolen),))]).result()
+
+    def move(page: bytearray) -> None:
+        page[HEADER_BYTES:] = stolen[HEADER_BYTES:]
+        seal(memoryview(page), plan.identity(target))
+        page[8:12] = stolen[8:12]
+        page[112:168] = stolen[112:168]
+
+    replaced(store, plan.keys[target], move)
+    report, _ = load(store, KEYS)
+    assert (report.end_token, [page.reason for page in report.refused]) == (8 * target, ["forged"])
+
+
+def test_the_page_of_another_tenant_reaches_no_block(store: KVStore) -> None:
+    theirs, ours = save(store, KEYS, "other"), save(store, KEYS, "acme")
+    stolen = bytearray(PAGE_BYTES)
+    store.get([GetOp(theirs.keys[0], (memoryview(stolen),))]).result()
+
+    def move(page: bytearray) -> None:
+        page[HEADER_BYTES:] = stolen[HEADER_BYTES:]
+        page[112:168] = stolen[112:168]
+
+    replaced(store, ours.keys[0], move)
+    assert [page.reason for page in load(store, KEYS, "acme")[0].refused] == ["forged"]
+    assert load(store, KEYS, "other")[0].end_token == 24  # the control: where it belongs it is good

@@ -1,0 +1,239 @@
+"""`kvparams store`: speed beside floors, and a look at one page."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvparams.cli import main
+from kvparams.keys import Geometry, Namespace, Rectangle, page_chain, page_key
+from kvparams.pages import HEADER_BYTES, PageIdentity, claimed, identify, seal
+from kvparams.seals import SealKeys
+from kvparams_connectors.conformance import Fault, FaultyStore
+from kvparams_connectors.conformance.steps import value
+from kvparams_connectors.settings import StoreError
+from kvparams_connectors.store import PutOp, open_store
+from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.tools.loopback import Loopback, loopback
+from kvparams_connectors.tools.measuring import Plan, lookup_s, measure
+
+SHAPE = Geometry(layers=2, kv_heads=2, k_dim=8, v_dim=8)
+SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
+PART = Rectangle.whole(SHAPE)
+PAGES = page_chain(SPACE, list(range(16)))
+KEY, OTHER = (page_key(SPACE, page, PART) for page in PAGES)
+IDENTITY = identify(SPACE, PAGES[0], PART)
+SECRET = b"a prompt that nobody should see "
+
+
+def page(keys: SealKeys | None = None) -> memoryview:
+    content = (SECRET * 100)[: IDENTITY.payload_bytes]
+    buffer = memoryview(bytearray(bytes(HEADER_BYTES) + content))
+    seal(buffer, IDENTITY, None if keys is None else keys.for_tenant("acme"))
+    return buffer
+
+
+class Shelf:
+    """A store in a file, and what is in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"file://{folder}/store?size=4MiB&unit=4KiB"
+
+    def put(self, key: str, value: memoryview) -> None:
+        store = open_store(self.url)
+        assert store.put([PutOp(key, (value,))]).result()[0].nbytes == value.nbytes
+        store.close()
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def floor() -> Iterator[Loopback]:
+    with loopback() as found:
+        yield found
+
+
+def test_bench_prints_a_table_and_leaves_nothing_behind(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf.put("mine", page())
+    picture = tmp_path / "speed.svg"
+    arguments = [
+        "--sizes",
+        "16KiB,64KiB",
+        "--threads",
+        "1,2",
+        "--rounds",
+        "2",
+        "--working-set",
+        "256KiB",
+        "--batch",
+        "4",
+    ]
+    assert main(["store", "bench", shelf.url, *arguments, "--plot", str(picture)]) == 0
+    said = capsys.readouterr()
+    rows = [line.split() for line in said.out.splitlines() if re.match(r"\s*\d+ KiB", line)]
+    assert [(row[0], row[2]) for row in rows] == [("16", "1"), ("16", "2"), ("64", "1"), ("64", "2")]
+    assert all(float(figure) > 0 for row in rows for figure in row[3:5])
+    assert "lookup of 1000 keys" in said.out
+    assert said.err == f"the picture is in {picture}\n"
+    assert "<svg" in picture.read_text()
+    store = open_store(shelf.url)
+    try:
+        assert store.exists(["mine"]).result()[0].nbytes == page().nbytes
+        unit = 4096
+        assert store.put(
+            [PutOp("fills", (memoryview(bytearray(store.capabilities.max_value_bytes - 8 * unit)),))]
+        ).result()
+        assert store.exists(["mine"]).result()[0].nbytes == page().nbytes  # nothing of the bench takes room
+    finally:
+        store.close()
+
+
+def test_a_store_that_changes_bytes_is_not_measured(floor: Loopback) -> None:
+    inner = MemoryStore(4 << 20, unit_bytes=4096)
+    store = FaultyStore(inner, lambda operation, _: Fault("flip", at=9000) if operation == "get" else None)
+    with pytest.raises(StoreError, match="not to be trusted"):
+        measure(store, floor, Plan(16384, 2, 4, 2, 2), lambda _: None)
+    store.close()
+    inner.close()
+
+
+def test_a_store_with_too_little_room_is_told_from_a_slow_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["store", "bench", "memory:?size=1MiB&unit=4KiB", "--sizes", "256KiB", "--rounds", "1"]) == 2
+    assert "--working-set" in capsys.readouterr().err
+
+
+def test_the_lookup_of_a_store_that_fails_is_an_error() -> None:
+    inner = MemoryStore(1 << 20, unit_bytes=4096)
+    store = FaultyStore(inner, lambda operation, key: Fault("fail"))
+    with pytest.raises(StoreError, match="unavailable"):
+        lookup_s(store)
+    store.close()
+    inner.close()
+
+
+def test_the_bare_connection_carries_what_it_is_given(floor: Loopback) -> None:
+    """The other process gives back what it was sent last: so both directions are seen to carry real bytes."""
+    for size in (1, 100_000, 3 << 20, 7):
+        source, target = value(size, size), memoryview(bytearray(size))
+        floor.put(source)
+        floor.get(target)
+        assert target == source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sizes", "1KiB"], "4KiB to 256MiB"),
+        (["--sizes", "1MB"], "not a size"),
+        (["--threads", "0"], "whole number"),
+        (["--threads", "65"], "at most 64"),
+        (["--rounds", "x"], "whole number"),
+    ],
+)
+def test_a_wrong_option_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["store", "bench", "memory:?size=1MiB", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_inspect_shows_the_header_and_never_the_content(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf.put(KEY, page())
+    assert main(["store", "inspect", shelf.url, KEY]) == 0
+    said = capsys.readouterr().out
+    for text in (SPACE.digest.hex(), PAGES[0].chain.hex(), "tokens          8", "layers          0 to 1", "good:"):
+        assert text in said
+    assert "prompt" not in said
+    assert SECRET.hex()[:16] not in said
+
+
+def test_inspect_writes_the_content_where_it_is_asked_to(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf.put(KEY, page())
+    path = tmp_path / "payload"
+    assert main(["store", "inspect", shelf.url, KEY, "--content", str(path)]) == 0
+    assert path.read_bytes() == bytes(page()[HEADER_BYTES:])
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert main(["store", "inspect", shelf.url, KEY, "--content", str(path)]) == 2  # nothing is overwritten
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def flipped(at: int) -> memoryview:
+    found = page()
+    found[at] ^= 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "stored", "words"),
+    [
+        (KEY, flipped(HEADER_BYTES + 5), "flipped_payload"),
+        (KEY, flipped(60), "flipped_header"),
+        (KEY, page()[:-1], "torn"),
+        (KEY, memoryview(b"something else" * 30), "no page"),
+        (KEY, memoryview(b"short"), "no page"),
+        (OTHER, page(), "the key says chain"),
+        ("another", page(), "not the key of a page"),
+    ],
+)
+def test_inspect_says_what_is_wrong_with_a_page(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str], key: str, stored: memoryview, words: str
+) -> None:
+    shelf.put(key, stored)
+    assert main(["store", "inspect", shelf.url, key]) == 1
+    said = capsys.readouterr().out
+    assert words in said
+    assert "verdict         bad" in said
+
+
+def test_inspect_says_that_there_is_no_such_key(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "inspect", shelf.url, KEY]) == 1
+    assert "has no key" in capsys.readouterr().err
+
+
+def test_inspect_checks_a_tag_with_the_keys_it_is_given(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = SealKeys([bytes(range(32))])
+    shelf.put(KEY, page(keys))
+    file = tmp_path / "keys"
+    file.write_text(f"{bytes(range(32)).hex()}\n")
+    file.chmod(0o600)
+    with_keys = ["--seal-keys", str(file)]
+    assert main(["store", "inspect", shelf.url, KEY]) == 1
+    assert "say --seal-keys FILE" in capsys.readouterr().out
+    assert main(["store", "inspect", shelf.url, KEY, *with_keys]) == 1
+    assert "forged" in capsys.readouterr().out  # another tenant's
+    assert main(["store", "inspect", shelf.url, KEY, *with_keys, "--cache-salt", "acme"]) == 0
+    said = capsys.readouterr().out
+    assert keys.key_ids[0] in said
+    assert "aes-256-gmac" in said
+    assert main(["store", "inspect", shelf.url, KEY, "--cache-salt", "acme"]) == 2
+    assert "--seal-keys" in capsys.readouterr().err
+
+
+def test_what_a_header_claims_is_read_or_refused() -> None:
+    assert claimed(page()).identity == IDENTITY
+    assert isinstance(claimed(page()).identity, PageIdentity)
+    impossible = page()
+    impossible[16:32] = b"\xff" * 16
+    for wrong in (page()[:255], memoryview(bytes(300)), impossible):
+        with pytest.raises(ValueError, match=r"fewer|start|must be in"):
+            claimed(wrong)
+
+
+def test_a_store_that_cannot_be_opened_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for action in (["bench", "memory:?sise=1"], ["inspect", "file:///nowhere/at/all", "key"]):
+        assert main(["store", *action]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("kvparams: ")
+        assert len(said.err.splitlines()) == 1

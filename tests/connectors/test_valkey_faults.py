@@ -1,0 +1,359 @@
+"""The Valkey store when its server is killed, stopped, full or cut off: nothing wrong is read, nothing hangs."""
+
+import gc
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.stores.valkey import ValkeyStore
+from tests.connectors.valkey_relay import Relay
+from tests.connectors.valkey_server import ValkeyServer, wait_until
+
+DEADLINE_S = 20.0
+SIZE = 400_000
+LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path / "server") as started:
+        yield started
+
+
+@pytest.fixture
+def opened() -> Iterator[list[KVStore]]:
+    stores: list[KVStore] = []
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def page(seed: int, size: int = SIZE) -> memoryview:
+    return memoryview(bytearray(Random(seed).randbytes(size)))
+
+
+def put(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
+    ops = [PutOp(f"key-{number}", (page(number),)) for number in numbers]
+    return [result.code for result in store.put(ops, deadline_s).result()]
+
+
+def get(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
+    """The codes; what was read is right, or this fails."""
+    targets = [memoryview(bytearray(SIZE)) for _ in numbers]
+    ops = [GetOp(f"key-{number}", (target,)) for number, target in zip(numbers, targets, strict=True)]
+    job = store.get(ops, deadline_s)
+    results = job.result()
+    for number, target, result in zip(numbers, targets, results, strict=True):
+        if result.code is Code.OK:
+            assert (result.nbytes, target) == (SIZE, page(number)), f"key-{number}"
+    assert job.wait_settled(DEADLINE_S)
+    return [result.code for result in results]
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_server_that_is_killed_and_comes_back_is_used_again(server: ValkeyServer, opened: list[KVStore]) -> None:
+    store = open_store(server.url)
+    opened.append(store)
+    assert put(store, range(4)) == [Code.OK] * 4
+    server.kill()
+    assert set(get(store, range(4))) == {Code.UNAVAILABLE}
+    assert set(put(store, range(4))) == {Code.UNAVAILABLE}
+    server.start()
+    assert get(store, range(4)) == [Code.MISS] * 4
+    assert put(store, range(4)) == [Code.OK] * 4
+    assert get(store, range(4)) == [Code.OK] * 4
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_a_server_may_be_killed_in_the_middle_of_batches(
+    server: ValkeyServer, opened: list[KVStore], unix: bool
+) -> None:
+    store = open_store(f"{server.unix_url if unix else server.url}?threads=2")
+    opened.append(store)
+    seen: set[Code] = set()
+    over = threading.Event()
+    failures: list[AssertionError] = []
+
+    def work() -> None:
+        try:
+            while not over.is_set():
+                seen.update(put(store, range(30)))
+                seen.update(get(store, range(30)))
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [in_thread(work) for _ in range(2)]
+    for _ in range(4):
+        wait_until(lambda: Code.OK in seen)
+        server.kill()
+        wait_until(lambda: bool(seen & LOST))
+        server.start()
+        seen.clear()
+    wait_until(lambda: Code.OK in seen)
+    over.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert failures == []
+    assert seen <= {Code.OK, Code.EXISTS, Code.MISS, *LOST}
+    assert put(store, range(3, 4)) in ([Code.OK], [Code.EXISTS])
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_a_stopped_server_costs_no_more_than_the_deadline(
+    server: ValkeyServer, opened: list[KVStore], unix: bool
+) -> None:
+    store = open_store(server.unix_url if unix else server.url)
+    opened.append(store)
+    put(store, range(3))
+    assert isinstance(store, ValkeyStore)
+    server.stop()
+    try:
+        for work in (
+            lambda: put(store, range(10, 40), 0.2),
+            lambda: get(store, range(3), 0.2),
+            lambda: [result.code for result in store.exists(["key-0"], 0.2).result()],
+            lambda: [result.code for result in store.delete(["key-0"], 0.2).result()],
+        ):
+            start = time.monotonic()
+            assert set(work()) == {Code.TIMEOUT}
+            assert 0.2 <= time.monotonic() - start < 1.0
+        # The buffers are given back soon after: what holds them is closed, not waited for.
+        job = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.2)
+        assert job.wait_settled(1.0)
+    finally:
+        server.go_on()
+    assert get(store, range(3))[1:] == [Code.OK] * 2  # late answers to what was abandoned are nobody's
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_may_be_stopped_for_long(
+    server: ValkeyServer,
+    opened: list[KVStore],
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+) -> None:
+    store = open_store(f"{server.url}?threads=2")
+    opened.append(store)
+    put(store, range(3))
+    stopped_s = effort(5, 40)
+    longest, calls = 0.0, 0
+    server.stop()
+    try:
+        until = time.monotonic() + stopped_s
+        while time.monotonic() < until:
+            start = time.monotonic()
+            assert set(get(store, range(3), 0.5)) <= LOST
+            longest, calls = max(longest, time.monotonic() - start), calls + 1
+    finally:
+        server.go_on()
+    assert longest < 1.5
+    assert get(store, range(3)) == [Code.OK] * 3
+    record({"stopped_s": stopped_s, "deadline_s": 0.5, "longest_wait_s": round(longest, 3), "calls": calls})
+
+
+def test_a_full_server_says_so_and_keeps_what_it_has(tmp_path: Path, opened: list[KVStore]) -> None:
+    with ValkeyServer(tmp_path / "full", max_memory="8mb", policy="noeviction") as server:
+        store = open_store(server.url)
+        opened.append(store)
+        codes = put(store, range(40))
+        kept = codes.count(Code.OK)
+        assert 8 < kept < 25
+        assert codes[:kept] == [Code.OK] * kept
+        assert set(codes[kept:]) <= {Code.FULL, Code.OK}
+        assert Code.FULL in codes
+        assert get(store, range(kept)) == [Code.OK] * kept
+        # Full, and there already: it exists. (The server itself answers OOM to both.)
+        assert put(store, range(2)) == [Code.EXISTS] * 2
+        assert store.put([PutOp("huge", (page(0, 5_000_000),))], DEADLINE_S).result() == [Result(Code.TOO_LARGE)]
+
+
+def test_values_may_be_evicted_between_lookup_and_get(tmp_path: Path, opened: list[KVStore]) -> None:
+    with ValkeyServer(tmp_path / "small", max_memory="8mb") as server:
+        store, other = open_store(server.url), open_store(server.url)
+        opened.extend([store, other])
+        over = threading.Event()
+
+        def press() -> None:
+            number = 1000
+            while not over.is_set():
+                put(other, range(number, number + 4))
+                number += 4
+
+        lost = 0
+        thread = in_thread(press)
+        try:
+            for turn in range(15):
+                numbers = range(turn * 4, turn * 4 + 4)
+                put(store, numbers)
+                keys = [f"key-{number}" for number in numbers]
+                there = [result.code for result in store.exists(keys, DEADLINE_S).result()]
+                for before, after in zip(there, get(store, numbers), strict=True):
+                    assert after in (Code.OK, Code.MISS)
+                    lost += (before, after) == (Code.OK, Code.MISS)
+        finally:
+            over.set()
+            thread.join(DEADLINE_S)
+        # The control, without luck: a value that is gone after it was found is a miss.
+        put(store, range(1))
+        assert store.exists(["key-0"], DEADLINE_S).result()[0].code is Code.OK
+        server.ask("UNLINK", "key-0")
+        assert get(store, range(1)) == [Code.MISS]
+
+
+def test_a_reader_during_a_write_sees_all_or_nothing(server: ValkeyServer, opened: list[KVStore]) -> None:
+    """Also when the writer is cut off in the middle of its value."""
+    store, reader = open_store(server.url), open_store(server.url)
+    opened.extend([store, reader])
+    seen: list[Code] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            seen.extend(get(reader, range(8)))
+
+    thread = in_thread(read)
+    for _ in range(10):
+        put(store, range(8), 0.002)
+        put(store, range(8))
+        store.delete([f"key-{number}" for number in range(8)], DEADLINE_S).result()
+    over.set()
+    thread.join(DEADLINE_S)
+    assert set(seen) <= {Code.OK, Code.MISS}
+    assert seen
+
+
+def test_a_reset_in_the_middle_of_a_value_is_no_value(server: ValkeyServer, opened: list[KVStore]) -> None:
+    near = open_store(server.url)
+    opened.append(near)
+    put(near, range(6))
+    with Relay(server.port) as relay:
+        store = open_store(relay.url)
+        opened.append(store)
+        cuts = 0
+        for cut_after in (0, 1, 5, 10, SIZE // 2, SIZE + 9, SIZE + 10, SIZE + 11, SIZE + 12, 3 * SIZE, 5 * SIZE + 70):
+            relay.cut_after = cut_after
+            codes = get(store, range(6))
+            whole = codes.count(Code.OK)
+            assert codes == [Code.OK] * whole + [Code.UNAVAILABLE] * (6 - whole)
+            # $400000\r\n, the value, \r\n; the reset also overtakes what the relay's kernel has not sent yet.
+            assert whole <= cut_after // (SIZE + 11)
+            cuts += 1
+            relay.cut_after = None
+            assert get(store, range(6)) == [Code.OK] * 6
+        assert isinstance(store, ValkeyStore)
+        assert store.connections == cuts + 1
+        store.close()
+
+
+def test_a_server_that_trickles_costs_no_more_than_the_deadline(server: ValkeyServer, opened: list[KVStore]) -> None:
+    """Every wait of the socket is short; together they end in time all the same."""
+    near = open_store(server.url)
+    opened.append(near)
+    put(near, range(2))
+    with Relay(server.port) as relay:
+        store = open_store(relay.url)
+        opened.append(store)
+        assert get(store, range(2)) == [Code.OK] * 2
+        relay.trickle_s = 0.005
+        start = time.monotonic()
+        job = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.3)
+        assert job.result() == [Result(Code.TIMEOUT)]
+        assert job.wait_settled(1.0)
+        assert time.monotonic() - start < 1.0
+        relay.trickle_s = 0.0
+        assert get(store, range(2)) == [Code.OK] * 2
+        store.close()
+
+
+def test_a_stream_that_is_no_protocol_any_more_is_left(
+    server: ValkeyServer, opened: list[KVStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    near = open_store(server.url)
+    opened.append(near)
+    put(near, range(2))
+    with Relay(server.port) as relay:
+        store = open_store(relay.url)
+        opened.append(store)
+        relay.change = lambda data: data.replace(b"$400000", b"$399990")
+        assert get(store, range(2)) == [Code.UNAVAILABLE] * 2
+        assert "does not speak as it should" in caplog.text
+        relay.change = lambda data: data
+        assert get(store, range(2)) == [Code.OK] * 2
+        store.close()
+
+
+def test_an_idle_connection_that_the_server_has_closed_is_not_used(server: ValkeyServer, opened: list[KVStore]) -> None:
+    store = open_store(server.url)
+    opened.append(store)
+    for _ in range(3):
+        assert set(put(store, range(3))) <= {Code.OK, Code.EXISTS}
+        assert server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes").startswith(":")
+    assert isinstance(store, ValkeyStore)
+    assert store.connections == 3
+
+
+def test_a_replica_is_read_and_not_written(tmp_path: Path, server: ValkeyServer, opened: list[KVStore]) -> None:
+    store = open_store(server.url)
+    opened.append(store)
+    put(store, range(2))
+    server.ask("CONFIG", "SET", "repl-diskless-sync-delay", "0")
+    with ValkeyServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(server.port)) as replica:
+        wait_until(lambda: "master_link_status:up" in replica.ask("INFO", "replication"))
+        other = open_store(replica.url)
+        opened.append(other)
+        assert get(other, range(2)) == [Code.OK] * 2
+        assert put(other, range(5, 6)) == [Code.UNAVAILABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_does_not_grow_over_many_operations(
+    server: ValkeyServer,
+    opened: list[KVStore],
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+) -> None:
+    store = open_store(f"{server.url}?threads=2")
+    opened.append(store)
+    source, target = page(1), memoryview(bytearray(SIZE))
+    small = target[:1000]
+
+    def work(operations: int) -> None:
+        for number in range(operations // 4):
+            key = f"key-{number % 50}"
+            store.put([PutOp(key, (source,))], DEADLINE_S).result()
+            store.get([GetOp(key, (target,)), GetOp(key, (small,)), GetOp("none", (small,))], DEADLINE_S).result()
+            store.exists([key, "none"], DEADLINE_S).result()
+            store.delete([key], DEADLINE_S).result()
+
+    work(400)
+    gc.collect()
+    before = _resident()
+    operations = effort(4_000, 10_000)
+    work(operations)
+    gc.collect()
+    grown = _resident() - before
+    assert grown < 2 << 20
+    record({"operations": operations, "resident_growth_bytes": grown, "connections": _connections(store)})
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _connections(store: KVStore) -> int:
+    assert isinstance(store, ValkeyStore)
+    return store.connections

@@ -1,0 +1,221 @@
+"""Replies from a stream that is cut anywhere, and from a peer that lies; keys' slots and redirects. No server."""
+
+import tracemalloc
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams_connectors.store import Code, Result
+from kvparams_connectors.stores.resp import Oversized, ProtocolError, ReplyReader, ServerError, command, flat
+from kvparams_connectors.stores.valkey_requests import result_of
+from kvparams_connectors.stores.valkey_topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
+
+CANARY = 0xA5
+
+
+def cut(stream: bytes, seed: int) -> Callable[[memoryview, bool], int]:
+    """Gives out the stream in pieces of any size, then says that it has ended."""
+    random = Random(seed)
+    at = 0
+
+    def receive(target: memoryview, _whole: bool) -> int:
+        nonlocal at
+        most = random.choice([1, 2, 7, 100, 5_000, 1 << 20])
+        piece = stream[at : at + min(most, target.nbytes)]
+        target[: len(piece)] = piece
+        at += len(piece)
+        return len(piece)
+
+    return receive
+
+
+LINES = st.one_of(
+    st.integers(-(2**63), 2**63 - 1).map(lambda number: (b":%d\r\n" % number, number)),
+    st.binary(max_size=50).filter(lambda text: b"\r" not in text).map(lambda text: (b"+%b\r\n" % text, text)),
+    st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=50).map(
+        lambda text: (f"-{text}\r\n".encode(), ServerError(text))
+    ),
+    st.just((b"$-1\r\n", None)),
+)
+
+
+@given(st.lists(LINES, max_size=30), st.integers(0, 2**32), st.booleans())
+def test_lines_are_read_the_same_however_the_stream_is_cut(
+    lines: list[tuple[bytes, object]], seed: int, together: bool
+) -> None:
+    reader = ReplyReader(cut(b"".join(line for line, _ in lines), seed))
+    found = reader.replies(len(lines)) if together else [reader.reply() for _ in lines]
+    assert found == [meaning for _, meaning in lines]
+    assert reader.empty
+    with pytest.raises(ConnectionError):
+        reader.reply()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 2, 500, 16_383, 16_384, 16_385, 70_000, 200_000]), st.booleans(), LINES),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 2**32),
+)
+def test_values_go_to_their_buffers_however_the_stream_is_cut(
+    values: list[tuple[int, bool, tuple[bytes, object]]], seed: int
+) -> None:
+    """Values into several buffers or one that is too small, with other replies between them."""
+    random = Random(seed)
+    contents = [random.randbytes(size) for size, _, _ in values]
+    stream = b"".join(
+        b"$%d\r\n%b\r\n%b" % (len(content), content, line)
+        for content, (_, _, (line, _)) in zip(contents, values, strict=True)
+    )
+    reader = ReplyReader(cut(stream, seed))
+    for content, (size, fits, (_, meaning)) in zip(contents, values, strict=True):
+        room = size + random.choice([0, 1, 20_000]) if fits else max(0, size - random.choice([1, 20_000]))
+        memory = memoryview(bytearray([CANARY]) * (room + 2))
+        whole = memory[1:-1]
+        middle = random.randint(0, room)
+        found = reader.value(flat([whole[:middle], whole[middle:]]))
+        if room >= size:
+            assert found == size
+            assert whole[:size] == content
+            assert set(memory[1 + size :]) <= {CANARY}
+        else:
+            assert found == Oversized(size)
+            assert set(memory) == {CANARY}
+        assert memory[0] == memory[-1] == CANARY
+        assert reader.reply() == meaning
+    assert reader.empty
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**32), st.sampled_from(["reply", "value", "replies"]))
+def test_any_bytes_at_all_end_in_a_reply_or_a_connection_error(stream: bytes, seed: int, way: str) -> None:
+    memory = memoryview(bytearray([CANARY]) * 102)
+    reader = ReplyReader(cut(stream, seed))
+    try:
+        for _ in range(20):
+            if way == "reply":
+                reader.reply()
+            elif way == "value":
+                reader.value([memory[1:-1]])
+            else:
+                reader.replies(3)
+    except ConnectionError:
+        pass
+    assert memory[0] == memory[-1] == CANARY
+
+
+KINDS = st.sampled_from(
+    [b"$", b"+", b"-", b":", b"*", b"%", b"_", b"\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"$0\r\n\r\n"]
+)
+NUMBERS = st.sampled_from(
+    [b"0", b"-1", b"-2", b"1", b"99999999999999999999", b"1_0", b" 1", b"+1", b"0x1", b"--1", b""]
+)
+
+
+@given(st.lists(st.one_of(KINDS, NUMBERS, st.just(b"\r\n"), st.binary(max_size=5)), max_size=12), st.integers(0, 99))
+def test_almost_replies_end_in_a_reply_or_a_connection_error(pieces: list[bytes], seed: int) -> None:
+    test_any_bytes_at_all_end_in_a_reply_or_a_connection_error.hypothesis.inner_test(b"".join(pieces), seed, "value")  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"$9223372036854775807\r\n",
+        b"$999999999999999999\r\nabc",
+        b"$-2\r\n",
+        b"$99999999999999999999999\r\n",
+        b"$1_000\r\n",
+        b"$+5\r\nabcde\r\n",
+        b"$3\r\nabcd\r\n",
+        b"*1000000000\r\n",
+        b"%1000000000\r\n",
+        b":1\r\n",
+        b"+OK\r\n",
+        b"hello\r\n",
+        b"\r\n",
+        b"-" + b"x" * 20_000,
+        b"$" + b"1" * 20_000,
+        b"+" + b"x" * 20_000 + b"\r\n",
+    ],
+)
+def test_a_hostile_value_is_refused_and_nothing_is_allocated_for_it(stream: bytes) -> None:
+    target = memoryview(bytearray(100))
+    reader = ReplyReader(cut(stream, 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConnectionError):
+            reader.value([target])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+def test_a_value_where_a_line_was_asked_for_is_refused() -> None:
+    for ask in (lambda reader: reader.reply(), lambda reader: reader.replies(2)):  # type: ignore[var-annotated]
+        with pytest.raises(ProtocolError):
+            ask(ReplyReader(cut(b":1\r\n$3\r\n:1\r\n\r\n"[4:], 1)))
+
+
+def test_commands_count_bytes() -> None:
+    assert command(b"GET", b"a") == b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", Code.FULL),
+        ("NOAUTH Authentication required.", Code.DENIED),
+        ("WRONGPASS invalid username-password pair or user is disabled.", Code.DENIED),
+        ("NOPERM User x has no permissions to run the 'set' command", Code.DENIED),
+        ("READONLY You can't write against a read only replica.", Code.UNAVAILABLE),
+        ("LOADING Valkey is loading the dataset in memory", Code.UNAVAILABLE),
+        ("CLUSTERDOWN The cluster is down", Code.UNAVAILABLE),
+        ("ERR max number of clients reached", Code.UNAVAILABLE),
+        ("ERR Protocol error: invalid bulk length", Code.TOO_LARGE),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", Code.CORRUPT),
+        ("ERR who knows", Code.INTERNAL),
+        ("", Code.INTERNAL),
+    ],
+)
+def test_error_replies_have_codes(text: str, code: Code) -> None:
+    assert result_of(ServerError(text)) == Result(code)
+
+
+def test_slots_are_the_specifications() -> None:
+    assert slot_of(b"123456789") == 0x31C3
+    assert slot_of(b"foo") == 12182
+    assert slot_of(b"") == 0
+
+
+@given(st.text(max_size=60))
+def test_redirects_are_read_or_refused(text: str) -> None:
+    redirect_of(text, Node("h", 1))
+    redirect_of(f"MOVED {text}", Node("h", 1))
+
+
+def test_redirects_say_where_to_go() -> None:
+    here = Node("here", 7)
+    assert redirect_of("MOVED 3999 127.0.0.1:6381", here) == Redirect("MOVED", 3999, Node("127.0.0.1", 6381))
+    assert redirect_of("ASK 0 [::1]:6381", here) == Redirect("ASK", 0, Node("::1", 6381))
+    assert redirect_of("ASK 0 ::1:6381", here) == Redirect("ASK", 0, Node("::1", 6381))
+    assert redirect_of("MOVED 1 :6381", here) == Redirect("MOVED", 1, Node("here", 6381))
+    for text in ("MOVED 16384 h:1", "MOVED 1 h", "MOVED 1 h:0", "MOVED 1 h:65536", "MOVED x h:1", "ERR 1 h:1", "MOVED"):
+        assert redirect_of(text, here) is None
+
+
+def test_a_map_changes_slot_by_slot_or_whole() -> None:
+    seed, one, other = Node("seed", 1), Node("one", 1), Node("other", 1)
+    topology = Topology(seed)
+    assert (topology.cluster, topology.node(b"foo"), topology.known()) == (False, seed, [seed])
+    topology.replace([(0, 12181, one), (12182, SLOTS + 5, other)])
+    assert (topology.cluster, topology.node(b"foo"), topology.node(b"")) == (True, other, one)
+    topology.moved(12182, one)
+    assert topology.node(b"foo") == one
+    topology.replace([(0, 10, one)])
+    assert topology.node(b"foo") == seed
+    assert topology.known() == [one, seed]

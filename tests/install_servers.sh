@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Puts the real servers that the tests start on this machine: valkey-server 8, and the libraries that Mooncake loads.
+# They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
+set -euo pipefail
+
+missing=()
+command -v valkey-server >/dev/null || missing+=(valkey-server)
+ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
+if [ ${#missing[@]} -eq 0 ]; then
+    exit 0
+fi
+if ! command -v apt-get >/dev/null; then
+    echo "the tests need ${missing[*]}, and this machine has no apt-get: install them by hand" >&2
+    exit 1
+fi
+if [ "$(id -u)" -ne 0 ]; then
+    echo "the tests need ${missing[*]}: run  sudo $0  once, or install them by hand" >&2
+    exit 1
+fi
+
+release=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+backports=()
+if [ "$release" = bookworm ]; then  # its own release has no valkey-server
+    backports=(-t bookworm-backports)
+    if ! grep -rqs bookworm-backports /etc/apt/sources.list /etc/apt/sources.list.d; then
+        # The machine's own mirror and key, with another suite.
+        source=$(grep -ls 'Suites:.*\bbookworm\b' /etc/apt/sources.list.d/*.sources | head -1 || true)
+        if [ -n "$source" ]; then
+            {
+                echo "Types: deb"
+                grep -m1 '^URIs:' "$source"
+                echo "Suites: bookworm-backports"
+                echo "Components: main"
+                grep -m1 '^Signed-By:' "$source" || true
+            } >/etc/apt/sources.list.d/bookworm-backports.sources
+        else
+            sed -n 's/^\(deb .*\) bookworm main.*/\1 bookworm-backports main/p' /etc/apt/sources.list | head -1 \
+                >/etc/apt/sources.list.d/bookworm-backports.list
+        fi
+    fi
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+# A machine of its own for tests needs no server that is always on.
+RUNLEVEL=1 apt-get install -y -q "${backports[@]}" "${missing[@]}"
