@@ -26,6 +26,8 @@ from .faults import Fault
 __all__ = ["Cluster", "Hit", "Usage", "usage"]
 
 ROLES: Final = ("prefill", "decode")
+_STORE_BYTES: Final = 256 << 20
+"""Each process that opens the store makes it where it is lost."""
 _POLL_S: Final = 0.05
 _BACK_S: Final = 60.0
 
@@ -151,7 +153,12 @@ class Cluster:
 
     async def _hold(self, fault: Fault) -> None:
         holder = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.chaos.holder", str(self.store), stdout=subprocess.PIPE
+            sys.executable,
+            "-m",
+            "tests.chaos.holder",
+            str(self.store),
+            str(_STORE_BYTES),
+            stdout=subprocess.PIPE,
         )
         try:
             assert holder.stdout is not None
@@ -176,7 +183,7 @@ class Cluster:
 
     def _start(self, name: str, role: str, port: int) -> Server:
         command = [sys.executable, "-m", "reference_engine", "--id", name, "--role", role, "--port", str(port)]
-        command += ["--store", f"file://{self.store}?size=256MiB", *self._extra]
+        command += ["--store", f"file://{self.store}?size={_STORE_BYTES}", *self._extra]
         return self._processes.start(name, *command, port=port)
 
     # what is seen
@@ -213,7 +220,7 @@ def _flip(path: Path, seed: int) -> None:
     draw = random.Random(seed)
     with suppress(FileNotFoundError):
         path.stat()
-        file = open_map(path, None, None, timeout_s=10.0)
+        file = open_map(path, _STORE_BYTES, None, timeout_s=10.0)
         size = file.shape.unit_bytes
         for unit, free in enumerate(file.free.tolist()):
             if not free and draw.random() < 0.2:

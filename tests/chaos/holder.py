@@ -1,6 +1,8 @@
 """Takes the lock of a file store in the middle of a change, says so, and does nothing more until it is killed.
 
-holder.py PATH
+holder.py PATH SIZE
+
+Whoever finds no file makes one: the size is everybody's.
 """
 
 import sys
@@ -12,7 +14,7 @@ from kvparams_connectors.stores.filemap import open_map
 
 if __name__ == "__main__":
     deadline = time.monotonic() + 10.0
-    index = FileIndex(open_map(Path(sys.argv[1]), None, None, timeout_s=10.0), deadline)
+    index = FileIndex(open_map(Path(sys.argv[1]), int(sys.argv[2]), None, timeout_s=10.0), deadline)
     with index.changing(deadline):
         sys.stdout.write("held\n")
         sys.stdout.flush()
