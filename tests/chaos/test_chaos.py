@@ -66,11 +66,14 @@ async def chaos(cluster: Cluster, faults: list[Fault], began_s: float) -> None:
 
 
 async def calm(cluster: Cluster) -> Usage:
-    """What the proxy holds when nothing is in flight."""
+    """What the proxy holds when nothing is in flight, apart from connections that it keeps for the next requests."""
     async with asyncio.timeout(20):
         while await cluster.busy():  # noqa: ASYNC110  other processes say nothing when they are done
             await asyncio.sleep(0.1)
-    return usage(cluster.proxy)
+    seen = await cluster.gauges(cluster.proxy)
+    kept = sum(value for name, value in seen.items() if name.startswith("kvparams_proxy_engine_connections"))
+    found = usage(cluster.proxy)
+    return Usage(found.rss_kib, found.descriptors - int(kept))
 
 
 def quantiles(values: list[float]) -> list[float]:
