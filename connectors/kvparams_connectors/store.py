@@ -164,11 +164,6 @@ class KVStore(ABC):
     def quarantine(self, keys: Sequence[str]) -> None:  # noqa: B027 - most stores have nothing to do here
         """The caller found these values damaged: a store that can keeps from finding them again. Returns at once."""
 
-    def expected_get_s(self, nbytes: int) -> float | None:
-        """How many seconds a get of `nbytes` bytes would take, by what was measured; None if nothing was."""
-        del nbytes
-        return None
-
 
 class LaneStore(KVStore):
     """A store whose operations are ordinary blocking calls, done by a lane of worker threads.

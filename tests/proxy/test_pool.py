@@ -58,6 +58,40 @@ async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
     assert not error.connected
 
 
+@pytest.mark.parametrize("waited", [True, False], ids=["sent on a connection that waited", "control-never sent"])
+async def test_what_was_sent_once_may_have_been_seen_though_nobody_is_there_any_more(waited: bool) -> None:
+    """The engine takes the request, closes, and is gone when it is to be sent again."""
+    taken: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not taken:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b"/last" in head:
+                taken.append(head)
+                server.close()
+                break
+            await reader.readexactly(2)
+            await well(b"", reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    pool = Pool(url, UpstreamLimits())
+    if waited:
+        assert await asked(pool) == 200
+    else:
+        server.close()
+    collect = Awaited()
+    pool.exchange(pool.request(b"/last", b"", b"{}"), collect)
+    async with asyncio.timeout(5):
+        await asyncio.wait([collect.answer])
+    error = collect.answer.exception()
+    assert isinstance(error, UpstreamError)
+    assert bool(taken) is waited
+    assert (error.connected, error.sent) == (False, waited)
+    pool.close()
+
+
 async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
     engine = await scripted(well)
     pool = Pool(engine.url, UpstreamLimits())

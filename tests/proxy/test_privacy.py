@@ -103,6 +103,14 @@ async def test_who_comes_and_goes_is_known() -> None:
     assert known() == [False, True]
 
 
+def test_a_host_whose_name_could_be_random_is_found_in_an_id_that_looks_random() -> None:
+    """Containers are called so. The control: the same id, where nobody is."""
+    for url, stays in (("http://0123456789ab:8000", False), ("http://elsewhere:8000", True)):
+        document: dict[str, Any] = GOOD | {"id": "cmpl-0123456789ab"}
+        changes = answer_changes(document, json.dumps(document).encode(), "r-1", Addresses([url]))
+        assert ("id" not in changes) is stays
+
+
 @given(st.text(max_size=300), st.sampled_from(SECRET))
 def test_an_address_is_found_whatever_stands_around_it(text: str, secret: str) -> None:
     assert KNOWN.within(f"{text} {secret} {text}")

@@ -98,16 +98,6 @@ class GuardedStore(KVStore):
             self._health.hold(keys, time.monotonic())
         self._inner.quarantine(keys)
 
-    def expected_get_s(self, nbytes: int) -> float | None:
-        """By the gets that this guard has seen; None before the first, and while the store is given up."""
-        with self._lock:
-            return self._health.expected_s("get", nbytes)
-
-    def expected_put_s(self, nbytes: int) -> float | None:
-        """The same for puts."""
-        with self._lock:
-            return self._health.expected_s("put", nbytes)
-
     def close(self) -> None:
         self._alarm.close()
         self._inner.close()

@@ -148,11 +148,6 @@ class TieredStore(KVStore):
         for tier in self._tiers:
             tier.quarantine(keys)
 
-    def expected_get_s(self, nbytes: int) -> float | None:
-        """The slowest tier's: where a value will come from is not known before."""
-        known = [seconds for tier in self._tiers if (seconds := tier.expected_get_s(nbytes)) is not None]
-        return max(known, default=None)
-
     def close(self) -> None:
         """Take no more, let what runs and what is being written back end within 10 s, and close the tiers."""
         give_up = time.monotonic() + _CLOSE_S
