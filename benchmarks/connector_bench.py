@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.ratios import median_interval
+from benchmarks.sides import processor
 from kvparams.keys import Geometry, Namespace, Rectangle
 from kvparams.pages import HEADER_BYTES, seal, verify
 from kvparams_connectors.arena import Arena
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.page_bytes % _TOKEN_BYTES:
         parser.error(f"a token takes {_TOKEN_BYTES} bytes; --page-bytes is no multiple of it")
     python = f"Python {platform.python_version()}, torch {torch.__version__}"
-    print(f"machine: {_processor()}, {os.cpu_count()} cores, {python}")
+    print(f"machine: {processor()}, {os.cpu_count()} cores, {python}")
     print("device: the CPU; the way over a GPU was not measured")
     print(f"command: python -m benchmarks.connector_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
@@ -252,13 +253,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.close()
             store.close()
     return 0
-
-
-def _processor() -> str:
-    for text in Path("/proc/cpuinfo").read_text().splitlines():
-        if text.startswith("model name"):
-            return text.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
+from benchmarks.sides import Side, in_turns
 from kvparams.keys import Rectangle
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.arena import Arena
@@ -37,18 +38,6 @@ __all__ = ["main"]
 _DEADLINE_S = 60.0
 _BATCH_BYTES = 8 << 20
 _OWNER_BYTES = 2 << 30
-
-
-class Side(Protocol):
-    """A client of the cluster."""
-
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        """Store all pages under keys that are not there."""
-        ...
-
-    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        """Read all values into the pages."""
-        ...
 
 
 class Bare:
@@ -152,21 +141,11 @@ def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> N
         "store, seal + verify": Ours(store, _BATCH_BYTES, identities),
     }
     floors = list(sides)[:3]
-    seconds: dict[str, dict[str, list[float]]] = {way: {name: [] for name in sides} for way in ("put", "get")}
-    order = random.Random(1)
-    for turn in range(rounds + 2):
-        names = list(sides)
-        order.shuffle(names)
-        for name in names:
-            keys = [f"{turn}.{number}" for number in range(count)]
-            put_s = _seconds(sides[name].put, keys, sources)
-            get_s = _seconds(sides[name].get, keys, targets)
-            if not turn and targets != sources:
-                sys.exit(f"{name}: what was read is not what was put")
-            if turn > 1:  # the first rounds warm up
-                seconds["put"][name].append(put_s)
-                seconds["get"][name].append(get_s)
-            native.batch_remove([*keys, *(f"bench:{key}" for key in keys)], True)
+
+    def clean(keys: Sequence[str]) -> None:
+        native.batch_remove([*keys, *(f"bench:{key}" for key in keys)], True)
+
+    seconds = in_turns(sides, sources, targets, rounds=rounds, warm_ups=2, clean=clean)
     store.close()
     native.close()
     for way, figures in seconds.items():
@@ -218,14 +197,6 @@ def _batches(pages: Sequence[memoryview], batch_bytes: int) -> list[range]:
 
 def _address(page: memoryview) -> int:
     return int(np.frombuffer(page, dtype=np.uint8).ctypes.data)
-
-
-def _seconds(
-    work: Callable[[Sequence[str], Sequence[memoryview]], None], keys: Sequence[str], pages: Sequence[memoryview]
-) -> float:
-    start = time.perf_counter()
-    work(keys, pages)
-    return time.perf_counter() - start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

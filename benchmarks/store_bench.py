@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.ratios import Interval, median_interval
+from benchmarks.sides import processor
 from kvparams.keys import Rectangle
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.arena import Arena
@@ -160,9 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args(argv)
     nbytes = arguments.pages * arguments.page_bytes
-    print(
-        f"machine: {_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
-    )
+    print(f"machine: {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}")
     print(f"command: python -m benchmarks.store_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
     print(f"working set: {arguments.pages} pages of {arguments.page_bytes} bytes, {arguments.batch} per operation\n")
     print(f"{'':20} {'GB/s':>22}  {'of one memcpy of all':>22}  {'of a memcpy per page':>22}")
@@ -175,13 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{line.what:20} {line.gb_per_s!s:>22}  {line.of_whole!s:>22}  {line.of_pages!s:>22}")
             store.close()
     return 0
-
-
-def _processor() -> str:
-    for text in Path("/proc/cpuinfo").read_text().splitlines():
-        if text.startswith("model name"):
-            return text.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

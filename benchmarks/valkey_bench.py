@@ -20,15 +20,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import valkey
 
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
+from benchmarks.sides import in_turns
 from kvparams.keys import Rectangle
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.arena import Arena
@@ -39,22 +40,6 @@ __all__ = ["main"]
 
 _DEADLINE_S = 60.0
 _BATCH_BYTES = 8 << 20
-
-
-class Side(Protocol):
-    """A client of the server."""
-
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        """Store all pages under keys that are not there."""
-        ...
-
-    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        """Read all values into the pages."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the connection."""
-        ...
 
 
 class Raw:
@@ -223,7 +208,7 @@ def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: i
         source[:] = random.Random(number).randbytes(page_bytes)
         seal(source, identities[number])
     url = f"valkey://{place}" if transport == "unix" else f"valkey://127.0.0.1:{place}"
-    sides: dict[str, Side] = {
+    sides: dict[str, Raw | Ours | Library | Glide] = {
         "raw, one at a time": Raw(transport, place, 1),
         "raw, four under way": Raw(transport, place, 4),
         "store": Ours(open_store(url)),
@@ -234,21 +219,7 @@ def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: i
         sides["valkey-glide"] = Glide(int(place))
     cleaner = cast("Any", valkey.Valkey(host="127.0.0.1", port=_port(transport, place), unix_socket_path=_path(place)))
     floors = list(sides)[:2]
-    seconds: dict[str, dict[str, list[float]]] = {way: {name: [] for name in sides} for way in ("put", "get")}
-    order = random.Random(1)
-    for turn in range(rounds + 1):
-        names = list(sides)
-        order.shuffle(names)
-        for name in names:
-            keys = [f"{turn}.{number}" for number in range(count)]
-            put_s = _seconds(sides[name].put, keys, sources)
-            get_s = _seconds(sides[name].get, keys, targets)
-            if not turn and targets != sources:
-                sys.exit(f"{name}: what was read is not what was put")
-            if turn:  # the first round warms up
-                seconds["put"][name].append(put_s)
-                seconds["get"][name].append(get_s)
-            cleaner.unlink(*keys)
+    seconds = in_turns(sides, sources, targets, rounds=rounds, warm_ups=1, clean=lambda keys: cleaner.unlink(*keys))
     cleaner.close()
     for side in sides.values():
         side.close()
@@ -266,14 +237,6 @@ def _port(transport: str, place: str | int) -> int:
 
 def _path(place: str | int) -> str | None:
     return place if isinstance(place, str) else None
-
-
-def _seconds(
-    work: Callable[[Sequence[str], Sequence[memoryview]], None], keys: Sequence[str], pages: Sequence[memoryview]
-) -> float:
-    start = time.perf_counter()
-    work(keys, pages)
-    return time.perf_counter() - start
 
 
 def lookups(url: str, rounds: int) -> None:
