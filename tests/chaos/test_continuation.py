@@ -6,7 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,8 +23,9 @@ from .cutting import cutting
 
 CACHE = ("--page-tokens", "16", "--blocks", "8192")
 """As in the differential test: a page has as many tokens as a block, so that both find equally much cached."""
-LIKELY = 0.5
-"""So many streams break; of those that go on, so many break again."""
+LIKELY = 0.25
+"""So many streams break; of those that go on, so many break again. Few enough that the breakers of all three decode
+engines are never open at once: then nobody is there to go on."""
 STATEFUL = (
     "logprobs",
     "top_logprobs",
@@ -50,14 +51,16 @@ async def servers(logs: Path, store: Path, after: Callable[[], int | None]) -> A
     with Processes(logs) as processes:
         single = processes.engine("single", "both", None, *CACHE)
         prefill = processes.engine("p0", "prefill", url, *CACHE)
-        decode = [processes.engine(f"d{number}", "decode", url, *CACHE) for number in range(2)]
+        decode = [processes.engine(f"d{number}", "decode", url, *CACHE) for number in range(3)]
         await asyncio.to_thread(processes.wait_ready, single, prefill, *decode)
         ports = [int(server.url.rpartition(":")[2]) for server in decode]
-        async with cutting(ports[0], after) as first, cutting(ports[1], after) as second:
+        async with AsyncExitStack() as relays:
+            fronts = [await relays.enter_async_context(cutting(port, after)) for port in ports]
             port = free_port()
             command = [sys.executable, "-m", "kvparams", "proxy", "--connector", "store", "--port", str(port)]
             command += ["--continuation", "--retries", "20", "--prefill", prefill.url]
-            command += ["--decode", f"http://127.0.0.1:{first}", "--decode", f"http://127.0.0.1:{second}"]
+            for front in fronts:
+                command += ["--decode", f"http://127.0.0.1:{front}"]
             proxy = processes.start("proxy", *command, port=port)
             await asyncio.to_thread(processes.wait_ready, proxy)
             yield single.url, proxy.url
@@ -92,7 +95,7 @@ async def test_nobody_can_tell_a_stream_that_was_continued(
 
     asked = [
         [streamed(case, plain=at % 3 > 0) for at, case in enumerate(lane) if case.expected == "answer"]
-        for lane in lanes(3, effort(160, 4_000), (COMPLETIONS, CHAT))
+        for lane in lanes(3, effort(240, 4_000), (COMPLETIONS, CHAT))
     ]
     async with servers(tmp_path, store, after) as (single, proxy), new_client() as client:
 
@@ -113,8 +116,8 @@ async def test_nobody_can_tell_a_stream_that_was_continued(
     kinds = Counter("broken off" if broken_off(text) else "whole" for *_, text in found)
     record({"streams": len(found), "cut": cuts, "continued": continued, "different": len(wrong), **kinds})
     assert not wrong, f"{len(wrong)} of {len(found)} differ, the first:\n{wrong[0]}"
-    assert not innocent, innocent[:3]
-    assert continued > len(found) / 20  # the control: streams did break and go on ...
+    assert not innocent, f"{len(innocent)} broke off, the first:\n{innocent[0][0]}\n{innocent[0][1]}"
+    assert continued > len(found) / 50  # the control: streams did break and go on ...
     assert failed  # ... and those that cannot, did not
 
 

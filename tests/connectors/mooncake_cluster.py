@@ -57,6 +57,14 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """SIGSTOP; when this returns, none of its threads does anything more."""
+        self.send(signal.SIGSTOP)
+        until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in self._threads()))
+
+    def _threads(self) -> list[Path]:
+        return list(Path("/proc", str(self.pid), "task").glob("*/stat"))
+
     def running(self) -> bool:
         return self._process.poll() is None
 

@@ -69,7 +69,7 @@ def test_a_master_that_is_stopped_delays_nobody_beyond_a_deadline(tmp_path: Path
     with Cluster(tmp_path, "64MiB") as cluster:
         store = cluster.open()
         assert put(store, "key") == [Code.OK]
-        cluster.master.send(signal.SIGSTOP)
+        cluster.master.stop()
         before = time.monotonic()
         job = store.exists(["key"], 1.5)
         assert codes(job.result()) == [Code.TIMEOUT]
@@ -122,7 +122,7 @@ def test_an_owner_that_is_stopped_costs_one_deadline_and_no_buffer(tmp_path: Pat
         assert slot is not None
         slot.view[:] = content(3)
         assert codes(store.put([PutOp("key", (slot.view,))]).result()) == [Code.OK]
-        cluster.owners[0].send(signal.SIGSTOP)
+        cluster.owners[0].stop()
         start = time.monotonic()
         job = store.get([GetOp("key", (slot.view,))], 1.5)
         job.on_settled(slot.give_back)
@@ -184,7 +184,7 @@ def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
             ended.wait(1.0)
             cluster.restart_master()
             until(lambda number=number: Code.OK in put(stores[0], f"back-{number}"), 40.0)
-            cluster.owners[-1].send(signal.SIGSTOP)
+            cluster.owners[-1].stop()
             ended.wait(4.0)
             cluster.owners[-1].send(signal.SIGCONT)
             until(lambda number=number: Code.OK in put(stores[1], f"again-{number}"), 60.0)

@@ -94,8 +94,8 @@ class Relay:
                     if cut:
                         break
                 else:
+                    self._spoken = True  # before the server can answer
                     target.sendall(data)
-                    self._spoken = True
         except OSError:
             pass
         for sock in (source, target):
