@@ -4,13 +4,14 @@ BIN := .venv/bin
 STORE ?= file
 READY := .venv/.ready
 
-.PHONY: help install servers demo serve check lint test soak bench-proxy bench-store clean
+.PHONY: help install install-lmcache servers demo serve check lint test soak bench-proxy bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
+	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
-	@echo "                  STORE=file|valkey|mooncake|tiered, or the URL of a store that runs"
+	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
@@ -29,9 +30,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
+# LMCache pins old versions of much, so it lives apart; the tests that need it run there.
+install-lmcache: .venv-lmcache/.ready
+
+.venv-lmcache/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-lmcache
+	.venv-lmcache/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch lmcache==0.5.6 -e '.[dev,valkey]'
+	@touch $@
+
 # The real stores that the tests start.
 servers:
 	@tests/install_servers.sh
+
+demo serve: $(if $(filter lmcache,$(STORE)),install-lmcache)
 
 demo: $(READY)
 	@$(BIN)/python -m demo --store "$(STORE)"
@@ -44,14 +55,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-check: lint servers
+check: lint servers install-lmcache
 	$(BIN)/pytest -m "not slow" -n 2
 
 # The slow ones start processes of their own and measure: one after the other.
 test: check
 	$(BIN)/pytest -m slow
 
-soak: $(READY) servers
+soak: $(READY) servers install-lmcache
 	$(BIN)/pytest -m slow --soak --timeout 3600
 
 bench-proxy: $(READY)

@@ -171,7 +171,7 @@ class Bench:
             return plan
         part = Rectangle.whole(_SHAPE)
         keys = tuple(f"{plan.keys[plan.parts(page.index).start]}.whole" for page in plan.pages)
-        return Plan(plan.namespace, part, plan.tokens, plan.pages, keys, 0, 0, None, (part,))
+        return Plan(plan.namespace, part, plan.tokens, plan.pages, keys, 0, 0, None, None, (part,))
 
     def _wait(self, operation: Callable[..., Job[Results]], ops: Sequence[PutOp] | Sequence[GetOp]) -> None:
         size = self._batch

@@ -26,12 +26,11 @@ import numpy as np
 
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
-from benchmarks.sides import Side, in_turns
+from benchmarks.sides import OurStore, Side, batches, in_turns
 from kvparams.keys import Rectangle
-from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import Code, PutOp, open_store
 
 __all__ = ["main"]
 
@@ -71,48 +70,8 @@ class Bare:
             part = slice(batch.start, batch.stop)
             return call(list(keys[part]), addresses[part], sizes[part])
 
-        found = self._pool.map(work, _batches(pages, self._batch_bytes))
+        found = self._pool.map(work, batches(pages, self._batch_bytes))
         return [answer for answers in found for answer in answers]
-
-
-class Ours:
-    """The store, in batches."""
-
-    def __init__(self, store: KVStore, batch_bytes: int, identities: Sequence[PageIdentity] = ()) -> None:
-        """Args:
-        batch_bytes: what is put or read in one job.
-        identities: if there are any, pages are sealed before they are put and verified after they are read, one
-            batch while the next is under way, as a connector does.
-        """
-        self._store = store
-        self._batch_bytes = batch_bytes
-        self._identities = identities
-
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        jobs: list[Job[Results]] = []
-        for batch in _batches(pages, self._batch_bytes):
-            if self._identities:
-                for number in batch:
-                    seal(pages[number], self._identities[number])
-            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
-        for job in jobs:
-            self._check(job)
-
-    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        batches = _batches(pages, self._batch_bytes)
-        jobs = [
-            self._store.get([GetOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S)
-            for batch in batches
-        ]
-        for batch, job in zip(batches, jobs, strict=True):
-            self._check(job)
-            if self._identities and any(verify(pages[number], self._identities[number]) for number in batch):
-                sys.exit("a page came back wrong")
-
-    @staticmethod
-    def _check(job: Job[Results]) -> None:
-        if any(result.code is not Code.OK for result in job.result()):
-            sys.exit(f"the store failed: {job.result()}")
 
 
 def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
@@ -136,9 +95,9 @@ def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> N
         "bare, one call": Bare(native, total_bytes, 1),
         "bare, batches": Bare(native, _BATCH_BYTES, 1),
         "bare, two threads": Bare(native, _BATCH_BYTES, 2),
-        "store, one job": Ours(store, total_bytes),
-        "store, batches": Ours(store, _BATCH_BYTES),
-        "store, seal + verify": Ours(store, _BATCH_BYTES, identities),
+        "store, one job": OurStore(store, total_bytes),
+        "store, batches": OurStore(store, _BATCH_BYTES),
+        "store, seal + verify": OurStore(store, _BATCH_BYTES, identities),
     }
     floors = list(sides)[:3]
 
@@ -190,11 +149,6 @@ def _bare(master: str) -> Any:
     return native
 
 
-def _batches(pages: Sequence[memoryview], batch_bytes: int) -> list[range]:
-    size = max(1, batch_bytes // pages[0].nbytes)
-    return [range(at, min(at + size, len(pages))) for at in range(0, len(pages), size)]
-
-
 def _address(page: memoryview) -> int:
     return int(np.frombuffer(page, dtype=np.uint8).ctypes.data)
 
@@ -224,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ],
             ready=[f"http://127.0.0.1:{metrics}/health"],
         )
-        module = "kvparams_connectors.stores.mooncake_owner"
+        module = "kvparams_connectors.stores.mooncake.owner"
         owner = [sys.executable, "-m", module, "--master", master, "--size", str(_OWNER_BYTES)]
         processes.start("owner", owner)
         _await(Path(folder) / "owner.log")

@@ -8,16 +8,49 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-__all__ = ["Seconds", "Side", "in_turns", "processor"]
+from kvparams.pages import PageIdentity, seal, verify
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
+
+__all__ = ["Checks", "OurStore", "Seconds", "Side", "batches", "in_turns", "processor"]
 
 _SEED: Final = 1
+_DEADLINE_S: Final = 60.0
 Way = Literal["put", "get"]
 Seconds = dict[Way, dict[str, list[float]]]
 """For each way and side, how long each round took."""
+
+
+class Checks:
+    """Verification of pages that are read, as a connector does it: when they arrive, if the store says so."""
+
+    def __init__(self, pages: Sequence[memoryview], identities: Sequence[PageIdentity]) -> None:
+        self._pages = pages
+        self._identities = identities
+        self._seen: dict[int, bool] = {}
+
+    def on_arrival(self, number: int) -> Callable[[int], None]:
+        """For `GetOp.arrived`."""
+
+        def arrived(nbytes: int) -> None:
+            self._seen[number] = verify(self._pages[number][:nbytes], self._identities[number]) is None
+
+        return arrived
+
+    def finish(self, numbers: Iterable[int]) -> None:
+        """Verify those of which nothing was said.
+
+        Raises:
+            SystemExit: a page is not what it should be.
+        """
+        for number in numbers:
+            good = self._seen.pop(number, None)
+            if not (verify(self._pages[number], self._identities[number]) is None if good is None else good):
+                sys.exit("a page came back wrong")
 
 
 class Side(Protocol):
@@ -30,6 +63,55 @@ class Side(Protocol):
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         """Read all values into the pages."""
         ...
+
+
+class OurStore:
+    """The store, in batches."""
+
+    def __init__(self, store: KVStore, batch_bytes: int, identities: Sequence[PageIdentity] = ()) -> None:
+        """Args:
+        batch_bytes: what is put or read in one job.
+        identities: if there are any, pages are sealed before they are put and verified when they are read, as a
+            connector does: a batch while the one before it is under way, or each page when it arrives.
+        """
+        self._store = store
+        self._batch_bytes = batch_bytes
+        self._identities = identities
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        jobs: list[Job[Results]] = []
+        for batch in batches(pages, self._batch_bytes):
+            for number in batch if self._identities else ():
+                seal(pages[number], self._identities[number])
+            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
+        for job in jobs:
+            self._check(job)
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+        checks = Checks(pages, self._identities) if self._identities else None
+        jobs: list[tuple[range, Job[Results]]] = []
+        for batch in batches(pages, self._batch_bytes):
+            looks = [None if checks is None else checks.on_arrival(number) for number in batch]
+            ops = [GetOp(keys[number], (pages[number],), look) for number, look in zip(batch, looks, strict=True)]
+            jobs.append((batch, self._store.get(ops, _DEADLINE_S)))
+        for batch, job in jobs:
+            self._check(job)
+            if checks is not None:
+                checks.finish(batch)
+
+    def close(self) -> None:
+        self._store.close()
+
+    @staticmethod
+    def _check(job: Job[Results]) -> None:
+        if any(result.code is not Code.OK for result in job.result()):
+            sys.exit(f"the store failed: {job.result()}")
+
+
+def batches(pages: Sequence[memoryview], batch_bytes: int) -> list[range]:
+    """Indexes of pages that are moved together; all pages have one size."""
+    size = max(1, batch_bytes // pages[0].nbytes)
+    return [range(at, min(at + size, len(pages))) for at in range(0, len(pages), size)]
 
 
 def in_turns(

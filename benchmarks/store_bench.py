@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.ratios import Interval, median_interval
-from benchmarks.sides import processor
+from benchmarks.sides import Checks, processor
 from kvparams.keys import Rectangle
-from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
@@ -85,33 +85,37 @@ class Bench:
         for source, identity in zip(self.sources, self._identities, strict=True):
             seal(source, identity)
 
-    def verify(self) -> None:
-        """What a connector checks before it uses a page."""
-        if any(verify(target, identity) for target, identity in zip(self.targets, self._identities, strict=True)):
-            sys.exit("a page came back wrong")
-
-    def put(self) -> None:
+    def put(self, *, sealing: bool = False) -> None:
         """All pages under new keys; the oldest ones are evicted for them."""
         self._round += 1
-        size = self._batch
-        ops = [PutOp(f"{self._round}.{number}", (source,)) for number, source in enumerate(self.sources)]
-        self._wait([self._store.put(ops[at : at + size], _DEADLINE_S) for at in range(0, len(ops), size)])
+        jobs: list[Job[Results]] = []
+        for first in range(0, len(self.sources), self._batch):
+            batch = range(first, min(first + self._batch, len(self.sources)))
+            for number in batch if sealing else ():
+                seal(self.sources[number], self._identities[number])
+            ops = [PutOp(f"{self._round}.{number}", (self.sources[number],)) for number in batch]
+            jobs.append(self._store.put(ops, _DEADLINE_S))
+        self._wait(jobs)
 
-    def get(self) -> None:
+    def get(self, *, verifying: bool = False) -> None:
         """All pages of the last put."""
+        checks = Checks(self.targets, self._identities)
+        ops = [
+            GetOp(f"{self._round}.{number}", (target,), checks.on_arrival(number) if verifying else None)
+            for number, target in enumerate(self.targets)
+        ]
         size = self._batch
-        ops = [GetOp(f"{self._round}.{number}", (target,)) for number, target in enumerate(self.targets)]
         self._wait([self._store.get(ops[at : at + size], _DEADLINE_S) for at in range(0, len(ops), size)])
+        if verifying:
+            checks.finish(range(len(ops)))
 
     def seal_and_put(self) -> None:
-        """As a save does."""
-        self.seal()
-        self.put()
+        """As a save does: a batch is sealed while the one before it is put."""
+        self.put(sealing=True)
 
     def get_and_verify(self) -> None:
-        """As a load does."""
-        self.get()
-        self.verify()
+        """As a load does: a page is verified when it arrives, if the store says so, else when all are there."""
+        self.get(verifying=True)
 
     @staticmethod
     def _wait(jobs: Sequence[Job[Results]]) -> None:

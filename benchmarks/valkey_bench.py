@@ -29,12 +29,11 @@ import valkey
 
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
-from benchmarks.sides import in_turns
+from benchmarks.sides import OurStore, in_turns
 from kvparams.keys import Rectangle
-from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import PutOp, open_store
 
 __all__ = ["main"]
 
@@ -149,52 +148,6 @@ class Glide:
         self._client.close()
 
 
-class Ours:
-    """The store, in batches."""
-
-    def __init__(self, store: KVStore, identities: Sequence[PageIdentity] = ()) -> None:
-        """Args:
-        identities: if there are any, pages are sealed before they are put and verified after they are read, one
-            batch while the next is under way, as a connector does.
-        """
-        self._store = store
-        self._identities = identities
-
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        jobs: list[Job[Results]] = []
-        for batch in self._batches(pages):
-            if self._identities:
-                for number in batch:
-                    seal(pages[number], self._identities[number])
-            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
-        for job in jobs:
-            self._check(job)
-
-    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
-        batches = self._batches(pages)
-        jobs = [
-            self._store.get([GetOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S)
-            for batch in batches
-        ]
-        for batch, job in zip(batches, jobs, strict=True):
-            self._check(job)
-            if self._identities and any(verify(pages[number], self._identities[number]) for number in batch):
-                sys.exit("a page came back wrong")
-
-    def close(self) -> None:
-        self._store.close()
-
-    @staticmethod
-    def _batches(pages: Sequence[memoryview]) -> list[range]:
-        size = max(1, _BATCH_BYTES // pages[0].nbytes)
-        return [range(at, min(at + size, len(pages))) for at in range(0, len(pages), size)]
-
-    @staticmethod
-    def _check(job: Job[Results]) -> None:
-        if any(result.code is not Code.OK for result in job.result()):
-            sys.exit(f"the store failed: {job.result()}")
-
-
 def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
     """Print one block of the table."""
     count = max(2, total_bytes // page_bytes)
@@ -208,11 +161,11 @@ def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: i
         source[:] = random.Random(number).randbytes(page_bytes)
         seal(source, identities[number])
     url = f"valkey://{place}" if transport == "unix" else f"valkey://127.0.0.1:{place}"
-    sides: dict[str, Raw | Ours | Library | Glide] = {
+    sides: dict[str, Raw | OurStore | Library | Glide] = {
         "raw, one at a time": Raw(transport, place, 1),
         "raw, four under way": Raw(transport, place, 4),
-        "store": Ours(open_store(url)),
-        "store, seal + verify": Ours(open_store(url), identities),
+        "store": OurStore(open_store(url), _BATCH_BYTES),
+        "store, seal + verify": OurStore(open_store(url), _BATCH_BYTES, identities),
         "valkey-py": Library(transport, place),
     }
     if transport == "tcp" and importlib.util.find_spec("glide_sync") is not None:

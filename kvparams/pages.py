@@ -46,7 +46,9 @@ __all__ = [
     "claimed",
     "identify",
     "seal",
+    "seal_apart",
     "verify",
+    "verify_apart",
 ]
 
 HEADER_BYTES: Final = 256
@@ -93,8 +95,8 @@ _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = HEADER_BYTES - _CHECKSUM.size
 _TAG_AT: Final = 152
 _UNUSED_AT: Final = 168
-_COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES), slice(HEADER_BYTES, None))
-"""What the tag covers."""
+_COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES))
+"""What the tag covers of the header; the payload comes after it."""
 _NO_TAG: Final = (bytes(8), bytes(32), bytes(16))
 
 
@@ -142,10 +144,30 @@ def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = Non
     """
     if buffer.nbytes != identity.stored_bytes:
         raise ValueError(f"the buffer has {buffer.nbytes} bytes, the page {identity.stored_bytes}")
+    seal_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys)
+
+
+def seal_apart(header: memoryview, payload: memoryview, identity: PageIdentity, keys: PageKeys | None = None) -> None:
+    """`seal` for a payload that does not stand behind its header; stored one after the other they are the page.
+
+    Args:
+        header: `HEADER_BYTES` writable bytes.
+        payload: `identity.payload_bytes` bytes.
+        identity: what the page is.
+        keys: of the tenant, for a page with a tag.
+
+    Raises:
+        ValueError: a buffer has another length.
+    """
+    if (header.nbytes, payload.nbytes) != (HEADER_BYTES, identity.payload_bytes):
+        raise ValueError(
+            f"{header.nbytes} and {payload.nbytes} bytes; header and payload have {HEADER_BYTES} and "
+            f"{identity.payload_bytes}"
+        )
     part = identity.rectangle
     key_id, salt, tag = _NO_TAG if keys is None else (keys.key_id, keys.new_salt(), bytes(16))
     _FIELDS.pack_into(
-        buffer,
+        header,
         0,
         _MAGIC,
         _VERSION,
@@ -157,7 +179,7 @@ def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = Non
         part.head_start,
         part.head_end,
         identity.payload_bytes,
-        xxh3_64_intdigest(buffer[HEADER_BYTES:]),
+        xxh3_64_intdigest(payload),
         identity.namespace,
         identity.chain,
         key_id,
@@ -165,8 +187,9 @@ def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = Non
         tag,
     )
     if keys is not None:
-        buffer[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, [buffer[part] for part in _COVERED])
-    _CHECKSUM.pack_into(buffer, _CHECKED_BYTES, xxh3_64_intdigest(buffer[:_CHECKED_BYTES]))
+        covered = [*(header[part] for part in _COVERED), payload]
+        header[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
+    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
 
 
 def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = None) -> Refusal | None:
@@ -179,6 +202,20 @@ def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = N
     """
     if buffer.nbytes < HEADER_BYTES:
         return Refusal("torn", f"{buffer.nbytes} bytes are fewer than a header has")
+    return verify_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], expected, keys)
+
+
+def verify_apart(
+    header: memoryview, payload: memoryview, expected: PageIdentity, keys: PageKeys | None = None
+) -> Refusal | None:
+    """`verify` for a payload that does not stand behind its header.
+
+    Args:
+        header: the first `HEADER_BYTES` that a store gave back.
+        payload: the rest, and nothing else.
+        expected: the page that was asked for.
+        keys: of the tenant, as for `verify`.
+    """
     (
         magic,
         version,
@@ -193,14 +230,14 @@ def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = N
         key_id,
         salt,
         tag,
-    ) = _FIELDS.unpack_from(buffer, 0)
+    ) = _FIELDS.unpack_from(header, 0)
     wanted = expected.rectangle
     if magic != _MAGIC:
         return Refusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
     if version != _VERSION:
         return Refusal("version", f"page format version {version}; this build reads {_VERSION}")
-    (header_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
-    if header_checksum != xxh3_64_intdigest(buffer[:_CHECKED_BYTES]):
+    (header_checksum,) = _CHECKSUM.unpack_from(header, _CHECKED_BYTES)
+    if header_checksum != xxh3_64_intdigest(header[:_CHECKED_BYTES]):
         return Refusal("flipped_header", "the header's checksum does not fit")
     if header_bytes != HEADER_BYTES or flags not in (0, *METHODS.values()):
         return Refusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
@@ -218,12 +255,12 @@ def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = N
         return Refusal("length", f"a page of {tokens} tokens in {payload_bytes} bytes")
     if part != [wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end]:
         return Refusal("rectangle", f"a page of the layers and heads {part}")
-    if buffer.nbytes != expected.stored_bytes:
-        return Refusal("torn", f"{buffer.nbytes} of {expected.stored_bytes} bytes")
-    if checksum != xxh3_64_intdigest(buffer[HEADER_BYTES:]):
+    if payload.nbytes != expected.payload_bytes:
+        return Refusal("torn", f"{HEADER_BYTES + payload.nbytes} of {expected.stored_bytes} bytes")
+    if checksum != xxh3_64_intdigest(payload):
         return Refusal("flipped_payload", "the payload's checksum does not fit")
     if keys is not None:
-        good = keys.tag(flags, key_id, salt, [buffer[covered] for covered in _COVERED])
+        good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in _COVERED), payload])
         if not compare_digest(tag, good):
             return Refusal("forged", "its tag does not fit: no owner of the key has written this")
     return None

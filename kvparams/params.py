@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvparams.fields import MAX_MEMBERS, Count, Identifier, Json, Keys, Label, Name, Part, Visible, freeze
+from kvparams.fields import MAX_MEMBERS, Address, Count, Identifier, Json, Keys, Label, Name, Part, Visible, freeze
 from kvparams.tokens import TokenPrefix
 
 __all__ = [
@@ -56,6 +56,8 @@ class Endpoint(Part, frozen=True):
 
     id: Visible
     incarnation: Identifier | None = None
+    address: Address | None = None
+    """Where others can read its pages, `host:port`. Who reads decides by its own settings whether to go there."""
 
 
 class Lease(Part, frozen=True):

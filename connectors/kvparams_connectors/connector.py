@@ -107,7 +107,12 @@ class KVStoreConnector:
                 nbytes += sum(expected)
             return Hit(plan.tokens, len(plan.pages), nbytes)
 
+        self._locate(plan)
         return self._store.exists(plan.keys, self._settings.deadline_s).then(longest)
+
+    def _locate(self, plan: Plan) -> None:
+        if plan.source is not None:
+            self._store.locate(plan.keys, plan.source)
 
     # ---- save
 
@@ -192,6 +197,7 @@ class KVStoreConnector:
             job = Job(time.monotonic() + self._settings.deadline_s, nothing)
             job.finish(self._loaded(replace(nothing, skipped=True)))
             return job
+        self._locate(plan)
         load = Load(self._gear, self._checks, plan, block_ids, start_token, end_token, self._gear.mover.fence())
         return self._loads.submit(
             lambda job: self._measured(load, job),

@@ -6,11 +6,11 @@ The one rule: it stops at the first page that is missing or not what was asked f
 any more; whatever was written before is a good prefix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvparams.pages import HEADER_BYTES, USABLE_BY_OTHERS
+from kvparams.pages import HEADER_BYTES, USABLE_BY_OTHERS, Refusal
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.devices import Event
 from kvparams_connectors.gear import Gear
@@ -18,12 +18,14 @@ from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import LoadReport, RefusedPage
 from kvparams_connectors.staging import Copy
-from kvparams_connectors.store import Code, GetOp, Results
+from kvparams_connectors.store import Code, GetOp, Result, Results
 
 __all__ = ["Load", "wanted_pages"]
 
 _PORTIONS: Final = 3
 """On their way at a time."""
+_Seen = dict[int, tuple[int, Refusal | None]]
+"""By part, what was found when it arrived: its size, and why it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,39 @@ class Load:
         taken, self._wanted = self._wanted[:pages], self._wanted[pages:]
         parts = [part for page in taken for part in self._plan.parts(page)]
         # The whole slot, so that a value longer than its page is seen as such.
-        ops = [GetOp(self._plan.keys[part], (slot.view,)) for part, slot in zip(parts, slots, strict=True)]
+        seen: _Seen = {}
+        ops = [
+            GetOp(self._plan.keys[part], (slot.view,), self._on_arrival(part, slot, seen))
+            for part, slot in zip(parts, slots, strict=True)
+        ]
         get = self._gear.store.get(ops, job.remaining_s())
         verdict = Job(job.deadline, _Verdict([], Code.TIMEOUT))
-        get.on_settled(lambda: self._verify(parts, slots, get, verdict))
+        get.on_settled(lambda: self._verify(parts, slots, seen, get, verdict))
         return _Portion(slots, verdict)
 
-    def _verify(self, parts: Sequence[int], slots: Sequence[Slot], get: Job[Results], verdict: Job[_Verdict]) -> None:
+    def _on_arrival(self, part: int, slot: Slot, seen: _Seen) -> Callable[[int], None] | None:
+        """What a store may call when the part lies in its slot: it is verified there and then, in the store's thread,
+        where that is quick. What the store does not call for is verified later, and so are sealed pages, whose tags
+        take as long as the way from the store."""
+        gear = self._gear
+        if gear.seals is not None or not gear.settings.verify:
+            return None
+
+        def arrived(nbytes: int) -> None:
+            seen[part] = nbytes, gear.judge(slot, Result(Code.OK, nbytes), self._plan, part)
+
+        return arrived
+
+    def _verify(
+        self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, get: Job[Results], verdict: Job[_Verdict]
+    ) -> None:
         """The store is through with a portion: have it verified, unless nobody waits any more."""
         late = _Verdict([], Code.TIMEOUT)
         if verdict.done():
             verdict.finish(late)
             return
         check = self._checks.submit(
-            lambda _: self._judge(parts, slots, get.result(0)),
+            lambda _: self._judge(parts, slots, seen, get.result(0)),
             verdict.remaining_s(),
             timed_out=late,
             refused=_Verdict([], Code.UNAVAILABLE),
@@ -155,13 +176,13 @@ class Load:
 
         check.on_settled(settled)
 
-    def _judge(self, parts: Sequence[int], slots: Sequence[Slot], results: Results) -> _Verdict:
+    def _judge(self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, results: Results) -> _Verdict:
         """Verify the pages of a portion, up to the first that is not good."""
         each = len(self._plan.units)
         good: list[_Good] = []
         for first in range(0, len(parts), each):
             of_page = slice(first, first + each)
-            end = self._check(parts[of_page], slots[of_page], results[of_page])
+            end = self._check(parts[of_page], slots[of_page], seen, results[of_page])
             if end is not None:
                 return _Verdict(good, end)
             good.append(_Good(list(parts[of_page]), list(slots[of_page]), sum(one.nbytes for one in results[of_page])))
@@ -188,12 +209,16 @@ class Load:
             store.quarantine([refused.key])
             store.delete([refused.key], self._gear.settings.deadline_s)
 
-    def _check(self, parts: Sequence[int], slots: Sequence[Slot], results: Results) -> Code | RefusedPage | None:
+    def _check(
+        self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, results: Results
+    ) -> Code | RefusedPage | None:
         """Why a page is not used; None: all of its parts are good."""
         for part, slot, result in zip(parts, slots, results, strict=True):
             if result.code not in (Code.OK, Code.TOO_LARGE):
                 return result.code
-            refusal = self._gear.judge(slot, result, self._plan, part)
+            nbytes, refusal = seen.get(part, (-1, None))
+            if result.code is not Code.OK or nbytes != result.nbytes:
+                refusal = self._gear.judge(slot, result, self._plan, part)
             if refusal is not None:
                 return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
         return None

@@ -31,6 +31,8 @@ class Plan:
     """Up to where the params' load keys promise stored KV; 0 if they promise nothing."""
     foreign_keys: int
     """Load or store keys in the params that are no key of this sequence. They are never used."""
+    source: str | None
+    """Where the params say that their producer's pages can be read, `host:port`."""
     savable: frozenset[str] | None
     """If the params name store keys: only these are stored."""
     units: tuple[Rectangle, ...]
@@ -86,5 +88,7 @@ def make_plan(
         ),
         default=0,
     )
+    producer = params and params.producer
+    source = producer.address if producer is not None else None
     foreign = len((load_keys | (store_keys or frozenset())).difference(keys))
-    return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, store_keys, parts)
+    return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, source, store_keys, parts)

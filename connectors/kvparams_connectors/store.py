@@ -101,6 +101,10 @@ class GetOp:
 
     key: str
     buffers: Sequence[memoryview]
+    arrived: Callable[[int], None] | None = None
+    """A store may call it when the value lies in the buffers, with its size, before the job says so: the caller looks
+    at it while it is in the processor's caches. Called by the thread that moved the value; it neither waits nor raises.
+    A store that changes the bytes afterwards, or hands out other ones, must not call it, nor let an inner store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,11 @@ class Capabilities:
     exact_use: bool = True
     """When it is full, what was not used for longest goes first. False: about so; a server that samples, or whose clock
     is coarse."""
+    evicts: bool = True
+    """When it is full, it makes room. False: whoever runs the server sees to that; no value goes by itself."""
+    one_winner: bool = True
+    """Of several who put one key at the same time exactly one is told OK, and its value stays. False: a server without
+    a put that spares what is there; several may be told OK, and the value of any one of them stays, whole."""
 
 
 class KVStore(ABC):
@@ -160,6 +169,15 @@ class KVStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait, within bounds, for what was submitted, and let go of everything; a second call does nothing."""
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes can read what this one has put, `host:port`; None where a shared store has it."""
+        return None
+
+    def locate(self, keys: Sequence[str], source: str) -> None:  # noqa: B027 - most stores have nothing to do here
+        """Whoever made these values says where they can be read (its `address`): a hint, for the next get or exists of
+        these keys. A store goes only where its own settings allow. Returns at once."""
 
     def quarantine(self, keys: Sequence[str]) -> None:  # noqa: B027 - most stores have nothing to do here
         """The caller found these values damaged: a store that can keeps from finding them again. Returns at once."""

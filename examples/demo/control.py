@@ -10,12 +10,13 @@ from uuid import uuid4
 import httpx
 
 from demo.client import JSON, AnswerError, Reply, ask, scrape
-from demo.damage import flip_stored_byte
+from demo.damage import flip_stored_byte, forged_peer
 from demo.display import Display
 from demo.processes import Server
 from demo.texts import ADDRESS
 from kvparams import codec
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Phase, Transfer
+from kvparams_connectors.settings import StoreURL
 
 __all__ = ["damage_unchecked", "damage_verified"]
 
@@ -67,7 +68,11 @@ async def _damaged(client: httpx.AsyncClient, prefill: Server, decode: Server, s
     assert result.load_keys is not None
     if len(result.load_keys) <= _DAMAGED_PAGE:
         raise AnswerError(f"{prefill.name} stored {len(result.load_keys)} pages, too few to damage one in the middle")
-    flip_stored_byte(store_url, result.load_keys[_DAMAGED_PAGE])
+    key = result.load_keys[_DAMAGED_PAGE]
+    if StoreURL.parse(store_url).scheme == "peer":
+        with forged_peer(store_url, result, key) as forged:
+            return await ask(client, decode.url, _PATH, {**_BODY, "kv_transfer_params": _document("decode", forged)})
+    flip_stored_byte(store_url, key)
     return await ask(client, decode.url, _PATH, {**_BODY, "kv_transfer_params": _document("decode", result)})
 
 

@@ -1,20 +1,24 @@
 """Damage to a stored page, as a failing disk or a stray write would do it: the negative control.
 
 The one rule: what is damaged is what the store holds, and no engine takes part in it. A file is changed behind the
-store's back; in a server, the page is replaced by a damaged one, as anybody can who reaches that server.
+store's back; in a server, the page is replaced by a damaged one, as anybody can who reaches that server. An engine's
+own memory cannot be reached: a peer that has the same pages, but for one, takes that engine's place.
 """
 
 from array import array
+from collections.abc import Generator
+from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
 from typing import Final
 
 from kvparams.pages import HEADER_BYTES
+from kvparams.params import KVTransferParams
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Code, GetOp, PutOp, open_store
 from reference_engine.shape import ModelShape
 
-__all__ = ["flip_stored_byte", "is_stored"]
+__all__ = ["flip_stored_byte", "forged_peer", "is_stored"]
 
 _LARGEST_PAGE: Final = 1 << 20
 _NEEDLE_BYTES: Final = 64
@@ -29,13 +33,7 @@ def flip_stored_byte(store_url: str, key: str) -> None:
     page = _read(store_url, key)
     if page is None:
         raise LookupError(f"{key} is not stored")
-    shape = ModelShape()
-    values = array("f", page[HEADER_BYTES:])
-    # The last part is V of the last layer. It depends on the context, so the bytes around it stand in one page only;
-    # V of the first layer depends on the token alone and stands in every page that has the token.
-    last = len(values) - len(values) // (2 * shape.layers)
-    element = next(at for at in range(last, len(values)) if 0.5 <= abs(values[at]) < 1)
-    at = HEADER_BYTES + 4 * element + 3  # the byte with the exponent
+    at = _exponent_of_v(page)
     start = at - at % _NEEDLE_BYTES
     url = StoreURL.parse(store_url)
     if url.scheme != "file":
@@ -51,9 +49,48 @@ def flip_stored_byte(store_url: str, key: str) -> None:
         mapped[found + at - start] ^= 0x40
 
 
+@contextmanager
+def forged_peer(store_url: str, result: KVTransferParams, key: str) -> Generator[KVTransferParams]:
+    """Prefill's answer, with a peer in the place of the engine that made the pages: it has them too, `key` damaged.
+
+    Raises:
+        LookupError: a page is not there.
+    """
+    forger = open_store(store_url)
+    try:
+        assert result.producer is not None
+        assert result.producer.address is not None
+        keys = result.load_keys or ()
+        forger.locate(keys, result.producer.address)
+        for one in keys:
+            room = memoryview(bytearray(_LARGEST_PAGE))
+            (found,) = forger.get([GetOp(one, (room,))]).result()
+            if found.code is not Code.OK:
+                raise LookupError(f"{one} is not to be read from {result.producer.id}: {found.code.value}")
+            page = room[: found.nbytes]
+            if one == key:
+                page[_exponent_of_v(bytes(page))] ^= 0x40
+            forger.put([PutOp(one, (page,))]).result()
+        producer = result.producer.model_copy(update={"address": forger.address})
+        yield result.model_copy(update={"producer": producer})
+    finally:
+        forger.close()
+
+
 def is_stored(store_url: str, key: str) -> bool:
     """Whether the page is there, good or not."""
     return _read(store_url, key) is not None
+
+
+def _exponent_of_v(page: bytes) -> int:
+    """Where the exponent of a stored V element below 1 stands."""
+    shape = ModelShape()
+    values = array("f", page[HEADER_BYTES:])
+    # The last part is V of the last layer. It depends on the context, so the bytes around it stand in one page only;
+    # V of the first layer depends on the token alone and stands in every page that has the token.
+    last = len(values) - len(values) // (2 * shape.layers)
+    element = next(at for at in range(last, len(values)) if 0.5 <= abs(values[at]) < 1)
+    return HEADER_BYTES + 4 * element + 3
 
 
 def _replace(store_url: str, key: str, page: bytearray) -> None:

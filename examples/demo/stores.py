@@ -75,9 +75,27 @@ def _mooncake(processes: Processes, directory: Path) -> str:
 
 def _owner(processes: Processes, port: int) -> Server:
     """A process that lends memory to the store: engines come and go without it."""
-    module = "kvparams_connectors.stores.mooncake_owner"
+    module = "kvparams_connectors.stores.mooncake.owner"
     command = (sys.executable, "-m", module, "--master", f"127.0.0.1:{port}", "--size", _SIZE, "--local", "127.0.0.1")
     return processes.start("mooncake-owner", *command, port=port)
+
+
+def _lmcache(processes: Processes, directory: Path) -> str:
+    """LMCache's `lm://` server, from the environment that LMCache has to itself."""
+    own = Path(__file__).parents[2] / ".venv-lmcache" / "bin"
+    found = shutil.which("lmcache_server", path=str(own)) or shutil.which("lmcache_server")
+    if found is None:
+        raise ProcessError("lmcache_server is not installed; `make install-lmcache` does that")
+    port = free_port()
+    quiet = ("env", "LMCACHE_TRACK_USAGE=false", "LMCACHE_DISABLE_BANNER=1")
+    server = processes.start("lmcache", *quiet, found, "127.0.0.1", str(port), port=port)
+    processes.wait_until(server, lambda: _listens(port))
+    return f"lmcache://127.0.0.1:{port}"
+
+
+def _peer(processes: Processes, directory: Path) -> str:
+    """No server: each engine lets the others read what it has made, from its own memory."""
+    return f"peer://127.0.0.1?size={_SIZE}"
 
 
 def _tiered(processes: Processes, directory: Path) -> str:
@@ -90,6 +108,8 @@ _STARTS: Final[Mapping[str, Callable[[Processes, Path], str]]] = {
     "file": _file,
     "valkey": _valkey,
     "mooncake": _mooncake,
+    "lmcache": _lmcache,
+    "peer": _peer,
     "tiered": _tiered,
 }
 KINDS: Final = tuple(_STARTS)

@@ -18,7 +18,7 @@ from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferPar
 from kvparams.tokens import TokenPrefix
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.stores.guard import open_guarded
+from kvparams_connectors.stores.guard.store import open_guarded
 from reference_engine.ask import RequestError
 from reference_engine.cache import PagedCache
 from reference_engine.handoff import Handoff
@@ -157,7 +157,7 @@ class KVSharing:
         )
         if handoff.prefilling:
             more: dict[str, object] = {
-                "producer": self.instance,
+                "producer": self.instance.model_copy(update=self._address()),
                 "load_keys": tuple(key for one in sessions for key in one.stored_keys),
                 "lease": Lease(ttl_ms=LEASE_MS),
             }
@@ -165,6 +165,11 @@ class KVSharing:
                 more["prefix"] = TokenPrefix.by_digest(first.prompt)
             result = result.model_copy(update=more)
         return write(result)
+
+    def _address(self) -> dict[str, object]:
+        """Where decode engines can read this one's pages, if from here."""
+        address = None if self._store is None else self._store.address
+        return {} if address is None else {"address": address}
 
     async def release(self, sessions: Sequence[KVSession]) -> int:
         """Delete what these sessions have saved and nobody had saved before; how many pages that were."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import httpx
 
 from demo.processes import Processes, Server, free_port
-from kvparams_connectors.stores.filemap import open_map
+from kvparams_connectors.stores.file.map import open_map
 
 from .faults import Fault
 

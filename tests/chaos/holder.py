@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvparams_connectors.stores.fileindex import FileIndex
-from kvparams_connectors.stores.filemap import open_map
+from kvparams_connectors.stores.file.index import FileIndex
+from kvparams_connectors.stores.file.map import open_map
 
 if __name__ == "__main__":
     deadline = time.monotonic() + 10.0

@@ -20,8 +20,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
-from kvparams_connectors.stores.file import FileStore
-from kvparams_connectors.stores.filemap import Shape
+from kvparams_connectors.stores.file.map import Shape
+from kvparams_connectors.stores.file.store import FileStore
 
 DEADLINE_S = 20.0
 UNIT = 4096
@@ -74,7 +74,7 @@ class Killer:
         self.left = step
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("fileindex.py", "extents.py", "file.py")):
+        if not frame.f_code.co_filename.endswith(("file/index.py", "extents.py", "file/store.py")):
             return None
         if event == "line":
             if self.left == 0:

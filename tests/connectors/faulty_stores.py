@@ -45,6 +45,16 @@ class Scribbling(Wrapped):
         return super().get_now(ops, deadline)
 
 
+class Hasty(Wrapped):
+    """Says that values have arrived before they have."""
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        for op in ops:
+            if op.arrived is not None:
+                op.arrived(op.buffers[0].nbytes)
+        return super().get_now(ops, deadline)
+
+
 class Raising(Wrapped):
     """One missing key takes the whole batch with it."""
 
@@ -96,6 +106,7 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "keeps the last value": lambda _: Overwriting(),
     "writes beside the value": lambda _: Scribbling(),
     "fails a batch for one key": lambda _: Raising(),
+    "announces what is not there": lambda _: Hasty(),
     "does not evict": lambda _: NeverEvicting(),
     "answers when it is closed": lambda _: Immortal(),
 }

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Final
 
 from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.stores.mooncake import MooncakeSettings, MooncakeStore
-from kvparams_connectors.stores.mooncake_client import Client
+from kvparams_connectors.stores.mooncake.client import Client
+from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 
 MASTER: Final = Path(sysconfig.get_path("scripts")) / "mooncake_master"
 _READY_S: Final = 30.0
@@ -128,7 +128,7 @@ class Cluster:
     def add_owner(self, size: str) -> Process:
         """Start an owner and wait until its memory can be used."""
         log = self._folder / f"owner-{len(self.owners)}.log"
-        module = "kvparams_connectors.stores.mooncake_owner"
+        module = "kvparams_connectors.stores.mooncake.owner"
         owner = Process([sys.executable, "-m", module, "--master", self.address, "--size", size], log)
         self.owners.append(owner)
         until(lambda: b"ready\n" in log.read_bytes() or not owner.running())

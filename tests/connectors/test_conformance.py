@@ -12,7 +12,7 @@ from kvparams_connectors import conformance
 
 GUIDE = Path(__file__).parents[2] / "connectors" / "STORES.md"
 GOOD = """
-from kvparams_connectors.stores.file import FileStore
+from kvparams_connectors.stores.file.store import FileStore
 
 def MyStore(folder, size_bytes):
     return FileStore(folder / "store", size_bytes, unit_bytes=4096)

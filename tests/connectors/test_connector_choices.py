@@ -3,7 +3,7 @@
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.pages import HEADER_BYTES
 from kvparams.seals import SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, WAIT_S, a_toy, saved, table, tokens
@@ -18,7 +19,7 @@ from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.reports import LoadReport
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
 from kvparams_connectors.stores.memory import MemoryStore
 
 
@@ -233,4 +234,54 @@ def test_the_steady_path_allocates_nothing_of_a_pages_size() -> None:
     finally:
         tracemalloc.stop()
     connector.close()
+    store.close()
+
+
+# ---- verified on arrival
+
+
+class Announcing(MemoryStore):
+    """Says of which values it was asked to announce the arrival, and with `later` flips a bit when it has."""
+
+    def __init__(self, later: bool) -> None:
+        super().__init__(4 << 20, unit_bytes=4096)
+        self.asked: list[bool] = []
+        self._later = later
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        self.asked += [op.arrived is not None for op in ops]
+        results = super().get_now(ops, deadline)
+        if self._later:
+            ops[0].buffers[0][HEADER_BYTES + 2] ^= 1
+        return results
+
+
+@pytest.mark.parametrize(
+    ("settings", "seals", "asked"),
+    [
+        (ConnectorSettings(), None, True),
+        (ConnectorSettings(verify=False), None, False),
+        (ConnectorSettings(), SealKeys([bytes(32)]), False),  # a tag takes too long for the store's own thread
+    ],
+)
+def test_pages_are_verified_when_they_arrive(settings: ConnectorSettings, seals: SealKeys | None, asked: bool) -> None:
+    store = Announcing(later=False)
+    with a_toy(store, seed=1) as engine:
+        connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), settings, seals=seals)
+        plan = connector.plan(tokens(40))
+        assert connector.save(plan, table(1), 0, 40).result().complete
+        assert connector.load(plan, table(2), 0, 40).result().end_token == 40
+        assert store.asked == [asked] * 5
+        connector.close()
+    store.close()
+
+
+def test_whoever_announces_a_value_and_changes_it_is_believed() -> None:
+    """The control: it was looked at then and not again, which is why the conformance suite forbids it."""
+    store = Announcing(later=True)
+    with a_toy(store, seed=1) as engine, a_toy(store) as other:
+        plan = engine.connector.plan(tokens(8))
+        assert engine.connector.save(plan, table(1), 0, 8).result().complete
+        assert other.connector.load(plan, table(1), 0, 8).result().refused == ()
+        assert not torch.equal(other.sequence(table(1))[:, :, :8], engine.sequence(table(1))[:, :, :8])
     store.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
 from kvparams_connectors.stores.eviction import Entry, ScanResistant
-from kvparams_connectors.stores.file import FileStore
+from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory import MemoryStore
 
 WAIT_S = 20.0

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from kvparams_connectors.store import Code, GetOp, PutOp
-from kvparams_connectors.stores.file import FileStore
+from kvparams_connectors.stores.file.store import FileStore
 
 WORKER = Path(__file__).parent / "crash_worker.py"
 DEADLINE_S = 20.0

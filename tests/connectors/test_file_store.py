@@ -13,8 +13,8 @@ import pytest
 
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, PutOp
-from kvparams_connectors.stores.file import FileStore
-from kvparams_connectors.stores.filelock import FileLock, Membership
+from kvparams_connectors.stores.file.lock import FileLock, Membership
+from kvparams_connectors.stores.file.store import FileStore
 
 SIZE = 1 << 20
 DEADLINE_S = 20.0

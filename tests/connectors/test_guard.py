@@ -15,10 +15,10 @@ from kvparams_connectors.alarm import Alarm
 from kvparams_connectors.conformance import Fault, FaultyStore, Opener, StoreConformance
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results
-from kvparams_connectors.stores.guard import GuardedStore, GuardLimits, open_guarded
-from kvparams_connectors.stores.guard_health import Health
-from kvparams_connectors.stores.guard_quarantine import Quarantine
-from kvparams_connectors.stores.guard_rates import Rate
+from kvparams_connectors.stores.guard.health import Health
+from kvparams_connectors.stores.guard.quarantine import Quarantine
+from kvparams_connectors.stores.guard.rates import Rate
+from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits, open_guarded
 from kvparams_connectors.stores.memory import MemoryStore
 
 WAIT_S = 20.0

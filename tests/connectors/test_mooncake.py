@@ -18,12 +18,12 @@ from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.conformance import Opener, StoreConformance
 from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results, open_store
-from kvparams_connectors.stores.mooncake import MooncakeSettings, MooncakeStore
-from kvparams_connectors.stores.mooncake_client import Client
-from kvparams_connectors.stores.mooncake_codes import Answer, code_of
-from kvparams_connectors.stores.mooncake_memory import Memory, Regions, first_bytes, pieces_of
-from kvparams_connectors.stores.mooncake_stalls import Stalls
-from kvparams_connectors.stores.mooncake_writing import EMPTY
+from kvparams_connectors.stores.mooncake.client import Client
+from kvparams_connectors.stores.mooncake.codes import Answer, code_of
+from kvparams_connectors.stores.mooncake.memory import Memory, Regions, first_bytes, pieces_of
+from kvparams_connectors.stores.mooncake.stalls import Stalls
+from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
+from kvparams_connectors.stores.mooncake.writing import EMPTY
 from tests.connectors.mooncake_cluster import Cluster, free_port, until
 
 DEADLINE_S = 20.0
@@ -224,7 +224,7 @@ def test_what_took_so_long_that_its_place_may_be_given_away_is_not_made_visible(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opener()
-    monkeypatch.setattr("kvparams_connectors.stores.mooncake_writing._OURS_S", -1.0)
+    monkeypatch.setattr("kvparams_connectors.stores.mooncake.writing._OURS_S", -1.0)
     op = PutOp("key", (content(1, 5000),))
     assert codes(store.put([op], DEADLINE_S).result()) == [Code.TIMEOUT]
     assert codes(store.exists(["key"], DEADLINE_S).result()) == [Code.MISS]
@@ -475,7 +475,7 @@ def test_the_process_keeps_its_signals(cluster: Cluster) -> None:
 
 
 def test_an_owner_says_what_is_wrong_and_ends_when_it_is_told_to(cluster: Cluster, tmp_path: Path) -> None:
-    module = "kvparams_connectors.stores.mooncake_owner"
+    module = "kvparams_connectors.stores.mooncake.owner"
     command = [sys.executable, "-m", module, "--master", f"127.0.0.1:{free_port()}", "--size", "16MiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

@@ -15,7 +15,7 @@ import pytest
 
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import Code, GetOp, PutOp, Results
-from kvparams_connectors.stores.mooncake import MooncakeStore
+from kvparams_connectors.stores.mooncake.store import MooncakeStore
 from tests.connectors.mooncake_cluster import Cluster, until
 
 SIZE = 300_000

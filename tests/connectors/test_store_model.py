@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.model import StoreMachine
 from kvparams_connectors.store import Code, KVStore, Result
-from kvparams_connectors.stores.file import FileStore
-from kvparams_connectors.stores.filemap import Shape
+from kvparams_connectors.stores.file.map import Shape
+from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory import MemoryStore
 
 

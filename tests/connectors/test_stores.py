@@ -9,7 +9,7 @@ from kvparams.errors import PluginError
 from kvparams_connectors.conformance import Opener, StoreConformance
 from kvparams_connectors.settings import StoreError, parse_size
 from kvparams_connectors.store import KVStore, open_store
-from kvparams_connectors.stores.file import FileStore
+from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory import MemoryStore
 
 SIZE = 8 << 20
@@ -93,7 +93,7 @@ def test_an_unknown_setting_is_refused_and_the_known_ones_are_named() -> None:
 
 
 def test_an_unknown_store_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(PluginError, match="file, memory"):
+    with pytest.raises(PluginError, match="file, lmcache, lmcache-mp, memory"):
         open_store("mamory:?size=1GiB")
 
 

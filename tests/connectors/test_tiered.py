@@ -13,11 +13,11 @@ from kvparams_connectors.arena import Arena
 from kvparams_connectors.conformance import Fault, FaultyStore, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results, open_store
-from kvparams_connectors.stores.file import FileStore
-from kvparams_connectors.stores.guard import GuardedStore
+from kvparams_connectors.stores.file.store import FileStore
+from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.tiered import TieredStore
-from kvparams_connectors.stores.tiered_moves import Moves
+from kvparams_connectors.stores.tiered.moves import Moves
+from kvparams_connectors.stores.tiered.store import TieredStore
 
 WAIT_S = 20.0
 SIZE = 8 << 20

@@ -15,8 +15,8 @@ from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, GetOp, PutOp, Results
 from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.tiered import TieredStore
-from kvparams_connectors.stores.tiered_moves import Moves
+from kvparams_connectors.stores.tiered.moves import Moves
+from kvparams_connectors.stores.tiered.store import TieredStore
 
 WAIT_S = 20.0
 SHORT_S = 0.1

@@ -10,9 +10,9 @@ import pytest
 
 from kvparams.breaker import BreakerLimits, BreakerState
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
-from kvparams_connectors.stores.guard import GuardedStore, GuardLimits
+from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits
 from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.tiered import TieredStore
+from kvparams_connectors.stores.tiered.store import TieredStore
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 
 WAIT_S = 20.0

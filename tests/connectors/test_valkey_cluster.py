@@ -8,8 +8,8 @@ import pytest
 from kvparams_connectors.conformance import Opener
 from kvparams_connectors.conformance.levels import BytesLevel
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.valkey import ValkeyStore
-from kvparams_connectors.stores.valkey_topology import slot_of
+from kvparams_connectors.stores.valkey.store import ValkeyStore
+from kvparams_connectors.stores.valkey.topology import slot_of
 from tests.connectors.valkey_server import Cluster, ValkeyServer, wait_until
 
 DEADLINE_S = 20.0

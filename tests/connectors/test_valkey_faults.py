@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.valkey import ValkeyStore
+from kvparams_connectors.stores.valkey.store import ValkeyStore
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams_connectors.store import Code, Result
-from kvparams_connectors.stores.resp import Oversized, ProtocolError, ReplyReader, ServerError, command, flat
-from kvparams_connectors.stores.valkey_requests import result_of
-from kvparams_connectors.stores.valkey_topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
+from kvparams_connectors.stores.valkey.requests import result_of
+from kvparams_connectors.stores.valkey.resp import Oversized, ProtocolError, ReplyReader, ServerError, command, flat
+from kvparams_connectors.stores.valkey.topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
 
 CANARY = 0xA5
 

@@ -14,8 +14,8 @@ from benchmarks.processes import free_ports
 from kvparams_connectors.conformance import Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.valkey import ValkeyStore
-from kvparams_connectors.stores.valkey_control import ServerFacts, TLSFiles, advice_of, facts_of, tls_context
+from kvparams_connectors.stores.valkey.control import ServerFacts, TLSFiles, advice_of, facts_of, tls_context
+from kvparams_connectors.stores.valkey.store import ValkeyStore
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 

@@ -37,7 +37,10 @@ def spelled(ids: list[Any]) -> Any:
     return {"count": len(ids), "ids": ids}
 
 
-ENDPOINT = part(id=IDENTIFIERS, incarnation=IDENTIFIERS)
+ADDRESSES = st.sampled_from(
+    ["h:1", "[::1]:65535", "a.b-c_d:080", "h", "h:", ":1", "h:123456", "http://h:1", "[g]:1", "h:1\n", "", "é:1"]
+)
+ENDPOINT = part(id=IDENTIFIERS, incarnation=IDENTIFIERS, address=ADDRESSES)
 DIGESTS = st.sampled_from(["sha256:" + "0" * 64, "sha256:" + "A" * 64, "sha256:" + "0" * 64 + "\n", ""])
 PREFIX: st.SearchStrategy[Any] = (
     IDS

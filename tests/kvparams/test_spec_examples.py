@@ -28,6 +28,7 @@ UNPROVEN = {
     "draft#3.10": "of engines: shown by the reference engine's tests",
     "draft#3.11": "of engines: nothing here makes an address",
     "draft#3.13": "of proxies: shown by the proxy's tests",
+    "draft#3.14": "of readers of pages: shown by the peer store's tests",
     "draft#3.7": "of proxies: belongs to the request's life cycle",
     "draft#4.1": "of proxies: shown by the proxy's tests",
     "draft#4.2": "of engines: shown by the reference engine's tests",

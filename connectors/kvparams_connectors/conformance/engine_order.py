@@ -91,8 +91,10 @@ class EngineOrderLevel(Level):
             )
             for writer in range(2)
         ]
-        ends = [codes(job.result()) for job in jobs]
-        assert [sorted(code.name for code in pair) for pair in zip(*ends, strict=True)] == [["EXISTS", "OK"]] * 8
+        ends = [sorted(code.name for code in pair) for pair in zip(*(codes(job.result()) for job in jobs), strict=True)]
+        if stores[0].capabilities.one_winner:
+            assert ends == [["EXISTS", "OK"]] * 8
+        assert all("OK" in pair and set(pair) <= {"EXISTS", "OK"} for pair in ends)
         for key, identity in zip(prompt.keys, prompt.identities, strict=True):
             target = memoryview(bytearray(identity.stored_bytes))
             (result,) = stores[-1].get([GetOp(key, (target,))], DEADLINE_S).result()

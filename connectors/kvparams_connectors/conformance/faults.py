@@ -87,7 +87,8 @@ class FaultyStore(LaneStore):
 
     def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
         faults = self._faults("get", [op.key for op in ops])
-        asked = list(ops)
+        # Without `arrived`: what is changed below would have been looked at before.
+        asked = [GetOp(op.key, op.buffers) for op in ops]
         moving = [index for index, fault in enumerate(faults) if fault is not None and fault.kind == "reorder"]
         for index, other in zip(moving, moving[1:] + moving[:1], strict=True):
             asked[index] = GetOp(ops[other].key, ops[index].buffers)

@@ -6,6 +6,7 @@ The one rule: a test puts what it needs itself and checks bytes, not only result
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from random import Random
 from typing import Final
 
@@ -50,6 +51,21 @@ class BytesLevel(Level):
         assert store.get([GetOp("key", parts)], DEADLINE_S).result() == [Result(Code.OK, 70_000)]
         assert memory[1_000:41_000] + memory[50_000:80_000] == bytes(wanted)
         assert set(memory[:1_000] + memory[41_000:50_000] + memory[80_000:]) == {0xA5}
+
+    def test_what_is_said_to_have_arrived_is_there(self, store: KVStore) -> None:
+        """A store need not say so (`GetOp.arrived`); if it does, then once, and the truth."""
+        put(store, "large", value("large", 300_000))
+        put(store, "small", value("small", 10))
+        targets = {key: memoryview(bytearray(400_000)) for key in ("large", "small", "missing")}
+        seen: dict[str, list[bytes]] = {key: [] for key in targets}
+
+        def looking(key: str) -> Callable[[int], None]:
+            return lambda nbytes: seen[key].append(bytes(targets[key][:nbytes]))
+
+        results = store.get([GetOp(key, (targets[key],), looking(key)) for key in targets], DEADLINE_S).result()
+        for (key, target), result in zip(targets.items(), results, strict=True):
+            there = [bytes(target[: result.nbytes])] if result.code is Code.OK else []
+            assert seen[key] in ([], there)
 
     def test_a_value_of_elements_larger_than_bytes_is_stored_as_bytes(self, store: KVStore) -> None:
         wanted = value("words", 80_000)
@@ -189,6 +205,9 @@ class LimitsLevel(Level):
         for number, (result, content) in enumerate(found):
             assert result.code in (Code.OK, Code.MISS)
             assert result.code is Code.MISS or content == bytes(value(number, size))
+        if not store.capabilities.evicts:
+            assert codes([result for result, _ in found]) == [Code.OK] * 40
+            return
         if store.capabilities.exact_use:
             assert codes([found[0][0], *(result for result, _ in found[36:])]) == [Code.OK] * 5
         assert Code.MISS in codes([result for result, _ in found])
@@ -204,7 +223,7 @@ class LimitsLevel(Level):
             store.get([GetOp(key, (memoryview(bytearray(size)),)) for key in keys], DEADLINE_S).result()
         put(store, "pressure", value("pressure", size * 6))
         present = [code is Code.OK for code in codes(store.exists(keys, DEADLINE_S).result())]
-        assert not all(present)
+        assert all(present) is not store.capabilities.evicts
         if store.capabilities.exact_use:
             assert present == sorted(present, reverse=True)
             assert present[0]
@@ -260,7 +279,10 @@ class ConcurrencyLevel(Level):
             ops = [PutOp(f"key-{number}", (content,))]
             jobs = [stores[writer % len(stores)].put(ops, DEADLINE_S) for writer in range(4)]
             found = sorted(job.result()[0].code.name for job in jobs)
-            assert found == ["EXISTS", "EXISTS", "EXISTS", "OK"]
+            if stores[0].capabilities.one_winner:
+                assert found == ["EXISTS", "EXISTS", "EXISTS", "OK"]
+            assert set(found) <= {"EXISTS", "OK"}
+            assert "OK" in found
             assert get(stores[-1], f"key-{number}", 500_000)[1] == bytes(content)
 
     def test_a_deadline_that_has_passed_is_a_time_out_for_every_key(self, store: KVStore) -> None:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SKEW", "Bytes", "Extents", "Run", "copy_in", "copy_out", "units_for"]
+__all__ = ["SKEW", "Bytes", "Extents", "Run", "copy", "copy_in", "copy_out", "stretches", "units_for"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -96,6 +96,17 @@ def copy_out(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Seque
         _copy(outside, inside)
 
 
+def stretches(memory: Bytes, unit_bytes: int, runs: Sequence[Run], nbytes: int) -> list[Bytes]:
+    """The bytes of a value of `nbytes` in the units of `runs`, in order."""
+    found: list[Bytes] = []
+    for first, count in runs:
+        length = min(count * unit_bytes, nbytes)
+        if length:
+            found.append(memory[first * unit_bytes : first * unit_bytes + length])
+        nbytes -= length
+    return found
+
+
 def _pieces(
     memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int
 ) -> Iterator[tuple[Bytes, Bytes]]:
@@ -117,6 +128,12 @@ def _pieces(
             run_index, run_at = run_index + 1, 0
         if length == room:
             buffer_index, buffer_at = buffer_index + 1, 0
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes; both are as long."""
+    if target.nbytes:
+        _copy(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _copy(target: Bytes, source: Bytes) -> None:

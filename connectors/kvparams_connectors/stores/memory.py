@@ -5,7 +5,8 @@ The one rule: the lock guards the table, never a copy. A value is pinned while i
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -13,22 +14,25 @@ import numpy as np
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.eviction import Entry, ScanResistant
-from kvparams_connectors.stores.extents import SKEW, Extents, Run, copy_in, copy_out, units_for
+from kvparams_connectors.stores.extents import SKEW, Bytes, Extents, Run, copy_in, copy_out, stretches, units_for
 
-__all__ = ["MemoryStore", "open_url"]
+__all__ = ["Held", "MemoryStore", "open_url"]
 
 _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
 _MEMORY_PAGE: Final = 4096
+_MISS: Final = Result(Code.MISS)
 
 
 class _Value(Entry):
     """A value in the table. Not `ready`: its writer is still copying."""
 
-    __slots__ = ("nbytes", "pins", "ready", "removed", "runs")
+    __slots__ = ("generation", "leased_until", "nbytes", "pins", "ready", "removed", "runs")
 
-    def __init__(self, runs: list[Run], nbytes: int, units: int) -> None:
+    def __init__(self, runs: list[Run], nbytes: int, units: int, generation: int) -> None:
         super().__init__(units)
+        self.generation = generation
+        self.leased_until = 0.0
         self.runs = runs
         self.nbytes = nbytes
         self.ready = False
@@ -38,16 +42,40 @@ class _Value(Entry):
         """No longer in the table; its room is given back with the last pin."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that stays where it is, whatever is put or deleted, until it is let go."""
+
+    nbytes: int
+    views: tuple[memoryview, ...]
+    """Its bytes, in order. Not to be written."""
+    addresses: tuple[tuple[int, int], ...]
+    """Where they are: addresses and lengths."""
+    generation: int
+    """Another value that was put later, under the same key or not, has another one."""
+    value: _Value = field(repr=False)
+
+
 class MemoryStore(LaneStore):
     """Values in this process's memory."""
 
-    def __init__(self, size_bytes: int = _DEFAULT_SIZE, *, unit_bytes: int = _DEFAULT_UNIT, threads: int = 1) -> None:
+    def __init__(
+        self,
+        size_bytes: int = _DEFAULT_SIZE,
+        *,
+        unit_bytes: int = _DEFAULT_UNIT,
+        threads: int = 1,
+        lease_s: float = 0.0,
+        name: str = "memory",
+    ) -> None:
         """Allocate and touch the memory.
 
         Args:
             size_bytes: for all values together; rounded down to whole units.
             unit_bytes: a value takes whole units.
             threads: how many batches are worked on at a time.
+            lease_s: so long after it was put or found a value is not evicted; what would need its room is FULL.
+            name: of the threads.
         """
         units = size_bytes // unit_bytes
         if units < 1:
@@ -57,11 +85,14 @@ class MemoryStore(LaneStore):
         memory.fill(0)  # touch every page now, not during a transfer
         start = (SKEW - memory.ctypes.data) % _MEMORY_PAGE
         self._memory = memory[start : start + units * unit_bytes]
+        self._address = int(self._memory.ctypes.data)
         self._extents = Extents(np.ones(units, dtype=np.bool_))
         self._values: ScanResistant[_Value] = ScanResistant(units)
+        self._lease_s = lease_s
+        self._generation = 0
         self._changed = threading.Condition(threading.Lock())
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
-        super().__init__("memory", threads=threads)
+        super().__init__(name, threads=threads)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -73,7 +104,7 @@ class MemoryStore(LaneStore):
         while left:  # once, and again for a key whose other writer gave up
             left = self._put_round(ops, left, results, deadline)
         with self._changed:
-            self._values.use([op.key for op in ops])
+            self._use([op.key for op in ops])
         return results
 
     def _put_round(self, ops: Sequence[PutOp], left: list[int], results: Results, deadline: float) -> list[int]:
@@ -100,7 +131,8 @@ class MemoryStore(LaneStore):
                 if runs is None:
                     results[index] = Result(Code.FULL)
                     continue
-                ours[index] = _Value(runs, nbytes, units)
+                self._generation += 1
+                ours[index] = _Value(runs, nbytes, units, self._generation)
                 self._values.add(op.key, ours[index])
         for index, value in ours.items():
             results[index] = self._fill(ops[index], value, deadline)
@@ -127,6 +159,7 @@ class MemoryStore(LaneStore):
                 code = Code.INVALID
         with self._changed:
             value.ready = code is Code.OK
+            value.leased_until = time.monotonic() + self._lease_s
             if not value.ready:
                 self._remove(op.key, value)
             self._unpin(value)
@@ -140,7 +173,7 @@ class MemoryStore(LaneStore):
             for value in found:
                 if value is not None:
                     value.pins += 1
-            self._values.use([op.key for op in ops])
+            self._use([op.key for op in ops])
         results: Results = []
         for op, value in zip(ops, found, strict=True):
             if value is None:
@@ -160,16 +193,15 @@ class MemoryStore(LaneStore):
             copy_out(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes)
         except ValueError:  # the caller released a buffer that it had leased to us
             return Result(Code.INVALID)
+        if op.arrived is not None:
+            op.arrived(value.nbytes)
         return Result(Code.OK, value.nbytes)
 
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
         with self._changed:
             values = [self._values.get(key) for key in keys]
-            self._values.use(keys)
-            return [
-                Result(Code.OK, value.nbytes) if value is not None and value.ready else Result(Code.MISS)
-                for value in values
-            ]
+            self._use(keys)
+            return [Result(Code.OK, value.nbytes) if value is not None and value.ready else _MISS for value in values]
 
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
         results: Results = []
@@ -183,6 +215,49 @@ class MemoryStore(LaneStore):
                     results.append(Result(Code.OK))
         return results
 
+    # ---- for others that read this memory: they use a value, and renew no lease
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Of values that are there; None where there is none."""
+        with self._changed:
+            self._values.use(keys)
+            values = [self._values.get(key) for key in keys]
+            return [value.nbytes if value is not None and value.ready else None for value in values]
+
+    def hold(self, keys: Sequence[str]) -> list[Held | None]:
+        """The values of those that are there, whole; each is to be let go once."""
+        held: list[Held | None] = []
+        with self._changed:
+            self._values.use(keys)
+            for key in keys:
+                value = self._values.get(key)
+                if value is None or not value.ready:
+                    held.append(None)
+                    continue
+                value.pins += 1
+                views = stretches(self._memory, self._unit_bytes, value.runs, value.nbytes)
+                places = zip(value.runs, views, strict=False)  # a value of no bytes has a unit, and no view
+                addresses = tuple((self._address + run.first * self._unit_bytes, view.size) for run, view in places)
+                held.append(Held(value.nbytes, tuple(v.data for v in views), addresses, value.generation, value))
+        return held
+
+    def let_go(self, held: Iterable[Held]) -> None:
+        """These may be overwritten once they are evicted or deleted."""
+        with self._changed:
+            for one in held:
+                self._unpin(one.value)
+
+    @property
+    def pinned(self) -> int:
+        """How many values are being copied or held at the moment."""
+        with self._changed:
+            return sum(value.pins > 0 for _, value in self._values.order())
+
+    @property
+    def whole(self) -> Bytes:
+        """All of the memory."""
+        return self._memory
+
     def release(self) -> None:
         self._values.clear()
         self._memory = np.empty(0, dtype=np.uint8)
@@ -191,14 +266,25 @@ class MemoryStore(LaneStore):
 
     def _make_room(self, units: int) -> list[Run] | None:
         """Units for a new value, evicting as little as needed; None if everything else is being copied."""
+        now = time.monotonic() if self._lease_s else 0.0
         while (runs := self._extents.take(units)) is None:
             for key, value in self._values.order():
-                if not value.pins:
+                if not value.pins and (not self._lease_s or value.leased_until <= now):
                     self._remove(key, value)
                     break
             else:
                 return None
         return runs
+
+    def _use(self, keys: Sequence[str]) -> None:
+        """This process has used these, and may tell others of them."""
+        self._values.use(keys)
+        if self._lease_s:
+            until = time.monotonic() + self._lease_s
+            for key in keys:
+                value = self._values.get(key)
+                if value is not None:
+                    value.leased_until = until
 
     def _remove(self, key: str, value: _Value) -> None:
         self._values.remove(key)

@@ -126,7 +126,7 @@ def _opening(url: str) -> str:
 
 def _capabilities(store: KVStore) -> Iterator[Advice]:
     can = store.capabilities
-    if not can.shared:
+    if not can.shared and store.address is None:  # with an address, others read it where it is
         yield Advice(
             "warning",
             "no other process sees what is stored here",

@@ -1,0 +1,328 @@
+"""The published index of a `file` store, in memory that several processes share.
+
+A slot goes FREE → WRITING → READY → FREE. Finding and reading take no lock: look at the slot's word, read, and look
+again; if the word has changed meanwhile, what was read means nothing. Everything else happens under the file's lock.
+Records are the truth; buckets, ticks and free units follow from them and are made anew after a process has died with
+the lock. The one rule: a slot's word changes before its units are given to anybody else.
+"""
+
+import struct
+import zlib
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvparams_connectors.stores.extents import Extents, Run
+from kvparams_connectors.stores.file.lock import Membership
+from kvparams_connectors.stores.file.map import NEVER, RECORD_BYTES, WAYS, FileMap, current_boot
+
+__all__ = ["Entry", "FileIndex"]
+
+_FREE: Final = 0
+_WRITING: Final = 1
+_READY: Final = 2
+
+_DIRTY: Final = 0  # counters: somebody is changing the index, or died doing so
+_TICK: Final = 1  # the use of values is counted in these
+_OWNER: Final = 2  # how many owners there have been
+_REPAIRS: Final = 3  # how often the index was made anew
+
+_KEY_BYTES: Final = 128
+_SLOT: Final = 0xFFFFFFFF  # the half of a bucket's entry that is the slot's number plus 1
+_RECORD: Final = struct.Struct(f"<{_KEY_BYTES}sQQQII")  # key, generation, nbytes, owner, seat, number of runs
+_RUN: Final = struct.Struct("<II")
+_MAX_RUNS: Final = (RECORD_BYTES - 4 - _RECORD.size) // 8
+_CHECKED: Final = RECORD_BYTES - 4
+
+
+class Entry(NamedTuple):
+    """A value in the index as it was found; valid as long as the slot's word is `word`."""
+
+    slot: int
+    word: int
+    nbytes: int
+    owner: int
+    seat: int
+    runs: tuple[Run, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether its writer has published it."""
+        return self.word & 3 == _READY
+
+
+class FileIndex:
+    """One process's view of the index."""
+
+    def __init__(self, file: FileMap, deadline: float) -> None:
+        """Take a seat; free what dead owners left, and everything if the machine has restarted since.
+
+        Raises:
+            TimeoutError: somebody else held the file's lock until the deadline.
+            OSError: too many processes use the file.
+        """
+        self._file = file
+        self._units, self._unit_bytes = file.shape.units, file.shape.unit_bytes
+        self._words = file.words
+        self._ticks = file.ticks
+        self._tick_array = np.frombuffer(file.ticks, dtype=np.uint64)
+        self._extents = Extents(file.free)
+        self._mask = file.shape.buckets - 1
+        self._member = Membership(file.fd, len(file.owners))
+        self._owner = 0  # nobody's number: entering may have to repair first
+        with self.changing(deadline):
+            self._owner = file.counters[_OWNER] = file.counters[_OWNER] + 1
+            file.owners[self._member.seat] = self._owner
+            if bytes(file.boot) != current_boot():
+                # A restart may have lost any part of what was in memory only: records and data need not fit.
+                for slot in range(file.shape.units):
+                    self._words[slot] = _next(self._words[slot], _FREE)
+                self._repair()
+                file.boot[:] = current_boot()
+            self._reclaim()
+
+    @property
+    def repairs(self) -> int:
+        """How often the index was made anew since the file was created."""
+        return self._file.counters[_REPAIRS]
+
+    def awaited(self, entry: Entry) -> bool:
+        """Whether a value that was being written still is, by somebody who lives."""
+        return self.unchanged(entry) and self._alive(entry)
+
+    def published(self, entry: Entry) -> bool:
+        """Whether a value that was being written is READY now."""
+        return self._words[entry.slot] == entry.word & ~3 | _READY
+
+    def leave(self) -> None:
+        """Give the seat back; nothing of ours is being written any more."""
+        self._member.leave()
+
+    # ---- without the lock
+
+    def find(self, key: str) -> Entry | None:
+        """The READY value of `key`."""
+        entry = self._find(key)
+        return entry if entry is not None and entry.ready else None
+
+    def unchanged(self, entry: Entry) -> bool:
+        """Whether the slot still is what it was when `entry` was found."""
+        return self._words[entry.slot] == entry.word
+
+    def touch(self, entries: Sequence[Entry | None]) -> None:
+        """The values count as used now, the first one as used last."""
+        tick = self._file.counters[_TICK] + len(entries)
+        self._file.counters[_TICK] = tick
+        for number, entry in enumerate(entries):
+            # Should it be evicted at this very moment, a FREE slot gets a tick: `_evict` sees to that.
+            if entry is not None and self._words[entry.slot] == entry.word:
+                self._ticks[entry.slot] = tick - number
+
+    def publish(self, entry: Entry) -> Entry | None:
+        """Make a value of ours READY; None if it has been taken from us, so that nobody is told that it is stored."""
+        if not self.unchanged(entry):
+            return None
+        self._ticks[entry.slot] = self._file.counters[_TICK]
+        self._words[entry.slot] = entry.word & ~3 | _READY
+        return entry._replace(word=entry.word & ~3 | _READY)
+
+    # ---- under the lock
+
+    @contextmanager
+    def changing(self, deadline: float) -> Generator[None]:
+        """Hold the lock; whoever died with it is cleaned up after first.
+
+        Raises:
+            TimeoutError: somebody else held it until the deadline.
+        """
+        counters = self._file.counters
+        with self._file.lock.held(deadline):
+            if counters[_DIRTY]:
+                self._repair()
+            counters[_DIRTY] = 1
+            yield  # an exception leaves the mark, and the next holder repairs
+            counters[_DIRTY] = 0
+
+    def find_any(self, key: str) -> Entry | None:
+        """The value of `key`, also one that a living owner is still writing."""
+        entry = self._find(key)
+        if entry is not None and not entry.ready and not self._alive(entry):
+            self.remove(entry)
+            return None
+        return entry
+
+    def add(self, key: str, nbytes: int, units: int, keep: Collection[int]) -> Entry | None:
+        """A WRITING slot with room for a new value, evicting the least recently used ones as needed.
+
+        Args:
+            key: not in the index.
+            nbytes: the value's size.
+            units: how many units it takes, at least 1.
+            keep: slots that must not be evicted.
+
+        Returns:
+            None if there is not enough room without `keep` and what is being written.
+        """
+        reclaimed = False
+        while (runs := self._extents.take(units, _MAX_RUNS)) is None:
+            if not self._evict(keep):
+                if reclaimed:
+                    return None
+                self._reclaim()
+                reclaimed = True
+        slot = runs[0].first  # nobody else can have it
+        word = _next(self._words[slot], _WRITING)
+        self._write_record(slot, key.encode(), word >> 2, nbytes, runs)
+        self._words[slot] = word
+        if not self._link(slot, xxh3_64_intdigest(key.encode())):
+            self._words[slot] = _next(word, _FREE)
+            self._extents.give_back(runs)
+            return None
+        return Entry(slot, word, nbytes, self._owner, self._member.seat, tuple(runs))
+
+    def remove(self, entry: Entry) -> None:
+        """Free the slot and its units."""
+        self._words[entry.slot] = _next(entry.word, _FREE)
+        self._ticks[entry.slot] = NEVER
+        start = entry.slot * RECORD_BYTES
+        key = bytes(self._file.records[start : start + _KEY_BYTES]).rstrip(b"\0")
+        digest = xxh3_64_intdigest(key)
+        packed = digest >> 32 << 32 | entry.slot + 1
+        for bucket in self._two_buckets(digest):
+            held = self._file.buckets[bucket : bucket + WAYS].tolist()
+            if packed in held:
+                self._file.buckets[bucket + held.index(packed)] = 0
+        self._extents.give_back(entry.runs)
+
+    # ---- helpers
+
+    def _find(self, key: str) -> Entry | None:
+        raw = key.encode()
+        digest = xxh3_64_intdigest(raw)
+        mark = digest >> 32
+        for bucket in self._two_buckets(digest):
+            for packed in self._file.buckets[bucket : bucket + WAYS].tolist():
+                if packed >> 32 == mark and packed & _SLOT:
+                    slot = (packed & _SLOT) - 1
+                    word = self._words[slot] if slot < self._units else _FREE
+                    found = self._read_record(slot, word) if word & 3 != _FREE else None
+                    if found is not None and found[0] == raw and self._words[slot] == word:
+                        return found[1]
+        return None
+
+    def _two_buckets(self, digest: int) -> tuple[int, ...]:
+        """Where the one or two buckets start in which an entry with this hash may stand."""
+        first, second = digest & self._mask, (digest >> 12 ^ 1) & self._mask
+        return (first * WAYS,) if first == second else (first * WAYS, second * WAYS)
+
+    def _link(self, slot: int, digest: int) -> bool:
+        """Enter a slot into the emptier of its two buckets; False if both are full."""
+        most, target = 0, 0
+        for bucket in self._two_buckets(digest):
+            held = self._file.buckets[bucket : bucket + WAYS].tolist()
+            if held.count(0) > most:
+                most, target = held.count(0), bucket + held.index(0)
+        if most:
+            self._file.buckets[target] = digest >> 32 << 32 | slot + 1
+        return most > 0
+
+    def _write_record(self, slot: int, key: bytes, generation: int, nbytes: int, runs: Sequence[Run]) -> None:
+        raw = _RECORD.pack(key, generation, nbytes, self._owner, self._member.seat, len(runs))
+        raw = b"".join((raw, *(_RUN.pack(*run) for run in runs))).ljust(_CHECKED, b"\0")
+        start = slot * RECORD_BYTES
+        self._file.records[start : start + RECORD_BYTES] = raw + zlib.crc32(raw).to_bytes(4, "little")
+
+    def _read_record(self, slot: int, word: int) -> tuple[bytes, Entry] | None:
+        """The key and the entry in `slot`; None if the record is not whole or is another generation's."""
+        raw = self._file.records[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES].tobytes()
+        if zlib.crc32(raw[:_CHECKED]) != int.from_bytes(raw[_CHECKED:], "little"):
+            return None
+        key, generation, nbytes, owner, seat, count = _RECORD.unpack_from(raw)
+        if generation != word >> 2 or not 1 <= count <= _MAX_RUNS:
+            return None
+        room = 0
+        runs: list[Run] = []
+        for at in range(_RECORD.size, _RECORD.size + 8 * count, 8):
+            first, units = _RUN.unpack_from(raw, at)
+            if first + units > self._units:
+                return None
+            runs.append(Run(first, units))
+            room += units
+        if room * self._unit_bytes < nbytes:
+            return None
+        return key.rstrip(b"\0"), Entry(slot, word, nbytes, owner, seat, tuple(runs))
+
+    def _alive(self, entry: Entry) -> bool:
+        """Whether whoever writes the value still lives."""
+        if entry.owner == self._owner:
+            return True
+        return self._file.owners[entry.seat] == entry.owner and self._member.taken(entry.seat)
+
+    def _evict(self, keep: Collection[int]) -> bool:
+        """Remove the least recently used READY value that is not in `keep`; False if there is none."""
+        while True:
+            slot = int(np.argmin(self._tick_array))
+            if slot in keep:
+                others = (int(other) for other in np.argsort(self._tick_array) if int(other) not in keep)
+                slot = next(others, slot)
+            if self._ticks[slot] == NEVER or slot in keep:
+                return False
+            word = self._words[slot]
+            if word & 3 != _READY:  # touched while it was being evicted
+                self._ticks[slot] = NEVER
+                continue
+            found = self._read_record(slot, word)
+            if found is None:
+                self._repair()
+            else:
+                self.remove(found[1])
+            return True
+
+    def _reclaim(self) -> None:
+        """Free what dead owners were writing."""
+        words = np.frombuffer(self._words, dtype=np.uint64)
+        for slot in np.flatnonzero(words & np.uint64(3) == _WRITING).tolist():
+            found = self._read_record(slot, self._words[slot])
+            if found is None:
+                self._repair()
+                return
+            if not self._alive(found[1]):
+                self.remove(found[1])
+
+    def _repair(self) -> None:
+        """Make everything anew from the records that are whole, belong to their slot and overlap with no other."""
+        file = self._file
+        entries: list[tuple[bytes, Entry]] = []
+        claims = np.zeros(file.shape.units, dtype=np.uint8)
+        words = np.frombuffer(self._words, dtype=np.uint64)
+        for slot in np.flatnonzero(words & np.uint64(3)).tolist():
+            found = self._read_record(slot, self._words[slot])
+            if found is None or found[1].runs[0].first != slot or not (found[1].ready or self._alive(found[1])):
+                self._words[slot] = _next(self._words[slot], _FREE)
+                continue
+            entries.append(found)
+            for run in found[1].runs:
+                claims[run.first : run.first + run.units] += 1
+        buckets = np.frombuffer(file.buckets, dtype=np.uint64)
+        buckets.fill(0)
+        file.free.fill(True)
+        ticks = np.full_like(self._tick_array, NEVER)
+        for key, entry in entries:
+            alone = all((claims[run.first : run.first + run.units] == 1).all() for run in entry.runs)
+            if not alone or not self._link(entry.slot, xxh3_64_intdigest(key)):
+                self._words[entry.slot] = _next(entry.word, _FREE)
+                continue
+            for run in entry.runs:
+                file.free[run.first : run.first + run.units] = False
+            if entry.ready:
+                ticks[entry.slot] = min(self._ticks[entry.slot], file.counters[_TICK])
+        np.copyto(self._tick_array, ticks)
+        file.counters[_REPAIRS] += 1
+
+
+def _next(word: int, state: int) -> int:
+    """The word of the slot's next generation."""
+    return ((word >> 2) + 1) << 2 | state

@@ -1,0 +1,241 @@
+"""A store that fails, kept from whoever uses it: deadlines, a circuit breaker, a bound on what runs, a quarantine.
+
+A dead or stopped store costs its deadline a few times, and then nothing: UNAVAILABLE comes at once, and the store is
+asked in the background whether it is back. The one rule: a guard never touches bytes and never waits; the job that the
+caller gets settles with the store's own, so a time-out gives no buffer back early.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvparams_connectors.advice import Advice, advice_of
+from kvparams_connectors.alarm import Alarm
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Capabilities,
+    Code,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    Results,
+    open_store,
+)
+from kvparams_connectors.stores.guard.health import Flight, GuardLimits, GuardStatistics, Health, Kind
+
+if TYPE_CHECKING:
+    from kvparams_connectors.arena import Arena
+
+__all__ = ["GuardLimits", "GuardStatistics", "GuardedStore", "open_guarded"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_UNGUARDED: Final = ("memory", "tiered")
+_PROBE_KEY: Final = "kvparams-probe"
+"""What a probe asks for. That it is not there is a good answer."""
+_NO_ANSWER: Final = frozenset({Code.UNAVAILABLE, Code.INTERNAL, Code.TIMEOUT})
+
+Op = TypeVar("Op")
+
+
+class GuardedStore(KVStore):
+    """`inner`, guarded. It belongs to the guard: closing this closes it."""
+
+    def __init__(self, inner: KVStore, limits: GuardLimits | None = None, *, name: str = "store") -> None:
+        """Args:
+        inner: the store; its methods return at once, as `KVStore` asks.
+        limits: how much patience there is with it.
+        name: for the log and the thread; a scheme, never a URL.
+        """
+        self._inner = inner
+        self._limits = limits or GuardLimits()
+        self._name = name
+        self._lock = threading.Lock()
+        self._health = Health(self._limits)
+        self._probe: Job[Results] | None = None
+        self._probing = False
+        self._alarm = Alarm(f"kvparams-guard-{name}", self._ring)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def advice(self) -> Sequence[Advice]:
+        """What the guarded store says."""
+        return advice_of(self._inner)
+
+    @property
+    def statistics(self) -> GuardStatistics:
+        """What was seen until now."""
+        with self._lock:
+            return self._health.statistics()
+
+    def register(self, arena: "Arena") -> None:
+        self._inner.register(arena)
+
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        nbytes = _nbytes(ops)
+        return self._submit("put", ops, [op.key for op in ops], nbytes, self._inner.put, deadline_s)
+
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        nbytes = _nbytes(ops)
+        return self._unless_held("get", ops, [op.key for op in ops], nbytes, self._inner.get, deadline_s)
+
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._unless_held("exists", keys, keys, 0, self._inner.exists, deadline_s)
+
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._submit("delete", keys, keys, 0, self._inner.delete, deadline_s)
+
+    @property
+    def address(self) -> str | None:
+        return self._inner.address
+
+    def locate(self, keys: Sequence[str], source: str) -> None:
+        self._inner.locate(keys, source)
+
+    def quarantine(self, keys: Sequence[str]) -> None:
+        """`exists` and `get` say MISS for these until this process has stored them anew or the time is over."""
+        with self._lock:
+            self._health.hold(keys, time.monotonic())
+        self._inner.quarantine(keys)
+
+    def close(self) -> None:
+        self._alarm.close()
+        self._inner.close()
+
+    # ---- operations
+
+    def _unless_held(
+        self,
+        kind: Kind,
+        ops: Sequence[Op],
+        keys: Sequence[str],
+        nbytes: int,
+        call: Callable[[Sequence[Op], float], Job[Results]],
+        deadline_s: float,
+    ) -> Job[Results]:
+        """`_submit` without the keys in quarantine: they are a MISS."""
+        with self._lock:
+            held = self._health.held(keys, time.monotonic())
+        if held is None:
+            return self._submit(kind, ops, keys, nbytes, call, deadline_s)
+
+        def complete(results: Results) -> Results:
+            found = iter(results)
+            return [Result(Code.MISS) if away else next(found) for away in held]
+
+        good = [index for index, away in enumerate(held) if not away]
+        asked, names = [ops[index] for index in good], [keys[index] for index in good]
+        return self._submit(kind, asked, names, nbytes, call, deadline_s).then(complete)
+
+    def _submit(
+        self,
+        kind: Kind,
+        ops: Sequence[Op],
+        keys: Sequence[str],
+        nbytes: int,
+        call: Callable[[Sequence[Op], float], Job[Results]],
+        deadline_s: float,
+    ) -> Job[Results]:
+        deadline_s = min(deadline_s, self._limits.deadline_s)
+        with self._lock:
+            now = time.monotonic()
+            given_up = self._health.overdue(now)  # the alarm may be a moment late
+            flight = self._health.admit(kind, keys, nbytes, deadline_s, now)
+        if given_up:
+            self._say(given_up=True)
+        if flight is None:
+            return _ended([Result(Code.UNAVAILABLE)] * len(keys), deadline_s)
+        try:
+            job = call(ops, deadline_s)
+        except Exception:  # it must not raise, but a guard that trusts is none
+            _LOGGER.exception("%s: a store raised where it should have answered", self._name)
+            job = _ended([Result(Code.INTERNAL)] * len(keys), deadline_s)
+        job.on_settled(lambda: self._settled(flight, job))
+        self._alarm.no_later_than(flight.deadline)
+        return job
+
+    def _settled(self, flight: Flight, job: Job[Results]) -> None:
+        """The store has let go of an operation; this runs in its thread."""
+        try:
+            results = job.result(0)
+        except Exception:  # noqa: BLE001 - the caller gets it; for us the store has failed
+            results = [Result(Code.INTERNAL)] * len(flight.keys)
+        with self._lock:
+            given_up = self._health.settled(flight, results, time.monotonic())
+            following = self._health.next_time()
+        if given_up is not None:
+            self._say(given_up=given_up)
+        if given_up and following is not None:
+            self._alarm.no_later_than(following)
+
+    def _say(self, *, given_up: bool) -> None:
+        _LOGGER.warning("%s store: %s", self._name, "no answer; left alone for a while" if given_up else "works again")
+
+    # ---- the background; only the alarm's thread is here
+
+    def _ring(self, now: float) -> float | None:
+        """Deadlines that have passed, and the probe; when to look next."""
+        with self._lock:
+            given_up = self._health.overdue(now)
+            if self._probing and self._probe is not None and self._probe.done():
+                self._probing = False
+                self._health.probed(now, good=_answered(self._probe))
+            ask = self._health.begin_probe(now)
+            if ask and self._probe is not None and not self._probe.settled():
+                ask = False  # the last one is still stuck in there
+                self._health.probed(now, good=False)
+        if given_up:
+            self._say(given_up=True)
+        if ask:
+            self._probing = True
+            try:
+                self._probe = self._inner.exists([_PROBE_KEY], self._limits.probe_s)
+            except Exception:
+                _LOGGER.exception("%s: a store raised where it should have answered", self._name)
+                self._probe = _ended([Result(Code.INTERNAL)], 0.0)
+            self._probe.on_settled(lambda: self._alarm.no_later_than(0.0))
+        with self._lock:
+            following = self._health.next_time()
+        if self._probing and self._probe is not None:
+            following = min(self._probe.deadline, self._probe.deadline if following is None else following)
+        return following
+
+
+def _nbytes(ops: Sequence[PutOp] | Sequence[GetOp]) -> int:
+    try:
+        return sum(buffer.nbytes for op in ops for buffer in op.buffers)
+    except ValueError:  # a buffer was released; the store says so
+        return 0
+
+
+def _answered(probe: Job[Results]) -> bool:
+    try:
+        return all(result.code not in _NO_ANSWER for result in probe.result(0))
+    except Exception:  # noqa: BLE001 - whatever it is, it is no answer
+        return False
+
+
+def _ended(results: Results, deadline_s: float) -> Job[Results]:
+    job = Job(time.monotonic() + deadline_s, results)
+    job.finish(results)
+    return job
+
+
+def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
+    """Open a store by its URL for an engine: guarded, unless nothing but memory of this process is behind it, or its
+    tiers are guarded already.
+
+    Raises:
+        StoreError: see `open_store`.
+        PluginError: see `open_store`.
+    """
+    store = open_store(url)
+    scheme = StoreURL.parse(url).scheme
+    return store if scheme in _UNGUARDED else GuardedStore(store, limits, name=scheme)

@@ -1,0 +1,239 @@
+"""The store on LMCache's `lm://` server (`lmcache_server HOST PORT`), by opaque key; LMCache itself is not needed here.
+
+What that server (0.5.6, `lmcache/v1/server/`) does not have is made of what it has. It does not acknowledge a put: what
+is asked behind it on the same connection is its answer. It does not say how large a value is: a record beside each
+value does, without bytes, so that a lookup moves none. It has no delete: a value is overwritten by an empty one, which
+frees its memory but for 1.3 KB. The one rule: a record is written behind its value, so that what a lookup finds is
+whole.
+
+What cannot be made: it never evicts, and it has no put that spares what is there, so of several clients who put one key
+at the same time each may be told OK; the value of one of them stays, whole.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from ipaddress import ip_address
+from typing import Final, TypeVar
+
+from kvparams_connectors.advice import Advice
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.stores.lmcache.connection import Connection, Server, connect
+from kvparams_connectors.stores.lmcache.exchange import (
+    PUT_WINDOW_BYTES,
+    Bury,
+    Fetch,
+    Question,
+    Store,
+    ask_records,
+    code_of,
+    do,
+    flat,
+    nbytes_of,
+)
+from kvparams_connectors.stores.lmcache.reading import Wanted, read_values
+from kvparams_connectors.stores.lmcache.wire import MAX_VALUE_BYTES, Command, Names, ProtocolError, request
+from kvparams_connectors.stores.pooling import Pool
+
+__all__ = ["LMCacheStore", "open_url"]
+
+Op = TypeVar("Op", PutOp, GetOp)
+
+_PREFIX: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{Names.LONGEST_PREFIX}}}")
+_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_CONNECT_MS: Final = 1000
+_LARGEST: Final = 256 << 20
+_NO_VALUE: Final = (Code.MISS, Code.CORRUPT)
+"""What a record may say where a put is to write: nothing, or something that is not ours."""
+
+
+class LMCacheStore(LaneStore):
+    """Values on an `lm://` server."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        prefix: str = "",
+        max_value_bytes: int = _LARGEST,
+        threads: int = 1,
+        connect_s: float = _CONNECT_MS / 1000,
+    ) -> None:
+        """Connect, and see that it is such a server.
+
+        Args:
+            server: host and port.
+            prefix: deployments that share a server do not meet, if theirs differ.
+            max_value_bytes: larger values are refused; the server itself has no limit but its machine's memory.
+            threads: how many batches are worked on at a time, each over a connection of its own.
+            connect_s: the longest that a connection may take, in seconds.
+
+        Raises:
+            StoreError: it cannot be reached, or is something else.
+        """
+        self._server = server
+        self._connect_s = connect_s
+        self._names = Names(prefix)
+        self._capabilities = Capabilities(
+            persistent=True, shared=True, max_value_bytes=max_value_bytes, evicts=False, one_winner=False
+        )
+        self._check()
+        self._pool: Pool[Server, Connection] = Pool(self._connect)
+        super().__init__("lmcache", threads=threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def advice(self) -> Sequence[Advice]:
+        """For `kvparams doctor`: what is known of every such server, which says nothing of itself."""
+        try:
+            self._check()
+        except StoreError as error:
+            return [Advice("error", str(error), "start the server, or name another one")]
+        found = [
+            Advice("ok", "it speaks the protocol of LMCache 0.5.6's lm:// server"),
+            Advice(
+                "warning",
+                "it never evicts: it grows until its machine has no memory left",
+                "limit the memory of its process and have it restarted, or use the store lmcache-mp or valkey",
+            ),
+        ]
+        if not _loopback(self._server[0]):
+            who = "whoever reaches its port can read and replace what is stored: it knows no passwords and no TLS"
+            found.append(Advice("warning", who, "keep it in a private network, and use authenticated pages"))
+        return found
+
+    @property
+    def connections(self) -> int:
+        """How many connections were made so far."""
+        return self._pool.opened
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        results = [Result(Code.INVALID)] * len(ops)
+        values = _whole(ops)
+        for at in [at for at, parts in values.items() if nbytes_of(parts) > self._capabilities.max_value_bytes]:
+            results[at] = Result(Code.TOO_LARGE)
+            del values[at]
+        firsts: dict[str, int] = {}
+        for at in values:
+            firsts.setdefault(ops[at].key, at)
+        absent: list[int] = []
+        for at, record in zip(firsts.values(), self._records(list(firsts), deadline), strict=True):
+            results[at] = Result(Code.EXISTS) if record.code is Code.OK else record
+            if record.code in _NO_VALUE:
+                absent.append(at)
+        puts = [Store(*self._named(ops[at].key), values[at]) for at in absent]
+        for at, result in zip(absent, self._do(puts, deadline), strict=True):
+            results[at] = result
+        for at in values:
+            first = firsts[ops[at].key]
+            if at != first:
+                results[at] = Result(Code.EXISTS) if results[first].code is Code.OK else results[first]
+        return results
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        results = [Result(Code.INVALID)] * len(ops)
+        targets = _whole(ops)
+        wanted: list[Wanted] = []
+        for at, parts in targets.items():
+            value, record = self._named(ops[at].key)
+            wanted.append(Wanted(value, record, Fetch(value, parts, ops[at].arrived)))
+        for at, result in zip(targets, read_values(self._pool, self._server, wanted, deadline), strict=True):
+            results[at] = result
+        return results
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._records(keys, deadline)
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        unique = list(dict.fromkeys(keys))
+        found = dict(zip(unique, self._records(unique, deadline), strict=True))
+        there = [key for key, record in found.items() if record.code in (Code.OK, Code.CORRUPT)]
+        buried = self._do([Bury(*self._named(key)) for key in there], deadline)
+        found.update(zip(there, buried, strict=True))
+        results: Results = []
+        for key in keys:
+            results.append(found[key])
+            if found[key].code is Code.OK:  # the same key again: it is gone
+                found[key] = Result(Code.MISS)
+        return results
+
+    def release(self) -> None:
+        self._pool.close()
+
+    def _named(self, key: str) -> tuple[bytes, bytes]:
+        return self._names.value(key), self._names.record(key)
+
+    def _records(self, keys: Sequence[str], deadline: float) -> Results:
+        return ask_records(self._pool, self._server, [self._names.record(key) for key in keys], deadline)
+
+    def _do(self, questions: Sequence[Question], deadline: float) -> list[Result]:
+        came = do(self._pool, self._server, questions, deadline, window=PUT_WINDOW_BYTES)
+        if came.error is None:
+            return came.answers
+        return came.answers + [code_of(came.error, self._server)] * (len(questions) - len(came.answers))
+
+    def _connect(self, server: Server, deadline: float) -> Connection:
+        return connect(server, deadline, self._connect_s)
+
+    def _check(self) -> None:
+        """Ask the server for its health. Raises StoreError."""
+        host, port = self._server
+        until = time.monotonic() + self._connect_s
+        try:
+            with closing(self._connect(self._server, until)) as connection:
+                connection.until(until)
+                connection.ask([request(Command.HEALTH, self._names.value("health"))], 1)
+                (health,) = connection.replies(1)
+        except ProtocolError as error:
+            raise StoreError(f"lmcache store: {host}:{port} is something else than an lm:// server: {error}") from error
+        except OSError as error:
+            raise StoreError(f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}") from error
+        if not health.found:
+            raise StoreError(f"lmcache store: {host}:{port} says that it is not well")
+
+
+def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
+    """The flat buffers of each operation, but of those whose buffers the caller has released."""
+    whole: dict[int, list[memoryview]] = {}
+    for at, op in enumerate(ops):
+        try:
+            whole[at] = flat(op.buffers)
+        except ValueError:
+            continue
+    return whole
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`lmcache://host:65432?prefix=...&threads=...`, the port that `lmcache_server` was started with.
+
+    Settings: `prefix`, `threads` (1), `connect_ms` (1000), `max_value` (256MiB), the largest value that is taken.
+    """
+    url.only("prefix", "threads", "connect_ms", "max_value")
+    prefix = url.settings.get("prefix", "")
+    if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
+        longest = Names.LONGEST_PREFIX
+        raise StoreError(f"lmcache store: prefix={prefix!r} is not 1 to {longest} characters from [A-Za-z0-9._-]")
+    place = _PLACE.fullmatch(url.place)
+    if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
+        raise StoreError(f"lmcache store: {url.text!r} names no server; write lmcache://host:65432")
+    largest = url.size("max_value") or _LARGEST
+    if largest > MAX_VALUE_BYTES:
+        raise StoreError(f"lmcache store: max_value is {largest}; the protocol takes {MAX_VALUE_BYTES} bytes at most")
+    return LMCacheStore(
+        (place[1].strip("[]"), int(place[2])),
+        prefix=prefix,
+        max_value_bytes=largest,
+        threads=url.number("threads", 1, low=1, high=64),
+        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+    )

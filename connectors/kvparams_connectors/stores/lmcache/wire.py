@@ -1,0 +1,171 @@
+"""What goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
+
+The one rule: nothing is believed of a reply that it does not say in full; what is no reply to us is a `ProtocolError`.
+
+Source: LMCache 0.5.6. The structs and numbers are those of `ClientMetaMessage` and `ServerMetaMessage` in
+`lmcache/v1/protocol.py` (both in the machine's own byte order), formats those of `MemoryFormat` in
+`lmcache/v1/memory_management.py`, names those of `parse_cache_key` in `lmcache/utils.py`. The server
+(`lmcache/v1/server/__main__.py`) keeps the four numbers of a tensor's shape with a value and gives them back as they
+are, if the format is BINARY: there we say what an entry is.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Final
+
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "REPLY_BYTES",
+    "REQUEST_BYTES",
+    "Command",
+    "Entry",
+    "Kind",
+    "Names",
+    "ProtocolError",
+    "Reply",
+    "replies_of",
+    "reply_of",
+    "request",
+]
+
+_REQUEST: Final = struct.Struct("=9i150s")
+"""command, length, format, dtype, location, four numbers of a shape, name padded with spaces."""
+_REPLY: Final = struct.Struct("=9i")
+"""code, length, format, dtype, four numbers of a shape, location."""
+REQUEST_BYTES: Final = _REQUEST.size
+REPLY_BYTES: Final = _REPLY.size
+MAX_VALUE_BYTES: Final = 2**31 - 1
+"""What its length field can say."""
+
+_SUCCESS: Final = 200
+_FAIL: Final = 400
+_BINARY: Final = 4
+_UINT8: Final = 6
+_NAME: Final = 150
+_HALF: Final = 31
+"""Bits of a tag in one number: all of them are positive."""
+
+
+class ProtocolError(ConnectionError):
+    """The peer sent something that is no reply to what was asked."""
+
+
+class Command(IntEnum):
+    """What may be asked; LIST (4) is declared there and never answered."""
+
+    PUT = 1
+    GET = 2
+    EXIST = 3
+    HEALTH = 5
+
+
+class Kind(IntEnum):
+    """What an entry of ours is; the first number of its shape."""
+
+    VALUE = 0x4B56_5001
+    """The bytes of a value."""
+    RECORD = 0x4B56_5002
+    """Says, without any bytes, that the value is there and how large it is."""
+    GONE = 0x4B56_5003
+    """It was deleted; no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What stands under a name of ours."""
+
+    kind: Kind
+    size: int = 0
+    """Bytes of the value."""
+    tag: int = 0
+    """Whose put this is: 62 bits drawn by it."""
+
+    def shape(self) -> tuple[int, int, int, int]:
+        """The numbers that say so."""
+        return self.kind, self.size, self.tag >> _HALF, self.tag & (1 << _HALF) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply of the server."""
+
+    found: bool
+    nbytes: int
+    """Bytes that follow."""
+    entry: Entry | None
+    """None: nothing was found, or what stands there is not ours."""
+
+
+def request(command: Command, name: bytes, nbytes: int = 0, entry: Entry | None = None) -> bytes:
+    """A request.
+
+    Args:
+        name: see `Names`.
+        nbytes: PUT: bytes that follow.
+        entry: PUT: what they are.
+    """
+    shape = (0, 0, 0, 0) if entry is None else entry.shape()
+    return _REQUEST.pack(command, nbytes, _BINARY, _UINT8, 0, *shape, name)
+
+
+def reply_of(data: bytes | bytearray | memoryview) -> Reply:
+    """One reply of `REPLY_BYTES`. Raises ProtocolError."""
+    return next(replies_of(data))
+
+
+def replies_of(data: bytes | bytearray | memoryview) -> Iterator[Reply]:
+    """Replies, one after the other. Raises ProtocolError where one is none."""
+    for code, nbytes, form, _, kind, size, high, low, _ in _REPLY.iter_unpack(data):
+        if code == _FAIL and nbytes == 0:
+            yield _MISSING
+        elif code == _SUCCESS and nbytes >= 0:
+            yield Reply(True, nbytes, _entry(form, nbytes, kind, size, high, low))
+        else:
+            raise ProtocolError(f"no reply of an lm:// server: code {code}, length {nbytes}")
+
+
+_MISSING: Final = Reply(False, 0, None)
+_KINDS: Final = {int(kind): kind for kind in Kind}
+
+
+def _entry(form: int, nbytes: int, kind: int, size: int, high: int, low: int) -> Entry | None:
+    known = _KINDS.get(kind)
+    if form != _BINARY or known is None or min(size, high, low) < 0:
+        return None
+    if nbytes != (size if known is Kind.VALUE else 0):
+        return None
+    return Entry(known, size, high << _HALF | low)
+
+
+class Names:
+    """The names of values at the server: `model@world_size@worker_id@hash@dtype`, at most 150 characters.
+
+    The model is `kvparams`, or `kvparams:` and a prefix; the hash is of our key, because both together may be too long.
+    Worker 0 has the values, worker 1 the records.
+    """
+
+    LONGEST_PREFIX: Final = 64
+
+    def __init__(self, prefix: str = "") -> None:
+        """Args:
+        prefix: deployments with different ones do not meet; at most `LONGEST_PREFIX` characters, no `@`, no space.
+        """
+        model = f"kvparams:{prefix}" if prefix else "kvparams"
+        self._value = f"{model}@1@0@"
+        self._record = f"{model}@1@1@"
+
+    def value(self, key: str) -> bytes:
+        """Where the bytes of a key's value stand."""
+        return _name(self._value, key)
+
+    def record(self, key: str) -> bytes:
+        """Where it says how large they are."""
+        return _name(self._record, key)
+
+
+def _name(head: str, key: str) -> bytes:
+    digest = blake2b(key.encode(), digest_size=32).hexdigest().lstrip("0")  # the server reads a number
+    return f"{head}{digest}@uint8".encode().ljust(_NAME)

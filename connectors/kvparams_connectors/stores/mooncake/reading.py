@@ -1,0 +1,252 @@
+"""Reading values from Mooncake: where they lie, their bytes, and whether they still lie there.
+
+A lease keeps a value in its place while it is read, unless somebody removes it by force, as `delete` has to: then its
+memory may be another's while we read. The one rule: bytes count only if the value lay in the same place before and
+after.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvparams_connectors.store import Code, GetOp, Result, Results
+from kvparams_connectors.stores.mooncake.client import Client
+from kvparams_connectors.stores.mooncake.codes import Answer, code_of
+from kvparams_connectors.stores.mooncake.library import Placement, placement, sizes_of
+from kvparams_connectors.stores.mooncake.memory import Memory, Piece, first_bytes, pieces_of
+from kvparams_connectors.stores.mooncake.writing import EMPTY
+
+__all__ = ["Reader"]
+
+_MISS: Final = Result(Code.MISS)
+
+
+@dataclass(slots=True)
+class _Item:
+    """One value to read."""
+
+    index: int
+    key: str
+    pieces: list[Piece]
+    before: Placement = field(default_factory=list[tuple[str, int, int]])
+    size: int = 0
+    room: int = 0
+    result: Result = Result(Code.TIMEOUT)  # noqa: RUF009 - it is frozen
+
+
+class Reader:
+    """Reads batches; several threads may."""
+
+    def __init__(self, client: Client, memory: Memory, prefix: str) -> None:
+        self._client: Final = client
+        self._memory: Final = memory
+        self._prefix: Final = prefix
+
+    def get(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """See `KVStore.get`."""
+        results = [Result(Code.TIMEOUT)] * len(ops)
+        left = list(range(len(ops)))
+        while left and time.monotonic() < deadline:
+            items: dict[str, _Item] = {}
+            again: list[int] = []
+            for index in left:
+                op = ops[index]
+                if op.key in items:  # the library takes a key only once
+                    again.append(index)
+                    continue
+                try:
+                    items[op.key] = _Item(index, self._prefix + op.key, pieces_of(op.buffers))
+                except ValueError:  # the caller released a buffer that it had leased to us
+                    results[index] = Result(Code.INVALID)
+            self._read(list(items.values()), deadline)
+            for item in items.values():
+                results[item.index] = item.result
+            left = again
+        return results
+
+    def exists(self, keys: Sequence[str], deadline: float) -> Results:
+        """See `KVStore.exists`. What is there is leased, the first key last."""
+        native = [self._prefix + key for key in reversed(keys)]
+        sizes: dict[str, int] = {}
+        absent = native
+        [last] = self._client.exists(native[:1], deadline)
+        if last < 0:
+            return [Result(code_of(last))] * len(keys)
+        if last > 0:
+            # The last page of a sequence is there, so most likely all are: one call says both, but it tells the log
+            # about every key that is not there, and cannot say that it failed.
+            sizes = self._sizes(native, deadline)
+            absent = [key for key in native if key not in sizes]
+        answers: dict[str, int] = {}
+        if absent:
+            answers = dict(zip(absent, self._client.exists(absent, deadline), strict=True))
+            there = [key for key, answer in answers.items() if answer > 0]
+            if there:
+                sizes.update(self._sizes(there, deadline))
+        if len(EMPTY) in sizes.values():
+            short = [_Item(0, key, [], size=size) for key, size in sizes.items() if size == len(EMPTY)]
+            empty = self._short(short, deadline)
+            sizes.update((item.key, 0) for item, content in zip(short, empty, strict=True) if content == EMPTY)
+        results: Results = []
+        of_size = {size: Result(Code.OK, size) for size in set(sizes.values())}
+        for key in reversed(native):
+            size = sizes.get(key)
+            if size is not None:
+                results.append(of_size[size])
+            else:
+                answer = answers.get(key, 0)
+                results.append(_MISS if answer >= 0 else Result(code_of(answer)))
+        return results
+
+    def _sizes(self, keys: list[str], deadline: float) -> dict[str, int]:
+        return sizes_of(self._client.copies(keys, deadline))
+
+    def _read(self, items: list[_Item], deadline: float) -> None:
+        """Set the result of each of these, whose keys differ."""
+        if not items:
+            return
+        before = self._client.copies([item.key for item in items], deadline)
+        self._say_absent([item for item in items if item.key not in before], deadline)
+        regions = self._memory.regions
+        direct: list[_Item] = []
+        staged: list[_Item] = []
+        short: list[_Item] = []
+        for item in items:
+            if item.key not in before:
+                continue
+            item.before = placement(before[item.key])
+            item.size = item.before[0][2]
+            item.room = sum(piece.nbytes for piece in item.pieces)
+            if item.size == len(EMPTY):
+                short.append(item)
+            elif item.room < item.size:
+                item.result = Result(Code.TOO_LARGE, item.size)
+            elif regions.covers(item.pieces):
+                direct.append(item)
+            else:
+                staged.append(item)
+        if direct:
+            self._read_direct(direct, deadline)
+        if staged:
+            self._read_staged(staged, deadline)
+        for item, content in zip(short, self._short(short, deadline), strict=True):
+            _use_short(item, content)
+        read = [item for item in items if item.result.code is Code.OK]
+        if read:
+            after = self._client.copies([item.key for item in read], deadline)
+            self._say_absent([item for item in read if item.key not in after], deadline)
+            for item in read:
+                if item.key in after and not _same_place(item.before, placement(after[item.key])):
+                    item.result = Result(Code.MISS)  # it was removed and put again
+
+    def _say_absent(self, items: list[_Item], deadline: float) -> None:
+        """A value that was not found is a miss, or nobody could be asked."""
+        if items:
+            for item, answer in zip(items, self._client.exists([item.key for item in items], deadline), strict=True):
+                item.result = Result(Code.MISS if answer >= 0 else code_of(answer))
+
+    def _read_direct(self, items: list[_Item], deadline: float) -> None:
+        memory = [first_bytes(item.pieces, item.size) for item in items]
+        addresses, sizes = [parts for parts, _ in memory], [lengths for _, lengths in memory]
+        answers = self._client.get_whole([item.key for item in items], addresses, sizes, deadline)
+        for item, answer in zip(items, answers, strict=True):
+            item.result = _said(item, answer, item.size)
+
+    def _read_staged(self, items: list[_Item], deadline: float) -> None:
+        """Read values through the staging area, as much at a time as fits."""
+        slot = self._memory.staging.lease(max(0.0, deadline - time.monotonic()))
+        if slot is None:
+            return
+        try:
+            [area] = pieces_of([slot.view])
+            parts: list[tuple[_Item, int, int, int]] = []  # item, where it lies in the value and the area, length
+            used = 0
+            for item in items:
+                done = 0
+                item.result = Result(Code.OK, item.size)
+                while done < item.size and item.result.code is Code.OK:
+                    length = min(item.size - done, area.nbytes - used)
+                    parts.append((item, done, used, length))
+                    done += length
+                    used += length
+                    if used == area.nbytes:
+                        self._read_parts(parts, area, deadline)
+                        parts, used = [], 0
+            if parts:
+                self._read_parts(parts, area, deadline)
+        finally:
+            slot.give_back()
+
+    def _read_parts(self, parts: list[tuple[_Item, int, int, int]], area: Piece, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            for item, *_ in parts:
+                item.result = Result(Code.TIMEOUT)
+            return
+        answers = self._client.get_ranges(
+            [item.key for item, *_ in parts],
+            area.address,
+            [target for _, _, target, _ in parts],
+            [source for _, source, _, _ in parts],
+            [length for *_, length in parts],
+            deadline,
+        )
+        for (item, source, target, length), answer in zip(parts, answers, strict=True):
+            said = _said(item, answer, length)
+            if said.code is not Code.OK:
+                item.result = said
+            else:
+                _copy_out(area.data[target : target + length], item.pieces, source)
+
+    def _short(self, items: list[_Item], deadline: float) -> list[bytes | None]:
+        """The contents of values as short as the one that stands for no bytes; None where `result` says why not."""
+        contents: list[bytes | None] = []
+        for item in items:
+            content = memoryview(bytearray(item.size))
+            copy = _Item(0, item.key, pieces_of([content]), size=item.size)
+            self._read_staged([copy], deadline)
+            item.result = copy.result
+            contents.append(bytes(content) if copy.result.code is Code.OK else None)
+        return contents
+
+
+def _same_place(before: Placement, after: Placement) -> bool:
+    """Whether at least one of the copies lies where it lay."""
+    return before == after or any(copy in after for copy in before)
+
+
+def _said(item: _Item, answer: int, expected: int) -> Result:
+    if answer == expected:
+        return Result(Code.OK, item.size)
+    if answer >= 0 or answer == Answer.INVALID:  # another size: it is another value by now
+        return Result(Code.MISS)
+    return Result(code_of(answer))
+
+
+def _use_short(item: _Item, content: bytes | None) -> None:
+    if content is None:
+        return
+    if content == EMPTY:
+        item.result = Result(Code.OK, 0)
+    elif item.room < item.size:
+        item.result = Result(Code.TOO_LARGE, item.size)
+    else:
+        _copy_out(np.frombuffer(content, dtype=np.uint8), item.pieces, 0)
+
+
+def _copy_out(content: NDArray[np.uint8], pieces: Sequence[Piece], start: int) -> None:
+    """Copy `content` to where the bytes of the value from `start` on belong."""
+    done = 0
+    for piece in pieces:
+        if start >= piece.nbytes:
+            start -= piece.nbytes
+            continue
+        length = min(piece.nbytes - start, content.size - done)
+        if length == 0:
+            return
+        np.copyto(piece.data[start : start + length], content[done : done + length])
+        done += length
+        start = 0

@@ -1,0 +1,204 @@
+"""The store over Mooncake: a master that knows where values lie, owners that lend their memory, clients such as this.
+
+Values that lie in a registered arena are written from and read into it without a copy; others go through a small
+staging area. Mooncake evicts roughly what was not used for longest, and not what was looked up or read in the last ten
+seconds (`--default_kv_lease_ttl` of the master). The one rule: nobody waits for a call into the client library; a
+worker makes it, and while one is stuck, or the master away, everything is refused at once.
+
+Owners are processes of their own: see `owner.py`. The files: `client.py` guards the library
+(`library.py`), `stalls.py` is the breaker, `writing.py` and `reading.py` are put
+and get.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Capabilities,
+    Code,
+    GetOp,
+    KVStore,
+    LaneStore,
+    PutOp,
+    Result,
+    Results,
+)
+from kvparams_connectors.stores.mooncake.client import Client, ClientClosedError, master_address
+from kvparams_connectors.stores.mooncake.codes import Answer, code_of
+from kvparams_connectors.stores.mooncake.memory import Memory
+from kvparams_connectors.stores.mooncake.reading import Reader
+from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
+from kvparams_connectors.stores.mooncake.writing import Writer
+
+if TYPE_CHECKING:
+    from kvparams_connectors.arena import Arena
+
+__all__ = ["MooncakeSettings", "MooncakeStore", "open_url"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_REGISTER_S: Final = 5.0
+_CLOSE_S: Final = 2.0
+_PROBE_PAUSES_S: Final = (0.1, 1.0)
+
+
+class MooncakeStore(LaneStore):
+    """Values in the memory of a Mooncake cluster.
+
+    An arena that was registered stays in memory as long as the store. The process must not fork while it is open.
+    """
+
+    def __init__(self, settings: MooncakeSettings, client: Client | None = None) -> None:
+        """Connect.
+
+        Args:
+            settings: where, and how.
+            client: one that other stores use too, under other prefixes; it stays the caller's. None: one of its own.
+
+        Raises:
+            StoreError: the master cannot be reached, or the client library is missing or cannot be set up.
+        """
+        self._settings = settings
+        self._client = client or Client(settings)
+        self._shares_client = client is not None
+        try:
+            self._memory = Memory(
+                self._client.register, self._client.unregister, settings.buffer_bytes, settings.threads
+            )
+        except MemoryError as error:
+            if not self._shares_client:
+                self._client.close(_CLOSE_S)
+            raise StoreError(f"mooncake store: buffer={settings.buffer_bytes}: {error}") from error
+        self._writer = Writer(self._client, self._memory, settings.prefix, settings.max_value_bytes)
+        self._reader = Reader(self._client, self._memory, settings.prefix)
+        self._capabilities = Capabilities(
+            persistent=not settings.segment_bytes,
+            shared=True,
+            max_value_bytes=settings.max_value_bytes,
+            exact_use=False,
+        )
+        self._probing = threading.Lock()
+        self._ending = threading.Event()
+        super().__init__("mooncake", threads=settings.threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def stalls(self) -> int:
+        """How often everything began to be refused: a call was stuck, or the master away."""
+        return self._client.stalls.trips
+
+    def register(self, arena: "Arena") -> None:
+        """Spare the values in this arena a copy. If the client library does not take it, they are copied."""
+
+        def add(_: Job[bool]) -> bool:
+            return self._memory.add(arena)
+
+        if not self._lane.submit(add, _REGISTER_S, timed_out=False, refused=False).result():
+            _LOGGER.warning("a Mooncake store could not register an arena; what lies in it is copied")
+
+    # ---- refused at once while something is stuck
+
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._refusal(len(ops), deadline_s) or super().put(ops, deadline_s)
+
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._refusal(len(ops), deadline_s) or super().get(ops, deadline_s)
+
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._refusal(len(keys), deadline_s) or super().exists(keys, deadline_s)
+
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._refusal(len(keys), deadline_s) or super().delete(keys, deadline_s)
+
+    def _refusal(self, count: int, deadline_s: float) -> Job[Results] | None:
+        if not self._client.stalls.refuses(time.monotonic()):
+            return None
+        self._probe()
+        refused = [Result(Code.UNAVAILABLE)] * count
+        job = Job(time.monotonic() + deadline_s, refused)
+        job.finish(refused)
+        return job
+
+    # ---- the work
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return self._guarded(len(ops), lambda: self._writer.put(ops, deadline))
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        return self._guarded(len(ops), lambda: self._reader.get(ops, deadline))
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._guarded(len(keys), lambda: self._reader.exists(keys, deadline))
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._guarded(len(keys), lambda: self._remove(keys, deadline))
+
+    def _remove(self, keys: Sequence[str], deadline: float) -> Results:
+        once = list(dict.fromkeys(keys))
+        answers = self._client.remove([self._settings.prefix + key for key in once], deadline)
+        found = dict(zip(once, answers, strict=True))
+        # Of a key that stands there twice the second is a miss.
+        return [Result(code_of(found.pop(key, Answer.NOT_FOUND))) for key in keys]
+
+    def _guarded(self, count: int, work: Callable[[], Results]) -> Results:
+        refused = [Result(Code.UNAVAILABLE)] * count
+        if count == 0:
+            return []
+        if self._client.stalls.refuses(time.monotonic()):
+            return refused
+        try:
+            return work()
+        except ClientClosedError:
+            return refused
+        finally:
+            if self._client.stalls.refuses(time.monotonic()):
+                self._probe()
+
+    # ---- recovery and the end
+
+    def _probe(self) -> None:
+        """Have a thread find out when the store is usable again, if none does."""
+        if not self._ending.is_set() and self._probing.acquire(blocking=False):
+            threading.Thread(target=self._recover, name="kvparams-mooncake-probe", daemon=True).start()
+
+    def _recover(self) -> None:
+        pause = _PROBE_PAUSES_S[0]
+        try:
+            while not self._ending.wait(pause):
+                pause = min(2 * pause, _PROBE_PAUSES_S[1])
+                if self._usable() and self._client.stalls.recover(time.monotonic()):
+                    return
+        finally:
+            self._probing.release()
+
+    def _usable(self) -> bool:
+        try:
+            master_address(self._settings)
+            return self._client.answers()
+        except (StoreError, ClientClosedError):
+            return False
+
+    def close(self) -> None:
+        self._ending.set()
+        super().close()
+
+    def release(self) -> None:
+        try:
+            self._memory.release()
+        except ClientClosedError:
+            return
+        if not self._shares_client and not self._client.close(_CLOSE_S):
+            _LOGGER.error("a Mooncake store was closed while its cluster did not answer; its memory is kept")
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`mooncake://master:port?replicas=2&soft_pin=600&prefix=kvparams:&threads=2`; see `MooncakeSettings`."""
+    return MooncakeStore(MooncakeSettings.of(url))

@@ -1,0 +1,269 @@
+"""Reading from others: batches of keys, each batch from one place.
+
+The one rule: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer
+as it should is left alone.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvparams_connectors.store import Code, GetOp, Result, Results
+from kvparams_connectors.stores.extents import copy
+from kvparams_connectors.stores.peer.handshake import RefusedError
+from kvparams_connectors.stores.peer.places import Allowed, Place, place_of
+from kvparams_connectors.stores.peer.sources import Link, Sources
+from kvparams_connectors.stores.peer.transfer import Transfer
+from kvparams_connectors.stores.peer.wire import (
+    MOST_KEYS,
+    REPLY_HEAD,
+    REQUEST_HEAD,
+    Operation,
+    Placed,
+    ProtocolError,
+    Status,
+    keys_body,
+    parse_found,
+    parse_placement,
+    parse_reply,
+)
+
+__all__ = ["Reader"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_FAIR_S: Final = 0.25
+"""A time-out with less time than this is not the place's fault."""
+_ANY_ROOM: Final = 1 << 48
+_PLAIN_S: Final = 60.0
+"""A place from which a transfer engine could not read is read without one for so long."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """One value to read."""
+
+    index: int
+    key: str
+    parts: list[memoryview]
+    room: int
+    arrived: Callable[[int], None] | None
+    """See `GetOp`."""
+
+
+_Portion = list[tuple[_Item, Placed]]
+"""Values that a transfer engine reads together."""
+
+
+class Reader:
+    """Any thread may use it."""
+
+    def __init__(self, sources: Sources, allowed: Allowed, transfer: Transfer | None) -> None:
+        self._sources: Final = sources
+        self._allowed: Final = allowed
+        self._transfer: Final = transfer
+        self._plain_until: dict[Place, float] = {}
+        self._lock: Final = threading.Lock()
+        self.values = 0
+        """Read so far."""
+        self.nbytes = 0
+        """Of these."""
+        self.transferred = 0
+        """Of these bytes, those that a transfer engine has read."""
+
+    def sizes(self, place: Place, keys: Sequence[str], deadline: float) -> Results:
+        """OK with the value's size, or MISS, or why that is not known."""
+        results: Results = []
+        for first in range(0, len(keys), MOST_KEYS):
+            results += self._sizes(place, keys[first : first + MOST_KEYS], deadline)
+        return results
+
+    def get(self, place: Place, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Read values into the buffers."""
+        results = [Result(Code.INVALID)] * len(ops)
+        items: list[_Item] = []
+        for index, op in enumerate(ops):
+            try:
+                parts = [buffer.cast("B") for buffer in op.buffers if buffer.nbytes]
+            except ValueError:  # the caller released a buffer that it had leased to us
+                continue
+            items.append(_Item(index, op.key, parts, sum(part.nbytes for part in parts), op.arrived))
+        for first in range(0, len(items), MOST_KEYS):
+            self._get(place, items[first : first + MOST_KEYS], results, deadline)
+        good = [result.nbytes for result in results if result.code is Code.OK]
+        with self._lock:
+            self.values += len(good)
+            self.nbytes += sum(good)
+        return results
+
+    def _sizes(self, place: Place, keys: Sequence[str], deadline: float) -> Results:
+        results = [Result(Code.TIMEOUT)] * len(keys)
+        rooms = [_ANY_ROOM] * len(keys)
+
+        def work(link: Link) -> None:
+            _, table = _ask(link, Operation.SIZES, keys, [0] * len(keys), deadline)
+            results[:] = parse_found(table, rooms)
+
+        failure = self._with(place, deadline, work)
+        return results if failure is None else [Result(failure)] * len(keys)
+
+    def _get(self, place: Place, items: Sequence[_Item], results: Results, deadline: float) -> None:
+        for item in items:
+            results[item.index] = Result(Code.TIMEOUT)
+        left = list(items)
+
+        def work(link: Link) -> None:
+            transfer = self._transfer
+            if transfer is not None and transfer.free and self._plain_until.get(place, 0.0) <= time.monotonic():
+                left[:] = self._fetch(transfer, link, left, results, deadline)
+            if left:
+                _receive(link, left, results, deadline)
+
+        failure = self._with(place, deadline, work)
+        if failure is not None:
+            for item in items:
+                if results[item.index].code is Code.TIMEOUT:
+                    results[item.index] = Result(failure)
+
+    def _with(self, place: Place, deadline: float, work: Callable[[Link], None]) -> Code | None:
+        """Do `work` on a connection; what it has not answered is of the code that is returned, if one is."""
+        if self._sources.rests(place):
+            return Code.MISS
+        given_s = deadline - time.monotonic()
+        link: Link | None = None
+        try:
+            link = self._sources.take(place, deadline)
+            work(link)
+        except TimeoutError as error:
+            if given_s >= _FAIR_S:
+                self._sources.failed(place, error)
+            failure = Code.TIMEOUT
+        except (RefusedError, PermissionError) as error:
+            self._sources.failed(place, error)
+            failure = Code.DENIED
+        except OSError as error:
+            if isinstance(error, ProtocolError):
+                _LOGGER.error("peer: %s does not speak as it should: %s", place, error)
+            self._sources.failed(place, error)
+            failure = Code.UNAVAILABLE
+        else:
+            self._sources.give_back(link)
+            return None
+        if link is not None:
+            link.channel.close()
+        return failure
+
+    # ---- by a transfer engine
+
+    def _fetch(
+        self, transfer: Transfer, link: Link, items: Sequence[_Item], results: Results, deadline: float
+    ) -> list[_Item]:
+        """Have values read from the memory there; those that have to be read in another way."""
+        rooms = [item.room for item in items]
+        status, table = _ask(link, Operation.HOLD, [item.key for item in items], rooms, deadline)
+        if status is not Status.FINE:
+            self._plainly(link.place)
+            return list(items)
+        placement = parse_placement(table, rooms)
+        where = place_of(placement.session)
+        if where is None or not self._allowed.host(where.host):
+            raise ProtocolError(f"its memory is said to be at {placement.session!r}, which is not among the peers")
+        portions, left = _portions(items, placement.values, results, transfer.landing.slot_bytes)
+        good: _Portion = []
+        for number, portion in enumerate(portions):
+            if not _land(transfer, placement.session, portion, deadline):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("the deadline has passed")
+                left += [item for later in portions[number:] for item, _ in later]
+                self._plainly(link.place)
+                break
+            good += portion
+        status, _ = _ask(link, Operation.RETURN, [], [], deadline)
+        for item, placed in good:
+            # If the time was over, the memory there may have had another owner meanwhile.
+            results[item.index] = placed.result if status is Status.FINE else Result(Code.TIMEOUT)
+        if status is Status.FINE:
+            with self._lock:
+                self.transferred += sum(placed.result.nbytes for _, placed in good)
+        return left
+
+    def _plainly(self, place: Place) -> None:
+        """Read without a transfer engine from there, for a while."""
+        now = time.monotonic()
+        self._plain_until = {one: until for one, until in self._plain_until.items() if until > now}
+        self._plain_until[place] = now + _PLAIN_S
+
+
+def _portions(
+    items: Sequence[_Item], values: Sequence[Placed], results: Results, slot_bytes: int
+) -> tuple[list[_Portion], list[_Item]]:
+    """What can be read together, at most `slot_bytes` at a time; and what has to be read in another way."""
+    portions: list[_Portion] = []
+    left: list[_Item] = []
+    room = 0
+    for item, placed in zip(items, values, strict=True):
+        nbytes = placed.result.nbytes
+        if placed.result.code is not Code.OK or not nbytes:
+            results[item.index] = placed.result
+        elif not placed.runs or nbytes > slot_bytes:
+            left.append(item)
+        else:
+            if nbytes > room:
+                portions.append([])
+                room = slot_bytes
+            portions[-1].append((item, placed))
+            room -= nbytes
+    return portions, left
+
+
+def _land(transfer: Transfer, session: str, portion: _Portion, deadline: float) -> bool:
+    """Have the values of a portion read, and copy them to where they are wanted; whether that was possible."""
+    slot = transfer.landing.lease(
+        max(0.0, deadline - time.monotonic()) if transfer.lost < transfer.landing.slots else 0
+    )
+    if slot is None:
+        return False
+    if not transfer.read(session, slot, [run for _, placed in portion for run in placed.runs], deadline):
+        return False  # the slot is not ours any more
+    at = 0
+    for item, placed in portion:
+        end = at + placed.result.nbytes
+        for part in item.parts:
+            length = min(part.nbytes, end - at)
+            copy(part[:length], slot.view[at : at + length])
+            at += length
+        at = end
+    slot.give_back()
+    return True
+
+
+def _receive(link: Link, items: Sequence[_Item], results: Results, deadline: float) -> None:
+    """Have values sent, each into its buffers."""
+    rooms = [item.room for item in items]
+    status, table = _ask(link, Operation.GET, [item.key for item in items], rooms, deadline)
+    if status is not Status.FINE:
+        raise ProtocolError(f"{status.name} to a request for values")
+    for item, found in zip(items, parse_found(table, rooms), strict=True):
+        if found.code is Code.OK:
+            missing = found.nbytes
+            for part in item.parts:
+                length = min(part.nbytes, missing)
+                link.channel.fill(part[:length])
+                missing -= length
+            if item.arrived is not None:
+                item.arrived(found.nbytes)
+        results[item.index] = found
+
+
+def _ask(
+    link: Link, operation: Operation, keys: Sequence[str], rooms: Sequence[int], deadline: float
+) -> tuple[Status, bytearray]:
+    """Send a request and read the table of the reply."""
+    body = keys_body(keys, rooms)
+    milliseconds = min(max(1, int(1000 * (deadline - time.monotonic()))), 3_600_000)
+    link.channel.send_parts([REQUEST_HEAD.pack(operation, len(keys), len(body), milliseconds), body])
+    reply = parse_reply(link.channel.read(REPLY_HEAD.size), len(keys))
+    return reply.status, link.channel.read(reply.nbytes)

@@ -1,0 +1,167 @@
+"""What a peer store is told: `peer://host:port?name=value`.
+
+The one rule: everything is checked before anything is opened.
+"""
+
+import re
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final, Literal, cast
+
+from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed
+
+__all__ = ["PeerSettings", "Transport", "read_secret"]
+
+Transport = Literal["tcp", "mooncake"]
+
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
+_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
+_PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_DEVICES: Final = re.compile(r"[A-Za-z0-9._,-]{0,1024}")
+_LONGEST_LEASE_S: Final = 86_400
+_SECRET: Final = range(16, 4097)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Every setting of a peer store."""
+
+    host: str
+    """Where this process listens for readers."""
+    port: int | None = None
+    """None: any that is free; readers are told. 0: nobody reads here, this process only reads."""
+    local: str = ""
+    """Where others reach this process, without a port; empty: `host`."""
+    size_bytes: int = 1 << 30
+    """For what this process has put."""
+    unit_bytes: int = 64 << 10
+    """A value takes whole units."""
+    threads: int = 2
+    """How many batches are read from peers at a time."""
+    lease_s: int = 60
+    """So long after it was put, or found again by this process, a value is not evicted."""
+    transport: Transport = "tcp"
+    protocol: str = "tcp"
+    """Of Mooncake's transfer engine: `tcp` or `rdma`."""
+    devices: str = ""
+    """RDMA devices, separated by commas; empty: all."""
+    buffer_bytes: int = 64 << 20
+    """Where Mooncake's transfer engine lets values land; they are copied from there."""
+    peers: str = ""
+    """Whom this process may ask: networks, addresses and names. Empty: this machine, if `host` is on it."""
+    ports: range = range(1, 65536)
+    """At which ports of theirs."""
+    secret: bytes = field(default=b"", repr=False)
+    """Whoever reads here has to know it, and whoever is read from."""
+    connect_ms: int = 1000
+    """How long a connection may take, with everything until it can be used."""
+
+    def __post_init__(self) -> None:
+        """Raises StoreError on what cannot be."""
+        if not _HOST.fullmatch(self.host) or not (self.port is None or 0 <= self.port < 65536):
+            raise _wrong(f"{self.host}:{self.port} is not a host and a port")
+        if self.local and not _HOST.fullmatch(self.local):
+            raise _wrong(f"local={self.local} is not a host name or an address, without a port")
+        if self.protocol not in ("tcp", "rdma"):
+            raise _wrong(f"protocol={self.protocol} is none of tcp, rdma")
+        if not _DEVICES.fullmatch(self.devices):
+            raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
+        if _everywhere(self.host) and not self.local and self.port != 0:
+            raise _wrong(f"{self.host} is all of this machine's addresses; say with local= at which others find it")
+        if not self.peers and not _loopback(self.host):
+            raise _wrong("whom may it ask? set peers, networks or names: peers=10.0.0.0/8,node-5")
+
+    @property
+    def reachable(self) -> str:
+        """Where others find this process."""
+        return self.local or self.host
+
+    @property
+    def allowed(self) -> Allowed:
+        """Whom this process may ask."""
+        return Allowed(self.peers or LOOPBACK, self.ports)
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine can reach it."""
+        return _loopback(self.host)
+
+    @classmethod
+    def of(cls, url: StoreURL) -> "PeerSettings":
+        """The settings in a URL.
+
+        Raises:
+            StoreError: a setting is unknown or cannot be.
+        """
+        url.only(
+            "size", "unit", "threads", "lease", "transport", "protocol", "devices", "buffer", "peers", "ports", "local",
+            "secret_file", "connect_ms",
+        )  # fmt: skip
+        place = _PLACE.fullmatch(url.place)
+        if place is None or url.path not in ("", "/"):
+            raise _wrong(
+                f"{url.text!r} does not say where to listen: peer://host:port, port 0 for a process that only reads"
+            )
+        given = url.settings.get
+        default = cls("127.0.0.1")
+        made = cls(
+            host=place[1].strip("[]"),
+            port=None if place[2] is None else int(place[2]),
+            local=given("local", "").strip("[]"),
+            size_bytes=url.size("size") or default.size_bytes,
+            unit_bytes=url.size("unit") or default.unit_bytes,
+            threads=url.number("threads", default.threads, low=1, high=64),
+            lease_s=url.number("lease", default.lease_s, low=0, high=_LONGEST_LEASE_S),
+            transport=cast("Transport", url.choice("transport", "tcp", "mooncake")),
+            protocol=given("protocol", default.protocol),
+            devices=given("devices", default.devices),
+            buffer_bytes=url.size("buffer") or default.buffer_bytes,
+            peers=given("peers", default.peers),
+            ports=_ports(given("ports")),
+            secret=read_secret(url.settings["secret_file"]) if "secret_file" in url.settings else b"",
+            connect_ms=url.number("connect_ms", default.connect_ms, low=1, high=60_000),
+        )
+        _ = made.allowed  # raises
+        return made
+
+
+def read_secret(path: str) -> bytes:
+    """The one line of a file. Raises StoreError if it cannot be read, or is too short to be a secret."""
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(_SECRET.stop + 2).rstrip(b"\r\n")
+    except OSError as error:
+        raise _wrong(f"secret_file cannot be read: {error}") from error
+    if len(secret) not in _SECRET or b"\n" in secret:
+        raise _wrong(f"secret_file {path} is not one line of {_SECRET.start} to {_SECRET.stop - 1} bytes")
+    return secret
+
+
+def _ports(text: str | None) -> range:
+    if text is None:
+        return range(1, 65536)
+    match = _PORTS.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < first <= last < 65536:
+        raise _wrong(f"ports={text} is not a port or a range of ports: 7400-7499")
+    return range(first, last + 1)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _everywhere(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _wrong(what: str) -> StoreError:
+    return StoreError(f"peer store: {what}")

@@ -1,0 +1,293 @@
+"""The store of peers: what this process has put lies in its own memory, and others read it from there.
+
+Nothing is pushed and nothing is looked up in a directory: whoever made pages says so in the params, the connector hands
+that on with `locate`, and `get` and `exists` of what is not here ask there. The one rule: what this process has put is
+its own and stays a while (`lease`); what others have is read, checked by whoever asked for it, and never kept.
+
+    peer://10.0.0.5:7400?size=64GiB&peers=10.0.0.0/8        a prefill engine
+    peer://10.0.0.6:0?size=1GiB&peers=10.0.0.0/8            a decode engine that nobody reads from
+
+Who can reach the port can read all pages, unless `secret_file` is set on all sides. The connection is neither encrypted
+nor authenticated after its beginning.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvparams_connectors.advice import Advice
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Capabilities,
+    Code,
+    GetOp,
+    KVStore,
+    LaneStore,
+    PutOp,
+    Results,
+)
+from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.peer.located import Located
+from kvparams_connectors.stores.peer.places import Place, place_of
+from kvparams_connectors.stores.peer.reading import Reader
+from kvparams_connectors.stores.peer.serving import Server
+from kvparams_connectors.stores.peer.settings import PeerSettings
+from kvparams_connectors.stores.peer.sources import Sources
+from kvparams_connectors.stores.peer.transfer import Transfer
+
+if TYPE_CHECKING:
+    from kvparams_connectors.arena import Arena
+
+__all__ = ["PeerSettings", "PeerStatistics", "PeerStore", "open_url"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_MOST_LOCATED: Final = 65_536
+_LOCATED_S: Final = 300.0
+_BACKLOG: Final = 128
+_REFUSED_LOG_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatistics:
+    """What was seen until now."""
+
+    values_served: int
+    """Sent to others, or held for them to read."""
+    bytes_served: int
+    values_pinned: int
+    """Being copied, sent or held at the moment: not evicted."""
+    readers: int
+    """Connected now."""
+    readers_refused: int
+    """They did not know the secret, or were too many."""
+    values_read: int
+    """From others."""
+    bytes_read: int
+    bytes_transferred: int
+    """Of these, by Mooncake's transfer engine."""
+    connections: int
+    """Begun to others."""
+    places_refused: int
+    """Hints that named somebody who is not among the peers; nobody was asked."""
+
+
+class PeerStore(LaneStore):
+    """This process's memory, and that of others."""
+
+    def __init__(self, settings: PeerSettings, *, transfer: Transfer | None = None) -> None:
+        """Allocate and touch the memory, and listen.
+
+        Args:
+            settings: all of them.
+            transfer: one that several stores share, and which stays the caller's; None: one of its own, if the
+                settings say so.
+
+        Raises:
+            StoreError: the place is taken or not of this machine, or the transfer engine cannot be used.
+        """
+        self._settings = settings
+        self._allowed = settings.allowed
+        self._located = Located(_MOST_LOCATED, _LOCATED_S)
+        self._counting = threading.Lock()
+        self._refused = 0
+        self._refusals_said = 0.0
+        listener = None if settings.port == 0 else _listen(settings)
+        own: MemoryStore | None = None
+        try:
+            lease_s, unit_bytes = settings.lease_s, settings.unit_bytes
+            own = MemoryStore(settings.size_bytes, unit_bytes=unit_bytes, lease_s=lease_s, name="peer-own")
+            self._shares_transfer = transfer is not None
+            self._transfer = transfer or _transfer(settings)
+            if self._transfer is not None and listener is not None:
+                self._transfer.offer(own.whole)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            if own is not None:
+                own.close()
+            raise
+        self._own = own
+        max_value_bytes = own.capabilities.max_value_bytes
+        self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=max_value_bytes)
+        self._address = None if listener is None else str(Place(settings.reachable, listener.getsockname()[1]))
+        self._sources = Sources(self._allowed, secret=settings.secret, connect_s=settings.connect_ms / 1000)
+        self._reader = Reader(self._sources, self._allowed, self._transfer)
+        session = "" if self._transfer is None else self._transfer.session
+        self._server = None if listener is None else Server(self._own, listener, settings.secret, session)
+        super().__init__("peer", threads=settings.threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Its own memory's: alone it is private. What others have is seen by whoever is told of it."""
+        return self._capabilities
+
+    @property
+    def address(self) -> str | None:
+        return self._address
+
+    @property
+    def statistics(self) -> PeerStatistics:
+        """What was seen until now."""
+        server, reader = self._server, self._reader
+        return PeerStatistics(
+            values_served=server.values if server else 0,
+            bytes_served=server.nbytes if server else 0,
+            values_pinned=self._own.pinned,
+            readers=server.readers if server else 0,
+            readers_refused=server.turned_away if server else 0,
+            values_read=reader.values,
+            bytes_read=reader.nbytes,
+            bytes_transferred=reader.transferred,
+            connections=self._sources.opened,
+            places_refused=self._refused,
+        )
+
+    def advice(self) -> Sequence[Advice]:
+        """For `kvparams doctor`."""
+        settings = self._settings
+        found = [
+            Advice("ok", "it only reads from others: port is 0")
+            if self._address is None
+            else Advice("ok", f"others read at {self._address}")
+        ]
+        if not settings.private and not settings.secret:
+            anybody = "whoever reaches it can read all pages" if self._address else "it cannot tell who it reads from"
+            found.append(Advice("warning", anybody, "set secret_file on all engines"))
+        if settings.transport == "mooncake" and not settings.private:
+            open_to_all = "Mooncake's transfer engine lets whoever reaches it read and write registered memory"
+            found.append(Advice("warning", open_to_all, "keep its ports to the engines, and use authenticated pages"))
+        return found
+
+    def register(self, arena: "Arena") -> None:
+        """Nothing: values arrive over a socket, or in a landing area of the store's own (see `transfer.py`)."""
+
+    # ---- what others have
+
+    def locate(self, keys: Sequence[str], source: str) -> None:
+        """Believed for five minutes, or until there is something newer; a source that is not allowed is not kept."""
+        place = place_of(source)
+        if place is None or place not in self._allowed:
+            self._refuse()
+        elif source != self._address:
+            self._located.add(keys, place, time.monotonic())
+
+    def quarantine(self, keys: Sequence[str]) -> None:
+        """They are not read from where they were said to be."""
+        self._located.forget(keys)
+
+    def _refuse(self) -> None:
+        now = time.monotonic()
+        with self._counting:
+            self._refused += 1
+            said, self._refusals_said = self._refusals_said, now
+            if said and now - said < _REFUSED_LOG_S:
+                self._refusals_said = said
+                return
+        _LOGGER.warning("peer: params name a source that is not among the peers; it is not asked")
+
+    # ---- operations
+
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return self._own.put(ops, deadline_s)
+
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Here, at once, leased or not. What others have is theirs."""
+        return self._own.delete(keys, deadline_s)
+
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return (
+            super().get(ops, deadline_s) if self._elsewhere([op.key for op in ops]) else self._own.get(ops, deadline_s)
+        )
+
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        return super().exists(keys, deadline_s) if self._elsewhere(keys) else self._own.exists(keys, deadline_s)
+
+    def _elsewhere(self, keys: Sequence[str]) -> bool:
+        """Whether others may have some of these. What nobody else has waits for nobody else."""
+        return any(place is not None for place in self._located.find(keys, time.monotonic()))
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return self._own.put_now(ops, deadline)
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._own.delete_now(keys, deadline)
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        results = self._own.get_now(ops, deadline)
+        for place, indexes in self._left([op.key for op in ops], results).items():
+            found = self._reader.get(place, [ops[index] for index in indexes], deadline)
+            for index, result in zip(indexes, found, strict=True):
+                results[index] = result
+        return results
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        results = self._own.exists_now(keys, deadline)
+        for place, indexes in self._left(keys, results).items():
+            found = self._reader.sizes(place, [keys[index] for index in indexes], deadline)
+            for index, result in zip(indexes, found, strict=True):
+                results[index] = result
+        return results
+
+    def _left(self, keys: Sequence[str], results: Results) -> dict[Place, list[int]]:
+        """What is not here, by where it is said to be."""
+        left: dict[Place, list[int]] = {}
+        for index, place in enumerate(self._located.find(keys, time.monotonic())):
+            if place is not None and results[index].code is Code.MISS:
+                left.setdefault(place, []).append(index)
+        return left
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Nobody reads here any more; then as every store."""
+        if self._server is not None:
+            self._server.close()
+        super().close()
+        self._own.close()
+
+    def release(self) -> None:
+        self._sources.close()
+        if self._transfer is not None and self._shares_transfer:
+            self._transfer.withdraw(self._own.whole)
+        elif self._transfer is not None:
+            self._transfer.close()
+
+
+def _listen(settings: PeerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port or 0))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StoreError(
+            f"peer store: cannot listen on {settings.host} port {settings.port or 'of its own'}: {error}; name an "
+            "address of this machine and a port that is free, or no port"
+        ) from error
+    return listener
+
+
+def _transfer(settings: PeerSettings) -> Transfer | None:
+    if settings.transport != "mooncake":
+        return None
+    return Transfer(
+        settings.reachable,
+        protocol=settings.protocol,
+        devices=settings.devices,
+        buffer_bytes=settings.buffer_bytes,
+        threads=settings.threads,
+    )
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`peer://10.0.0.5:7400?size=64GiB&lease=60&peers=10.0.0.0/8&transport=tcp`; see `PeerSettings`."""
+    return PeerStore(PeerSettings.of(url))

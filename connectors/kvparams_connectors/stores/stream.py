@@ -1,0 +1,152 @@
+"""A connected socket whose every wait ends at a deadline: what stores that speak a server's protocol themselves share.
+
+The one rule: a stream is used by one thread at a time, and one that has raised is closed, never used again.
+"""
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["Stream", "tcp_socket"]
+
+_GRAIN_S: Final = 0.02
+"""The kernel's own time-out of one call; the deadline is looked at in between."""
+_VECTORS: Final = 1024  # IOV_MAX of Linux
+_AT_ONCE: Final = 4 << 20
+"""Bytes handed to the kernel in one call, so that a peer that takes them one by one cannot hold it for long."""
+_TIMEVAL: Final = struct.Struct("ll")
+
+
+def tcp_socket(host: str, port: int, until: float) -> socket.socket:
+    """Connect to a server.
+
+    Args:
+        until: when to give up, on the clock of `time.monotonic`.
+
+    Raises:
+        TimeoutError: it took too long.
+        OSError: it cannot be reached.
+    """
+    sock = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Stream:
+    """A connected socket, plain or TLS. Every wait ends at the deadline in force."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Args:
+        sock: connected, and from now on ours to close.
+        """
+        self._socket = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._deadline = 0.0
+        self._grain_s = 0.0
+        if not self._tls:
+            # The kernel's time-outs on a blocking socket spare a poll() and its way through Python before each call.
+            sock.setblocking(True)
+            self._set_grain(_GRAIN_S)
+
+    def until(self, deadline: float) -> None:
+        """From now on waits end at `deadline`, on the clock of `time.monotonic`."""
+        self._deadline = deadline
+        if not self._tls and self._grain_s != _GRAIN_S:
+            self._set_grain(_GRAIN_S)
+
+    def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send all of `parts`, in order.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            OSError: the connection is gone.
+        """
+        left = [memoryview(part) for part in parts if len(part)]
+        if self._tls:
+            for part in left:
+                self._send_tls(part)
+            return
+        at = 0
+        while at < len(left):
+            end, nbytes = at, 0
+            while end < len(left) and end - at < _VECTORS and nbytes < _AT_ONCE:
+                nbytes += left[end].nbytes
+                end += 1
+            vectors = left[at:end]
+            if nbytes > _AT_ONCE:
+                vectors[-1] = vectors[-1][: vectors[-1].nbytes - (nbytes - _AT_ONCE)]
+            self._look_at_the_clock()
+            try:
+                sent = self._socket.sendmsg(vectors)
+            except BlockingIOError:
+                continue
+            while sent and sent >= left[at].nbytes:
+                sent -= left[at].nbytes
+                at += 1
+            if sent:
+                left[at] = left[at][sent:]
+
+    def receive(self, target: memoryview, whole: bool) -> int:
+        """Fill some of `target` and say how much; 0 when the stream has ended.
+
+        Args:
+            whole: all of it is wanted, and may be waited for; it may be less nevertheless.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            OSError: the connection is gone.
+        """
+        if self._tls:
+            self._socket.settimeout(self._remaining())
+            return self._socket.recv_into(target)
+        flags = socket.MSG_WAITALL if whole else 0  # one call for a value; the kernel's time-out ends it in between
+        while True:
+            self._look_at_the_clock()
+            try:
+                return self._socket.recv_into(target, 0, flags)
+            except BlockingIOError:
+                continue
+
+    @property
+    def silent(self) -> bool:
+        """Whether the peer has neither said anything that was not received nor gone away."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
+
+    def _send_tls(self, part: memoryview) -> None:
+        done = 0
+        while done < part.nbytes:
+            self._socket.settimeout(self._remaining())
+            done += self._socket.send(part[done:])
+
+    def _remaining(self) -> float:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("the deadline has passed")
+        return remaining
+
+    def _look_at_the_clock(self) -> None:
+        if self._deadline - time.monotonic() < self._grain_s:
+            self._set_grain(max(0.001, self._remaining()))
+
+    def _set_grain(self, seconds: float) -> None:
+        self._grain_s = seconds
+        packed = _TIMEVAL.pack(0, int(seconds * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, packed)

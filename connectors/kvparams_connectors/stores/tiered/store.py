@@ -1,0 +1,225 @@
+"""An ordered list of stores as one: the fastest first, the one that has everything last.
+
+get: each key from the first tier that has it. exists: the first tier, then all others at once for what is missing.
+put: into all tiers; with write-through the *last* tier decides what the caller is told, with write-back the *first*
+does and the others follow in the background: what is still on its way is lost if the process dies. delete: everywhere.
+What a slower tier gave is put into the faster ones in the background, if there is room to stage it.
+
+The one rule: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that
+hangs keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from kvparams_connectors.advice import Advice, advice_of
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Capabilities,
+    Code,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    Results,
+    StoreError,
+)
+from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.stores.tiered.counts import Counts, TieredStatistics
+from kvparams_connectors.stores.tiered.moves import Moves
+from kvparams_connectors.stores.tiered.reads import Reads
+from kvparams_connectors.stores.tiered.writes import Writes
+
+if TYPE_CHECKING:
+    from kvparams_connectors.arena import Arena
+
+__all__ = ["TieredStatistics", "TieredStore", "open_url"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_MOST_TIERS: Final = 4
+_STAGING: Final = 64 << 20
+_MOST_RUNNING: Final = 4096
+_CLOSE_S: Final = 10.0
+
+
+class TieredStore(KVStore):
+    """Stores in the order in which they are asked; they belong to this one and are closed with it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[KVStore],
+        *,
+        write_back: bool = False,
+        promote: bool = True,
+        staging_bytes: int = _STAGING,
+    ) -> None:
+        """Args:
+        tiers: 2 to 4, the fastest first. Guard those that can fail (`GuardedStore`).
+        write_back: put answers after the first tier.
+        promote: what a slower tier gave goes into the faster ones.
+        staging_bytes: for values on their way in the background. What finds no room there is not promoted; what is
+            being put is written through.
+
+        Raises:
+            StoreError: too few or too many tiers, or one of them twice.
+        """
+        if not 2 <= len(tiers) <= _MOST_TIERS:
+            raise StoreError(f"tiered store: {len(tiers)} tiers; it takes 2 to {_MOST_TIERS}: l1=...&l2=...")
+        if len({id(tier) for tier in tiers}) < len(tiers):
+            raise StoreError("tiered store: the same store is two of its tiers")
+        self._tiers = tuple(tiers)
+        self._moves = Moves(staging_bytes if write_back or promote else 1)
+        self._counts = Counts(len(tiers))
+        self._reads = Reads(self._tiers, self._moves, self._counts, promote=promote)
+        self._writes = Writes(self._tiers, self._moves, self._counts, write_back=write_back)
+        self._changed = threading.Condition(threading.Lock())
+        self._running = 0
+        self._closed = False
+        every = [tier.capabilities for tier in tiers]
+        self._capabilities = Capabilities(
+            persistent=every[-1].persistent,
+            shared=every[-1].shared and not write_back,
+            max_value_bytes=every[-1].max_value_bytes,
+            private_copies=any(not one.shared or one.private_copies for one in every),
+            exact_use=all(one.exact_use for one in every),
+            evicts=every[-1].evicts,
+            one_winner=all(one.one_winner for one in every),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The last tier's, for it has everything; with write-back nobody else sees it in time."""
+        return self._capabilities
+
+    @property
+    def statistics(self) -> TieredStatistics:
+        """What was seen until now."""
+        return self._counts.statistics()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way in the background."""
+        return self._moves.idle
+
+    def register(self, arena: "Arena") -> None:
+        for tier in self._tiers:
+            tier.register(arena)
+
+    def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        job, admitted = self._begin(len(ops), deadline_s)
+        if admitted:
+            self._writes.put(job, ops)
+        return job
+
+    def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        job, admitted = self._begin(len(ops), deadline_s)
+        if admitted:
+            self._reads.get(job, ops)
+        return job
+
+    def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        job, admitted = self._begin(len(keys), deadline_s)
+        if admitted:
+            self._reads.exists(job, keys)
+        return job
+
+    def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """OK or MISS only if every tier said one of them: the key is nowhere any more, nor on its way anywhere."""
+        job, admitted = self._begin(len(keys), deadline_s)
+        if admitted:
+            self._writes.delete(job, keys)
+        return job
+
+    def advice(self) -> Sequence[Advice]:
+        """Every tier's."""
+        return [
+            replace(advice, found=f"tier {number}: {advice.found}")
+            for number, tier in enumerate(self._tiers, 1)
+            for advice in advice_of(tier)
+        ]
+
+    @property
+    def address(self) -> str | None:
+        """The first that a tier has."""
+        return next((tier.address for tier in self._tiers if tier.address is not None), None)
+
+    def locate(self, keys: Sequence[str], source: str) -> None:
+        for tier in self._tiers:
+            tier.locate(keys, source)
+
+    def quarantine(self, keys: Sequence[str]) -> None:
+        """In every tier that can."""
+        for tier in self._tiers:
+            tier.quarantine(keys)
+
+    def close(self) -> None:
+        """Take no more, let what runs and what is being written back end within 10 s, and close the tiers."""
+        give_up = time.monotonic() + _CLOSE_S
+        with self._changed:
+            self._closed = True
+            ended = self._changed.wait_for(lambda: not self._running, _CLOSE_S)
+        if not self._moves.wait_idle(max(0.0, give_up - time.monotonic())) or not ended:
+            _LOGGER.error("a tiered store was closed while a tier was stuck; what was on its way to it may be lost")
+        self._reads.close()
+        for tier in self._tiers:
+            tier.close()
+
+    def _begin(self, count: int, deadline_s: float) -> tuple[Job[Results], bool]:
+        """A job, and whether there may be one; then it counts until it has settled."""
+        with self._changed:
+            admitted = not self._closed and self._running < _MOST_RUNNING
+            self._running += admitted
+        results = [Result(Code.TIMEOUT if admitted else Code.UNAVAILABLE)] * count
+        job = Job(time.monotonic() + deadline_s, results)
+        if admitted:
+            job.on_settled(self._end)
+        else:
+            job.finish(results)
+        return job, admitted
+
+    def _end(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`tiered:?l1=memory%3A%3Fsize%3D1GiB&l2=valkey%3A%2F%2Fhost%3A6379&write=through&promote=yes&staging=64MiB`.
+
+    The tiers' own URLs stand in it percent-encoded, `l1` to `l4`. Every tier but memory is guarded.
+    """
+    names = [f"l{number}" for number in range(1, _MOST_TIERS + 1)]
+    url.only(*names, "write", "promote", "staging")
+    if url.place or url.path:
+        raise StoreError(f"tiered store: {url.text!r} names a place; its tiers do: tiered:?l1=...&l2=...")
+    given = [name for name in names if name in url.settings]
+    if given != names[: len(given)] or len(given) < 2:
+        raise StoreError(f"tiered store: {url.text!r} names {', '.join(given) or 'no tier'}; name l1, l2 and so on")
+    parsed = [StoreURL.parse(url.settings[name]) for name in given]
+    places: set[tuple[str | None, ...]] = set()
+    for name, one in zip(given, parsed, strict=True):
+        place = (one.scheme, one.place, one.path, one.settings.get("prefix"))
+        if one.scheme == "tiered":
+            raise StoreError(f"tiered store: {name} is tiered itself; write its tiers into this one")
+        if place in places:
+            raise StoreError(f"tiered store: {name} is the same store as a tier before it")
+        places.add(place)
+    write_back = url.choice("write", "through", "back") == "back"
+    promote = url.choice("promote", "yes", "no") == "yes"
+    staging = url.size("staging") or _STAGING
+    tiers: list[KVStore] = []
+    try:
+        for one in parsed:
+            tiers.append(open_guarded(one.text))
+        return TieredStore(tiers, write_back=write_back, promote=promote, staging_bytes=staging)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise

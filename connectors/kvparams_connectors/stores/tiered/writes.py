@@ -1,0 +1,197 @@
+"""Puts and deletes of a tiered store.
+
+The one rule: the caller is told what the deciding tier said, the last one with write-through and the first one with
+write-back; the caller's buffers are read until every tier that was given them has settled, and no longer.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Code,
+    KVStore,
+    PutOp,
+    Result,
+    Results,
+    valid_key,
+    valid_put,
+)
+from kvparams_connectors.stores.tiered.answers import deleted
+from kvparams_connectors.stores.tiered.counts import Counts
+from kvparams_connectors.stores.tiered.moves import Moves, submit
+
+__all__ = ["Writes"]
+
+_DECIDED: Final = frozenset({Code.OK, Code.EXISTS, Code.INVALID})
+"""write-back: what the first tier may say for the others to have no say any more."""
+
+
+class Writes:
+    """The way in."""
+
+    def __init__(self, tiers: Sequence[KVStore], moves: Moves, counts: Counts, *, write_back: bool) -> None:
+        self._tiers = tiers
+        self._moves = moves
+        self._counts = counts
+        self._write_back = write_back
+
+    def put(self, job: Job[Results], ops: Sequence[PutOp]) -> None:
+        """Put values and finish `job`."""
+        limit = self._tiers[-1].capabilities.max_value_bytes
+        results = [Result(Code.TIMEOUT)] * len(ops)
+        good: list[int] = []
+        for index, op in enumerate(ops):
+            if not valid_put(op):
+                results[index] = Result(Code.INVALID)
+            elif _nbytes(op.buffers) > limit:
+                results[index] = Result(Code.TOO_LARGE)
+            else:
+                good.append(index)
+        if not good or not job.remaining_s():
+            job.finish(results)
+            return
+        job.offer(list(results))
+        if self._write_back:
+            self._put_first(job, ops, good, results)
+        else:
+            self._put_into(self._tiers, job, ops, good, results, decided=frozenset())
+
+    def _put_into(
+        self,
+        tiers: Sequence[KVStore],
+        job: Job[Results],
+        ops: Sequence[PutOp],
+        indexes: Sequence[int],
+        results: Results,
+        *,
+        decided: frozenset[int],
+    ) -> None:
+        """Put from the caller's buffers; the last tier's word goes into `results`, but for what is `decided`."""
+        lock = threading.Lock()
+        heard: dict[int, Results] = {}
+        last = len(tiers) - 1
+
+        def settled(number: int, said: Results) -> None:
+            with lock:
+                heard[number] = said
+                over = len(heard) == len(tiers)
+                if number == last:
+                    for index, result in zip(indexes, said, strict=True):
+                        if index not in decided:
+                            results[index] = result
+                    job.offer(list(results))
+            if self._write_back:
+                self._counts.written_back(said)
+            elif over:
+                self._drop_losers([op.key for op in asked], heard, lambda: job.finish(results))
+                return
+            if over:
+                job.finish(results)
+
+        asked = [ops[index] for index in indexes]
+        for number, tier in enumerate(tiers):
+            submit(tier.put, asked, job.remaining_s(), lambda said, number=number: settled(number, said))
+
+    def _drop_losers(self, keys: Sequence[str], heard: Mapping[int, Results], then: Callable[[], None]) -> None:
+        """What somebody else has written first into the last tier counts, not what we put into faster ones."""
+        winners = heard[len(self._tiers) - 1]
+        lost = {
+            number: [
+                key
+                for key, ours, theirs in zip(keys, heard[number], winners, strict=True)
+                if ours.code is Code.OK and theirs.code is Code.EXISTS
+            ]
+            for number in range(len(self._tiers) - 1)
+        }
+        lost = {number: wrong for number, wrong in lost.items() if wrong}
+        if not lost:
+            then()
+            return
+        lock = threading.Lock()
+        left = [len(lost)]
+
+        def settled(_: Results) -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self._moves.end_delete()
+            then()
+
+        def go() -> None:
+            for number, wrong in lost.items():
+                submit(self._tiers[number].delete, wrong, DEFAULT_DEADLINE_S, settled)
+
+        self._moves.begin_delete([key for wrong in lost.values() for key in wrong], go)
+
+    def _put_first(self, job: Job[Results], ops: Sequence[PutOp], good: Sequence[int], results: Results) -> None:
+        """write-back: what the first tier has taken goes on from a copy, the rest from the caller's buffers.
+
+        So does what finds no room to be staged: whoever writes faster than the slower tiers can take it waits for them.
+        """
+        rest = self._tiers[1:]
+
+        def settled(said: Results) -> None:
+            new: list[int] = []
+            kept: set[int] = set()
+            for index, result in zip(good, said, strict=True):
+                if result.code in _DECIDED:
+                    results[index] = result
+                    kept.add(index)
+                if result.code is Code.OK:
+                    new.append(index)
+            job.offer(list(results))
+            taken = self._moves.take([(ops[at].key, ops[at].buffers, _nbytes(ops[at].buffers)) for at in new], None)
+            self._moves.put([value for value in taken if value is not None], rest, self._counts.written_back)
+            unstaged = {index for index, value in zip(new, taken, strict=True) if value is None}
+            direct = [index for index in good if index not in kept or index in unstaged]
+            if direct and job.remaining_s():
+                self._put_into(rest, job, ops, direct, results, decided=frozenset(kept))
+            else:
+                job.finish(results)
+
+        submit(self._tiers[0].put, [ops[index] for index in good], job.remaining_s(), settled)
+
+    def delete(self, job: Job[Results], keys: Sequence[str]) -> None:
+        """Delete everywhere and finish `job`."""
+        valid = [index for index, key in enumerate(keys) if valid_key(key)]
+        results = [Result(Code.INVALID)] * len(keys)
+        for index in valid:
+            results[index] = Result(Code.TIMEOUT)
+        if not valid or not job.remaining_s():
+            job.finish(results)
+            return
+        job.offer(list(results))
+        wanted = [keys[index] for index in valid]
+        lock = threading.Lock()
+        answers: list[Results] = []
+
+        def settled(said: Results) -> None:
+            with lock:
+                answers.append(said)
+                if len(answers) < len(self._tiers):
+                    return
+            for at, index in enumerate(valid):
+                results[index] = deleted([one[at] for one in answers])
+            end()
+
+        def end() -> None:
+            self._moves.end_delete()
+            job.finish(results)
+
+        def go() -> None:
+            left = job.remaining_s()
+            if not left:
+                end()
+                return
+            for tier in self._tiers:
+                submit(tier.delete, wanted, left, settled)
+
+        self._moves.begin_delete(wanted, go)
+
+
+def _nbytes(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)

@@ -1,0 +1,52 @@
+"""A connection to a server: a stream, and replies that are read from it in the order in which they were asked for.
+
+The one rule: a connection is reusable only while no reply is owed on it; one that has raised is closed.
+"""
+
+import socket
+from collections.abc import Sequence
+
+from kvparams_connectors.stores.stream import Stream
+from kvparams_connectors.stores.valkey.resp import Oversized, ReplyReader, ServerError
+
+__all__ = ["Connection"]
+
+
+class Connection(Stream):
+    """A connected socket, plain or TLS, used by one thread at a time. Every wait ends at the deadline in force."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Args:
+        sock: connected, and from now on ours to close.
+        """
+        super().__init__(sock)
+        self._owed = 0
+        self._reader = ReplyReader(self.receive)
+
+    def send(self, parts: Sequence[bytes | memoryview], replies: int) -> None:
+        """Send all of `parts`, in order; `replies` more replies are owed to us then. Raises as `send_parts` does."""
+        self._owed += replies
+        self.send_parts(parts)
+
+    def reply(self) -> int | bytes | ServerError | None:
+        """The next reply that is owed; see `ReplyReader.reply`. Raises TimeoutError as well."""
+        reply = self._reader.reply()
+        self._owed -= 1
+        return reply
+
+    def replies(self, count: int) -> list[int | bytes | ServerError | None]:
+        """So many of the replies that are owed; see `ReplyReader.replies`. Raises TimeoutError as well."""
+        replies = self._reader.replies(count)
+        self._owed -= count
+        return replies
+
+    def value(self, buffers: Sequence[memoryview]) -> int | Oversized | ServerError | None:
+        """The next reply that is owed, a value; see `ReplyReader.value`. Raises TimeoutError as well."""
+        reply = self._reader.value(buffers)
+        self._owed -= 1
+        return reply
+
+    @property
+    def reusable(self) -> bool:
+        """Whether no reply is owed or lies unread, and the peer has neither spoken unasked nor gone away."""
+        return not self._owed and self._reader.empty and self.silent

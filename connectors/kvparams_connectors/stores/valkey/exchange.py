@@ -1,0 +1,233 @@
+"""A batch of requests, done: sent to the servers that hold the keys, answered, and sent on where a server says so.
+
+Each server gets its requests over one connection, so many at a time that neither side waits for the other and no more
+than a bounded amount of values is under way; all servers work at the same time. The one rule: whatever goes wrong on a
+connection ends that connection and the requests that were not answered on it, and nothing else.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvparams_connectors.store import Code, Result, Results
+from kvparams_connectors.stores.valkey.connection import Connection
+from kvparams_connectors.stores.valkey.pool import Pool, Refused
+from kvparams_connectors.stores.valkey.requests import Request, SizeQuestion, SizeRequest, result_of
+from kvparams_connectors.stores.valkey.resp import ProtocolError
+from kvparams_connectors.stores.valkey.topology import Node, Redirect, Topology, redirect_of
+
+__all__ = ["Batch", "run_batch", "run_sizes"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_WINDOW_BYTES: Final = 4 << 20
+"""So much weight may be under way on a connection, or one request: with a few values of 1 MiB the server is never
+idle. It copies its answers into a buffer first, which counts against its `maxmemory` and leaves the caches: two values
+of 4 MiB under way are slower than one."""
+_QUESTIONS: Final = 4096
+"""Keys that are asked about in one round trip."""
+_REDIRECTS: Final = 5
+
+
+@dataclass(slots=True)
+class Batch:
+    """What came of a batch."""
+
+    results: Results
+    stale: bool = False
+    """Whether the map of the cluster seems to be out of date."""
+
+
+def run_batch(pool: Pool, topology: Topology, requests: Sequence[Request], deadline: float) -> Batch:
+    """Do all requests.
+
+    Args:
+        deadline: on the clock of `time.monotonic`; a request that has no answer by then is TIMEOUT.
+    """
+    batch = Batch([Result(Code.TIMEOUT)] * len(requests))
+    groups: dict[tuple[Node, bool], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault((topology.node(request.key), False), []).append(index)
+    for _ in range(1 + _REDIRECTS):
+        exchanges = [
+            _Exchange(pool, node, requests, indexes, batch, asking=asking, deadline=deadline)
+            for (node, asking), indexes in groups.items()
+        ]
+        for exchange in exchanges:
+            exchange.start()
+        groups = {}
+        for exchange in exchanges:
+            for index, redirect in exchange.finish():
+                if redirect.kind == "MOVED":
+                    topology.moved(redirect.slot, redirect.node)
+                    batch.stale = True
+                groups.setdefault((redirect.node, redirect.kind == "ASK"), []).append(index)
+                batch.results[index] = Result(Code.UNAVAILABLE)  # unless it is answered where it is sent on to
+        if not groups:
+            break
+    return batch
+
+
+def run_sizes(pool: Pool, topology: Topology, keys: Sequence[bytes], deadline: float) -> Batch:
+    """The sizes of values: what `run_batch` does with a `SizeRequest` for each key, at a fraction of the cost.
+
+    All keys are asked about together, of every server one question. What that leaves open is asked one by one.
+    """
+    batch = Batch([Result(Code.TIMEOUT)] * len(keys))
+    for first in range(0, len(keys), _QUESTIONS):
+        _ask_sizes(pool, topology, keys, range(first, min(first + _QUESTIONS, len(keys))), batch, deadline)
+    return batch
+
+
+def _ask_sizes(
+    pool: Pool, topology: Topology, keys: Sequence[bytes], indexes: Sequence[int], batch: Batch, deadline: float
+) -> None:
+    groups: dict[Node, list[int]] = {}
+    if topology.cluster:
+        for index in indexes:
+            groups.setdefault(topology.node(keys[index]), []).append(index)
+    else:
+        groups[topology.node(b"")] = list(indexes)
+    questions = {
+        node: SizeQuestion([keys[index] for index in group], one_slot=not topology.cluster)
+        for node, group in groups.items()
+    }
+    connections: dict[Node, Connection] = {}
+    unsure: list[int] = []
+    for node, question in questions.items():  # all are sent before the first answer is waited for
+        try:
+            connections[node] = pool.take(node, deadline)
+            connections[node].send([question.text], question.replies)
+        except (OSError, Refused) as error:
+            _over(batch, groups[node], node, connections.pop(node, None), error)
+    for node, connection in connections.items():
+        group = groups[node]
+        try:
+            found = questions[node].read(connection)
+        except OSError as error:
+            _over(batch, group, node, connection, error)
+            continue
+        pool.give_back(node, connection)
+        for index, result in zip(group, found, strict=True):
+            if result is None:
+                unsure.append(index)
+            else:
+                batch.results[index] = result
+    if unsure:
+        again = run_batch(pool, topology, [SizeRequest(keys[index]) for index in unsure], deadline)
+        batch.stale |= again.stale
+        for index, result in zip(unsure, again.results, strict=True):
+            batch.results[index] = result
+
+
+def _over(
+    batch: Batch, indexes: Sequence[int], node: Node, connection: Connection | None, error: OSError | Refused
+) -> None:
+    """A connection is over, and with it all that was not answered."""
+    if isinstance(error, TimeoutError):
+        result = Result(Code.TIMEOUT)
+    elif isinstance(error, Refused):
+        result = result_of(error.error)
+    else:
+        result = Result(Code.UNAVAILABLE)
+        batch.stale = True
+        if isinstance(error, ProtocolError):
+            _LOGGER.error("valkey: %s does not speak as it should: %s", node, error)
+    for index in indexes:
+        batch.results[index] = result
+    if connection is not None:
+        connection.close()
+
+
+class _Exchange:
+    """Requests of a batch to one server, over one connection."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        node: Node,
+        requests: Sequence[Request],
+        indexes: Sequence[int],
+        batch: Batch,
+        *,
+        asking: bool,
+        deadline: float,
+    ) -> None:
+        self._pool = pool
+        self._node = node
+        self._requests = requests
+        self._indexes = indexes
+        self._batch = batch
+        self._asking = asking
+        self._deadline = deadline
+        self._connection: Connection | None = None
+        self._waiting: list[int] = []
+        """Sent and not answered, in order; those before `_answered` are done."""
+        self._answered = 0
+        self._next = 0
+        self._weight = 0
+        self._redirects: list[tuple[int, Redirect]] = []
+
+    def start(self) -> None:
+        """Connect, and send as much as may be under way."""
+        try:
+            self._connection = self._pool.take(self._node, self._deadline)
+            self._send(self._connection)
+        except (OSError, Refused) as error:
+            self._fail(error)
+
+    def finish(self) -> list[tuple[int, Redirect]]:
+        """Receive all answers and send the rest; the requests that are to be asked of another server."""
+        if self._connection is None:
+            return self._redirects
+        try:
+            while self._answered < len(self._waiting):
+                self._receive(self._connection)
+                self._send(self._connection)
+        except (OSError, Refused) as error:
+            self._fail(error)
+        else:
+            self._pool.give_back(self._node, self._connection)
+        return self._redirects
+
+    def _send(self, connection: Connection) -> None:
+        parts: list[bytes | memoryview] = []
+        replies = 0
+        while self._next < len(self._indexes):
+            index = self._indexes[self._next]
+            request = self._requests[index]
+            if self._weight and self._weight + request.weight > _WINDOW_BYTES:
+                break
+            self._next += 1
+            try:
+                parts += request.parts(asking=self._asking)
+            except ValueError:  # the caller released a buffer that it had leased to us
+                self._batch.results[index] = Result(Code.INVALID)
+                continue
+            self._waiting.append(index)
+            self._weight += request.weight
+            replies += request.replies * (2 if self._asking else 1)
+        if parts:
+            connection.send(parts, replies)
+
+    def _receive(self, connection: Connection) -> None:
+        index = self._waiting[self._answered]
+        request = self._requests[index]
+        answer = request.read(connection, asking=self._asking)
+        self._answered += 1
+        self._weight -= request.weight
+        if isinstance(answer, Result):
+            self._batch.results[index] = answer
+            return
+        redirect = redirect_of(answer.text, self._node)
+        if redirect is not None:
+            self._redirects.append((index, redirect))
+            return
+        self._batch.stale |= answer.word in ("READONLY", "CLUSTERDOWN")
+        self._batch.results[index] = result_of(answer)
+
+    def _fail(self, error: OSError | Refused) -> None:
+        unanswered = [*self._waiting[self._answered :], *self._indexes[self._next :]]
+        _over(self._batch, unanswered, self._node, self._connection, error)
+        self._connection = None

@@ -1,0 +1,242 @@
+"""What is asked of a server for one key, and what its answers mean.
+
+The one rule: every answer ends in a `Result`, or in a `ServerError` that may be a redirect; nothing here waits or
+chooses a server.
+
+Commands and error words: https://valkey.io/commands/ and `server.c` of Valkey 8.0.1.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvparams_connectors.store import Code, Result
+from kvparams_connectors.stores.valkey.connection import Connection
+from kvparams_connectors.stores.valkey.resp import Oversized, ServerError, command, flat
+
+__all__ = ["DeleteRequest", "GetRequest", "PutRequest", "Request", "SizeQuestion", "SizeRequest", "result_of"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_ASKING: Final = command(b"ASKING")
+_SMALL: Final = 256
+"""About what a command or a reply without a value takes."""
+
+_CODES: Final = {
+    "OOM": Code.FULL,
+    "NOAUTH": Code.DENIED,
+    "WRONGPASS": Code.DENIED,
+    "NOPERM": Code.DENIED,
+    "DENIED": Code.DENIED,  # protected mode
+    "READONLY": Code.UNAVAILABLE,
+    "LOADING": Code.UNAVAILABLE,
+    "CLUSTERDOWN": Code.UNAVAILABLE,
+    "MASTERDOWN": Code.UNAVAILABLE,
+    "NOREPLICAS": Code.UNAVAILABLE,
+    "MISCONF": Code.UNAVAILABLE,
+    "TRYAGAIN": Code.UNAVAILABLE,
+    "BUSY": Code.UNAVAILABLE,
+    "MOVED": Code.UNAVAILABLE,  # one that was not followed any further
+    "ASK": Code.UNAVAILABLE,
+    "WRONGTYPE": Code.CORRUPT,  # something else than a value stands under our key
+}
+_MISS: Final = Result(Code.MISS)
+_CLIENTS: Final = "ERR max number of clients"
+_TOO_LONG: Final = ("ERR string exceeds maximum allowed size", "ERR Protocol error: invalid bulk length")
+
+
+def result_of(error: ServerError) -> Result:
+    """What an error reply means for the key that it answers."""
+    code = _CODES.get(error.word)
+    if code is None and error.text.startswith(_CLIENTS):
+        code = Code.UNAVAILABLE
+    if code is None and error.text.startswith(_TOO_LONG):
+        code = Code.TOO_LARGE
+    if code is None:
+        _LOGGER.error("valkey: an error that is not known: %.200r", error.text)
+        code = Code.INTERNAL
+    return Result(code)
+
+
+class Request(Protocol):
+    """One key of a batch."""
+
+    key: bytes
+    weight: int
+    """How much it counts against what may be under way on a connection, in bytes."""
+    replies: int
+    """Answers it gets, besides those to ASKING."""
+
+    def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        """What is sent; `asking` follows a redirect of kind ASK. Raises ValueError if a buffer was released."""
+        ...
+
+    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+        """Receive the answers; raises as `Connection.reply` does."""
+        ...
+
+
+def _nbytes(buffers: Sequence[memoryview]) -> int:
+    """Together; 0 if one was released, which `Request.parts` will say."""
+    try:
+        return sum(buffer.nbytes for buffer in buffers)
+    except ValueError:
+        return 0
+
+
+def _reply(connection: Connection, *, asking: bool) -> int | bytes | ServerError | None:
+    if asking:  # its own answer says nothing: if it was refused, so is what follows
+        connection.reply()
+    return connection.reply()
+
+
+class PutRequest:
+    """SET key value NX: stored if nothing is there. A value is visible when it is whole."""
+
+    replies = 1
+
+    def __init__(self, key: bytes, buffers: Sequence[memoryview], ttl_ms: int) -> None:
+        """Args:
+        ttl_ms: the value goes by itself after so many milliseconds; 0: it stays.
+        """
+        self.key = key
+        self.nbytes: Final = _nbytes(buffers)
+        # Less than its size: what is sent takes no room at the server before it is stored, and the answer is short.
+        self.weight = _SMALL + self.nbytes // 16
+        self._buffers = buffers
+        self._ttl_ms = ttl_ms
+
+    def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        ttl = b"%d" % self._ttl_ms
+        words = 6 if self._ttl_ms else 4
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(self.key), self.key, self.nbytes)
+        tail = b"\r\n$2\r\nNX\r\n"
+        if self._ttl_ms:
+            tail += b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        return [_ASKING + head if asking else head, *flat(self._buffers), tail]
+
+    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+        reply = _reply(connection, asking=asking)
+        if reply is None:
+            return Result(Code.EXISTS)
+        if isinstance(reply, ServerError):
+            return reply
+        return Result(Code.OK, self.nbytes) if reply == b"OK" else Result(Code.INTERNAL)
+
+
+class GetRequest:
+    """GET key, into the caller's buffers."""
+
+    replies = 1
+
+    def __init__(self, key: bytes, buffers: Sequence[memoryview], arrived: Callable[[int], None] | None = None) -> None:
+        """Args:
+        arrived: see `GetOp`.
+        """
+        self.key = key
+        self.weight = _SMALL + _nbytes(buffers)
+        self._buffers = buffers
+        self._arrived = arrived
+        self._targets: list[memoryview] = []
+
+    def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        self._targets = flat(self._buffers)
+        get = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
+        return [_ASKING + get if asking else get]
+
+    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+        if asking:
+            connection.reply()
+        reply = connection.value(self._targets)
+        if reply is None:
+            return Result(Code.MISS)
+        if isinstance(reply, Oversized):
+            return Result(Code.TOO_LARGE, reply.nbytes)
+        if isinstance(reply, ServerError):
+            return reply
+        if self._arrived is not None:
+            self._arrived(reply)
+        return Result(Code.OK, reply)
+
+
+class SizeRequest:
+    """STRLEN key, which counts as a use; EXISTS key tells an empty value from none, in the same round trip."""
+
+    replies = 2
+    weight = _SMALL
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        size = b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
+        there = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
+        return [_ASKING + size + _ASKING + there if asking else size + there]
+
+    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+        size = _reply(connection, asking=asking)
+        there = _reply(connection, asking=asking)
+        for reply in (size, there):
+            if isinstance(reply, ServerError):
+                return reply
+        if not isinstance(size, int) or not isinstance(there, int):
+            return Result(Code.INTERNAL)
+        return Result(Code.OK, size) if size or there else Result(Code.MISS)
+
+
+class SizeQuestion:
+    """`SizeRequest` for many keys of one server. If they may stand in one command, a single EXISTS counts them all: as
+    many as have a size means that the others are missing."""
+
+    def __init__(self, keys: Sequence[bytes], *, one_slot: bool) -> None:
+        """Args:
+        one_slot: whether the server takes all keys in one command; a server of a cluster does not.
+        """
+        words = [b"$%d\r\n%b\r\n" % (len(key), key) for key in keys]
+        size, there = b"*2\r\n$6\r\nSTRLEN\r\n", b"*2\r\n$6\r\nEXISTS\r\n"
+        self._count = len(keys)
+        self._one_slot = one_slot
+        self.text: Final = (
+            b"".join((size, size.join(words), b"*%d\r\n$6\r\nEXISTS\r\n" % (1 + len(words)), *words))
+            if one_slot
+            else b"".join([size + word + there + word for word in words])
+        )
+        self.replies: Final = len(keys) + 1 if one_slot else 2 * len(keys)
+
+    def read(self, connection: Connection) -> list[Result | None]:
+        """One result for each key, None where it has to be asked on its own; raises as `Connection.reply` does."""
+        replies = connection.replies(self.replies)
+        sizes = replies[:-1] if self._one_slot else replies[::2]
+        if self._one_slot:
+            sure = replies[-1] == sum(1 for size in sizes if size)
+            there: Sequence[object] = [0 if sure else None] * self._count
+        else:
+            there = replies[1::2]
+        return [
+            Result(Code.OK, size)
+            if isinstance(size, int) and (size or found == 1)
+            else _MISS
+            if size == 0 and found == 0
+            else None
+            for size, found in zip(sizes, there, strict=True)
+        ]
+
+
+class DeleteRequest:
+    """UNLINK key: gone at once, its memory is freed in the server's own time."""
+
+    replies = 1
+    weight = _SMALL
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        unlink = command(b"UNLINK", self.key)
+        return [_ASKING + unlink if asking else unlink]
+
+    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+        reply = _reply(connection, asking=asking)
+        if isinstance(reply, ServerError):
+            return reply
+        return Result(Code.OK if reply else Code.MISS)

@@ -1,0 +1,214 @@
+"""The store on Valkey servers: one, or a cluster; TCP, TLS or a unix socket.
+
+Values go over connections of our own (`resp.py`), straight from and into the caller's buffers; valkey-py asks what the
+server is (`control.py`). `benchmarks/valkey_bench.py` says why. The one rule: a put is `SET ... NX` of a whole
+value, so that what a key holds never changes and never is half there.
+
+What Valkey does differently from the stores of our own: its clock for "least recently used" counts seconds and it
+evicts the oldest of a few samples, so that values used within the same second go in any order.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvparams_connectors.advice import Advice
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.stores.valkey.control import (
+    TLSFiles,
+    advice_of,
+    read_facts,
+    read_password,
+    read_slots,
+    tls_context,
+)
+from kvparams_connectors.stores.valkey.exchange import Batch, run_batch, run_sizes
+from kvparams_connectors.stores.valkey.pool import Access, Pool
+from kvparams_connectors.stores.valkey.requests import DeleteRequest, GetRequest, PutRequest, Request, SizeRequest
+from kvparams_connectors.stores.valkey.topology import Node, Topology
+
+__all__ = ["ValkeyStore", "open_url"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_PORT: Final = 6379
+_CONNECT_MS: Final = 1000
+_REFRESH_S: Final = 1.0
+_SHORTEST_S: Final = 0.05
+"""With less time than this a server is not asked for the map."""
+_LONGEST_TTL_S: Final = 10 * 365 * 86400
+
+
+class ValkeyStore(LaneStore):
+    """Values on Valkey servers."""
+
+    def __init__(
+        self,
+        node: Node,
+        access: Access,
+        *,
+        tls: TLSFiles | None = None,
+        prefix: str = "",
+        ttl_s: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """Connect, and ask the server what it is.
+
+        Args:
+            node: the server, or one of a cluster.
+            access: how it is reached; its `tls` goes with `tls`.
+            tls: the files behind `access.tls`.
+            prefix: stands before every key, with a colon: deployments that share a server do not meet.
+            ttl_s: a value goes by itself so many seconds after it was put; 0: never.
+            threads: how many batches are worked on at a time, each over connections of its own.
+
+        Raises:
+            StoreError: the server cannot be reached, does not let us in, or is too old.
+        """
+        facts = read_facts(node, access, tls)
+        self._access = access
+        self._tls = tls
+        self._topology = Topology(node)
+        if facts.cluster:
+            self._topology.replace(read_slots(node, access, tls))
+        for advice in advice_of(facts, ttl=bool(ttl_s)):
+            if advice.grade != "ok":
+                _LOGGER.warning("valkey: %s: %s; %s", node, advice.found, advice.todo)
+        self._node = node
+        self._prefix = prefix.encode() + b":" if prefix else b""
+        self._ttl_ms = ttl_s * 1000
+        self._capabilities = Capabilities(
+            persistent=True, shared=True, max_value_bytes=facts.max_value_bytes, exact_use=False
+        )
+        self._pool = Pool(access)
+        self._refreshing = threading.Lock()
+        self._refreshed = time.monotonic()
+        super().__init__("valkey", threads=threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def advice(self) -> Sequence[Advice]:
+        """For `kvparams doctor`: what the server says of itself now."""
+        try:
+            facts = read_facts(self._node, self._access, self._tls)
+        except StoreError as error:
+            return [Advice("error", str(error), "start the server, or name another one")]
+        return advice_of(facts, ttl=bool(self._ttl_ms))
+
+    @property
+    def connections(self) -> int:
+        """How many connections for values were made so far."""
+        return self._pool.opened
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        requests = [PutRequest(self._key(op.key), op.buffers, self._ttl_ms) for op in ops]
+        results = [Result(Code.TOO_LARGE)] * len(ops)
+        small = [at for at, request in enumerate(requests) if request.nbytes <= self._capabilities.max_value_bytes]
+        for at, result in zip(small, self._run([requests[at] for at in small], deadline), strict=True):
+            results[at] = result
+        # A server that is full says so before it looks whether the key is there.
+        full = [at for at, result in enumerate(results) if result.code is Code.FULL]
+        if full:
+            found = self._run([SizeRequest(requests[at].key) for at in full], deadline)
+            for at, result in zip(full, found, strict=True):
+                if result.code is Code.OK:
+                    results[at] = Result(Code.EXISTS)
+        return results
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        return self._run([GetRequest(self._key(op.key), op.buffers, op.arrived) for op in ops], deadline)
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._done(run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline), deadline)
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._run([DeleteRequest(self._key(key)) for key in keys], deadline)
+
+    def release(self) -> None:
+        self._pool.close()
+
+    def _key(self, key: str) -> bytes:
+        return self._prefix + key.encode()
+
+    def _run(self, requests: Sequence[Request], deadline: float) -> Results:
+        return self._done(run_batch(self._pool, self._topology, requests, deadline), deadline)
+
+    def _done(self, batch: Batch, deadline: float) -> Results:
+        if batch.stale and self._topology.cluster:
+            self._refresh(deadline)
+        return batch.results
+
+    def _refresh(self, deadline: float) -> None:
+        """Ask for the map of the cluster again, at most once in a while and not behind the deadline."""
+        with self._refreshing:
+            if time.monotonic() - self._refreshed < _REFRESH_S:
+                return
+            self._refreshed = time.monotonic()
+        for node in self._topology.known():
+            left_s = min(self._access.connect_s, deadline - time.monotonic())
+            if left_s < _SHORTEST_S:
+                return
+            try:
+                self._topology.replace(read_slots(node, replace(self._access, connect_s=left_s), self._tls))
+            except StoreError as error:
+                _LOGGER.warning("%s", error)
+            else:
+                return
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`valkey://host:6379?prefix=...&ttl=3600`, `valkeys://` for TLS, `valkey:///path/to.sock` for a unix socket.
+
+    Settings: `threads` (1), `prefix`, `ttl` in seconds, `user`, `password_file`, `connect_ms` (1000), and with TLS
+    `ca`, `cert`, `key`: PEM files.
+
+    What an ACL has to allow: `+get +set +strlen +exists +unlink` on `~PREFIX:*`, in a cluster `+cluster|slots` and
+    `+asking` as well; with `+info +config|get` the server's limits are known and its settings are checked.
+    """
+    tls = url.scheme == "valkeys"
+    url.only("threads", "prefix", "ttl", "user", "password_file", "connect_ms", *(("ca", "cert", "key") if tls else ()))
+    settings = url.settings
+    files = TLSFiles(settings.get("ca", ""), settings.get("cert", ""), settings.get("key", "")) if tls else None
+    if files and files.key and not files.cert:
+        raise StoreError("valkeys store: key is there and cert is not")
+    prefix = settings.get("prefix", "")
+    if "prefix" in settings and not _PREFIX.fullmatch(prefix):
+        raise StoreError(f"{url.scheme} store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
+    if "user" in settings and "password_file" not in settings:
+        raise StoreError(f"{url.scheme} store: user is there and password_file is not")
+    password = read_password(settings["password_file"]) if "password_file" in settings else b""
+    access = Access(
+        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+        user=settings.get("user", ""),
+        password=password,
+        tls=tls_context(files) if files else None,
+    )
+    return ValkeyStore(
+        _node(url),
+        access,
+        tls=files,
+        prefix=prefix,
+        ttl_s=url.number("ttl", 0, low=1, high=_LONGEST_TTL_S),
+        threads=url.number("threads", 1, low=1, high=64),
+    )
+
+
+def _node(url: StoreURL) -> Node:
+    if not url.place and url.path.startswith("/") and url.scheme == "valkey":
+        return Node("", 0, url.path)
+    place = _PLACE.fullmatch(url.place)
+    if place is None or url.path not in ("", "/") or not 0 < int(place[2] or _PORT) < 65536:
+        raise StoreError(
+            f"{url.scheme} store: {url.text!r} names no server; write {url.scheme}://host:6379"
+            + (" or valkey:///path/to.sock" if url.scheme == "valkey" else "")
+        )
+    return Node(place[1].strip("[]"), int(place[2] or _PORT))

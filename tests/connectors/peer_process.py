@@ -1,0 +1,129 @@
+"""A process with a peer store in it, for tests: it puts, deletes, counts and says where it can be read.
+
+The one rule: it is ended by whoever started it, also where a test fails.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final, Self
+
+from kvparams_connectors.store import PutOp, open_store
+from kvparams_connectors.stores.peer.store import PeerStore
+
+__all__ = ["PeerProcess", "page"]
+
+_WAIT_S: Final = 30.0
+
+
+def page(seed: int, size: int) -> memoryview:
+    """The same bytes for the same seed."""
+    return memoryview(bytearray(Random(seed).randbytes(size)))
+
+
+class PeerProcess:
+    """One such process."""
+
+    def __init__(self, url: str) -> None:
+        self.url: Final = url
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.address: str = self._answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def put(self, seeds: Sequence[int], size: int) -> list[str]:
+        """Pages under `key-SEED`; what became of them."""
+        return self._ask(["put", list(seeds), size])
+
+    def delete(self, seeds: Sequence[int]) -> list[str]:
+        return self._ask(["delete", list(seeds), 0])
+
+    def pins(self) -> int:
+        """Values that are pinned at the moment, by whomever."""
+        return self._ask(["pins", [], 0])
+
+    def readers(self) -> int:
+        return self._ask(["readers", [], 0])
+
+    def stop(self) -> None:
+        """SIGSTOP; when this returns, none of its threads does anything more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        until = time.monotonic() + _WAIT_S
+        while any(
+            stat.read_text().rpartition(")")[2].split()[0] not in "Tt"
+            for stat in Path("/proc", str(self.pid), "task").glob("*/stat")
+        ):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        self._process.kill()
+        self._process.wait(_WAIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def restart(self) -> None:
+        """Killed and started anew, by the same URL."""
+        self.kill()
+        self._start()
+
+    def _ask(self, command: list[Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process has ended"
+        return json.loads(line)
+
+
+def main(url: str) -> None:
+    """Do what is asked on stdin, a line of JSON each."""
+    store = open_store(url)
+    sys.stdout.write(json.dumps(store.address) + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        what, seeds, size = json.loads(line)
+        answer: object
+        if what == "put":
+            ops = [PutOp(f"key-{seed}", (page(seed, size),)) for seed in seeds]
+            answer = [result.code.name for result in store.put(ops, 20.0).result()]
+        elif what == "delete":
+            answer = [one.code.name for one in store.delete([f"key-{seed}" for seed in seeds], 20.0).result()]
+        else:
+            assert isinstance(store, PeerStore)
+            answer = store.statistics.readers if what == "readers" else store.statistics.values_pinned
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    store.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,377 @@
+"""The store on an `lm://` server that is killed, stopped or cut off: nothing wrong is read, nothing hangs."""
+
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.stores.lmcache.store import LMCacheStore
+from kvparams_connectors.stores.lmcache.wire import Kind, Names
+from tests.connectors.lmcache_server import BareClient, LMCacheServer
+from tests.connectors.lmcache_steps import (
+    DEADLINE_S,
+    SIZE,
+    break_off,
+    delete,
+    exists,
+    get,
+    put,
+    resident_mib,
+    sockets,
+)
+from tests.connectors.valkey_relay import Relay
+from tests.connectors.valkey_server import wait_until
+
+HUGE = 250 << 20
+LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Iterator[int]:
+    return count()
+
+
+@pytest.fixture
+def prefix(numbers: Iterator[int]) -> str:
+    """Nothing can be flushed, so that every test has a place of its own."""
+    return f"test-{next(numbers)}"
+
+
+@pytest.fixture
+def opened() -> Iterator[list[KVStore]]:
+    stores: list[KVStore] = []
+    yield stores
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> LMCacheStore:
+    made = open_store(f"{server.url}?prefix={prefix}")
+    opened.append(made)
+    assert isinstance(made, LMCacheStore)
+    return made
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def through(relay: Relay, prefix: str, opened: list[KVStore]) -> LMCacheStore:
+    made = open_store(f"lmcache://127.0.0.1:{relay.port}?prefix={prefix}")
+    opened.append(made)
+    assert isinstance(made, LMCacheStore)
+    return made
+
+
+# ---- a network that gets worse
+
+
+def test_a_put_that_is_not_confirmed_is_not_ok(
+    server: LMCacheServer, prefix: str, store: LMCacheStore, opened: list[KVStore]
+) -> None:
+    with Relay(server.port) as relay:
+        far = through(relay, prefix, opened)
+        relay.cut_after = 36  # the answer to "is it there?" comes through, the confirmation does not
+        assert put(far, range(1)) == [Code.UNAVAILABLE]
+        far.close()
+    assert exists(store, range(1)) == [Code.OK]  # the control: it was stored
+
+
+def test_a_confirmation_of_something_else_is_not_ok(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> None:
+    """The server says that nothing stands there, as one would that has no room."""
+    missing = struct.pack("=9i", 400, 0, 1, 2, 0, 0, 0, 0, 0)
+    with Relay(server.port) as relay:
+        far = through(relay, prefix, opened)
+        relay.change = lambda data: missing * (len(data) // 36)
+        assert put(far, range(2)) == [Code.UNAVAILABLE] * 2
+        far.close()
+
+
+def test_a_reset_in_the_middle_of_a_value_is_no_value(
+    server: LMCacheServer, prefix: str, store: LMCacheStore, opened: list[KVStore]
+) -> None:
+    """A connection that is lost is made once more; what is cut twice is UNAVAILABLE."""
+    put(store, range(4))
+    with Relay(server.port) as relay:
+        far = through(relay, prefix, opened)
+        for cut_after in (0, 1, 35, 36, 37, SIZE // 2, SIZE + 35, SIZE + 36, SIZE + 37, 3 * SIZE):
+            relay.cut_after = cut_after
+            assert get(far, range(4)) == [Code.OK] * 4
+            assert relay.cut_after is None
+        assert exists(store, range(4)) == [Code.OK] * 4  # no cut was taken for remains
+        always = [0]
+
+        def every_time(data: bytes) -> bytes:
+            relay.cut_after = always[0]
+            return data
+
+        relay.change = every_time
+        for cut in (0, 20, 36, 1000):
+            always[0] = cut
+            assert set(get(far, range(4))) <= {Code.UNAVAILABLE, Code.MISS}
+        relay.change = lambda data: data
+        relay.cut_after = None
+        far.close()
+
+
+def test_a_server_that_trickles_costs_no_more_than_the_deadline(
+    server: LMCacheServer, prefix: str, store: LMCacheStore, opened: list[KVStore]
+) -> None:
+    put(store, range(2))
+    with Relay(server.port) as relay:
+        far = through(relay, prefix, opened)
+        assert get(far, range(2)) == [Code.OK] * 2
+        relay.trickle_s = 0.005
+        start = time.monotonic()
+        job = far.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.3)
+        assert job.result() == [Result(Code.TIMEOUT)]
+        assert job.wait_settled(1.0)
+        assert time.monotonic() - start < 1.0
+        relay.trickle_s = 0.0
+        assert get(far, range(2)) == [Code.OK] * 2
+        far.close()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        (200, -1, Kind.VALUE, SIZE),
+        (77, SIZE, Kind.VALUE, SIZE),
+        (200, 2**31 - 1, Kind.VALUE, 2**31 - 1),
+        (200, SIZE - 7, Kind.VALUE, SIZE - 7),
+        (200, SIZE + 1, Kind.VALUE, SIZE),
+    ],
+)
+def test_a_server_that_lies_about_lengths_hurts_nobody(
+    server: LMCacheServer, prefix: str, store: LMCacheStore, opened: list[KVStore], lie: tuple[int, int, int, int]
+) -> None:
+    """Nothing is written beside the buffers, nothing waits past its deadline, and nothing but a shorter value is
+    believed: that is what pages have checksums for."""
+    put(store, range(2))
+    code, nbytes, kind, size = lie
+    true = struct.pack("=6i", 200, SIZE, 4, 6, Kind.VALUE, SIZE)
+    with Relay(server.port) as relay:
+        far = through(relay, prefix, opened)
+
+        def change(data: bytes) -> bytes:
+            at = data.find(true)
+            return (
+                data
+                if at < 0
+                else data[:at] + struct.pack("=9i", code, nbytes, 4, 6, kind, size, 0, 0, 0) + data[at + 36 :]
+            )
+
+        relay.change = change
+        memory = bytearray(b"\xa5" * (SIZE + 2000))
+        target = memoryview(memory)[1000 : 1000 + SIZE]
+        start = time.monotonic()
+        job = far.get([GetOp("key-0", (target,)), GetOp("key-1", (memoryview(bytearray(SIZE)),))], 1.0)
+        found = [result.code for result in job.result()]
+        assert time.monotonic() - start < 2.0
+        assert job.wait_settled(1.0)
+        if found[0] is Code.OK:
+            assert job.result()[0].nbytes == SIZE - 7
+        assert found[1] is not Code.OK
+        assert set(memory[:1000] + memory[1000 + SIZE :]) == {0xA5}
+        relay.change = lambda data: data
+        assert get(far, range(2)) == [Code.OK] * 2
+        far.close()
+
+
+# ---- a server that stops and goes
+
+
+def test_a_stopped_server_costs_no_more_than_the_deadline(server: LMCacheServer, store: LMCacheStore) -> None:
+    put(store, range(3))
+    server.stop()
+    try:
+        for work in (
+            lambda: put(store, range(10, 40), 0.2),
+            lambda: get(store, range(3), 0.2),
+            lambda: [result.code for result in store.exists(["key-0"], 0.2).result()],
+            lambda: [result.code for result in store.delete(["key-0"], 0.2).result()],
+        ):
+            start = time.monotonic()
+            assert set(work()) == {Code.TIMEOUT}
+            assert 0.2 <= time.monotonic() - start < 1.0
+        # The buffers are given back soon after: what holds them is closed, not waited for.
+        job = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.2)
+        assert job.wait_settled(1.0)
+    finally:
+        server.go_on()
+    assert get(store, range(1, 3)) == [Code.OK] * 2  # late answers to what was abandoned are nobody's
+
+
+def test_a_put_that_is_abandoned_in_the_middle_leaves_no_remains(
+    server: LMCacheServer, prefix: str, store: LMCacheStore
+) -> None:
+    before = resident_mib(server.pid)
+    job = store.put([PutOp("key", (memoryview(bytearray(HUGE)),))], 0.5)
+    try:
+        wait_until(lambda: resident_mib(server.pid) > before + 16, pause_s=0.001)
+        server.stop()
+        assert job.result() == [Result(Code.TIMEOUT)]
+        assert job.wait_settled(1.0)
+    finally:
+        server.go_on()
+    assert leaves_nothing(server, Names(prefix).value("key"))
+    assert put(store, range(1)) == [Code.OK]
+
+
+WRITER = """
+import sys
+from kvparams_connectors.store import PutOp, open_store
+open_store(sys.argv[1]).put([PutOp("key", (memoryview(bytearray(int(sys.argv[2]))),))], 60.0).result()
+"""
+
+
+def test_a_writer_that_is_killed_in_the_middle_of_a_value_leaves_no_remains(server: LMCacheServer, prefix: str) -> None:
+    before = resident_mib(server.pid)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, f"{server.url}?prefix={prefix}", str(HUGE)])
+    try:
+        wait_until(lambda: resident_mib(server.pid) > before + 16, pause_s=0.001)
+        server.stop()
+        assert writer.poll() is None
+    finally:
+        writer.kill()
+        writer.wait(DEADLINE_S)
+        server.go_on()
+    assert leaves_nothing(server, Names(prefix).value("key"))
+
+
+def leaves_nothing(server: LMCacheServer, name: bytes) -> bool:
+    """Whether the server keeps nothing of a put that was broken off; and the control, of one that was closed."""
+    wait_until(lambda: sockets(server.pid) == 1)  # only the one it listens on: it is through with the others
+    other = name.replace(b"@0@", b"@2@")
+    break_off(server, other, bytes(1000), 5000, reset=False)
+    with BareClient(server.port) as client:
+        assert client.exist(other) == 200
+        return client.exist(name) == 400
+
+
+def test_a_server_that_is_killed_and_comes_back_is_used_again(tmp_path: Path, opened: list[KVStore]) -> None:
+    with LMCacheServer(tmp_path) as server:
+        store = open_store(server.url)
+        opened.append(store)
+        assert put(store, range(4)) == [Code.OK] * 4
+        server.kill()
+        assert set(get(store, range(4))) == {Code.UNAVAILABLE}
+        assert set(put(store, range(4))) == {Code.UNAVAILABLE}
+        assert set(exists(store, range(4))) == set(delete(store, range(4))) == {Code.UNAVAILABLE}
+        server.start()
+        assert get(store, range(4)) == [Code.MISS] * 4
+        assert put(store, range(4)) == [Code.OK] * 4
+        assert get(store, range(4)) == [Code.OK] * 4
+
+
+@pytest.mark.slow
+def test_a_server_may_be_killed_in_the_middle_of_batches(
+    tmp_path: Path, opened: list[KVStore], effort: Callable[[int, int], int]
+) -> None:
+    with LMCacheServer(tmp_path) as server:
+        store = open_store(f"{server.url}?threads=2")
+        opened.append(store)
+        seen: set[Code] = set()
+        over = threading.Event()
+        failures: list[AssertionError] = []
+
+        def work() -> None:
+            try:
+                while not over.is_set():
+                    seen.update(put(store, range(30)))
+                    seen.update(get(store, range(30)))
+            except AssertionError as error:
+                failures.append(error)
+
+        threads = [in_thread(work) for _ in range(2)]
+        for _ in range(effort(2, 6)):
+            wait_until(lambda: Code.OK in seen)
+            server.kill()
+            wait_until(lambda: bool(seen & LOST))
+            server.start()
+            seen.clear()
+        wait_until(lambda: Code.OK in seen)
+        over.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert failures == []
+        assert seen <= {Code.OK, Code.EXISTS, Code.MISS, *LOST}
+        assert put(store, range(3, 4)) in ([Code.OK], [Code.EXISTS])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_may_be_stopped_for_long(
+    server: LMCacheServer,
+    store: LMCacheStore,
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+) -> None:
+    put(store, range(3))
+    stopped_s = effort(5, 40)
+    longest, calls = 0.0, 0
+    server.stop()
+    try:
+        until = time.monotonic() + stopped_s
+        while time.monotonic() < until:
+            start = time.monotonic()
+            assert set(get(store, range(3), 0.5)) <= LOST
+            longest, calls = max(longest, time.monotonic() - start), calls + 1
+    finally:
+        server.go_on()
+    assert longest < 1.5
+    assert get(store, range(3)) == [Code.OK] * 3
+    record({"stopped_s": stopped_s, "deadline_s": 0.5, "longest_wait_s": round(longest, 3), "calls": calls})
+
+
+# ---- several at a time
+
+
+def test_a_reader_during_writes_and_deletes_sees_all_or_nothing(
+    server: LMCacheServer, prefix: str, store: LMCacheStore, opened: list[KVStore]
+) -> None:
+    """Also when the writer is cut off in the middle of its value, and when two put and delete at the same time."""
+    reader, second = (open_store(f"{server.url}?prefix={prefix}") for _ in range(2))
+    opened.extend([reader, second])
+    seen: list[Code] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            seen.extend(get(reader, range(8)))
+
+    def also_write() -> None:
+        while not over.is_set():
+            put(second, range(8))
+            delete(second, range(4, 8))
+
+    threads = [in_thread(read), in_thread(also_write)]
+    for _ in range(10):
+        put(store, range(8), 0.002)
+        put(store, range(8))
+        delete(store, range(8))
+    over.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert set(seen) <= {Code.OK, Code.MISS}
+    assert Code.OK in seen
+    # Whatever the races have left behind: who looks it up and reads it puts it right, and then it can be put.
+    get(reader, range(8))
+    put(store, range(8))
+    assert get(reader, range(8)) == exists(reader, range(8)) == [Code.OK] * 8

@@ -1,0 +1,466 @@
+"""The peer store: the conformance suite alone and through the network, leases, hints, whom it asks, secrets."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from urllib.parse import quote
+
+import pytest
+
+from kvparams.params import PROTOCOL_VERSION, Endpoint, KVTransferParams, Transfer
+from kvparams_connectors.advice import advice_of
+from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance.toy_engine import a_toy, table, tokens
+from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.store import Code, GetOp, KVStore, Result, open_store
+from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.peer.located import Located
+from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed, Place, place_of
+from kvparams_connectors.stores.peer.settings import PeerSettings
+from kvparams_connectors.stores.peer.store import PeerStore
+from kvparams_connectors.stores.tiered.store import TieredStore
+from kvparams_connectors.tools.diagnosis import examine_store
+from tests.connectors.peer_across import Across
+from tests.connectors.peer_process import PeerProcess, page
+from tests.connectors.peer_steps import SIZE, WAIT_S, a_listener, codes, contacted, get, names, opened, peer, put
+from tests.connectors.valkey_relay import Relay
+from tests.connectors.valkey_server import ValkeyServer
+
+__all__ = ["opened"]  # a fixture
+
+
+class TestAlone(StoreConformance):
+    """One peer store, which nobody reads from."""
+
+    @pytest.fixture
+    def opener(self, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return lambda: peer(opened)
+
+
+class TestThroughTheNetwork(StoreConformance):
+    """What one peer store puts is read by another one: every level holds for the way over the socket as well."""
+
+    @pytest.fixture
+    def opener(self, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def open_one() -> KVStore:
+            opened.append(Across(peer(opened), peer(opened, "127.0.0.1:0")))
+            return opened[-1]
+
+        return open_one
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("peer://", "does not say where to listen"),
+        ("peer://127.0.0.1:70000", "is not a host and a port"),
+        ("peer://127.0.0.1/path", "does not say where to listen"),
+        ("peer://user@127.0.0.1:1", "does not say where to listen"),
+        ("peer://127.0.0.1?sise=1GiB", "unknown setting sise"),
+        ("peer://10.0.0.5:7400", "whom may it ask"),
+        ("peer://0.0.0.0:7400?peers=10.0.0.0/8", "say with local="),
+        ("peer://127.0.0.1?local=a/b", "local=a/b"),
+        ("peer://127.0.0.1?peers=10.0.0.0/33", "no network, address or name"),
+        ("peer://127.0.0.1?peers=10.0.0.1/8", "no network, address or name"),
+        ("peer://127.0.0.1?peers=10.0.0", "no network, address or name"),
+        ("peer://127.0.0.1?peers=a,,b", "no network, address or name"),
+        ("peer://127.0.0.1?ports=0-5", "ports=0-5"),
+        ("peer://127.0.0.1?ports=9-5", "ports=9-5"),
+        ("peer://127.0.0.1?transport=udp", "transport=udp"),
+        ("peer://127.0.0.1?protocol=udp", "protocol=udp"),
+        ("peer://127.0.0.1?devices=a b", "devices"),
+        ("peer://127.0.0.1?lease=-1", "lease=-1"),
+        ("peer://127.0.0.1?secret_file=/nowhere/secret", "secret_file cannot be read"),
+        ("peer://127.0.0.1?size=1KiB", "less than one unit"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(url: str, words: str) -> None:
+    with pytest.raises(StoreError, match=r"peer store|memory store") as error:
+        open_store(url)
+    assert words in str(error.value)
+
+
+def test_a_port_that_is_taken_is_said(opened: list[KVStore]) -> None:
+    first = peer(opened)
+    assert first.address is not None
+    with pytest.raises(StoreError, match="cannot listen"):
+        open_store(f"peer://{first.address}")
+
+
+def test_where_others_can_read(opened: list[KVStore]) -> None:
+    assert peer(opened, "127.0.0.1:0").address is None
+    store = peer(opened, local="node-5")
+    assert store.address is not None
+    place = place_of(store.address)
+    assert place is not None
+    assert place.host == "node-5"
+    assert place_of(str(Place("::1", 7400))) == Place("::1", 7400)
+    six = peer(opened, "[::1]")
+    assert six.address is not None
+    assert six.address.startswith("[::1]:")
+    put(six, [1])
+    reader = peer(opened, "127.0.0.1:0")
+    reader.locate(names([1]), six.address)
+    assert get(reader, [1]) == [Code.OK]
+
+
+def test_what_the_doctor_hears(opened: list[KVStore], tmp_path: Path) -> None:
+    assert [advice.grade for advice in advice_of(peer(opened))] == ["ok"]
+    open_to_all = peer(opened, "0.0.0.0", local="127.0.0.1", peers="127.0.0.0/8")
+    assert [advice.grade for advice in advice_of(open_to_all)] == ["ok", "warning"]
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 32)
+    guarded = peer(opened, "0.0.0.0", local="127.0.0.1", peers="127.0.0.0/8", secret_file=str(secret))
+    assert [advice.grade for advice in advice_of(guarded)] == ["ok"]
+    seen = list(examine_store("peer://127.0.0.1?size=64MiB"))
+    assert "error" not in [advice.grade for advice in seen]
+    assert "no other process sees what is stored here" not in [advice.found for advice in seen]
+    assert "no other process sees what is stored here" in [one.found for one in examine_store("memory:?size=64MiB")]
+
+
+# ---- leases
+
+
+def test_what_was_put_is_leased_and_nothing_evicts_it(opened: list[KVStore]) -> None:
+    store = peer(opened, size="1MiB", lease=30)
+    assert put(store, range(10)) == [Code.OK] * 10
+    assert put(store, [10]) == [Code.FULL]
+    assert get(store, range(10)) == [Code.OK] * 10
+    assert codes(store.delete(names([3]), WAIT_S).result()) == [Code.OK]  # a release waits for no lease
+    assert put(store, [10]) == [Code.OK]
+    assert get(store, [3]) == [Code.MISS]
+
+
+def test_without_a_lease_the_oldest_goes(opened: list[KVStore]) -> None:
+    """The control of the test before."""
+    store = peer(opened, size="1MiB", lease=0)
+    assert put(store, range(10)) == [Code.OK] * 10
+    assert put(store, [10]) == [Code.OK]
+    assert sorted(get(store, range(10)), key=lambda code: code.name) == [Code.MISS] + [Code.OK] * 9
+
+
+def test_a_lease_ends_and_being_found_renews_it(opened: list[KVStore]) -> None:
+    store = peer(opened, size="1MiB", lease=1)
+    start = time.monotonic()
+    assert put(store, range(10)) == [Code.OK] * 10
+    until = time.monotonic() + WAIT_S
+    while put(store, [10]) == [Code.FULL]:
+        assert time.monotonic() < until
+        assert put(store, [0]) == [Code.EXISTS]  # found, and so leased anew
+        assert get(store, [1]) == [Code.OK]
+        assert codes(store.exists(names([2]), WAIT_S).result()) == [Code.OK]
+    assert time.monotonic() - start >= 1
+    while (said := put(store, [11, 12, 13, 14, 15, 16])) != [Code.OK] * 6:
+        assert time.monotonic() < until
+        assert said[-1] is not Code.OK
+        assert get(store, [0, 1, 2]) == [Code.OK] * 3
+    assert get(store, [0, 1, 2]) == [Code.OK] * 3
+
+
+def test_others_that_read_renew_no_lease(opened: list[KVStore]) -> None:
+    owner, reader = peer(opened, size="1MiB", lease=1), peer(opened, "127.0.0.1:0")
+    assert owner.address is not None
+    put(owner, range(10))
+    reader.locate(names(range(10)), owner.address)
+    until = time.monotonic() + WAIT_S
+    while put(owner, [10]) == [Code.FULL]:
+        assert time.monotonic() < until
+        get(reader, range(10))
+    assert get(owner, [10]) == [Code.OK]
+
+
+# ---- hints, and whom it asks
+
+
+def test_the_newest_hint_of_a_key_counts_for_a_while() -> None:
+    located = Located(3, 10.0)
+    here, there = Place("10.0.0.1", 1), Place("10.0.0.2", 2)
+    located.add(["a", "b"], here, 0.0)
+    located.add(["b"], there, 5.0)
+    assert located.find(["a", "b", "c"], 9.0) == [here, there, None]
+    assert located.find(["a", "b"], 12.0) == [None, there]
+    located.add(["c", "d", "e"], here, 12.0)  # there is room for three
+    assert located.find(["b", "c", "d", "e"], 12.0) == [None, here, here, here]
+    located.forget(["c", "unknown"])
+    assert located.find(["c", "d"], 12.0) == [None, here]
+    assert len(located) == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "place", "allowed"),
+    [
+        (LOOPBACK, "127.0.0.1:1", True),
+        (LOOPBACK, "127.9.9.9:65535", True),
+        (LOOPBACK, "[::1]:5", True),
+        (LOOPBACK, "[::ffff:127.0.0.1]:5", True),
+        (LOOPBACK, "LocalHost:5", True),
+        (LOOPBACK, "10.0.0.1:5", False),
+        (LOOPBACK, "[::ffff:10.0.0.1]:5", False),
+        (LOOPBACK, "0.0.0.0:5", False),
+        (LOOPBACK, "localhost.example.org:5", False),
+        (LOOPBACK, "127.0.0.1.example.org:5", False),
+        (LOOPBACK, "2130706433:5", False),  # 127.0.0.1 as some resolvers read it
+        (LOOPBACK, "0x7f.1:5", False),
+        ("10.0.0.0/8,node-5", "10.200.0.1:5", True),
+        ("10.0.0.0/8,node-5", "node-5:5", True),
+        ("10.0.0.0/8,node-5", "node-6:5", False),
+        ("10.0.0.0/8,node-5", "11.0.0.1:5", False),
+    ],
+)
+def test_whom_it_may_ask(hosts: str, place: str, allowed: bool) -> None:
+    parsed = place_of(place)
+    assert parsed is not None
+    assert (parsed in Allowed(hosts)) is allowed
+    assert parsed not in Allowed(hosts, range(7400, 7500))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "host", "host:", ":5", "host:0", "host:65536", "host:5:5", "http://host:5", "a b:5", "host:5/x", "u@h:5"),
+        *("[::1:5", "::1:5", "[fe80::1%eth0]:5", "host:+5", "h" * 254 + ":5"),
+    ],
+)
+def test_what_is_no_place_is_none(text: str) -> None:
+    assert place_of(text) is None
+
+
+def a_document(address: str) -> KVTransferParams:
+    return KVTransferParams(
+        version=PROTOCOL_VERSION,
+        request_id="r",
+        transfer=Transfer(id="t", attempt=1),
+        phase="decode",
+        mode="store",
+        producer=Endpoint(id="p", incarnation="i", address=address),
+    )
+
+
+def test_an_address_that_is_not_allowed_is_never_contacted(opened: list[KVStore]) -> None:
+    """draft#3.14: whatever a document says, only peers are asked; the control is the same store with this peer."""
+    with a_listener() as listener:
+        forged = f"127.0.0.1:{listener.getsockname()[1]}"
+        elsewhere = peer(opened, peers="10.0.0.0/8,localhost")  # a name is not its address
+        other_port = peer(opened, ports="1-2")
+        for store in (elsewhere, other_port):
+            store.locate(names([1]), forged)
+            assert get(store, [1]) == [Code.MISS]
+            assert codes(store.exists(names([1]), WAIT_S).result()) == [Code.MISS]
+            with a_toy(store) as engine:
+                plan = engine.connector.plan(tokens(20), a_document(forged))
+                assert plan.source == forged
+                assert engine.connector.lookup(plan).result().tokens == 0
+                assert engine.connector.load(plan, table(1), 0, 20).result().end_token == 0
+            assert not contacted(listener)
+            assert store.statistics.connections == 0
+            assert store.statistics.places_refused == 3
+        control = peer(opened, connect_ms=100)
+        control.locate(names([1]), forged)
+        assert get(control, [1]) == [Code.TIMEOUT]
+        assert contacted(listener)
+
+
+def test_a_hint_to_itself_asks_nobody(opened: list[KVStore]) -> None:
+    store = peer(opened)
+    assert store.address is not None
+    store.locate(names([1]), store.address)
+    assert get(store, [1]) == [Code.MISS]
+    assert store.statistics.connections == 0
+
+
+# ---- reading from another process
+
+
+def test_pages_are_read_from_the_process_that_made_them(opened: list[KVStore]) -> None:
+    with PeerProcess("peer://127.0.0.1?size=16MiB&unit=4KiB") as owner:
+        assert owner.put(range(8), SIZE) == ["OK"] * 8
+        store = peer(opened, "127.0.0.1:0")
+        assert get(store, [0]) == [Code.MISS]  # nobody has said where
+        store.locate(names(range(12)), owner.address)
+        assert get(store, range(12)) == [Code.OK] * 8 + [Code.MISS] * 4
+        assert store.exists(names([0, 9, 1]), WAIT_S).result() == [
+            Result(Code.OK, SIZE),
+            Result(Code.MISS),
+            Result(Code.OK, SIZE),
+        ]
+        assert put(store, [3, 20]) == [Code.OK, Code.OK]
+        assert get(store, [3, 20, 4]) == [Code.OK] * 3  # its own, and another's
+        assert owner.delete([4]) == ["OK"]
+        assert get(store, [4]) == [Code.MISS]
+        assert codes(store.delete(names([5]), WAIT_S).result()) == [Code.MISS]  # it is the other's
+        assert get(store, [5]) == [Code.OK]
+        store.quarantine(names([5]))
+        assert get(store, [5]) == [Code.MISS]
+        assert store.statistics.connections == 1
+        assert store.statistics.bytes_read == SIZE * 10
+
+
+def test_a_lookup_is_one_round_trip_and_so_is_a_batch_of_values(opened: list[KVStore]) -> None:
+    owner, reader = peer(opened), peer(opened, "127.0.0.1:0")
+    put(owner, range(1000), 100)
+    with Relay(int(str(owner.address).rpartition(":")[2]), delay_s=0.02) as relay:
+        reader.locate(names(range(1000)), f"127.0.0.1:{relay.port}")
+        assert get(reader, [0], 100) == [Code.OK]  # connected
+        before = relay.round_trips
+        assert codes(reader.exists(names(range(1000)), WAIT_S).result()) == [Code.OK] * 1000
+        assert relay.round_trips == before + 1
+        assert get(reader, range(1000), 100) == [Code.OK] * 1000
+        assert relay.round_trips == before + 2
+
+
+def test_batches_of_more_keys_than_one_request_takes(opened: list[KVStore]) -> None:
+    owner, reader = peer(opened, size="64MiB"), peer(opened, "127.0.0.1:0")
+    assert owner.address is not None
+    seeds = range(5000)
+    put(owner, seeds, 100)
+    reader.locate(names(range(6000)), owner.address)
+    assert get(reader, seeds, 100) == [Code.OK] * 5000
+    found = codes(reader.exists(names(range(6000)), WAIT_S).result())
+    assert found == [Code.OK] * 5000 + [Code.MISS] * 1000
+    assert reader.statistics.connections == 1
+
+
+@pytest.mark.parametrize("ours", ["secret", "other", "none"])
+@pytest.mark.parametrize("theirs", ["secret", "none"])
+def test_only_who_knows_the_secret_reads(opened: list[KVStore], tmp_path: Path, ours: str, theirs: str) -> None:
+    for name in ("secret", "other"):
+        (tmp_path / name).write_text(f"{name} " * 5 + "\n")
+
+    def open_with(which: str, place: str) -> PeerStore:
+        more = {} if which == "none" else {"secret_file": str(tmp_path / which)}
+        return peer(opened, place, **more)
+
+    owner, reader = open_with(theirs, "127.0.0.1"), open_with(ours, "127.0.0.1:0")
+    assert owner.address is not None
+    put(owner, [1])
+    reader.locate(names([1]), owner.address)
+    if ours == theirs:
+        assert get(reader, [1]) == [Code.OK]
+    else:
+        assert get(reader, [1]) == [Code.DENIED]
+        assert get(reader, [1]) == [Code.MISS]  # it is left alone for a while
+        assert owner.statistics.bytes_served == 0
+
+
+def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("do-not-show-me-please")
+    settings = PeerSettings.of(StoreURL.parse(f"peer://127.0.0.1?secret_file={tmp_path}/secret"))
+    assert settings.secret == b"do-not-show-me-please"
+    assert "show-me" not in repr(settings)
+    (tmp_path / "short").write_text("short")
+    with pytest.raises(StoreError, match="not one line of 16"):
+        open_store(f"peer://127.0.0.1?secret_file={tmp_path}/short")
+
+
+# ---- under a connector, and as a tier
+
+
+def test_kv_travels_from_one_engine_to_the_other_by_the_document_alone(opened: list[KVStore]) -> None:
+    prefill, decode = peer(opened), peer(opened, "127.0.0.1:0")
+    assert prefill.address is not None
+    with a_toy(prefill, seed=1) as producer, a_toy(decode) as consumer:
+        plan = producer.connector.plan(tokens(60))
+        assert producer.connector.save(plan, table(1), 0, 60).result().saved == len(plan.pages)
+        blind = consumer.connector.plan(tokens(60))
+        assert consumer.connector.lookup(blind).result().tokens == 0
+        told = consumer.connector.plan(tokens(60), a_document(prefill.address))
+        assert consumer.connector.lookup(told).result().tokens == 60
+        assert consumer.connector.load(told, table(2), 0, 60).result().end_token == 60
+        ours, theirs = consumer.sequence(table(2)), producer.sequence(table(1))
+        assert ours[:, :, :60].equal(theirs[:, :, :60])
+        assert producer.connector.release(plan).result().deleted == 1
+        assert consumer.connector.lookup(told).result().tokens == 56
+
+
+def test_a_flipped_byte_in_the_peers_memory_is_never_loaded(opened: list[KVStore]) -> None:
+    prefill, decode = peer(opened), peer(opened, "127.0.0.1:0")
+    assert prefill.address is not None
+    with a_toy(prefill, seed=1) as producer, a_toy(decode) as consumer:
+        plan = producer.connector.plan(tokens(60))
+        producer.connector.save(plan, table(1), 0, 60).result()
+        memory = prefill._own.whole  # pyright: ignore[reportPrivateUsage]
+        [held] = prefill._own.hold([plan.keys[2]])  # pyright: ignore[reportPrivateUsage]
+        assert held is not None
+        memory[held.addresses[0][0] - memory.ctypes.data + 300] ^= 1
+        prefill._own.let_go([held])  # pyright: ignore[reportPrivateUsage]
+        told = consumer.connector.plan(tokens(60), a_document(prefill.address))
+        report = consumer.connector.load(told, table(2), 0, 60).result()
+        assert (report.end_token, [page.reason for page in report.refused]) == (16, ["flipped_payload"])
+        assert consumer.connector.lookup(told).result().tokens >= 16
+
+
+@pytest.fixture(params=["file", "valkey"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A store that everybody shares: its URL."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/store?size=16MiB"
+        return
+    with ValkeyServer(tmp_path / "server") as server:
+        yield server.url
+
+
+def test_peer_first_then_the_shared_store(opened: list[KVStore], shared: str) -> None:
+    second = quote(shared, safe="")
+
+    def tiers(place: str) -> TieredStore:
+        store = open_store(f"tiered:?l1={quote(f'peer://{place}?size=4MiB&lease=0', safe='')}&l2={second}")
+        assert isinstance(store, TieredStore)
+        opened.append(store)
+        return store
+
+    prefill, decode = tiers("127.0.0.1"), tiers("127.0.0.1:0")
+    assert prefill.address is not None
+    assert decode.address is None
+    assert put(prefill, range(6)) == [Code.OK] * 6
+    decode.locate(names(range(6)), prefill.address)
+    assert get(decode, range(6)) == [Code.OK] * 6
+    assert decode.statistics.found == (6, 0)
+    prefill.close()  # the peer is gone; the shared store has everything
+    assert get(decode, range(6)) == [Code.OK] * 6
+    assert decode.statistics.found == (6, 6)
+
+
+# ---- the memory that others read
+
+
+def test_what_is_held_is_not_overwritten(opened: list[KVStore]) -> None:
+    store = MemoryStore(1 << 20, unit_bytes=4096)
+    opened.append(store)
+    assert put(store, [1]) == [Code.OK]
+    [held, nothing] = store.hold(names([1, 2]))
+    assert nothing is None
+    assert held is not None
+    store.delete(names([1]), WAIT_S).result()
+    for seed in range(100, 140):
+        put(store, [seed])
+    assert b"".join(held.views) == page(1, SIZE)
+    assert put(store, [1]) == [Code.OK]
+    [again] = store.hold(names([1]))
+    assert again is not None
+    assert again.generation > held.generation
+    store.let_go([held, again])
+    for seed in range(200, 240):
+        put(store, [seed])
+    assert b"".join(held.views) != page(1, SIZE)  # the control: let go, it was overwritten
+
+
+def test_random_sizes_through_the_network(opened: list[KVStore]) -> None:
+    owner, reader = peer(opened), peer(opened, "127.0.0.1:0")
+    assert owner.address is not None
+    random = Random(7)
+    for round_ in range(20):
+        sizes = {round_ * 100 + number: random.choice([0, 1, 4095, 4096, 4097, 70_000]) for number in range(20)}
+        for seed, size in sizes.items():
+            assert put(owner, [seed], size) == [Code.OK]
+        reader.locate(names(list(sizes)), owner.address)
+        targets = {
+            seed: [memoryview(bytearray(size // 2)), memoryview(bytearray(size))] for seed, size in sizes.items()
+        }
+        results = reader.get([GetOp(f"key-{seed}", parts) for seed, parts in targets.items()], WAIT_S).result()
+        for (seed, size), result in zip(sizes.items(), results, strict=True):
+            assert result == Result(Code.OK, size)
+            assert b"".join(targets[seed])[:size] == page(seed, size)

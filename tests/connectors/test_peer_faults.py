@@ -1,0 +1,351 @@
+"""Peers that die, stop, restart, lie or are cut off: nothing wrong is read, nothing hangs, nothing stays pinned."""
+
+import gc
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import pytest
+
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+from kvparams_connectors.stores.guard.store import GuardedStore
+from kvparams_connectors.stores.peer.channel import Channel
+from kvparams_connectors.stores.peer.handshake import greet
+from kvparams_connectors.stores.peer.store import PeerStore
+from kvparams_connectors.stores.peer.wire import (
+    REPLY_HEAD,
+    Operation,
+    Status,
+    found_table,
+)
+from tests.connectors.mooncake_cluster import free_port, until
+from tests.connectors.peer_process import PeerProcess, page
+from tests.connectors.peer_steps import SIZE, WAIT_S, Liar, get, lies, names, opened, peer, put, reader_of, request
+from tests.connectors.valkey_relay import Relay
+
+__all__ = ["opened"]  # a fixture
+
+LOST = {Code.UNAVAILABLE, Code.TIMEOUT, Code.MISS}
+URL = "peer://127.0.0.1?size=32MiB&unit=4KiB"
+
+
+@pytest.fixture
+def owner() -> Iterator[PeerProcess]:
+    with PeerProcess(URL) as process:
+        yield process
+
+
+def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:
+    store = peer(opened, "127.0.0.1:0", **settings)
+    store.locate(names(seeds), address)
+    return store
+
+
+def recovers(store: KVStore, seeds: Sequence[int]) -> None:
+    """It is read from there again, once it has been left alone long enough."""
+    until(lambda: set(get(store, seeds)) == {Code.OK}, WAIT_S)
+
+
+def test_a_peer_that_is_killed_costs_nothing_and_its_pages_are_gone(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(4), SIZE)
+    store = told(opened, owner.address)
+    assert get(store, range(4)) == [Code.OK] * 4
+    owner.kill()
+    start = time.monotonic()
+    assert get(store, range(4)) == [Code.UNAVAILABLE] * 4
+    assert get(store, range(4)) == [Code.MISS] * 4
+    assert time.monotonic() - start < 1
+
+
+def test_a_peer_that_was_restarted_has_nothing_of_what_was(opened: list[KVStore]) -> None:
+    with PeerProcess(f"peer://127.0.0.1:{free_port()}?size=32MiB&unit=4KiB") as owner:
+        owner.put(range(4), SIZE)
+        store = told(opened, owner.address)
+        assert get(store, range(4)) == [Code.OK] * 4
+        owner.restart()
+        assert set(get(store, range(4))) <= {Code.MISS, Code.UNAVAILABLE}
+        assert get(store, range(4)) == [Code.MISS] * 4
+        owner.put([1], SIZE)
+        recovers(store, [1])
+        assert get(store, [0, 1]) == [Code.MISS, Code.OK]
+
+
+def test_a_stopped_peer_costs_its_deadline_once(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(4), SIZE)
+    store = told(opened, owner.address)
+    assert get(store, range(2)) == [Code.OK] * 2
+    owner.stop()
+    start = time.monotonic()
+    assert get(store, range(4), deadline_s=0.5) == [Code.TIMEOUT] * 4
+    assert 0.4 < time.monotonic() - start < 1.5
+    start = time.monotonic()
+    assert get(store, range(4), deadline_s=0.5) == [Code.MISS] * 4
+    assert put(store, [50]) == [Code.OK]
+    assert time.monotonic() - start < 0.4
+    owner.go_on()
+    recovers(store, range(4))
+
+
+def test_a_stopped_peer_keeps_nobody_from_the_others(opened: list[KVStore], owner: PeerProcess) -> None:
+    with PeerProcess(URL) as other:
+        owner.put(range(4), SIZE)
+        other.put(range(10, 14), SIZE)
+        store = told(opened, owner.address, threads=2)
+        store.locate(names(range(10, 14)), other.address)
+        assert get(store, [0, 1, 10, 11]) == [Code.OK] * 4
+        owner.stop()
+        stuck = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 2.0)
+        assert get(store, range(10, 14), deadline_s=1.0) == [Code.OK] * 4
+        assert put(store, [30]) == [Code.OK]
+        assert get(store, [30]) == [Code.OK]
+        assert not stuck.done()
+        owner.go_on()
+        assert stuck.result()[0].code is Code.OK
+
+
+def test_a_guard_stays_closed_when_one_peer_is_dead(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(4), SIZE)
+    inner = told(opened, owner.address)
+    guarded = GuardedStore(inner, name="peer")
+    opened.append(guarded)
+    owner.kill()
+    for _ in range(20):
+        assert set(get(guarded, range(4))) <= {Code.UNAVAILABLE, Code.MISS}
+        assert put(guarded, [60])[0] in (Code.OK, Code.EXISTS)
+
+
+@pytest.mark.parametrize("after", [0, 10, 75, 110, 5_000, 250_000])
+def test_a_connection_may_be_reset_anywhere(opened: list[KVStore], owner: PeerProcess, after: int) -> None:
+    owner.put(range(4), SIZE)
+    with Relay(int(owner.address.rpartition(":")[2])) as relay:
+        store = told(opened, f"127.0.0.1:{relay.port}")
+        relay.cut_after = after
+        found = get(store, range(4))
+        assert set(found) <= {Code.OK, Code.UNAVAILABLE}
+        assert found[-1] is Code.UNAVAILABLE
+        assert found.count(Code.OK) == (2 if after == 250_000 else 0)
+        assert get(store, range(4)) == [Code.MISS] * 4  # it is left alone for a while
+        assert get(told(opened, f"127.0.0.1:{relay.port}"), range(4)) == [Code.OK] * 4
+    until(lambda: owner.pins() == 0)
+
+
+def test_a_trickling_peer_is_given_up_at_the_deadline(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(4), SIZE)
+    with Relay(int(owner.address.rpartition(":")[2])) as relay:
+        store = told(opened, f"127.0.0.1:{relay.port}")
+        assert get(store, [0]) == [Code.OK]
+        relay.trickle_s = 0.001
+        start = time.monotonic()
+        assert get(store, range(4), deadline_s=0.5) == [Code.TIMEOUT] * 4
+        assert time.monotonic() - start < 1.5
+        relay.trickle_s = 0
+
+
+def test_buffers_are_left_alone_once_the_job_is_settled(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(8), 2 << 20)
+    store = told(opened, owner.address)
+    for deadline_s in (0.0005, 0.001, 0.002, 0.004, 0.008):
+        targets = [memoryview(bytearray(2 << 20)) for _ in range(8)]
+        job = store.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], deadline_s)
+        job.result()
+        assert job.wait_settled(WAIT_S)
+        for target in targets:
+            target[:] = b"\xa5" * (2 << 20)
+        get(store, range(8), 2 << 20)
+        assert all(target == b"\xa5" * (2 << 20) for target in targets)
+    until(lambda: owner.pins() == 0)
+
+
+# ---- liars
+
+
+def says(words: bytes) -> Callable[[Channel, list[str]], None]:
+    return lambda channel, keys: channel.send_parts([words])
+
+
+TWO = found_table([Result(Code.OK, SIZE), Result(Code.OK, SIZE)])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lies(found_table([Result(Code.OK, SIZE + 1), Result(Code.OK, SIZE)]), bytes(2 * SIZE + 1)),
+        lies(found_table([Result(Code.OK, 1 << 62), Result(Code.OK, SIZE)]), bytes(2 * SIZE)),
+        lies(found_table([Result(Code.OK, SIZE)]), bytes(SIZE)),
+        lies(TWO + b"x", bytes(2 * SIZE)),
+        lies(TWO, bytes(2 * SIZE), count=3),
+        lies(b"\xff" * 18, bytes(2 * SIZE)),
+        lies(b"", status=Status.UNABLE, count=0),
+        lies(b"", status=7, count=0),
+        says(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        says(REPLY_HEAD.pack(0, 2, 0xFFFFFFFF)),
+    ],
+)
+def test_a_peer_that_lies_is_believed_nothing(
+    opened: list[KVStore], answer: Callable[[Channel, list[str]], None]
+) -> None:
+    with Liar(answer) as liar:
+        store = told(opened, liar.address)
+        memory = memoryview(bytearray(b"\xa5" * (4 * SIZE)))
+        targets = [memory[SIZE : 2 * SIZE], memory[2 * SIZE : 3 * SIZE]]
+        results = store.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], WAIT_S).result()
+        assert [result.code for result in results] == [Code.UNAVAILABLE] * 2
+        assert memory[:SIZE] == memory[3 * SIZE :] == b"\xa5" * SIZE
+
+
+def test_what_a_peer_says_beyond_its_answer_is_nobodys_page(opened: list[KVStore]) -> None:
+    """The connection is not used again, so that the next answer is not taken from what was left over."""
+    with Liar(lies(TWO, bytes(page(0, SIZE)), bytes(page(1, SIZE)), TWO)) as liar:
+        store = told(opened, liar.address)
+        assert get(store, range(2)) == [Code.OK] * 2
+        assert get(store, range(2)) == [Code.OK] * 2
+        assert store.statistics.connections == 2
+
+
+def test_something_else_that_listens_there_is_no_peer(opened: list[KVStore]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7\r\n".ljust(100))
+                sock.settimeout(5)
+                with suppress(OSError):
+                    sock.recv(100)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = told(opened, f"127.0.0.1:{listener.getsockname()[1]}")
+        assert get(store, [0]) == [Code.UNAVAILABLE]
+        thread.join(WAIT_S)
+
+
+# ---- readers that misbehave
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n".ljust(60), b"KVPR\1\0" + bytes(48) + b"\xff" * 100, b"K"])
+def test_nonsense_ends_a_connection_and_nothing_else(opened: list[KVStore], owner: PeerProcess, said: bytes) -> None:
+    owner.put([1], SIZE)
+    stranger = reader_of(owner)
+    stranger.send_parts([said])
+    stranger.hang_up()
+    stranger.close()
+    assert get(told(opened, owner.address), [1]) == [Code.OK]
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_pins_nothing(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put(range(12), 2 << 20)
+    slow = reader_of(owner)
+    greet(slow, b"")
+    slow.send_parts([request(Operation.GET, range(12), 300)])
+    until(lambda: owner.pins() > 0)  # it is being sent: far more than sockets take
+    until(lambda: owner.pins() == 0)
+    with pytest.raises(OSError):  # noqa: PT011 - reset, or an end
+        slow.read(30 << 20)
+    slow.close()
+
+
+def test_so_many_readers_and_no_more(opened: list[KVStore], owner: PeerProcess) -> None:
+    owner.put([1], SIZE)
+    crowd = [reader_of(owner) for _ in range(128)]
+    until(lambda: owner.readers() == 128)
+    assert get(told(opened, owner.address), [1]) == [Code.UNAVAILABLE]
+    for channel in crowd:
+        channel.close()
+    until(lambda: owner.readers() == 0)
+    assert get(told(opened, owner.address), [1]) == [Code.OK]
+
+
+def test_an_owner_that_closes_in_the_middle_pins_nothing(opened: list[KVStore]) -> None:
+    for _ in range(10):
+        owner, reader = peer(opened, size="32MiB"), peer(opened, "127.0.0.1:0")
+        assert owner.address is not None
+        put(owner, range(8), 2 << 20)
+        reader.locate(names(range(8)), owner.address)
+        targets = [memoryview(bytearray(2 << 20)) for _ in range(8)]
+        job = reader.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], WAIT_S)
+        owner.close()
+        results = job.result()
+        assert {result.code for result in results} <= LOST | {Code.OK}
+        for at, (target, result) in enumerate(zip(targets, results, strict=True)):
+            assert result.code is not Code.OK or target == page(at, 2 << 20)
+
+
+# ---- many at a time, and for long
+
+
+def test_readers_while_pages_come_and_go(opened: list[KVStore]) -> None:
+    """Nothing is leased, there is room for a third: what is read is whole and right, or not there."""
+    owner = peer(opened, size="2MiB")
+    assert owner.address is not None
+    over = threading.Event()
+    failures: list[BaseException] = []
+    hits = [0, 0, 0]
+
+    def write(first: int) -> None:
+        seed = first
+        while not over.is_set():
+            seed = (seed * 5 + 3) % 64
+            put(owner, [seed])
+            if seed % 7 == 0:
+                owner.delete(names([seed]), WAIT_S).result()
+
+    def read(at: int) -> None:
+        reader = peer(opened, "127.0.0.1:0")
+        reader.locate(names(range(64)), str(owner.address))
+        try:
+            while not over.is_set():
+                for first in range(0, 64, 8):
+                    hits[at] += get(reader, range(first, first + 8)).count(Code.OK)
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(1,)), threading.Thread(target=write, args=(2,))]
+    threads += [threading.Thread(target=read, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    over.wait(2.0)
+    over.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert failures == []
+    assert min(hits) > 0
+
+
+def test_resident_memory_does_not_grow(
+    opened: list[KVStore], effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
+) -> None:
+    owner, reader = peer(opened, size="16MiB"), peer(opened, "127.0.0.1:0")
+    assert owner.address is not None
+    sources = [page(seed, SIZE) for seed in range(8)]
+    targets = [memoryview(bytearray(SIZE)) for _ in range(8)]
+
+    def rounds(count: int) -> None:
+        for number in range(count):
+            keys = [f"{number % 37}-{at}" for at in range(8)]
+            owner.put([PutOp(key, (source,)) for key, source in zip(keys, sources, strict=True)], WAIT_S).result()
+            reader.locate(keys, str(owner.address))
+            reader.get([GetOp(key, (target,)) for key, target in zip(keys, targets, strict=True)], WAIT_S).result()
+
+    rounds(200)
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    operations = effort(2_000, 10_000)
+    rounds(operations // 16)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    record({"operations": operations, "grown_kib": grown_kib})
+    assert grown_kib < 8_000
+    assert targets == sources
+
+
+def test_a_number_too_large_for_memory_is_never_allocated(owner: PeerProcess) -> None:
+    stranger = reader_of(owner)
+    greet(stranger, b"")
+    stranger.send_parts([struct.pack("!BxHII", Operation.GET, 65_535, 0xFFFFFFFF, 1000)])
+    with pytest.raises(OSError):  # noqa: PT011
+        stranger.read(1)
+    stranger.close()
