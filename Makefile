@@ -35,7 +35,7 @@ install-lmcache: .venv-lmcache/.ready
 
 .venv-lmcache/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-lmcache
-	.venv-lmcache/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch lmcache==0.5.6 -e '.[dev,valkey]'
+	.venv-lmcache/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch lmcache==0.5.6 hiredis -e '.[dev,valkey]'
 	@touch $@
 
 # The real stores that the tests start.

@@ -1,0 +1,320 @@
+"""The store on LMCache 0.5.6's multi-process server (`lmcache server`): its pool in shared memory, by opaque key.
+
+The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_native.py`),
+and its value for the bytes of that chunk, of which each takes the same room (`mp_memory.py`). What the server does not
+say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of a value
+that is there already. The one rule: nothing is believed that a lookup did not find, and every lookup is ended on every
+path (`mp_visits.py`).
+"""
+
+import http.client
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar, cast
+
+from kvparams_connectors.advice import Advice
+from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.stores.lmcache.mp_memory import HEAD_BYTES, PoolMemory
+from kvparams_connectors.stores.lmcache.mp_native import Library, Link, NoAnswer
+from kvparams_connectors.stores.lmcache.mp_session import Session
+from kvparams_connectors.stores.lmcache.mp_visits import Holds, Visit, begin, look
+
+__all__ = ["LMCacheMPStore", "open_url"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_PLACE: Final = re.compile(r"([A-Za-z0-9._-]+):([0-9]{1,5})")
+_VALUE: Final = 4 << 20
+_LARGEST: Final = 1 << 30
+_HTTP_PORT: Final = 8080
+_CONNECT_MS: Final = 5000
+_WINDOW: Final = 32
+"""So many keys are asked for at a time."""
+_ROOM_S: Final = 3.0
+"""How long a put waits for the server to make room: it looks once a second whether it should."""
+_PAUSE_S: Final = 0.02
+_MOST_ANSWER: Final = 64 << 10
+
+_GRACE_S: Final = 1.0
+"""What was begun may end so much later than a deadline: half a put costs more than that."""
+
+Item = TypeVar("Item")
+Work = Callable[[Link, PoolMemory, list[Visit], Results, float], None]
+
+
+class LMCacheMPStore(LaneStore):
+    """Values in the pool of a server on this machine."""
+
+    def __init__(
+        self, host: str, port: int, *, http_port: int, value_bytes: int, prefix: str = "", connect_s: float = 5.0
+    ) -> None:
+        """Connect and register.
+
+        Args:
+            host: of the server.
+            port: of its requests.
+            http_port: of its administration; deletes need it.
+            value_bytes: of the largest value; each takes this much of the pool.
+            prefix: deployments with other prefixes do not meet.
+            connect_s: how long the server may take to answer.
+
+        Raises:
+            StoreError: LMCache is not installed here, or the server does not answer or shares no memory.
+        """
+        self._place = (host, port, http_port)
+        self._value_bytes = value_bytes
+        self._connect_s = connect_s
+        chunk_bytes = value_bytes + HEAD_BYTES
+        # To the server, chunks of another size are of another model.
+        self._session = Session(Library(), f"{host}:{port}", f"kvparams.{prefix}.{chunk_bytes}", chunk_bytes)
+        self._idle = threading.Event()
+        try:
+            self._session.ready(time.monotonic() + connect_s)
+        except NoAnswer as error:
+            raise StoreError(f"lmcache-mp store: no LMCache server answers at {host}:{port}") from error
+        except StoreError:
+            self._session.drop()
+            raise
+        super().__init__("lmcache-mp")  # one thread, as a session wants it
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(persistent=True, shared=True, max_value_bytes=self._value_bytes, exact_use=False)
+
+    @property
+    def session(self) -> Session:
+        """For tests and tools: how it stands with the server."""
+        return self._session
+
+    def advice(self) -> Sequence[Advice]:
+        """For `kvparams doctor`."""
+        host, port, http_port = self._place
+        found = [Advice("ok", f"LMCache 0.5.6 at {host}:{port}, chunks of {self._session.chunk_tokens} tokens")]
+        try:
+            self._http("GET", "/", b"", time.monotonic() + self._connect_s)
+        except (OSError, http.client.HTTPException):
+            todo = "name the server's --http-port: http=PORT"
+            found.append(Advice("error", f"nobody answers HTTP at {host}:{http_port}: nothing can be deleted", todo))
+        return found
+
+    # ---- operations
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        sizes = [sum(buffer.nbytes for buffer in op.buffers) for op in ops]
+        results: Results = [Result(Code.TOO_LARGE)] * len(ops)
+        small = [at for at, size in enumerate(sizes) if size <= self._value_bytes]
+        for window in _windows(small):
+            results_there = self._put([ops[at] for at in window], [sizes[at] for at in window], deadline)
+            for at, result in zip(window, results_there, strict=True):
+                results[at] = result
+        return results
+
+    def _put(self, ops: Sequence[PutOp], sizes: Sequence[int], deadline: float) -> Results:
+        """Put until there is room, or the patience is over: full and being written look alike, and both pass."""
+        give_up = min(time.monotonic() + _ROOM_S, deadline)
+        results: Results = [Result(Code.FULL)] * len(ops)
+        left = list(range(len(ops)))
+        while left:
+            some = [ops[at] for at in left]
+
+            def store(
+                link: Link,
+                pool: PoolMemory,
+                visits: list[Visit],
+                found: Results,
+                until: float,
+                some: list[PutOp] = some,
+            ) -> None:
+                written = self._store(link, pool, visits, some, until)
+                look(link, visits, until)
+                for number, visit in enumerate(visits):
+                    found[number] = Result((Code.OK if written[number] else Code.EXISTS) if visit.found else Code.FULL)
+
+            answers = self._ask([op.key for op in some], store, deadline)
+            for at, result in zip(left, answers, strict=True):
+                results[at] = Result(Code.OK, sizes[at]) if result.code is Code.OK else result
+            left = [at for at in left if results[at].code is Code.FULL]
+            if time.monotonic() + _PAUSE_S >= give_up:
+                break
+            if left:
+                self._idle.wait(_PAUSE_S)
+        return results
+
+    def _store(
+        self, link: Link, pool: PoolMemory, visits: Sequence[Visit], ops: Sequence[PutOp], deadline: float
+    ) -> list[bool]:
+        """Write what the server gives room for; which those are. Others are there, or being written, or do not fit."""
+        asked: list[Any] = []
+        for visit in visits:
+            visit.holds = Holds.ROOM
+            asked.append(link.prepare_store(visit.own, self._session.instance))
+        committed: list[Any] = []
+        for op, visit, answer in zip(ops, visits, asked, strict=True):
+            slot = pool.slot(link.wait(answer, deadline).context)
+            if slot is None:
+                visit.holds = Holds.NOTHING
+                committed.append(None)
+                continue
+            pool.write(slot, op.key, op.buffers, sum(buffer.nbytes for buffer in op.buffers))
+            visit.holds = Holds.WRITTEN
+            committed.append(link.commit_store(visit.own, self._session.instance))
+        written = [answer is not None and bool(link.wait(answer, deadline)) for answer in committed]
+        for visit in visits:
+            visit.holds = Holds.NOTHING
+        return written
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        return self._read([op.key for op in ops], [op.buffers for op in ops], deadline)
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        return self._read(keys, None, deadline)
+
+    def _read(self, keys: Sequence[str], targets: Sequence[Sequence[memoryview]] | None, deadline: float) -> Results:
+        """Values, or only their sizes. The server counts one reader for each key, so each is visited once."""
+        places: dict[str, list[int]] = {}
+        for at, key in enumerate(keys):
+            places.setdefault(key, []).append(at)
+        results: Results = [Result(Code.MISS)] * len(keys)
+        for window in _windows(list(places)):
+
+            def read(
+                link: Link,
+                pool: PoolMemory,
+                visits: list[Visit],
+                found: Results,
+                until: float,
+                window: list[str] = window,
+            ) -> None:
+                look(link, visits, until)
+                there = [number for number, visit in enumerate(visits) if visit.found]
+                contexts = begin(link, [visits[number] for number in there], self._session.instance, until)
+                opened = dict(zip(there, contexts, strict=True))
+                for number, key in enumerate(window):
+                    context = opened.get(number)
+                    if context is None:
+                        found[number] = Result(Code.MISS)
+                        continue
+                    slot = pool.slot(context)
+                    size = None if slot is None else pool.size(slot, key)
+                    if slot is None or size is None:
+                        found[number] = Result(Code.CORRUPT)
+                        continue
+                    found[number] = Result(Code.OK, size)
+                    for at, buffers in [(at, targets[at]) for at in places[key]] if targets is not None else ():
+                        if sum(buffer.nbytes for buffer in buffers) < size:
+                            results[at] = Result(Code.TOO_LARGE, size)
+                        else:
+                            pool.read(slot, buffers, size)
+                            results[at] = found[number]
+
+            for key, result in zip(window, self._ask(window, read, deadline), strict=True):
+                for at in places[key]:
+                    if result.code is not Code.OK or targets is None:
+                        results[at] = result
+        return results
+
+    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+        results: Results = []
+        for key in keys:
+            results.append(self._delete(key, deadline))
+        return results
+
+    def _delete(self, key: str, deadline: float) -> Result:
+        """By the server's administration. What is being read cannot be deleted, so it is asked again for a while."""
+        body = json.dumps({"tier": "l1", "keys": [self._session.object_name(key)]}).encode()
+        while True:
+            try:
+                status, answer = self._http("DELETE", "/cache/objects", body, deadline)
+            except (OSError, http.client.HTTPException, ValueError):
+                return Result(Code.TIMEOUT if time.monotonic() >= deadline else Code.UNAVAILABLE)
+            if status != http.HTTPStatus.OK:
+                _LOGGER.warning("LMCache did not delete: HTTP %d", status)
+                return Result(Code.DENIED if status in (401, 403) else Code.UNAVAILABLE)
+            if answer.get("deleted"):
+                return Result(Code.OK)
+            if not answer.get("skipped"):
+                return Result(Code.MISS)
+            if time.monotonic() + _PAUSE_S >= deadline:
+                return Result(Code.TIMEOUT)
+            self._idle.wait(_PAUSE_S)
+
+    def _http(self, method: str, path: str, body: bytes, deadline: float) -> tuple[int, dict[str, Any]]:
+        host, _, port = self._place
+        connection = http.client.HTTPConnection(host, port, timeout=max(0.01, deadline - time.monotonic()))
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read(_MOST_ANSWER)
+            answer: object = json.loads(text) if response.status == http.HTTPStatus.OK and method == "DELETE" else {}
+            if not isinstance(answer, dict):
+                raise ValueError("the answer is no object")
+            return response.status, cast("dict[str, Any]", answer)
+        finally:
+            connection.close()
+
+    def release(self) -> None:
+        self._session.close(time.monotonic() + 1.0)
+
+    # ---- one window of keys
+
+    def _ask(self, keys: Sequence[str], work: Work, deadline: float) -> Results:
+        """Have `work` ask the server for some keys, with a visit for each, and end the visits whatever happens."""
+        results: Results = [Result(Code.TIMEOUT)] * len(keys)
+        now = time.monotonic()
+        if now >= deadline:
+            return results
+        until = max(deadline, now + _GRACE_S)
+        visits: list[Visit] = []
+        try:
+            link, pool = self._session.ready(until)
+            for key in self._session.take_spoiled():
+                self._delete(key, until)
+            visits = [self._session.visit(key) for key in keys]
+            work(link, pool, visits, results, until)
+            self._session.end(link, visits, until)
+        except NoAnswer:
+            self._session.missed(visits)
+            if time.monotonic() < deadline:
+                return [Result(Code.UNAVAILABLE) if one.code is Code.TIMEOUT else one for one in results]
+        except StoreError as error:
+            _LOGGER.warning("%s", error)
+            return [Result(Code.UNAVAILABLE)] * len(keys)
+        except BaseException:
+            self._session.missed(visits)
+            raise
+        return results
+
+
+def _windows(items: list[Item]) -> Iterator[list[Item]]:
+    return (items[at : at + _WINDOW] for at in range(0, len(items), _WINDOW))
+
+
+def open_url(url: StoreURL) -> KVStore:
+    """`lmcache-mp://host:5555?http=8080&value=4MiB&prefix=...`, the server of this machine.
+
+    Settings: `http`, the port of its administration (8080); `value`, bytes of the largest value, whose room each takes
+    (4 MiB); `prefix`; `connect_ms` (5000). All who share values need the same `value` and `prefix`.
+    """
+    url.only("http", "value", "prefix", "connect_ms")
+    place = _PLACE.fullmatch(url.place)
+    if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
+        raise StoreError(f"lmcache-mp store: {url.text!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080")
+    prefix = url.settings.get("prefix", "")
+    if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
+        raise StoreError(f"lmcache-mp store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
+    value_bytes = url.size("value") or _VALUE
+    if value_bytes > _LARGEST:
+        raise StoreError(f"lmcache-mp store: value={value_bytes} is more than {_LARGEST} bytes")
+    return LMCacheMPStore(
+        place[1],
+        int(place[2]),
+        http_port=url.number("http", _HTTP_PORT, low=1, high=65535),
+        value_bytes=value_bytes,
+        prefix=prefix,
+        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+    )
