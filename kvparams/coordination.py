@@ -8,7 +8,7 @@ from typing import Final
 from pydantic_core import to_json
 
 from kvparams.codec import DOCUMENT_KEY, Template, dump_json, parse, read_request
-from kvparams.dialects import Dialect, HandoffMissing, NotSplittable
+from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.params import PROTOCOL_VERSION, Isolation, KVTransferParams, Mode, Phase
 from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
@@ -31,6 +31,7 @@ class PrefillThenDecode:
 
     Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
     again and is still leased, else prefill again. After it: on from what was sent, where the executor says from where.
+    What the connector cannot carry (several answers over NIXL) one decode engine answers alone.
     """
 
     roles = (Role.PREFILL, Role.DECODE)
@@ -46,8 +47,10 @@ class PrefillThenDecode:
         while True:
             prefill: Instance = yield Choose(Role.PREFILL, failed) if failed else _FIRST_PREFILL  # pyright: ignore[reportAssignmentType]
             speech = context.dialect(prefill)
-            if (why := speech.refuse(request)) is not None:
-                raise NotSplittable(why)
+            if not speech.splits(request):
+                context.give_back(prefill)
+                yield from OneEngine(Role.DECODE).legs(request, context)
+                return
             known = _known(request, sent)
             asked = self._document(request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:

@@ -142,7 +142,6 @@ class RequestManager(Protocol):
 
         Raises (from the generator):
             LegFailed: a leg failed, and nothing else is tried.
-            NotSplittable: the connector cannot carry this request.
             HandoffMissing: the prefill answer cannot be handed on.
             InvalidParams: the prefill engine's own document breaks the protocol.
         """

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,10 @@ def record(request: pytest.FixtureRequest) -> Callable[[dict[str, object]], None
         if not request.config.getoption("--soak"):
             return
         machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-        line = {"test": request.node.name, "day": time.strftime("%Y-%m-%d"), "machine": machine, **seen}
+        asked = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        made = {"test": request.node.name, "day": time.strftime("%Y-%m-%d"), "commit": commit, "machine": machine}
+        line = {**made, **seen}
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -11,7 +11,7 @@ from kvparams.errors import KVParamsError
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["Abandon", "Dialect", "HandoffMissing", "NotSplittable"]
+__all__ = ["Abandon", "Dialect", "HandoffMissing"]
 
 
 class Abandon(NamedTuple):
@@ -30,10 +30,6 @@ class HandoffMissing(KVParamsError):
     """The prefill engine answered, but not with what the decode engine needs to find the KV."""
 
 
-class NotSplittable(KVParamsError):
-    """The connector cannot carry this request between prefill and decode; the message is for its sender."""
-
-
 class Dialect(Protocol):
     """One kind of connector."""
 
@@ -44,8 +40,9 @@ class Dialect(Protocol):
     lease_s: float
     """How long the producer keeps it where its answer does not say."""
 
-    def refuse(self, request: RequestFacts) -> str | None:
-        """Why this request cannot run over such a connector, in words for its sender; None when it can."""
+    def splits(self, request: RequestFacts) -> bool:
+        """Whether such a connector can carry this request between prefill and decode; if not, one decode engine
+        answers it alone."""
         ...
 
     def prefill_keys(self) -> bytes:

@@ -29,13 +29,9 @@ class Nixl:
     lease_s = 30.0
     """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""
 
-    def refuse(self, request: RequestFacts) -> str | None:
+    def splits(self, request: RequestFacts) -> bool:
         """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
-        if request.prompts > 1:
-            return "several prompts in one request cannot be split between prefill and decode here; send one each"
-        if request.choices > 1:
-            return "`n` above 1 cannot be split between prefill and decode here; send the request several times"
-        return None
+        return request.prompts == request.choices == 1
 
     def prefill_keys(self) -> bytes:
         """The six keys that routers conventionally send."""

@@ -23,9 +23,9 @@ class Store:
         """`drop`: pages that nobody fetched are dropped at once; otherwise they stay for others, until their time."""
         self._drop = drop
 
-    def refuse(self, request: RequestFacts) -> str | None:
-        """Nothing: pages are found by content, so several prompts and several answers share them."""
-        return None
+    def splits(self, request: RequestFacts) -> bool:
+        """Always: pages are found by content, so several prompts and several answers share them."""
+        return True
 
     def prefill_keys(self) -> bytes:
         """None beside our document."""

@@ -245,7 +245,7 @@ async def _not_found(request: Request, exc: Exception) -> Response:
     message = f"{request.method} {request.url.path[:200]} is not served here"
     if error.status_code == 405:
         message += f"; use {', '.join((error.headers or {}).get('Allow', 'another method').split(', '))}"
-    response = _error(ProxyError(error.status_code, "not_found_error", message))
+    response = _error(ProxyError(error.status_code, "not_found_error", message), request.state.resources.new_id())
     response.headers.update(error.headers or {})
     return response
 

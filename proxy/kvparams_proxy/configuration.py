@@ -26,7 +26,7 @@ from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.file import FileProvider
 from kvparams_proxy.registry.parsing import parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
-from kvparams_proxy.secret import Secret, SecretError, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
 from kvparams_proxy.settings import Settings, known_rules
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, server_context
 
@@ -108,7 +108,9 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     except ValueError as error:
         raise ConfigError((str(error),)) from error
     direct = not values["plain-asgi"]
-    return Configuration(settings, values["host"], values["port"], tls, direct, entries, static.notes)
+    secrets = dict.fromkeys((values["admin-token-file"], rules.places.key_file))
+    notes = [f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and open_to_others(path)]
+    return Configuration(settings, values["host"], values["port"], tls, direct, entries, (*static.notes, *notes))
 
 
 def _flags(arguments: argparse.Namespace, problems: Problems) -> dict[str, object]:

@@ -15,6 +15,11 @@ from kvparams_proxy.registry.problems import Problems
 
 __all__ = ["DEFAULTS", "OPTIONS", "Kind", "Option", "check_settings"]
 
+_CONTINUATION: Final = (
+    "a stream whose decode engine fails goes on on another, from its token ids; not with `n` above 1, `stop`, tools, "
+    "logprobs, structured output or penalties, which end with an error event"
+)
+
 
 class Kind(NamedTuple):
     """What a setting may be."""
@@ -156,7 +161,7 @@ OPTIONS: Final = (
         ("prefill-timeout", _SECONDS, 300.0, "for a whole prefill leg"),
         ("decode-timeout", _SECONDS, 600.0, "the longest silence of a decode engine"),
         ("retries", _count(0), 2, "further attempts one request may have when engines fail"),
-        ("continuation", SWITCH, False, "a stream whose decode engine fails goes on on another, from its token ids"),
+        ("continuation", SWITCH, False, _CONTINUATION),
         ("probe", _SECONDS, 5.0, "how often each engine is asked whether it lives and what it serves"),
         ("slow-start", _SECONDS_OR_NONE, 10.0, "in how much time an engine that comes back gets its whole share"),
     ),

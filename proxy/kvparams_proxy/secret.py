@@ -13,7 +13,7 @@ from typing import Final
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["Secret", "SecretError", "secret_from_file", "secret_from_variable"]
+__all__ = ["Secret", "SecretError", "open_to_others", "secret_from_file", "secret_from_variable"]
 
 _MAX_BYTES: Final = 4096
 _SECRET: Final = re.compile(r"[!-~]{1,4096}")
@@ -74,6 +74,14 @@ def secret_from_file(path: Path) -> Secret:
     except OSError as error:
         raise SecretError(f"the secret in {path} cannot be read: {error.strerror or 'failed'}") from error
     return _secret(raw.decode("ascii", "replace").strip(), str(path))
+
+
+def open_to_others(path: Path) -> bool:
+    """Whether others on this machine may read the file, or write it."""
+    try:
+        return path.stat().st_mode & 0o077 != 0
+    except OSError:  # whoever reads it says so
+        return False
 
 
 def secret_from_variable(name: str, environment: Mapping[str, str]) -> Secret:

@@ -76,7 +76,7 @@ async def test_who_leaves_leaves_nothing_behind(
     record: Callable[[dict[str, object]], None],
 ) -> None:
     draw = random.Random(11)
-    rounds, samples = effort(12, 208), effort(3, 8)
+    rounds, samples = effort(12, 320), effort(3, 8)
     async with Cluster.running(
         tmp_path, store, engines=2, extra=("--step-ms", "5"), flags=FLAGS, connector=connector
     ) as cluster:

@@ -60,7 +60,7 @@ def codes(store: KVStore, *keys: str) -> list[Code]:
 
 
 class TestLMCacheStore(StoreConformance):
-    @pytest.fixture(params=[1, 3])
+    @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3])
     def opener(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pytest.FixtureRequest, server: LMCacheServer, prefix: str, opened: list[KVStore]
     ) -> Opener:

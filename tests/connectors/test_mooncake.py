@@ -104,10 +104,10 @@ class TestMooncakeStore(StoreConformance):
         target = memoryview(bytearray(size))
         for number, key in enumerate(keys):
             assert codes(store.put([PutOp(key, (content(number, size),))], DEADLINE_S).result()) == [Code.OK]
-            if use == "exists":
-                assert codes(store.exists([key], DEADLINE_S).result()) == [Code.OK]
+            if use == "exists":  # it may be gone already: an eviction that had begun takes what has no lease yet
+                assert set(codes(store.exists([key], DEADLINE_S).result())) <= {Code.OK, Code.MISS}
             else:
-                assert codes(store.get([GetOp(key, (target,))], DEADLINE_S).result()) == [Code.OK]
+                assert set(codes(store.get([GetOp(key, (target,))], DEADLINE_S).result())) <= {Code.OK, Code.MISS}
         results = [store.get([GetOp(key, (target,))], DEADLINE_S).result()[0] for key in keys]
         assert {result.code for result in results} == {Code.OK, Code.MISS}
 

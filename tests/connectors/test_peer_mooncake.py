@@ -71,6 +71,7 @@ def transfers() -> Iterator[tuple[Transfer, Transfer]]:
         one.close()
 
 
+@pytest.mark.slow
 class TestThroughMooncake(StoreConformance):
     """What one peer store puts, another one has its transfer engine read."""
 

@@ -28,14 +28,14 @@ def closing(open_one: Callable[[], KVStore]) -> Iterator[Opener]:
 
 
 class TestMemoryStore(StoreConformance):
-    @pytest.fixture(params=[1, 3], ids=["one-thread", "three-threads"])
+    @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=["one-thread", "three-threads"])
     def opener(self, request: pytest.FixtureRequest) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
         threads: int = request.param
         yield from closing(lambda: MemoryStore(SIZE, unit_bytes=4096, threads=threads))
 
 
 class TestFileStore(StoreConformance):
-    @pytest.fixture(params=[1, 3], ids=["one-thread", "three-threads"])
+    @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=["one-thread", "three-threads"])
     def opener(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
         threads: int = request.param
         yield from closing(lambda: FileStore(tmp_path / "store", SIZE, unit_bytes=4096, threads=threads))

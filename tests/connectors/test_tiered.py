@@ -50,10 +50,12 @@ class TestWriteThrough(Tiers):
     pass
 
 
+@pytest.mark.slow
 class TestSmallFirstTier(Tiers):
     first_bytes = 1 << 20
 
 
+@pytest.mark.slow
 class TestWriteBack(Tiers):
     write_back = True
 

@@ -178,7 +178,7 @@ def until(true: Callable[[], bool]) -> None:
         tick.wait(0.002)
 
 
-BUDGET = settings(max_examples=40, stateful_step_count=25, deadline=None)
+BUDGET = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 TestWriteThrough = TieredMachine.TestCase
 TestWriteThrough.settings = BUDGET

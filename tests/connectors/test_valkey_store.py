@@ -53,7 +53,7 @@ def codes(store: KVStore, *keys: str) -> list[Code]:
 
 
 class TestValkeyStore(StoreConformance):
-    @pytest.fixture(params=["tcp", "unix-three-threads"])
+    @pytest.fixture(params=[pytest.param("tcp", marks=pytest.mark.slow), "unix-three-threads"])
     def opener(self, request: pytest.FixtureRequest, empty: ValkeyServer, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
         kind: str = request.param
         url = empty.url if kind == "tcp" else f"{empty.unix_url}?threads=3&prefix=p"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvparams import parse
 from kvparams.codec import Template
 from kvparams.coordination import PrefillThenDecode
-from kvparams.dialects import Abandon, Dialect, HandoffMissing, NotSplittable
+from kvparams.dialects import Abandon, Dialect, HandoffMissing
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import DROPPING_STORE, STORE
 from kvparams.errors import InvalidParams
@@ -86,12 +86,12 @@ def test_an_answer_that_cannot_be_handed_on_stops_the_plan(
         run(dialect, answer, facts())
 
 
-def test_what_a_connector_cannot_carry_is_refused_before_anything_runs() -> None:
+def test_what_a_connector_cannot_carry_one_decode_engine_answers_alone() -> None:
     for request in (facts(prompts=2), facts(choices=2)):
         table = Table(NIXL)
-        with pytest.raises(NotSplittable):
-            table.run(PrefillThenDecode().legs(request, table), lambda _: LegAnswer({}))
-        assert table.legs == []
+        (only,) = table.run(PrefillThenDecode().legs(request, table), lambda _: LegAnswer({}))
+        assert (only.instance.id, only.answers_client, only.changes) == ("decode-0", True, {})
+        assert table.leases == []
         run(STORE, {"kvparams": RESULT}, request)
 
 

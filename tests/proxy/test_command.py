@@ -305,3 +305,12 @@ async def test_the_command_serves_and_follows_its_file(stub: StubEngines, tmp_pa
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o644, True), (0o600, False)])
+def test_a_token_that_others_can_read_is_named(tmp_path: Path, mode: int, said: bool) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token")
+    token.chmod(mode)
+    notes = asked(*ENGINES, "--admin-token-file", str(token)).notes
+    assert notes == ((f"{token} can be read by others: chmod 600 {token}",) if said else ())

@@ -133,3 +133,4 @@ async def test_what_keeps_no_tenants_apart_is_not_served(stubbed: Any) -> None:
     got = await stubbed.client.post("/v1/messages", json=CHAT)
     assert got.status_code == 404
     assert "/v1/messages is not served here" in got.json()["error"]["message"]
+    assert got.headers["x-request-id"]

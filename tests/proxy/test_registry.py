@@ -611,3 +611,10 @@ def test_documents_compare_by_what_they_say() -> None:
     assert isinstance(first, FleetDocument)
     other: Any = finish(read_document(fleet_text("a", "c"), RULES, CHECK))
     assert first != other
+
+
+def test_what_belongs_to_instances_is_sent_there() -> None:
+    (said,) = problems_of("proxy: {connector: store}\ninstances: []")
+    assert said.startswith(
+        "proxy.connector: is not known here (it belongs under `defaults`, or to an instance); known: "
+    )

@@ -94,13 +94,19 @@ async def test_a_missing_role_is_named(stub: StubEngines, proxy: Any, role: str)
     assert await running.metric("kvparams_proxy_in_flight") == 0
 
 
-async def test_nixl_refuses_what_its_answer_cannot_describe(stubbed: Any) -> None:
+async def test_what_nixls_answer_cannot_describe_one_decode_engine_answers_alone(
+    stub: StubEngines, stubbed: Any
+) -> None:
     for change in ({"n": 2}, {"prompt": ["one", "two"]}, {"prompt": [[1, 2], [3]]}):
+        for engine in stub.engines:
+            engine.counters.reset()
         got = await stubbed.client.post("/v1/completions", json=BODY | change)
-        assert got.status_code == 400
-        assert got.json()["error"]["code"] == "not_supported"
+        assert got.status_code == 200
+        assert sum(engine.counters.requests for engine in stub.engines if engine.role == "prefill") == 0
+        assert sum(engine.counters.requests for engine in stub.engines if engine.role == "decode") == 1
     one = await stubbed.client.post("/v1/completions", json=BODY | {"prompt": [[1, 2]]})
     assert one.status_code == 200
+    assert await stubbed.metric("kvparams_proxy_in_flight") == 0
 
 
 async def test_a_request_that_decode_cannot_finish_costs_no_prefill(stub: StubEngines, proxy: Any) -> None:

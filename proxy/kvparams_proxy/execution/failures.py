@@ -6,7 +6,7 @@ The one rule: no I/O, and nothing about an engine but its role in what a client 
 import logging
 from typing import Final
 
-from kvparams.dialects import HandoffMissing, NotSplittable
+from kvparams.dialects import HandoffMissing
 from kvparams.errors import InvalidParams, JSONTextError
 from kvparams.plan import LegFailed, Sent
 from kvparams.scheduling import Instance
@@ -98,8 +98,6 @@ def refusal(error: Exception) -> ProxyError:
         return error.error
     if isinstance(error, LegFailed):
         return ProxyError(503, "service_unavailable", str(error), code="kv_expired", retry_after_s=_RETRY_S)
-    if isinstance(error, NotSplittable):
-        return ProxyError(400, "invalid_request_error", str(error), code="not_supported")
     if isinstance(error, HandoffMissing):
         return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
     if isinstance(error, InvalidParams | JSONTextError):

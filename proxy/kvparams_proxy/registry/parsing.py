@@ -94,10 +94,11 @@ def parse_selectors(document: object, where: str, problems: Problems) -> dict[Ro
 
 
 def unknown_names(names: Iterable[str], known: Iterable[str], where: str, problems: Problems) -> None:
-    """Refuse members that nobody reads, and say what there is."""
+    """Refuse members that nobody reads, and say what there is, here or where they belong."""
     for name in names:
         if name not in known:
-            problems.add(_join(where, name[:64]), f"is not known here; known: {', '.join(known)}")
+            elsewhere = " (it belongs under `defaults`, or to an instance)" if name in DEFAULTS else ""
+            problems.add(_join(where, name[:64]), f"is not known here{elsewhere}; known: {', '.join(known)}")
 
 
 def _members(
