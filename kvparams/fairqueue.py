@@ -191,6 +191,21 @@ class FairQueue(Generic[T]):
         self.cancel(victim)
         return victim, Full.TENANT
 
+    def refuses(self, tenant: str, priority: int) -> Full | None:
+        """Why one who joined now and was not served would have to go: what `overflow` would say of it. O(1)."""
+        mine = self._tenants.get(tenant, 0)
+        if self._limits.per_tenant is not None and mine >= self._limits.per_tenant:
+            return Full.TENANT
+        if self._live < self._limits.waiting or (self._priorities and priority > self._priorities[0]):
+            return None
+        level = self._levels.get(priority)
+        if level is not None:
+            flow = level.flows.get(tenant)
+            if (0 if flow is None else flow.waiting) + 1 < level.most:
+                return None
+        tenants = len(self._tenants) + (not mine)
+        return Full.TENANT if tenants > 1 and mine * tenants >= self._live else Full.QUEUE
+
     def cancel(self, ticket: Ticket[T]) -> None:
         """It waits no longer, and its tenant has had nothing for it. No-op when it does not wait. O(1), amortised."""
         if not ticket.waiting:

@@ -5,9 +5,7 @@ The one rule: an engine that was hit is itself again by its name, its port and i
 
 import asyncio
 import os
-import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -19,15 +17,13 @@ from typing import Final, NamedTuple
 import httpx
 
 from demo.processes import Processes, Server, free_port
-from kvparams_connectors.stores.file.map import open_map
 
+from .backings import Backing
 from .faults import Fault
 
 __all__ = ["Cluster", "Hit", "Usage", "usage"]
 
 ROLES: Final = ("prefill", "decode")
-_STORE_BYTES: Final = 256 << 20
-"""Each process that opens the store makes it where it is lost."""
 _POLL_S: Final = 0.05
 _BACK_S: Final = 60.0
 
@@ -63,7 +59,7 @@ class Cluster:
     def __init__(
         self,
         processes: Processes,
-        store: Path,
+        store: Backing,
         engines: int,
         extra: Sequence[str],
         flags: Sequence[str],
@@ -89,7 +85,7 @@ class Cluster:
     async def running(
         cls,
         logs: Path,
-        store: Path,
+        store: Backing,
         *,
         engines: int,
         extra: Sequence[str] = (),
@@ -100,7 +96,7 @@ class Cluster:
 
         Args:
             logs: a directory for what they write.
-            store: the path of the file store.
+            store: what the engines share.
             engines: of each role.
             extra: arguments of every engine.
             flags: arguments of the proxy.
@@ -131,7 +127,7 @@ class Cluster:
     async def suffer(self, fault: Fault) -> None:
         """Have it happen, and wait until it is over."""
         if fault.target == "store":
-            await getattr(self, f"_{fault.kind}")(fault)
+            await self.store.suffer(fault)
             return
         engine = self._engines[f"{fault.target}-{fault.number}"]
         from_s = time.monotonic()
@@ -148,30 +144,6 @@ class Cluster:
         await self._back(engine)
         self.hits.append(Hit(engine.name, fault.kind, from_s, time.monotonic()))
 
-    async def _damage(self, fault: Fault) -> None:
-        await asyncio.to_thread(_flip, self.store, fault.number)
-
-    async def _hold(self, fault: Fault) -> None:
-        holder = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.chaos.holder",
-            str(self.store),
-            str(_STORE_BYTES),
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert holder.stdout is not None
-            await holder.stdout.readline()
-            holder.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(fault.for_s)
-        finally:
-            holder.kill()
-            await holder.wait()
-
-    async def _lose(self, fault: Fault) -> None:
-        self.store.unlink(missing_ok=True)
-
     async def _back(self, engine: _Engine) -> None:
         async with asyncio.timeout(_BACK_S), httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
             while True:
@@ -183,7 +155,7 @@ class Cluster:
 
     def _start(self, name: str, role: str, port: int) -> Server:
         command = [sys.executable, "-m", "reference_engine", "--id", name, "--role", role, "--port", str(port)]
-        command += ["--store", f"file://{self.store}?size={_STORE_BYTES}", *self._extra]
+        command += ["--store", self.store.url, *self._extra]
         return self._processes.start(name, *command, port=port)
 
     # what is seen
@@ -213,16 +185,3 @@ def usage(server: Server) -> Usage:
     status = process.joinpath("status").read_text()
     rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
     return Usage(rss_kib, len(os.listdir(process / "fd")))
-
-
-def _flip(path: Path, seed: int) -> None:
-    """Flip a bit in every fifth unit that is in use."""
-    draw = random.Random(seed)
-    with suppress(FileNotFoundError):
-        path.stat()
-        file = open_map(path, _STORE_BYTES, None, timeout_s=10.0)
-        size = file.shape.unit_bytes
-        for unit, free in enumerate(file.free.tolist()):
-            if not free and draw.random() < 0.2:
-                file.data[unit * size + draw.randrange(size)] ^= 1 << draw.randrange(8)
-        file.close()

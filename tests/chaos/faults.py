@@ -5,19 +5,16 @@ to come back before the next one of its role is hit.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["ENGINE_FAULTS", "STORE_FAULTS", "Fault", "schedule"]
+__all__ = ["ENGINE_FAULTS", "Fault", "schedule"]
 
 Target = Literal["prefill", "decode", "store"]
 
 _TARGETS: Final[tuple[Target, ...]] = ("prefill", "decode", "store")
 ENGINE_FAULTS: Final = ("kill", "stop", "restart")
 """SIGKILL, and started again at once. SIGSTOP, and SIGCONT later. SIGTERM, and started again when it has ended."""
-STORE_FAULTS: Final = ("damage", "hold", "lose")
-"""The store has no server that could be killed; this is what its users can see instead. Bits of a part of the stored
-pages are flipped. A process takes the store's lock, is stopped with it, and then killed in the middle of a change. The
-file is removed: engines that run keep the old one, those that start later begin an empty one."""
 
 
 class Fault(NamedTuple):
@@ -29,18 +26,19 @@ class Fault(NamedTuple):
     """Which engine of that role, or the seed of a damage."""
     kind: str
     for_s: float
-    """For `stop` and `hold`: how long."""
+    """For what lasts (`stop`, `hold`, a store's `restart`): how long."""
 
 
-def schedule(seed: int, seconds: float, every_s: float, engines: int) -> list[Fault]:
-    """One fault every `every_s` seconds, the first after `every_s`. `engines` are there of each role."""
+def schedule(seed: int, seconds: float, every_s: float, engines: int, store: Sequence[str]) -> list[Fault]:
+    """One fault every `every_s` seconds, the first after `every_s`. `engines` are there of each role; `store` are the
+    kinds that its store knows."""
     draw = random.Random(seed)
     found: list[Fault] = []
     before: Target | None = None
     for index in range(1, int(seconds / every_s) + 1):
         others: list[Target] = [one for one in _TARGETS if one != before]
         target = draw.choice(others)
-        kind = draw.choice(STORE_FAULTS if target == "store" else ENGINE_FAULTS)
+        kind = draw.choice(store if target == "store" else ENGINE_FAULTS)
         number = draw.randrange(1 << 16) if target == "store" else draw.randrange(engines)
         for_s = draw.uniform(1.0, 3.0) if kind == "hold" else draw.uniform(2.0, 8.0)
         found.append(Fault(index * every_s, target, number, kind, for_s))

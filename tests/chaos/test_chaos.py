@@ -8,11 +8,15 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.connectors.valkey_server import ValkeyServer
+
+from .backings import Backing, FileBacking, ValkeyBacking
 from .cluster import Cluster, Usage, usage
 from .faults import Fault, schedule
 from .streams import Asked, Question, ask, question
@@ -76,6 +80,16 @@ async def calm(cluster: Cluster) -> Usage:
     return Usage(found.rss_kib, found.descriptors - int(kept))
 
 
+@asynccontextmanager
+async def sharing(kind: str, path: Path, folder: Path) -> AsyncGenerator[Backing]:
+    """The store that engines share: a file, or a real server."""
+    if kind == "file":
+        yield FileBacking(path)
+        return
+    with ValkeyServer(folder / "valkey", max_memory="256mb") as server:
+        yield ValkeyBacking(server)
+
+
 def quantiles(values: list[float]) -> list[float]:
     """The median, the 99th percentile and the largest, in seconds."""
     values = sorted(values)
@@ -84,10 +98,15 @@ def quantiles(values: list[float]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("continuation", [True, False], ids=["continued", "not continued"])
+@pytest.mark.parametrize(
+    ("kind", "continuation"),
+    [("file", True), ("file", False), ("valkey", True)],
+    ids=["continued", "not continued", "continued, valkey"],
+)
 async def test_engines_and_store_go_wrong_and_streams_go_on(
     tmp_path: Path,
     store: Path,
+    kind: str,
     continuation: bool,
     effort: Callable[[int, int], int],
     record: Callable[[dict[str, object]], None],
@@ -97,14 +116,17 @@ async def test_engines_and_store_go_wrong_and_streams_go_on(
     # An engine's step: streams last for some seconds, and the machine has time for all of them.
     pace = ("--step-ms", str(effort(30, 80)), "--blocks", "2048")
     flags = (*FLAGS, *(("--continuation",) if continuation else ()))
-    async with Cluster.running(tmp_path, store, engines=engines, extra=pace, flags=flags) as cluster:
+    async with (
+        sharing(kind, store, tmp_path) as backing,
+        Cluster.running(tmp_path, backing, engines=engines, extra=pace, flags=flags) as cluster,
+    ):
         one = next(server for server in cluster.engines if server.name == "decode-0")
         asked = await answered(int(one.url.rpartition(":")[2]), questions(1, effort(16, 120)))
         await asyncio.gather(*(client(cluster.port, n, asked, time.monotonic() + warm_s) for n in range(streams)))
         before = await calm(cluster)
 
         began_s = time.monotonic()
-        faults = schedule(SEED, seconds, EVERY_S, engines)
+        faults = schedule(SEED, seconds, EVERY_S, engines, backing.faults)
         clients = asyncio.gather(*(client(cluster.port, n, asked, began_s + seconds) for n in range(streams)))
         await chaos(cluster, faults, began_s)
         seen = [one for each in await clients for one in each]
