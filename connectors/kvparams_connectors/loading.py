@@ -204,10 +204,8 @@ class Load:
 
     def _put_away(self, refused: RefusedPage) -> None:
         """A damaged page is nobody's: it goes. One that others can read, who have its key or version, stays theirs."""
-        store = self._gear.store
         if refused.reason not in USABLE_BY_OTHERS:
-            store.quarantine([refused.key])
-            store.delete([refused.key], self._gear.settings.deadline_s)
+            self._gear.store.discard([refused.key], self._gear.settings.deadline_s)
 
     def _check(
         self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, results: Results

@@ -182,6 +182,12 @@ class KVStore(ABC):
     def quarantine(self, keys: Sequence[str]) -> None:  # noqa: B027 - most stores have nothing to do here
         """The caller found these values damaged: a store that can keeps from finding them again. Returns at once."""
 
+    def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """The caller found damaged what a get of these keys gave last: `quarantine` and `delete`. A store that has
+        several copies of a value spares those that the bytes did not come from. Results as of `delete`."""
+        self.quarantine(keys)
+        return self.delete(keys, deadline_s)
+
 
 class LaneStore(KVStore):
     """A store whose operations are ordinary blocking calls, done by a lane of worker threads.

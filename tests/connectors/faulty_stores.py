@@ -107,6 +107,8 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "writes beside the value": lambda _: Scribbling(),
     "fails a batch for one key": lambda _: Raising(),
     "announces what is not there": lambda _: Hasty(),
+    "announces and then fails": faulty(when("get", Fault("fail", announced=True), "small")),
+    "announces and then changes": faulty(when("get", Fault("flip", at=1, announced=True), "small")),
     "does not evict": lambda _: NeverEvicting(),
     "answers when it is closed": lambda _: Immortal(),
 }

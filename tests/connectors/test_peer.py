@@ -18,6 +18,7 @@ from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.peer.located import Located
 from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed, Place, place_of
 from kvparams_connectors.stores.peer.settings import PeerSettings
+from kvparams_connectors.stores.peer.sources import Sources
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.tiered.store import TieredStore
 from kvparams_connectors.tools.diagnosis import examine_store
@@ -76,6 +77,10 @@ class TestThroughTheNetwork(StoreConformance):
         ("peer://127.0.0.1?lease=-1", "lease=-1"),
         ("peer://127.0.0.1?secret_file=/nowhere/secret", "secret_file cannot be read"),
         ("peer://127.0.0.1?size=1KiB", "less than one unit"),
+        ("peer://0:7400?peers=10.0.0.0/8", "neither an address nor a name"),
+        ("peer://127.1", "neither an address nor a name"),
+        ("peer://127.0.0.1?local=0x7f000001", "neither an address nor a name"),
+        ("peer://127.0.0.1?transport=mooncake&local=" + "h" * 241, "at most 240 characters"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(url: str, words: str) -> None:
@@ -120,6 +125,12 @@ def test_what_the_doctor_hears(opened: list[KVStore], tmp_path: Path) -> None:
     assert "error" not in [advice.grade for advice in seen]
     assert "no other process sees what is stored here" not in [advice.found for advice in seen]
     assert "no other process sees what is stored here" in [one.found for one in examine_store("memory:?size=64MiB")]
+
+
+def test_a_secret_with_an_engine_that_asks_for_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x" * 32)
+    with pytest.raises(StoreError, match="protects nothing with transport=mooncake"):
+        open_store(f"peer://127.0.0.1?transport=mooncake&secret_file={tmp_path}/secret")
 
 
 # ---- leases
@@ -187,7 +198,10 @@ def test_the_newest_hint_of_a_key_counts_for_a_while() -> None:
     assert located.find(["b", "c", "d", "e"], 12.0) == [None, here, here, here]
     located.forget(["c", "unknown"])
     assert located.find(["c", "d"], 12.0) == [None, here]
-    assert len(located) == 2
+    located.forget(["d", "e"], there)  # it was not said to be there
+    assert located.find(["d", "e"], 12.0) == [here, here]
+    located.forget(["d", "e"], here)
+    assert located.find(["d", "e"], 12.0) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +274,22 @@ def test_an_address_that_is_not_allowed_is_never_contacted(opened: list[KVStore]
             assert store.statistics.places_refused == 3
         control = peer(opened, connect_ms=100)
         control.locate(names([1]), forged)
-        assert get(control, [1]) == [Code.TIMEOUT]
+        assert get(control, [1]) == [Code.MISS]
+        assert control.statistics.values_lost == 1
+        assert contacted(listener)
+
+
+def test_no_connection_is_made_to_whom_is_not_allowed() -> None:
+    """Whoever asks: the connections themselves look, too. Allowed, it is the control."""
+    with a_listener() as listener:
+        place = place_of(f"127.0.0.1:{listener.getsockname()[1]}")
+        assert place is not None
+        closed = Sources(Allowed("10.0.0.0/8"), secret=b"", connect_s=0.1)
+        with pytest.raises(PermissionError, match="not among the peers"):
+            closed.take(place, time.monotonic() + WAIT_S)
+        assert not contacted(listener)
+        with pytest.raises(TimeoutError):
+            Sources(Allowed(LOOPBACK), secret=b"", connect_s=0.1).take(place, time.monotonic() + WAIT_S)
         assert contacted(listener)
 
 
@@ -291,12 +320,16 @@ def test_pages_are_read_from_the_process_that_made_them(opened: list[KVStore]) -
         assert get(store, [3, 20, 4]) == [Code.OK] * 3  # its own, and another's
         assert owner.delete([4]) == ["OK"]
         assert get(store, [4]) == [Code.MISS]
+        assert owner.put([4], SIZE) == ["OK"]
+        assert get(store, [4]) == [Code.MISS]  # it was not there: nobody is asked again, until somebody says it is
+        store.locate(names([4]), owner.address)
+        assert get(store, [4]) == [Code.OK]
         assert codes(store.delete(names([5]), WAIT_S).result()) == [Code.MISS]  # it is the other's
         assert get(store, [5]) == [Code.OK]
         store.quarantine(names([5]))
         assert get(store, [5]) == [Code.MISS]
         assert store.statistics.connections == 1
-        assert store.statistics.bytes_read == SIZE * 10
+        assert store.statistics.bytes_read == SIZE * 11
 
 
 def test_a_lookup_is_one_round_trip_and_so_is_a_batch_of_values(opened: list[KVStore]) -> None:
@@ -341,8 +374,8 @@ def test_only_who_knows_the_secret_reads(opened: list[KVStore], tmp_path: Path, 
     if ours == theirs:
         assert get(reader, [1]) == [Code.OK]
     else:
-        assert get(reader, [1]) == [Code.DENIED]
-        assert get(reader, [1]) == [Code.MISS]  # it is left alone for a while
+        assert get(reader, [1]) == [Code.MISS]
+        assert (reader.statistics.values_lost, reader.statistics.places_resting) == (1, 1)
         assert owner.statistics.bytes_served == 0
 
 

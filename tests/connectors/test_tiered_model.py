@@ -9,13 +9,20 @@ from typing import cast
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, GetOp, PutOp, Results
 from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.tiered.moves import Moves
+from kvparams_connectors.stores.tiered.origins import Origins
 from kvparams_connectors.stores.tiered.store import TieredStore
 
 WAIT_S = 20.0
@@ -35,9 +42,14 @@ def content(key: str, life: int) -> bytes:
     return Random(f"{key} {life}").randbytes(SIZES[key])
 
 
+def damaged(good: bytes) -> bytes:
+    return bytes([good[0] ^ 1]) + good[1:]
+
+
 class TieredMachine(RuleBasedStateMachine):
     """The oracle knows for each key in which life it is (a delete that everybody confirmed begins a new one, with other
-    bytes), whether a value of this life was ever put, and whether it is there for sure."""
+    bytes), whether a value of this life was ever put, and whether it is there for sure; and whether a copy of this life
+    was ever damaged, so that a get may give damaged bytes, which their reader discards."""
 
     write_back = False
 
@@ -53,6 +65,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.life = dict.fromkeys(SIZES, 0)
         self.put_once: set[str] = set()
         self.sure: set[str] = set()
+        self.spoilt: set[str] = set()
         self.running: list[tuple[str, frozenset[str], Job[Results]]] = []
 
     def teardown(self) -> None:
@@ -87,6 +100,18 @@ class TieredMachine(RuleBasedStateMachine):
             assert job.wait_settled(WAIT_S)
         self.running.clear()
 
+    @precondition(lambda self: cast("TieredMachine", self).calm)
+    @rule(tier=TIERS, key=st.sampled_from(sorted(SIZES)[1:]))
+    def damage(self, tier: int, key: str) -> None:
+        """One tier's copy is another one from now on."""
+        until(lambda: self.store.idle)
+        if self.copies(key)[tier] is not None:
+            memory = self.memories[tier]
+            memory.delete([key]).result()
+            op = PutOp(key, (memoryview(damaged(content(key, self.life[key]))),))
+            assert memory.put([op]).result()[0].code is Code.OK
+            self.spoilt.add(key)
+
     # ---- the store
 
     @rule(keys=KEYS)
@@ -103,13 +128,38 @@ class TieredMachine(RuleBasedStateMachine):
         targets = [memoryview(bytearray(SIZES[key] + 1)) for key in keys]
         ops = [GetOp(key, (target[:50], target[50:])) for key, target in zip(keys, targets, strict=True)]
         job = self.store.get(ops, self.deadline)
+        refused: list[str] = []
         for key, code, target in zip(keys, self.end("get", keys, job), targets, strict=True):
             if code is Code.OK:
                 assert key in self.put_once, f"{key} was deleted and came back"
-                assert target[: SIZES[key]] == content(key, self.life[key]), f"wrong bytes of {key}"
+                found, wanted = bytes(target[: SIZES[key]]), content(key, self.life[key])
+                if key in self.spoilt and found == damaged(wanted):
+                    refused.append(key)
+                else:
+                    assert found == wanted, f"wrong bytes of {key}"
             elif calm:
                 assert key not in self.sure, f"{key} is lost: {code}"
                 assert code is Code.MISS
+        if refused:
+            self.discard(refused, calm=calm)
+
+    def discard(self, keys: list[str], *, calm: bool) -> None:
+        """A get has given damaged bytes. If nothing fails, they go, and no good copy does."""
+        self.sure -= set(keys)
+        if not calm:
+            self.end("delete", keys, self.store.discard(keys, self.deadline))
+            return
+        before = {key: self.copies(key) for key in keys}
+        assert set(self.end("delete", keys, self.store.discard(keys, self.deadline))) <= {Code.OK, Code.MISS}
+        until(lambda: self.store.idle)
+        for key in keys:
+            good = content(key, self.life[key])
+            kept = [number for number, copy in enumerate(before[key]) if copy == good]
+            left = self.copies(key)
+            assert all(left[number] == good for number in kept), f"a good copy of {key} is lost"
+            assert left.count(damaged(good)) < max(1, before[key].count(damaged(good))), f"{key} stays damaged"
+            if kept:
+                self.sure.add(key)
 
     @rule(keys=KEYS)
     def exists(self, keys: list[str]) -> None:
@@ -131,6 +181,7 @@ class TieredMachine(RuleBasedStateMachine):
             if code in (Code.OK, Code.MISS) and key not in writing and not lying:
                 self.life[key] += 1
                 self.put_once.discard(key)
+                self.spoilt.discard(key)
 
     @invariant()
     def is_bounded(self) -> None:
@@ -147,6 +198,15 @@ class TieredMachine(RuleBasedStateMachine):
     def deadline(self) -> float:
         hanging = self.running or any(fault.kind == "late" for fault in self.faults.values())
         return SHORT_S if hanging else WAIT_S
+
+    def copies(self, key: str) -> list[bytes | None]:
+        """What each tier has."""
+        found: list[bytes | None] = []
+        for memory in self.memories:
+            target = memoryview(bytearray(SIZES[key] + 1))
+            [result] = memory.get([GetOp(key, (target,))]).result()
+            found.append(bytes(target[: result.nbytes]) if result.code is Code.OK else None)
+        return found
 
     def busy(self, operation: str, key: str) -> bool:
         self.running = [entry for entry in self.running if not entry[2].settled()]
@@ -224,6 +284,39 @@ def test_a_lost_value_is_seen() -> None:
     for memory in machine.memories:
         memory.delete(["c"]).result()
     with pytest.raises(AssertionError, match="c is lost"):
+        machine.get(["c"])
+    ended(machine)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["as-it-is", "everywhere"])
+@pytest.mark.parametrize("tier", [0, 1])
+def test_a_good_copy_that_goes_with_a_damaged_one_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tier: int, *, broken: bool
+) -> None:
+    if broken:
+        monkeypatch.setattr(Origins, "of", lambda _self, _key: (0, 1, 2))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    machine = TieredMachine()
+    machine.put(["b", "c"])
+    for number in range(tier):
+        machine.memories[number].delete(["c"]).result()
+    machine.damage(tier, "c")
+    if broken:
+        with pytest.raises(AssertionError, match="a good copy of c is lost"):
+            machine.get(["b", "c"])
+    else:
+        machine.get(["b", "c"])
+        assert "c" in machine.sure
+        machine.get(["c"])
+    ended(machine)
+
+
+def test_a_damaged_copy_that_stays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Origins, "of", lambda _self, _key: (1,))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    machine = TieredMachine()
+    machine.put(["c"])
+    machine.memories[1].delete(["c"]).result()
+    machine.damage(0, "c")
+    with pytest.raises(AssertionError, match="c stays damaged"):
         machine.get(["c"])
     ended(machine)
 

@@ -121,11 +121,13 @@ class QueueMachine(RuleBasedStateMachine):
     def push(self, tenant: str, priority: int, cost: int, lane: str, wait: int) -> None:
         self.numbers += 1
         entry = Entry(self.numbers, tenant, priority, cost, self.now + wait, lane)
+        foreseen = self.queue.refuses(tenant, priority)
         ticket = self.queue.push(entry, tenant=tenant, priority=priority, cost=cost, deadline=entry.deadline, lane=lane)
         self.tickets[entry.number] = ticket
         self.naive.push(entry)
         expected = self.naive.overflow(entry)
         over = self.queue.overflow(ticket)
+        assert foreseen is (over[1] if over is not None and over[0] is ticket else None)
         if expected is None or over is None:
             assert over is expected is None
             return

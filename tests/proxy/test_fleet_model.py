@@ -123,17 +123,31 @@ class FleetMachine(RuleBasedStateMachine):
         leg = Leg(self, facts, avoid, reaction)
         self.asked.append(leg)
         leg.state = "waiting"  # what is granted meanwhile may refuse it already
+        foreseen = self.foreseen(role, facts)
         try:
             instance = self.fleet.acquire(role, facts, avoid, leg)
         except ProxyError as error:
             assert leg.state == "waiting"
-            leg.refused(error)
+            self.refuse(leg, error, None if avoid else foreseen)
             return
+        assert avoid or foreseen is None
         if instance is not None:
             assert leg.state == "waiting"
             leg.take(instance)
         else:
             assert role is Role.DECODE
+
+    def foreseen(self, role: Role, facts: RequestFacts) -> ProxyError | None:
+        """What is said of a request before its first leg: the same as later, or nothing."""
+        try:
+            self.fleet.require([role], facts)
+        except ProxyError as error:
+            return error
+        return None
+
+    def refuse(self, leg: Leg, error: ProxyError, foreseen: ProxyError | None) -> None:
+        assert foreseen is None or (foreseen.body(), foreseen.headers()) == (error.body(), error.headers())
+        leg.refused(error)
 
     def end(self, leg: Leg) -> None:
         assert leg.instance is not None

@@ -62,6 +62,28 @@ async def test_who_finds_no_room_waits_in_order_and_is_told_when_too_many_do(sta
     assert await found.settled()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_decode_would_not_let_wait_is_not_prefilled(stage: StartStage, stream: bool) -> None:
+    """And once there is room again it is."""
+    found = await stage(
+        engines=1, limits={Role.DECODE: RoleLimits(requests=1)}, queue=QueueLimits(waiting=2, wait_s=30.0)
+    )
+    (prefill,), (decode,) = found.prefill, found.decode
+    decode.held = asyncio.Event()
+    tasks = await line_up(found, 3)
+    await until(partial(_waiting, found, 2))
+    for _ in range(3):
+        got = await found.ask(stream=stream)
+        assert (got.status_code, got.json()["error"]["code"]) == (503, "queue_full")
+        assert int(got.headers["retry-after"]) >= 1
+    assert len(prefill.bodies) == 3
+    decode.held.set()
+    assert [(await task).status_code for task in tasks] == [200] * 3
+    assert (await found.ask(stream=stream)).status_code == 200
+    assert len(prefill.bodies) == 4
+    assert await found.settled()
+
+
 async def test_who_has_waited_too_long_is_told_so(stage: StartStage) -> None:
     found = await stage(
         engines=1, limits={Role.DECODE: RoleLimits(requests=1)}, queue=QueueLimits(waiting=3, wait_s=0.1)

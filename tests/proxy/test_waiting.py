@@ -57,6 +57,15 @@ class Rig:
         client.instance = self.fleet.acquire(DECODE, facts, (), client)
         return client
 
+    def required(self, tenant: str = "", priority: int = 0, tokens: int = 0, model: str | None = None) -> str | None:
+        """What a request is told before its first leg."""
+        facts = RequestFacts("r", "t", model, 1, 1, None, None, tenant, priority, tokens)
+        try:
+            self.fleet.require([DECODE], facts)
+        except ProxyError as error:
+            return f"{error.status} {error.code}"
+        return None
+
     def retry(self, client: Client, avoid: str) -> Client:
         again = Client(client.facts)
         again.instance = self.fleet.acquire(DECODE, again.facts, {avoid}, again)
@@ -307,6 +316,47 @@ def test_who_gives_up_because_another_has_waited_too_long_hears_nothing() -> Non
     assert first.error is not None
     assert other.error is None
     assert rig.waiting == 0
+
+
+def test_what_may_not_wait_later_is_foreseen() -> None:
+    """And nothing is taken, kept or counted for it."""
+    rig = limited(waiting=3, per_tenant=2)
+    running = rig.ask("ann")
+    for tenant in ("ann", "ann", "bob"):
+        assert rig.required(tenant) is None
+        rig.ask(tenant)
+    assert [rig.required(tenant) for tenant in ("ann", "bob")] == ["429 rate_limited", "503 queue_full"]
+    assert rig.required("bob", priority=1) is None  # another would make room
+    assert rig.waiting == 3
+    rig.end(running)
+    assert [rig.required(tenant) for tenant in ("ann", "bob")] == [None, None]
+
+
+def test_without_a_queue_it_is_foreseen_whether_there_is_room() -> None:
+    rig = limited(decode=2, waiting=0)
+    first = rig.ask()
+    assert rig.required() is None
+    rig.ask()
+    assert rig.required() == "503 queue_full"
+    rig.end(first)
+    assert rig.required() is None
+
+
+def test_a_full_queue_of_others_says_nothing_of_who_can_run_elsewhere() -> None:
+    rig = limited(decode=2, waiting=1)
+    rig.fleet.learn(rig.member("d0"), True, frozenset("a"))
+    rig.fleet.learn(rig.member("d1"), True, frozenset("b"))
+    for _ in range(2):
+        rig.ask(model="a")
+    assert [rig.required(model=model) for model in ("a", "b")] == ["503 queue_full", None]
+    assert rig.required(model="c") == "503 no_decode_instance"
+
+
+def test_nothing_is_foreseen_where_there_are_no_limits() -> None:
+    rig = Rig(queue=QueueLimits(waiting=0))
+    for _ in range(9):
+        assert rig.required() is None
+        assert rig.ask().instance is not None
 
 
 def test_retry_after_is_as_long_as_the_queue_takes_to_drain() -> None:

@@ -45,6 +45,8 @@ class Fault:
     code: Code = Code.UNAVAILABLE
     seconds: float = 0.0
     """delay: how long."""
+    announced: bool = False
+    """get: the value's arrival is announced (`GetOp.arrived`) when it has come whole, before it goes wrong."""
 
 
 class FaultyStore(LaneStore):
@@ -104,6 +106,8 @@ class FaultyStore(LaneStore):
         for index, (op, fault) in enumerate(zip(ops, faults, strict=True)):
             if fault is None or results[index].code is not Code.OK:
                 continue
+            if fault.announced and op.arrived is not None:
+                op.arrived(results[index].nbytes)
             if fault.kind == "flip":
                 _flip(op.buffers, fault.at)
             elif fault.kind == "truncate":

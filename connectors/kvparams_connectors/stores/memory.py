@@ -3,8 +3,10 @@
 The one rule: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
 """
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,6 +24,8 @@ _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(Code.MISS)
+_AT_ONCE: Final = 64
+"""So many values to evict are looked for at a time: whoever looks holds the lock, and may have to pass many leases."""
 
 
 class _Value(Entry):
@@ -36,7 +40,7 @@ class _Value(Entry):
         self.runs = runs
         self.nbytes = nbytes
         self.ready = False
-        self.pins = 1
+        self.pins = 0
         """Copies in progress: its writer's and its readers'."""
         self.removed = False
         """No longer in the table; its room is given back with the last pin."""
@@ -90,6 +94,9 @@ class MemoryStore(LaneStore):
         self._values: ScanResistant[_Value] = ScanResistant(units)
         self._lease_s = lease_s
         self._generation = 0
+        self._pinned = 0
+        self._full_until = 0.0
+        """Before this time nothing can be evicted, unless a pin goes."""
         self._changed = threading.Condition(threading.Lock())
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
         super().__init__(name, threads=threads)
@@ -113,13 +120,14 @@ class MemoryStore(LaneStore):
         ours: dict[int, _Value] = {}
         others: dict[int, _Value] = {}
         held: list[_Value] = []
+        victims: deque[tuple[str, _Value]] = deque()
         with self._changed:
             for index in left:
                 op = ops[index]
                 value = self._values.get(op.key)
                 if value is not None:
                     others[index] = value
-                    value.pins += 1  # what this batch says exists is not evicted for the rest of the batch
+                    self._pin(value)  # what this batch says exists is not evicted for the rest of the batch
                     held.append(value)
                     continue
                 nbytes = sizes[index]
@@ -127,12 +135,13 @@ class MemoryStore(LaneStore):
                     results[index] = Result(Code.TOO_LARGE)
                     continue
                 units = units_for(nbytes, self._unit_bytes)
-                runs = self._make_room(units)
+                runs = self._make_room(units, victims)
                 if runs is None:
                     results[index] = Result(Code.FULL)
                     continue
                 self._generation += 1
                 ours[index] = _Value(runs, nbytes, units, self._generation)
+                self._pin(ours[index])
                 self._values.add(op.key, ours[index])
         for index, value in ours.items():
             results[index] = self._fill(ops[index], value, deadline)
@@ -172,7 +181,7 @@ class MemoryStore(LaneStore):
             found = [value if value is not None and value.ready else None for value in found]
             for value in found:
                 if value is not None:
-                    value.pins += 1
+                    self._pin(value)
             self._use([op.key for op in ops])
         results: Results = []
         for op, value in zip(ops, found, strict=True):
@@ -234,7 +243,7 @@ class MemoryStore(LaneStore):
                 if value is None or not value.ready:
                     held.append(None)
                     continue
-                value.pins += 1
+                self._pin(value)
                 views = stretches(self._memory, self._unit_bytes, value.runs, value.nbytes)
                 places = zip(value.runs, views, strict=False)  # a value of no bytes has a unit, and no view
                 addresses = tuple((self._address + run.first * self._unit_bytes, view.size) for run, view in places)
@@ -249,9 +258,8 @@ class MemoryStore(LaneStore):
 
     @property
     def pinned(self) -> int:
-        """How many values are being copied or held at the moment."""
-        with self._changed:
-            return sum(value.pins > 0 for _, value in self._values.order())
+        """How many values are being copied or held at the moment, deleted ones among them."""
+        return self._pinned
 
     @property
     def whole(self) -> Bytes:
@@ -264,17 +272,40 @@ class MemoryStore(LaneStore):
 
     # ---- the lock is held
 
-    def _make_room(self, units: int) -> list[Run] | None:
-        """Units for a new value, evicting as little as needed; None if everything else is being copied."""
-        now = time.monotonic() if self._lease_s else 0.0
+    def _make_room(self, units: int, victims: deque[tuple[str, _Value]]) -> list[Run] | None:
+        """Units for a new value, evicting as little as needed; None if everything else is leased or being copied.
+
+        `victims` is what was found for the same batch before and was not needed yet.
+        """
         while (runs := self._extents.take(units)) is None:
-            for key, value in self._values.order():
-                if not value.pins and (not self._lease_s or value.leased_until <= now):
-                    self._remove(key, value)
-                    break
-            else:
+            if not victims:
+                victims += self._evictable()
+            if not victims:
                 return None
+            key, value = victims.popleft()
+            if not value.pins and not value.removed:  # found by the same batch meanwhile
+                self._remove(key, value)
         return runs
+
+    def _evictable(self) -> list[tuple[str, _Value]]:
+        """The next to go; none if that is so for certain until a lease ends or a pin goes."""
+        now = time.monotonic()
+        if now < self._full_until:
+            return []
+        found: list[tuple[str, _Value]] = []
+        earliest = math.inf
+        for key, value in self._values.order():
+            if value.pins:
+                continue
+            if value.leased_until <= now:
+                found.append((key, value))
+                if len(found) == _AT_ONCE:
+                    break
+            elif value.leased_until < earliest:
+                earliest = value.leased_until
+        if not found:
+            self._full_until = earliest
+        return found
 
     def _use(self, keys: Sequence[str]) -> None:
         """This process has used these, and may tell others of them."""
@@ -292,10 +323,19 @@ class MemoryStore(LaneStore):
         if not value.pins:
             self._extents.give_back(value.runs)
 
+    def _pin(self, value: _Value) -> None:
+        self._pinned += not value.pins
+        value.pins += 1
+
     def _unpin(self, value: _Value) -> None:
         value.pins -= 1
-        if value.removed and not value.pins:
+        if value.pins:
+            return
+        self._pinned -= 1
+        if value.removed:
             self._extents.give_back(value.runs)
+        else:
+            self._full_until = min(self._full_until, value.leased_until)
 
 
 def open_url(url: StoreURL) -> KVStore:

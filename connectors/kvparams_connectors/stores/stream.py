@@ -7,9 +7,11 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 __all__ = ["Stream", "tcp_socket"]
 
@@ -20,9 +22,12 @@ _AT_ONCE: Final = 4 << 20
 """Bytes handed to the kernel in one call, so that a peer that takes them one by one cannot hold it for long."""
 _TIMEVAL: Final = struct.Struct("ll")
 
+_Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
+"""As `socket.getaddrinfo` gives them."""
+
 
 def tcp_socket(host: str, port: int, until: float) -> socket.socket:
-    """Connect to a server.
+    """Connect to a server. A name is looked up, and each of its addresses has a share of the time that is left.
 
     Args:
         until: when to give up, on the clock of `time.monotonic`.
@@ -31,7 +36,7 @@ def tcp_socket(host: str, port: int, until: float) -> socket.socket:
         TimeoutError: it took too long.
         OSError: it cannot be reached.
     """
-    sock = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
+    sock = _connected(_addresses(host, port, until), until)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -39,6 +44,57 @@ def tcp_socket(host: str, port: int, until: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _addresses(host: str, port: int, until: float) -> Sequence[_Address]:
+    """Where a host can be reached. Nothing bounds a look-up but a thread that is left to it."""
+    with suppress(socket.gaierror):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    found: list[Sequence[_Address]] = []
+    failures: list[Exception] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=look_up, name="kvparams-look-up", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(f"no thread to look up {host}: {error}") from error
+    thread.join(max(0.001, until - time.monotonic()))
+    if found and found[0]:
+        return found[0]
+    if failures:
+        raise failures[0] if isinstance(failures[0], OSError) else OSError(f"{host} cannot be looked up: {failures[0]}")
+    raise TimeoutError(f"{host} was not found in time")
+
+
+def _connected(addresses: Sequence[_Address], until: float) -> socket.socket:
+    failure: OSError = TimeoutError("the deadline has passed")
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        remaining = until - time.monotonic()
+        if remaining <= 0 and number:
+            break
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # this machine has no such addresses
+            failure = error
+            continue
+        try:
+            sock.settimeout(max(0.001, remaining / (len(addresses) - number)))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
 
 
 class Stream:

@@ -27,6 +27,11 @@ class Endpoint:
     done: bool = True
     """Whether its streams end with `data: [DONE]`: one that ends without it was cut off."""
 
+    @property
+    def choices(self) -> bool:
+        """Whether what it answers stands in `choices`: without one it is no answer."""
+        return self.kind != "other"
+
 
 ENDPOINTS: Final = (
     Endpoint("/v1/completions", "completions"),

@@ -141,7 +141,7 @@ class Recorder:
         self._mixed = False
         """Whether there was more in it than plain content."""
         self._template: dict[str, Any] | None = None
-        self._marked: tuple[int, list[int], bool] = 0, [], False
+        self._marked: tuple[int, list[int], bool, bool] = 0, [], False, False
         self.resumed = False
 
     def sent(self) -> Sent | None:
@@ -174,7 +174,7 @@ class Recorder:
         Raises:
             JSONTextError: an event is not what it should be.
         """
-        self._marked = len(self._answer), self._unsaid.copy(), self._finished
+        self._marked = len(self._answer), self._unsaid.copy(), self._finished, self._counted
         try:
             return self._recorded(raw)
         except JSONTextError:
@@ -183,7 +183,7 @@ class Recorder:
 
     def undo(self) -> None:
         """What `events` has given last was not sent."""
-        answered, self._unsaid, self._finished = self._marked
+        answered, self._unsaid, self._finished, self._counted = self._marked
         del self._answer[answered:]
 
     def _recorded(self, raw: bytes) -> bytes:

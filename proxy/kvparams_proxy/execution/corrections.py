@@ -12,9 +12,17 @@ from pydantic_core import from_json, to_json
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, fields, locate
 from kvparams_proxy.execution.privacy import Addresses, answer_changes, error_in
-from kvparams_proxy.upstream.terms import UpstreamRefusal
+from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
 
-__all__ = ["Corrections", "check_event", "complete_events", "load_answer", "prompt_details", "split_events"]
+__all__ = [
+    "Corrections",
+    "check_event",
+    "check_no_error",
+    "complete_events",
+    "load_answer",
+    "prompt_details",
+    "split_events",
+]
 
 
 _ITS_OWN: Final = object()
@@ -23,11 +31,12 @@ _ITS_OWN: Final = object()
 class Corrections:
     """Of the answers to one request."""
 
-    __slots__ = ("_addresses", "_closely", "_request_id", "prompt_tokens_details", "usage")
+    __slots__ = ("_addresses", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
 
-    def __init__(self, request_id: str, addresses: Addresses) -> None:
-        """`request_id` is what the engines were told; `addresses` are theirs."""
+    def __init__(self, request_id: str, addresses: Addresses, *, choices: bool = False) -> None:
+        """`request_id` is what the engines were told; `addresses` are theirs; `choices`: a whole answer has some."""
         self._request_id = request_id
+        self._choices = choices
         self._addresses = addresses
         self._closely = True
         """Whether every event is examined: until one has shown that what all of them repeat needs no change."""
@@ -42,11 +51,14 @@ class Corrections:
 
         Raises:
             JSONTextError: it is not a JSON object.
+            UpstreamError: it has no choices, and should have some.
             UpstreamRefusal: it is an error, whatever its status said.
         """
         document = load_answer(raw)
         if (error := error_in(document)) is not None:
             raise UpstreamRefusal(error)
+        if self._choices and not event and not _chosen(document.get("choices")):
+            raise UpstreamError("the engine's answer has no content")
         changes = answer_changes(document, raw, self._request_id, self._addresses)
         self._closely = not changes.keys() <= {"kv_transfer_params"}
         spans: dict[str, Field] = {name: locate(raw, document, name) for name in changes}
@@ -105,6 +117,15 @@ class Corrections:
 _SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstrap_')
 
 
+def _chosen(choices: object) -> bool:
+    """Whether something stands there. The text of a choice may be empty: a model may have nothing to say."""
+    if isinstance(choices, list):
+        for one in cast("list[object]", choices):
+            if one and isinstance(one, dict):
+                return True
+    return False
+
+
 def _event_start(raw: bytes, at: int, inside: int) -> int:
     """Where the event begins that `inside` is in; `at` is where one does."""
     ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.rfind(mark, at, inside)) >= 0]
@@ -158,6 +179,18 @@ def check_event(event: bytes) -> None:
     data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
     if data != b"[DONE]":
         load_answer(data)
+
+
+def check_no_error(events: bytes) -> None:
+    """
+    Raises:
+        JSONTextError: one that should be is no JSON object.
+        UpstreamRefusal: one is an error.
+    """
+    for event in split_events(events):
+        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+        if data.startswith(b"{") and (error := error_in(load_answer(data))) is not None:
+            raise UpstreamRefusal(error)
 
 
 def split_events(raw: bytes, at: int = 0) -> Iterator[bytes]:

@@ -99,7 +99,7 @@ class Execution:
         self._exchange: Exchange | None = None
         self._leg: Leg | None = None
         self._leg_began = 0.0
-        self._corrections = Corrections(inbound.facts.request_id, resources.addresses)
+        self._corrections = Corrections(inbound.facts.request_id, resources.addresses, choices=endpoint.choices)
         self._recorder = recorder_for(endpoint, inbound)
         self._gone = False
         self._slow = False
@@ -121,7 +121,7 @@ class Execution:
         if self._gone:
             return
         try:
-            resources.fleet.require(self._manager.roles, self.facts.model)
+            resources.fleet.require(self._manager.roles, self.facts)
         except ProxyError as error:
             self._refuse(error)
             return
@@ -212,8 +212,16 @@ class Execution:
             recorder.resume()
         if leg.answers_client and inbound.stream:
             lines = b"cache-control: no-cache\r\n" + self._answer_headers()
+            endpoint = self._endpoint
             sink = Relay(
-                self._downstream, lines, self._corrections, limit_bytes, self, recorder, done=self._endpoint.done
+                self._downstream,
+                lines,
+                self._corrections,
+                limit_bytes,
+                self,
+                recorder,
+                done=endpoint.done,
+                choices=endpoint.choices,
             )
         else:
             sink = Collect(limit_bytes, self._collected)
@@ -274,7 +282,7 @@ class Execution:
                     self._account.prefilled(document)
                 self._life.enter("result", leg.instance.id)
                 answer = LegAnswer(cast("dict[str, object]", params) if isinstance(params, dict) else {})
-        except UpstreamRefusal as refused:
+        except UpstreamError as refused:
             self._failed(leg, head, b"", refused)
             return
         except JSONTextError:
@@ -335,7 +343,8 @@ class Execution:
         if failure is None:
             return False
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
-        if failure.another and not isinstance(error, UpstreamFull):  # busy is not broken
+        limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
+        if failure.another and not limited and not isinstance(error, UpstreamFull):  # busy is not broken
             self._resources.fleet.failed(leg.instance, connected=error is None or error.connected)
         ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
         if ending is None:

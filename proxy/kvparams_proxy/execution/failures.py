@@ -4,6 +4,7 @@ The one rule: no I/O, and nothing about an engine but its role in what a client 
 """
 
 import logging
+import re
 from typing import Final
 
 from kvparams.dialects import HandoffMissing
@@ -18,7 +19,10 @@ __all__ = ["BrokenLeg", "broken", "refusal"]
 
 _log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 1
-"""After which it is worth asking again where an engine was busy or gone."""
+"""After which it is worth asking again where an engine was busy or gone, and has not said when."""
+_LONGEST_RETRY_S: Final = 60
+"""What an engine may say; the proxy's own queues say no more either."""
+_SECONDS: Final = re.compile(rb"[0-9]{1,18}")
 
 
 class BrokenLeg(LegFailed):
@@ -67,13 +71,21 @@ def broken(
         if head.status == 200:
             return None
         refused = engine_refusal(role, head.status, raw, addresses, body, own_key=own_key)
-        return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
-    if isinstance(error, UpstreamRefusal):
-        status = error.error.get("code")
-        refused = reported_error(
-            role, status if type(status) is int else 500, error.error, addresses, body, own_key=own_key
+        busy = _is_busy(role, head.status, head.retry_after, refused)
+        # What is refused with a 4xx was never scheduled.
+        return BrokenLeg(
+            refused,
+            another=busy or refused.status >= 500,
+            claimed=not busy or head.status >= 500,
+            begun=begun,
+            sent=sent,
         )
-        return BrokenLeg(refused, another=refused.status >= 500, begun=begun, sent=sent)
+    if isinstance(error, UpstreamRefusal):
+        code = error.error.get("code")
+        status = code if type(code) is int else 500
+        refused = reported_error(role, status, error.error, addresses, body, own_key=own_key)
+        busy = _is_busy(role, status, b"", refused)
+        return BrokenLeg(refused, another=busy or refused.status >= 500, begun=begun, sent=sent)
     if isinstance(error, UpstreamFull):
         said = f"the {role} engine is busy: {error.reason}; try again later"
         what = ProxyError(503, "service_unavailable", said, code=f"{role}_busy", retry_after_s=_RETRY_S)
@@ -88,6 +100,22 @@ def broken(
         said = f"the {role} leg failed: {error.reason}"
         what = ProxyError(502, "upstream_error", said, code=f"{role}_failed")
     return BrokenLeg(what, begun=begun, sent=sent)
+
+
+def _is_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) -> bool:
+    """Whether an engine has said that it has no room now: another may have. Then `refused`, which is for the client,
+    says so too, and when it is worth asking again. A date is not read: the engine's clock need not be ours."""
+    if status == 503:
+        refused.status, refused.kind, refused.code = 503, "service_unavailable", f"{role}_busy"
+        refused.message = f"the {role} engine answered 503; try again later"
+    elif refused.status == 429:
+        if refused.kind == "invalid_request_error":
+            refused.kind = "rate_limit_error"
+    else:
+        return False
+    said = _SECONDS.fullmatch(retry_after.strip())
+    refused.retry_after_s = max(1, min(_LONGEST_RETRY_S, int(said[0]))) if said else _RETRY_S
+    return True
 
 
 def refusal(error: Exception) -> ProxyError:

@@ -7,6 +7,7 @@ engine, or looks like an address or a place in its code, is one.
 """
 
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from json import JSONDecoder
 from typing import Final, NamedTuple, cast
@@ -88,16 +89,20 @@ _LONGEST: Final = 4096
 """Characters of an engine's message that a client may get, and of a member of its own that is searched."""
 _MOST_FOUND: Final = 16
 """Addresses in one text that are looked for in what the client sent."""
+_REMEMBERED: Final = 64
+"""Engines that have left and are still hidden."""
 
 
 class Addresses:
     """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
-    __slots__ = ("_pattern", "_urls", "like_random")
+    __slots__ = ("_gone", "_pattern", "_urls", "like_random")
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         """`urls` of engines."""
         self._urls = list(urls)
+        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
+        """Of the last that have left: their last answers are still on the way."""
         self._pattern: re.Pattern[str] | None = None
         self.like_random = _like_random(self._urls)
         """Whether the name of a host is one that could be random: then nothing is random by its looks alone."""
@@ -105,19 +110,22 @@ class Addresses:
     def joined(self, member: Member) -> None:
         """A member has come."""
         self._urls.append(member.instance.url)
-        self._pattern = None
-        self.like_random = _like_random(self._urls)
+        self._changed()
 
     def left(self, member: Member) -> None:
         """A member has gone; another may be at the same place."""
         self._urls.remove(member.instance.url)
+        self._gone.append(member.instance.url)
+        self._changed()
+
+    def _changed(self) -> None:
         self._pattern = None
-        self.like_random = _like_random(self._urls)
+        self.like_random = _like_random([*self._urls, *self._gone])
 
     def within(self, text: str, sent: bytes = b"") -> bool:
         """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
         if self._pattern is None:
-            self._pattern = _pattern(self._urls)
+            self._pattern = _pattern([*self._urls, *self._gone])
         for number, found in enumerate(self._pattern.finditer(text)):
             if number == _MOST_FOUND or not sent or found.group().encode("utf-8", "replace") not in sent:
                 return True

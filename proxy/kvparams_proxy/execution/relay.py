@@ -1,7 +1,8 @@
 """Carries a decode engine's stream to the client as it arrives.
 
-The one rule: nothing reaches the client before the first whole event is here, so that until then the request can still
-be answered in another way; from then on events leave together as they came together, within a fixed buffer.
+The one rule: nothing reaches the client before the first whole event with content is here, so that until then the
+request can still be answered in another way; from then on events leave together as they came together, within a fixed
+buffer.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Final, Protocol
 from kvparams.errors import JSONTextError
 from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.execution.continuation import Recorder
-from kvparams_proxy.execution.corrections import Corrections, check_event, complete_events
+from kvparams_proxy.execution.corrections import Corrections, check_event, check_no_error, complete_events
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamRefusal
 
 __all__ = ["Listener", "Relay"]
@@ -20,6 +21,9 @@ _EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
 """Written by us: what an engine adds to it may say where it is."""
 _DATA: Final = re.compile(rb"(?:\A|\n)data:[ \t]*\{")
 """The first event that says something."""
+_CHOICE: Final = re.compile(rb'"choices"_:_\[_\{_[^ \t\r\n}]'.replace(b"_", rb"(?:[ \t\r\n]|\ndata:)*"))
+"""The first event with content, of an endpoint whose answers stand in `choices`. Inside a JSON string a quote is
+escaped, so what a model writes does not look like it."""
 _LAST: Final = b"data: [DONE]\n\n"
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
 """The last event, as others write it."""
@@ -47,12 +51,14 @@ class Relay:
     """A sink for one streaming answer."""
 
     __slots__ = (
+        "_begins",
         "_begun",
         "_corrections",
         "_done",
         "_downstream",
         "_head",
         "_headers",
+        "_heard",
         "_held",
         "_limit",
         "_listener",
@@ -76,6 +82,7 @@ class Relay:
         recorder: Recorder | None = None,
         *,
         done: bool = True,
+        choices: bool = False,
     ) -> None:
         """
         Args:
@@ -85,6 +92,7 @@ class Relay:
             limit_bytes: one event, or an answer that is no stream, fits in.
             listener: who owns the request.
             done: whether the last event is `[DONE]`: a stream without it was cut off.
+            choices: whether content stands in `choices`: a stream without one is no answer.
             recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
         """
         self._downstream = downstream
@@ -96,7 +104,10 @@ class Relay:
         self._recorder = recorder
         self._resumed = recorder is not None and recorder.resumed
         self._done = done
+        self._begins = _CHOICE if choices else _DATA
         self._begun = False
+        self._heard = False
+        """Whether there was an event at all that says something, before the first with content."""
         self._held = b""
         self._over = False
         self._parts: list[bytes] = []
@@ -146,10 +157,8 @@ class Relay:
         if self._over and self._done:  # whatever came after it, the client has everything
             error = None
         elif error is None and self._streaming and not self._over:
-            said = (
-                "the engine's stream ended too early" if self._begun else "the engine's stream ended without an event"
-            )
-            error = UpstreamError(said)
+            how = "too early" if self._begun else "without content" if self._heard else "without an event"
+            error = UpstreamError(f"the engine's stream ended {how}")
         elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
             error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
         self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes)
@@ -160,11 +169,11 @@ class Relay:
             JSONTextError: an event is not what it should be.
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
-        if not self._begun and _DATA.search(events) is None:  # comments commit to nothing
-            self._held += events
-            if len(self._held) > self._limit:
-                raise ValueError("it holds nothing but comments")
-            return
+        if not self._begun:
+            if self._begins.search(events) is None:  # it commits to nothing
+                self._hold(events)
+                return
+            events = self._held + events
         over = not self._done or events.endswith(_LAST) or _DONE.search(events, max(0, len(events) - _TAIL_BYTES))
         recorder = self._recorder
         if recorder is not None:
@@ -172,7 +181,7 @@ class Relay:
         try:
             corrected = self._corrections.events(events)
         except UpstreamRefusal as refusal:
-            if refusal.before:
+            if refusal.before and (self._begun or self._begins.search(refusal.before)):
                 self._write(refusal.before)
             raise
         except JSONTextError:
@@ -182,11 +191,24 @@ class Relay:
         self._write(corrected)
         self._over = self._over or bool(over)
 
+    def _hold(self, events: bytes) -> None:
+        """Keep events without content.
+
+        Raises:
+            JSONTextError: one is not what it should be.
+            UpstreamRefusal: one is an error.
+        """
+        if _DATA.search(events) is not None:
+            self._heard = True
+            check_no_error(events)
+        self._held += events
+        if len(self._held) > self._limit:
+            raise ValueError("it holds nothing but comments and empty events")
+
     def _write(self, corrected: bytes) -> None:
         if not self._begun:
             self._begun = True
             self._listener.stream_begun()
-            corrected = self._held + corrected
             if not self._resumed:
                 self._downstream.head(200, _EVENT_STREAM + self._headers, None)
         self._downstream.body(corrected)

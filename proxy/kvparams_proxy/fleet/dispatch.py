@@ -46,11 +46,12 @@ class Dispatcher:
         self.role: Final = role
         self.guarded = False
         """Whether anything but the policy has a say now: a limit, a slow start, a breaker that is not closed."""
+        self.limited: Final = limits.requests is not None or limits.tokens is not None
+        """Whether anybody ever waits here."""
         self._policy = policy
         self._members = members
         self._requests = limits.requests
         self._tokens = limits.tokens
-        self._limited = limits.requests is not None or limits.tokens is not None
         self._now = now
         self._turn = 0
         self._candidates: dict[str | None, list[Member]] = {}
@@ -82,6 +83,19 @@ class Dispatcher:
         """Whether there are candidates for sure: a short cut, False tells nothing."""
         return model in self._candidates
 
+    def admit(self, facts: RequestFacts) -> None:
+        """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
+
+        Raises:
+            ProxyError: as for `acquire`.
+        """
+        candidates = self.candidates(facts.model)
+        if not self.limited:
+            return
+        error = self._room.refuses(facts)
+        if error is not None and not any(self._fits(member, facts.tokens) for member in candidates):
+            raise error
+
     def acquire(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
         """See `Fleet.acquire`."""
         if self.guarded or avoid:
@@ -105,7 +119,7 @@ class Dispatcher:
 
     def freed(self) -> None:
         """A leg was released, while guarded."""
-        if self._limited:
+        if self.limited:
             self._room.freed()
             self._serve()
 
@@ -155,12 +169,12 @@ class Dispatcher:
     ) -> Member | None:
         """Take one of `preferred` that has room and is not kept for others; its load counts."""
         roomy = preferred
-        if self._limited:
+        if self.limited:
             tokens = facts.tokens
             roomy = [member for member in preferred if self._fits(member, tokens) and member not in kept]
         if self._slow.active:
             warm = self._slow.warm(roomy, candidates)
-            roomy = warm if warm or self._limited else roomy
+            roomy = warm if warm or self.limited else roomy
         if not roomy:
             return None
         turn = self._turn
@@ -195,7 +209,7 @@ class Dispatcher:
 
     def _guard(self, mine: list[Member]) -> None:
         troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
-        self.guarded = self._limited or troubled or self._slow.active
+        self.guarded = self.limited or troubled or self._slow.active
 
     # those who wait
 

@@ -172,16 +172,17 @@ class Fleet:
 
     # what a request needs
 
-    def require(self, roles: Iterable[Role], model: str | None) -> None:
-        """Refuse a request whose later legs nobody could run, before its first one costs anything.
+    def require(self, roles: Iterable[Role], facts: RequestFacts) -> None:
+        """Refuse a request whose later legs nobody could run, or might not even wait for room as things are, before its
+        first one costs anything.
 
         Raises:
-            ProxyError: 503 naming the role that is missing.
+            ProxyError: as for `acquire`.
         """
         for role in roles:
             dispatcher = self._roles[role]
-            if not dispatcher.knows(model):
-                dispatcher.candidates(model)
+            if dispatcher.limited or not dispatcher.knows(facts.model):
+                dispatcher.admit(facts)
 
     def acquire(self, role: Role, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
         """Take an instance for one leg; its load counts until `release`.

@@ -106,6 +106,11 @@ class WaitingRoom:
             raise error
         self._refuse(loser, error)
 
+    def refuses(self, facts: RequestFacts) -> ProxyError | None:
+        """What whoever entered now and found no room would be told by `settle`; None where it might wait."""
+        full = self._queue.refuses(facts.tenant, facts.priority)
+        return None if full is None else self._full(full, facts.tenant)
+
     def leave(self, waiter: Waiter) -> bool:
         """Give up; whether it waited."""
         ticket = self._tickets.pop(waiter, None)

@@ -259,6 +259,8 @@ class Connection(asyncio.Protocol):
             head.content_type = value
         elif name == b"content-length" or name == b"transfer-encoding":
             head.framed = True
+        elif name == b"retry-after":
+            head.retry_after = value
 
     def on_headers_complete(self) -> None:
         """Deliver the head, unless it is a mere 100 Continue."""

@@ -83,6 +83,8 @@ class Head:
     content_type: bytes = b""
     framed: bool = False
     """False when only the end of the connection ends the body."""
+    retry_after: bytes = b""
+    """As it came; empty where it did not."""
 
 
 _NONE: Final = Head()

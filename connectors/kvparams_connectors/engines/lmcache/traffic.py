@@ -180,8 +180,7 @@ class Traffic:
         self._refused += 1
         _LOGGER.warning("LMCache chunk %s was not used: %s: %s", one.chunk.key, reason, message)
         if reason not in USABLE_BY_OTHERS:
-            self._store.quarantine([one.chunk.key])
-            self._store.delete([one.chunk.key], self._deadline_s)
+            self._store.discard([one.chunk.key], self._deadline_s)
         return None
 
 

@@ -105,6 +105,12 @@ class GuardedStore(KVStore):
             self._health.hold(keys, time.monotonic())
         self._inner.quarantine(keys)
 
+    def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """As `quarantine`, and the guarded store discards them, if it is not given up."""
+        with self._lock:
+            self._health.hold(keys, time.monotonic())
+        return self._submit("delete", keys, keys, 0, self._inner.discard, deadline_s)
+
     def close(self) -> None:
         self._alarm.close()
         self._inner.close()

@@ -26,9 +26,6 @@ class Located:
         self._lock: Final = threading.Lock()
         self._places: Final[OrderedDict[str, tuple[Place, float]]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def add(self, keys: Iterable[str], place: Place, now: float) -> None:
         """These keys can be read there."""
         until = now + self._lifetime_s
@@ -53,8 +50,9 @@ class Located:
                 found.append(place)
         return found
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """These are not to be read anywhere."""
+    def forget(self, keys: Iterable[str], place: Place | None = None) -> None:
+        """These are not to be read there, or not anywhere."""
         with self._lock:
             for key in keys:
-                self._places.pop(key, None)
+                if place is None or self._places.get(key, (None, 0.0))[0] == place:
+                    self._places.pop(key, None)

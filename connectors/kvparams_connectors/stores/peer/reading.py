@@ -1,10 +1,9 @@
 """Reading from others: batches of keys, each batch from one place.
 
 The one rule: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer
-as it should is left alone.
+as it should is left alone, and what it was said to have is a MISS: it is the place that failed, not this store.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from typing import Final
 from kvparams_connectors.store import Code, GetOp, Result, Results
 from kvparams_connectors.stores.extents import copy
 from kvparams_connectors.stores.peer.handshake import RefusedError
-from kvparams_connectors.stores.peer.places import Allowed, Place, place_of
+from kvparams_connectors.stores.peer.located import Located
+from kvparams_connectors.stores.peer.places import Place, place_of
 from kvparams_connectors.stores.peer.sources import Link, Sources
 from kvparams_connectors.stores.peer.transfer import Transfer
 from kvparams_connectors.stores.peer.wire import (
@@ -33,8 +33,9 @@ from kvparams_connectors.stores.peer.wire import (
 
 __all__ = ["Reader"]
 
-_LOGGER: Final = logging.getLogger(__name__)
-
+_MISS: Final = Result(Code.MISS)
+_LOST: Final = Result(Code.TIMEOUT)
+"""A place that answers never says so: it stands for what was not read, until that is a MISS."""
 _FAIR_S: Final = 0.25
 """A time-out with less time than this is not the place's fault."""
 _ANY_ROOM: Final = 1 << 48
@@ -61,9 +62,14 @@ _Portion = list[tuple[_Item, Placed]]
 class Reader:
     """Any thread may use it."""
 
-    def __init__(self, sources: Sources, allowed: Allowed, transfer: Transfer | None) -> None:
+    def __init__(self, sources: Sources, located: Located, transfer: Transfer | None) -> None:
+        """Args:
+        sources: connections.
+        located: what a place does not have is not looked for there again, until there is a new hint.
+        transfer: an engine that reads, or None.
+        """
         self._sources: Final = sources
-        self._allowed: Final = allowed
+        self._located: Final = located
         self._transfer: Final = transfer
         self._plain_until: dict[Place, float] = {}
         self._lock: Final = threading.Lock()
@@ -73,13 +79,15 @@ class Reader:
         """Of these."""
         self.transferred = 0
         """Of these bytes, those that a transfer engine has read."""
+        self.lost = 0
+        """Answers that were a MISS because a place failed, was too slow, refused, or was left alone."""
 
     def sizes(self, place: Place, keys: Sequence[str], deadline: float) -> Results:
-        """OK with the value's size, or MISS, or why that is not known."""
+        """OK with the value's size, or MISS."""
         results: Results = []
         for first in range(0, len(keys), MOST_KEYS):
             results += self._sizes(place, keys[first : first + MOST_KEYS], deadline)
-        return results
+        return self._final(place, keys, results)
 
     def get(self, place: Place, ops: Sequence[GetOp], deadline: float) -> Results:
         """Read values into the buffers."""
@@ -97,22 +105,30 @@ class Reader:
         with self._lock:
             self.values += len(good)
             self.nbytes += sum(good)
-        return results
+        return self._final(place, [op.key for op in ops], results)
+
+    def _final(self, place: Place, keys: Sequence[str], results: Results) -> Results:
+        """What is not known is a MISS, and what the place does not have is not to be found there."""
+        self._located.forget((key for key, one in zip(keys, results, strict=True) if one.code is Code.MISS), place)
+        lost = sum(one is _LOST for one in results)
+        with self._lock:
+            self.lost += lost
+        return [_MISS if one is _LOST else one for one in results] if lost else results
 
     def _sizes(self, place: Place, keys: Sequence[str], deadline: float) -> Results:
-        results = [Result(Code.TIMEOUT)] * len(keys)
+        results = [_LOST] * len(keys)
         rooms = [_ANY_ROOM] * len(keys)
 
         def work(link: Link) -> None:
-            _, table = _ask(link, Operation.SIZES, keys, [0] * len(keys), deadline)
+            _, table = self._ask(link, Operation.SIZES, keys, [0] * len(keys), deadline)
             results[:] = parse_found(table, rooms)
 
-        failure = self._with(place, deadline, work)
-        return results if failure is None else [Result(failure)] * len(keys)
+        self._with(place, deadline, work)
+        return results
 
     def _get(self, place: Place, items: Sequence[_Item], results: Results, deadline: float) -> None:
         for item in items:
-            results[item.index] = Result(Code.TIMEOUT)
+            results[item.index] = _LOST
         left = list(items)
 
         def work(link: Link) -> None:
@@ -120,18 +136,14 @@ class Reader:
             if transfer is not None and transfer.free and self._plain_until.get(place, 0.0) <= time.monotonic():
                 left[:] = self._fetch(transfer, link, left, results, deadline)
             if left:
-                _receive(link, left, results, deadline)
+                self._receive(link, left, results, deadline)
 
-        failure = self._with(place, deadline, work)
-        if failure is not None:
-            for item in items:
-                if results[item.index].code is Code.TIMEOUT:
-                    results[item.index] = Result(failure)
+        self._with(place, deadline, work)
 
-    def _with(self, place: Place, deadline: float, work: Callable[[Link], None]) -> Code | None:
-        """Do `work` on a connection; what it has not answered is of the code that is returned, if one is."""
+    def _with(self, place: Place, deadline: float, work: Callable[[Link], None]) -> None:
+        """Do `work` on a connection, as far as that can be done."""
         if self._sources.rests(place):
-            return Code.MISS
+            return
         given_s = deadline - time.monotonic()
         link: Link | None = None
         try:
@@ -140,21 +152,42 @@ class Reader:
         except TimeoutError as error:
             if given_s >= _FAIR_S:
                 self._sources.failed(place, error)
-            failure = Code.TIMEOUT
-        except (RefusedError, PermissionError) as error:
+        except (RefusedError, OSError) as error:
             self._sources.failed(place, error)
-            failure = Code.DENIED
-        except OSError as error:
-            if isinstance(error, ProtocolError):
-                _LOGGER.error("peer: %s does not speak as it should: %s", place, error)
-            self._sources.failed(place, error)
-            failure = Code.UNAVAILABLE
         else:
             self._sources.give_back(link)
-            return None
+            return
         if link is not None:
             link.channel.close()
-        return failure
+
+    def _receive(self, link: Link, items: Sequence[_Item], results: Results, deadline: float) -> None:
+        """Have values sent, each into its buffers."""
+        rooms = [item.room for item in items]
+        status, table = self._ask(link, Operation.GET, [item.key for item in items], rooms, deadline)
+        if status is not Status.FINE:
+            raise ProtocolError(f"{status.name} to a request for values")
+        for item, found in zip(items, parse_found(table, rooms), strict=True):
+            if found.code is Code.OK:
+                missing = found.nbytes
+                for part in item.parts:
+                    length = min(part.nbytes, missing)
+                    link.channel.fill(part[:length])
+                    missing -= length
+                if item.arrived is not None:
+                    item.arrived(found.nbytes)
+            results[item.index] = found
+
+    def _ask(
+        self, link: Link, operation: Operation, keys: Sequence[str], rooms: Sequence[int], deadline: float
+    ) -> tuple[Status, bytearray]:
+        """Send a request and read the table of the reply. A place that is alive begins to answer at once."""
+        body = keys_body(keys, rooms)
+        milliseconds = min(max(1, int(1000 * (deadline - time.monotonic()))), 3_600_000)
+        link.channel.until(min(deadline, time.monotonic() + self._sources.connect_s))
+        link.channel.send_parts([REQUEST_HEAD.pack(operation, len(keys), len(body), milliseconds), body])
+        reply = parse_reply(link.channel.read(REPLY_HEAD.size), len(keys))
+        link.channel.until(deadline)
+        return reply.status, link.channel.read(reply.nbytes)
 
     # ---- by a transfer engine
 
@@ -163,14 +196,16 @@ class Reader:
     ) -> list[_Item]:
         """Have values read from the memory there; those that have to be read in another way."""
         rooms = [item.room for item in items]
-        status, table = _ask(link, Operation.HOLD, [item.key for item in items], rooms, deadline)
+        status, table = self._ask(link, Operation.HOLD, [item.key for item in items], rooms, deadline)
         if status is not Status.FINE:
             self._plainly(link.place)
             return list(items)
         placement = parse_placement(table, rooms)
         where = place_of(placement.session)
-        if where is None or not self._allowed.host(where.host):
-            raise ProtocolError(f"its memory is said to be at {placement.session!r}, which is not among the peers")
+        if where is None or where.host.lower() != link.place.host.lower():
+            raise ProtocolError(
+                f"its memory is said to be at {placement.session!r}, which is another host than its own"
+            )
         portions, left = _portions(items, placement.values, results, transfer.landing.slot_bytes)
         good: _Portion = []
         for number, portion in enumerate(portions):
@@ -181,10 +216,10 @@ class Reader:
                 self._plainly(link.place)
                 break
             good += portion
-        status, _ = _ask(link, Operation.RETURN, [], [], deadline)
+        status, _ = self._ask(link, Operation.RETURN, [], [], deadline)
         for item, placed in good:
             # If the time was over, the memory there may have had another owner meanwhile.
-            results[item.index] = placed.result if status is Status.FINE else Result(Code.TIMEOUT)
+            results[item.index] = placed.result if status is Status.FINE else _LOST
         if status is Status.FINE:
             with self._lock:
                 self.transferred += sum(placed.result.nbytes for _, placed in good)
@@ -221,9 +256,7 @@ def _portions(
 
 def _land(transfer: Transfer, session: str, portion: _Portion, deadline: float) -> bool:
     """Have the values of a portion read, and copy them to where they are wanted; whether that was possible."""
-    slot = transfer.landing.lease(
-        max(0.0, deadline - time.monotonic()) if transfer.lost < transfer.landing.slots else 0
-    )
+    slot = None if transfer.spent else transfer.landing.lease(max(0.0, deadline - time.monotonic()))
     if slot is None:
         return False
     if not transfer.read(session, slot, [run for _, placed in portion for run in placed.runs], deadline):
@@ -238,32 +271,3 @@ def _land(transfer: Transfer, session: str, portion: _Portion, deadline: float) 
         at = end
     slot.give_back()
     return True
-
-
-def _receive(link: Link, items: Sequence[_Item], results: Results, deadline: float) -> None:
-    """Have values sent, each into its buffers."""
-    rooms = [item.room for item in items]
-    status, table = _ask(link, Operation.GET, [item.key for item in items], rooms, deadline)
-    if status is not Status.FINE:
-        raise ProtocolError(f"{status.name} to a request for values")
-    for item, found in zip(items, parse_found(table, rooms), strict=True):
-        if found.code is Code.OK:
-            missing = found.nbytes
-            for part in item.parts:
-                length = min(part.nbytes, missing)
-                link.channel.fill(part[:length])
-                missing -= length
-            if item.arrived is not None:
-                item.arrived(found.nbytes)
-        results[item.index] = found
-
-
-def _ask(
-    link: Link, operation: Operation, keys: Sequence[str], rooms: Sequence[int], deadline: float
-) -> tuple[Status, bytearray]:
-    """Send a request and read the table of the reply."""
-    body = keys_body(keys, rooms)
-    milliseconds = min(max(1, int(1000 * (deadline - time.monotonic()))), 3_600_000)
-    link.channel.send_parts([REQUEST_HEAD.pack(operation, len(keys), len(body), milliseconds), body])
-    reply = parse_reply(link.channel.read(REPLY_HEAD.size), len(keys))
-    return reply.status, link.channel.read(reply.nbytes)

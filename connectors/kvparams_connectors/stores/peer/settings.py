@@ -20,7 +20,10 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
 _PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _DEVICES: Final = re.compile(r"[A-Za-z0-9._,-]{0,1024}")
+_NUMBER: Final = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 _LONGEST_LEASE_S: Final = 86_400
+_LONGEST_SESSION_HOST: Final = 240
+"""A session, with brackets and a port, has at most 255 characters on the wire."""
 _SECRET: Final = range(16, 4097)
 
 
@@ -38,11 +41,13 @@ class PeerSettings:
     """For what this process has put."""
     unit_bytes: int = 64 << 10
     """A value takes whole units."""
-    threads: int = 2
-    """How many batches are read from peers at a time."""
+    threads: int = 4
+    """How many peers are read from at a time."""
     lease_s: int = 60
     """So long after it was put, or found again by this process, a value is not evicted."""
     transport: Transport = "tcp"
+    """How values are read: over the connection, or by Mooncake's transfer engine. With the engine neither a secret nor
+    a loopback address protects anything: see `transfer.py`."""
     protocol: str = "tcp"
     """Of Mooncake's transfer engine: `tcp` or `rdma`."""
     devices: str = ""
@@ -54,12 +59,17 @@ class PeerSettings:
     ports: range = range(1, 65536)
     """At which ports of theirs."""
     secret: bytes = field(default=b"", repr=False)
-    """Whoever reads here has to know it, and whoever is read from."""
+    """Whoever reads here has to know it, and whoever is read from. Not with `mooncake`, whose transfer engine asks
+    nobody for it: seal the pages instead."""
     connect_ms: int = 1000
-    """How long a connection may take, with everything until it can be used."""
+    """How long a connection may take, with everything until it can be used; and how long a peer may leave a request
+    without the beginning of an answer."""
 
     def __post_init__(self) -> None:
         """Raises StoreError on what cannot be."""
+        for host in (self.host, self.local):
+            if host and _misread(host):
+                raise _wrong(f"{host} is neither an address nor a name; some read it as another address than it looks")
         if not _HOST.fullmatch(self.host) or not (self.port is None or 0 <= self.port < 65536):
             raise _wrong(f"{self.host}:{self.port} is not a host and a port")
         if self.local and not _HOST.fullmatch(self.local):
@@ -70,6 +80,13 @@ class PeerSettings:
             raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
         if _everywhere(self.host) and not self.local and self.port != 0:
             raise _wrong(f"{self.host} is all of this machine's addresses; say with local= at which others find it")
+        if self.transport == "mooncake" and self.secret:
+            raise _wrong(
+                "secret_file protects nothing with transport=mooncake, whose transfer engine lets whoever reaches its "
+                "port read and write this memory; use transport=tcp, or authenticated pages without a secret_file"
+            )
+        if self.transport == "mooncake" and len(self.reachable) > _LONGEST_SESSION_HOST:
+            raise _wrong(f"transport=mooncake takes host names of at most {_LONGEST_SESSION_HOST} characters")
         if not self.peers and not _loopback(self.host):
             raise _wrong("whom may it ask? set peers, networks or names: peers=10.0.0.0/8,node-5")
 
@@ -154,6 +171,15 @@ def _loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def _misread(host: str) -> bool:
+    """Whether the C library takes it for an address although it is written as none: `0`, `127.1`, `0x7f000001`."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
+    return False
 
 
 def _everywhere(host: str) -> bool:

@@ -33,8 +33,6 @@ class Link:
 
     place: Place
     channel: Channel
-    run: bytes
-    """Of the process there; a later one on the same port has another."""
 
 
 @dataclass(slots=True)
@@ -55,6 +53,18 @@ class Sources:
         self._states: Final[OrderedDict[Place, _State]] = OrderedDict()
         self.opened = 0
         """How many connections were begun so far."""
+
+    @property
+    def connect_s(self) -> float:
+        """How long a place may say nothing."""
+        return self._connect_s
+
+    @property
+    def resting(self) -> int:
+        """How many places are left alone at the moment."""
+        now = time.monotonic()
+        with self._lock:
+            return sum(state.rests_until > now for state in self._states.values())
 
     def rests(self, place: Place) -> bool:
         """Whether it is left alone at the moment."""
@@ -129,14 +139,27 @@ class Sources:
                 link.channel.close()
         return state
 
+    def _sweep(self) -> None:
+        """Close idle connections that the other side has ended."""
+        gone: list[Link] = []
+        with self._lock:
+            for state in self._states.values():
+                if ended := [link for link in state.idle if not link.channel.silent]:
+                    gone += ended
+                    state.idle = [link for link in state.idle if link not in ended]
+        for link in gone:
+            link.channel.close()
+
     def _connect(self, place: Place, deadline: float) -> Link:
         until = min(deadline, time.monotonic() + self._connect_s)
         if until <= time.monotonic():
             raise TimeoutError("the deadline has passed")
+        self._sweep()
         channel = Channel(tcp_socket(place.host, place.port, until))
         try:
             channel.until(until)
-            return Link(place, channel, greet(channel, self._secret))
+            greet(channel, self._secret)
+            return Link(place, channel)
         except BaseException:
             channel.close()
             raise

@@ -9,6 +9,12 @@ its own and stays a while (`lease`); what others have is read, checked by whoeve
 
 Who can reach the port can read all pages, unless `secret_file` is set on all sides. The connection is neither encrypted
 nor authenticated after its beginning.
+
+With `transport=mooncake` that is not so: the transfer engine listens on a port of its own, on all addresses of the
+machine whatever `host` says, and lets whoever reaches it read and write the memory that is registered with it. Neither
+`secret_file` (refused) nor a loopback address protects anything. And a reader's engine connects to where the engine of
+a peer says that its data is: an allowed peer can send it to any host. Keep all of it to a network of engines that trust
+each other, and use authenticated pages (`kvparams.seals`), so that what was written by others is not used.
 """
 
 import logging
@@ -28,14 +34,15 @@ from kvparams_connectors.store import (
     Code,
     GetOp,
     KVStore,
-    LaneStore,
     PutOp,
     Results,
 )
 from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.peer.gathering import Ask, Gatherings
 from kvparams_connectors.stores.peer.located import Located
 from kvparams_connectors.stores.peer.places import Place, place_of
 from kvparams_connectors.stores.peer.reading import Reader
+from kvparams_connectors.stores.peer.seldom import Seldom
 from kvparams_connectors.stores.peer.serving import Server
 from kvparams_connectors.stores.peer.settings import PeerSettings
 from kvparams_connectors.stores.peer.sources import Sources
@@ -51,7 +58,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _MOST_LOCATED: Final = 65_536
 _LOCATED_S: Final = 300.0
 _BACKLOG: Final = 128
-_REFUSED_LOG_S: Final = 60.0
+_CLOSE_S: Final = 10.0
+"""For readers and reads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +84,16 @@ class PeerStatistics:
     """Begun to others."""
     places_refused: int
     """Hints that named somebody who is not among the peers; nobody was asked."""
+    values_lost: int
+    """Answers that were a MISS because whoever was said to have the value failed, was too slow, refused, or was left
+    alone: for a get and for an exists each."""
+    places_resting: int
+    """Left alone at the moment, because they failed."""
+    slots_lost: int
+    """Of the landing areas of Mooncake's transfer engine, by reads that failed."""
 
 
-class PeerStore(LaneStore):
+class PeerStore(KVStore):
     """This process's memory, and that of others."""
 
     def __init__(self, settings: PeerSettings, *, transfer: Transfer | None = None) -> None:
@@ -97,7 +112,10 @@ class PeerStore(LaneStore):
         self._located = Located(_MOST_LOCATED, _LOCATED_S)
         self._counting = threading.Lock()
         self._refused = 0
-        self._refusals_said = 0.0
+        self._refusals = Seldom()
+        self._closing = threading.Lock()
+        self._released = False
+        self._transfer: Transfer | None = None
         listener = None if settings.port == 0 else _listen(settings)
         own: MemoryStore | None = None
         try:
@@ -112,16 +130,18 @@ class PeerStore(LaneStore):
                 listener.close()
             if own is not None:
                 own.close()
+            if self._transfer is not None and transfer is None:
+                self._transfer.close()
             raise
         self._own = own
         max_value_bytes = own.capabilities.max_value_bytes
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=max_value_bytes)
         self._address = None if listener is None else str(Place(settings.reachable, listener.getsockname()[1]))
         self._sources = Sources(self._allowed, secret=settings.secret, connect_s=settings.connect_ms / 1000)
-        self._reader = Reader(self._sources, self._allowed, self._transfer)
+        self._reader = Reader(self._sources, self._located, self._transfer)
         session = "" if self._transfer is None else self._transfer.session
         self._server = None if listener is None else Server(self._own, listener, settings.secret, session)
-        super().__init__("peer", threads=settings.threads)
+        self._gatherings = Gatherings(settings.threads)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -147,6 +167,9 @@ class PeerStore(LaneStore):
             bytes_transferred=reader.transferred,
             connections=self._sources.opened,
             places_refused=self._refused,
+            values_lost=reader.lost,
+            places_resting=self._sources.resting,
+            slots_lost=0 if self._transfer is None else self._transfer.lost,
         )
 
     def advice(self) -> Sequence[Advice]:
@@ -160,9 +183,17 @@ class PeerStore(LaneStore):
         if not settings.private and not settings.secret:
             anybody = "whoever reaches it can read all pages" if self._address else "it cannot tell who it reads from"
             found.append(Advice("warning", anybody, "set secret_file on all engines"))
-        if settings.transport == "mooncake" and not settings.private:
-            open_to_all = "Mooncake's transfer engine lets whoever reaches it read and write registered memory"
+        if settings.transport == "mooncake":
+            open_to_all = (
+                "Mooncake's transfer engine listens on all addresses, and lets whoever reaches it read and write "
+                "registered memory; no secret_file or loopback address keeps anybody out"
+            )
             found.append(Advice("warning", open_to_all, "keep its ports to the engines, and use authenticated pages"))
+            follows = "Mooncake's transfer engine reads from the host that a peer's engine names, whatever peers= says"
+            found.append(Advice("warning", follows, "let engines reach nobody but each other, or use transport=tcp"))
+        if self._transfer is not None and self._transfer.spent:
+            spent = "reads by Mooncake's transfer engine have failed so often that it is not used any more"
+            found.append(Advice("warning", spent, "see the log for the peers that failed, and restart"))
         return found
 
     def register(self, arena: "Arena") -> None:
@@ -183,14 +214,10 @@ class PeerStore(LaneStore):
         self._located.forget(keys)
 
     def _refuse(self) -> None:
-        now = time.monotonic()
         with self._counting:
             self._refused += 1
-            said, self._refusals_said = self._refusals_said, now
-            if said and now - said < _REFUSED_LOG_S:
-                self._refusals_said = said
-                return
-        _LOGGER.warning("peer: params name a source that is not among the peers; it is not asked")
+        if self._refusals.due():
+            _LOGGER.warning("peer: params name a source that is not among the peers; it is not asked")
 
     # ---- operations
 
@@ -202,38 +229,26 @@ class PeerStore(LaneStore):
         return self._own.delete(keys, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return (
-            super().get(ops, deadline_s) if self._elsewhere([op.key for op in ops]) else self._own.get(ops, deadline_s)
-        )
+        """What a place does not give, for whatever reason, is a MISS: this store has not failed with it."""
+
+        def ask(place: Place, indexes: Sequence[int], deadline: float) -> Results:
+            return self._reader.get(place, [ops[index] for index in indexes], deadline)
+
+        return self._complete([op.key for op in ops], self._own.get(ops, deadline_s), ask)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return super().exists(keys, deadline_s) if self._elsewhere(keys) else self._own.exists(keys, deadline_s)
+        """As `get`."""
 
-    def _elsewhere(self, keys: Sequence[str]) -> bool:
-        """Whether others may have some of these. What nobody else has waits for nobody else."""
-        return any(place is not None for place in self._located.find(keys, time.monotonic()))
+        def ask(place: Place, indexes: Sequence[int], deadline: float) -> Results:
+            return self._reader.sizes(place, [keys[index] for index in indexes], deadline)
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        return self._own.put_now(ops, deadline)
+        return self._complete(keys, self._own.exists(keys, deadline_s), ask)
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
-        return self._own.delete_now(keys, deadline)
-
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
-        results = self._own.get_now(ops, deadline)
-        for place, indexes in self._left([op.key for op in ops], results).items():
-            found = self._reader.get(place, [ops[index] for index in indexes], deadline)
-            for index, result in zip(indexes, found, strict=True):
-                results[index] = result
-        return results
-
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
-        results = self._own.exists_now(keys, deadline)
-        for place, indexes in self._left(keys, results).items():
-            found = self._reader.sizes(place, [keys[index] for index in indexes], deadline)
-            for index, result in zip(indexes, found, strict=True):
-                results[index] = result
-        return results
+    def _complete(self, keys: Sequence[str], own: Job[Results], ask: Ask) -> Job[Results]:
+        """What others may have waits for them; what nobody else has waits for nobody."""
+        if all(place is None for place in self._located.find(keys, time.monotonic())):
+            return own
+        return self._gatherings.gather(own, lambda results: self._left(keys, results), ask, len(keys))
 
     def _left(self, keys: Sequence[str], results: Results) -> dict[Place, list[int]]:
         """What is not here, by where it is said to be."""
@@ -247,12 +262,19 @@ class PeerStore(LaneStore):
 
     def close(self) -> None:
         """Nobody reads here any more; then as every store."""
+        give_up = time.monotonic() + _CLOSE_S
         if self._server is not None:
-            self._server.close()
-        super().close()
+            self._server.close(_CLOSE_S / 2)
+        ended = self._gatherings.close(max(0.0, give_up - time.monotonic()))
+        with self._closing:
+            first, self._released = ended and not self._released, self._released or ended
+        if first:
+            self._release()
+        elif not ended:
+            _LOGGER.error("peer: a store was closed while a read was stuck in it; its connections are kept")
         self._own.close()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         self._sources.close()
         if self._transfer is not None and self._shares_transfer:
             self._transfer.withdraw(self._own.whole)

@@ -4,10 +4,12 @@ What decides how it is used, by reading (`mooncake-integration/transfer_engine/t
 and `multi_transport.cpp` of Mooncake): `batch_transfer_sync_read` blocks, and turns round on a core, for up to
 30 s where the other side is stopped; when it gives up, or when one part of a batch has failed, other parts may still be
 on their way and be written later. So it never gets a caller's buffer. The one rule: what a failed read was to land in
-is never used again.
+is never used again; a new landing area takes its place, a few times.
 
-To let go of it takes most of a second, in which it holds the interpreter's lock (seen with 0.3.13.post1). It asks
-nobody for a proof: who reaches its port may read and write all memory that is registered with it.
+To let go of it takes most of a second, in which it holds the interpreter's lock (seen with 0.3.13.post1). It listens on
+all addresses of the machine and asks nobody for a proof: who reaches its port, which it chooses itself, may read and
+write all memory that is registered with it. And it follows what the engine there says of itself: data is read from the
+host and port that stand in that engine's descriptor, so who is read from at all can send it anywhere.
 """
 
 import ctypes
@@ -32,6 +34,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 2.0
 _SLOTS: Final = 8
+_MOST_AREAS: Final = 4
+"""Landing areas, one after the other, as all slots of one are lost."""
 
 
 class _Native(Protocol):
@@ -65,21 +69,32 @@ class Transfer:
             f"[{local}]:{self._native.get_rpc_port()}" if ":" in local else (f"{local}:{self._native.get_rpc_port()}")
         )
         """How others call this process."""
-        self.landing: Final = Arena(buffer_bytes, max(64, buffer_bytes // _SLOTS // 64 * 64))
-        """Where values arrive."""
+        self._buffer_bytes: Final = buffer_bytes
+        self._areas: list[Arena] = []
         self._registered: list[Bytes] = []
         self._lost: list[Slot] = []
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
         self._threads: Final = threads
         self._busy = 0
+        self._add_area()
         self._lane = Lane("kvparams-peer-transfer", threads=threads)
-        self.offer(np.frombuffer(self.landing.memory, dtype=np.uint8))
+
+    @property
+    def landing(self) -> Arena:
+        """Where values arrive."""
+        return self._areas[-1]
 
     @property
     def lost(self) -> int:
-        """Slots of the landing area that are not used any more."""
+        """Slots, of all landing areas so far, that are not used any more."""
         with self._lock:
             return len(self._lost)
+
+    @property
+    def spent(self) -> bool:
+        """Whether all slots of all landing areas that there may be are lost: nothing is read any more."""
+        return self._left() == 0
 
     @property
     def free(self) -> bool:
@@ -109,7 +124,7 @@ class Transfer:
 
         Whether they are there; if not, the slot is not the caller's any more.
         """
-        start = int(np.frombuffer(slot.view, dtype=np.uint8).ctypes.data)
+        start = _address(slot.view)
         targets: list[int] = []
         for _, length in pieces:
             targets.append(start)
@@ -135,21 +150,53 @@ class Transfer:
             if outcome in ([], [0]):  # it was never begun, or has ended well after all
                 slot.give_back()
             else:
-                with self._lock:
-                    self._lost.append(slot)
+                self._lose(slot)
 
         job.on_settled(settle)
         return False
 
+    def _lose(self, slot: Slot) -> None:
+        with self._lock:
+            self._lost.append(slot)
+            lost, last = len(self._lost), len(self._areas) == _MOST_AREAS
+        _LOGGER.warning("peer: a read by Mooncake's transfer engine failed; %d landing slots are lost so far", lost)
+        with self._renewing:
+            if self._left():
+                return
+            try:
+                if not last:
+                    self._add_area()
+                    return
+            except StoreError as error:
+                _LOGGER.error("%s", error)
+        _LOGGER.error("peer: no landing slot is left; everything is read over the connections from now on")
+
+    def _left(self) -> int:
+        """Slots of the landing area in use that are not lost."""
+        landing = self.landing
+        start = _address(landing.memory)
+        with self._lock:
+            gone = sum(start <= _address(slot.view) < start + landing.memory.nbytes for slot in self._lost)
+        return landing.slots - gone
+
+    def _add_area(self) -> None:
+        area = Arena(self._buffer_bytes, max(64, self._buffer_bytes // _SLOTS // 64 * 64))
+        self.offer(np.frombuffer(area.memory, dtype=np.uint8))
+        self._areas.append(area)
+
     def close(self) -> None:
         """Wait, within bounds, for reads, and let go; a read that is stuck keeps the memory and the engine for ever."""
         if not self._lane.close(_CLOSE_S) or self.lost:
-            for kept in (self._native, self._registered, self.landing):
+            for kept in (self._native, self._registered, self._areas):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
             _LOGGER.error("peer: a transfer was stuck when its store was closed; its memory is kept")
             return
         for memory in self._registered:
             self._native.unregister_memory(memory.ctypes.data)
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
 def _set_up(local: str, protocol: str, devices: str) -> _Native:

@@ -18,7 +18,7 @@ from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, KVStore, PutOp, Result, Results
 from kvparams_connectors.stores.extents import Extents, Run, copy_in, units_for
 
-__all__ = ["Moves", "Moving", "submit"]
+__all__ = ["Ended", "Moves", "Moving", "submit"]
 
 Op = TypeVar("Op")
 
@@ -27,6 +27,10 @@ _LOGGER: Final = logging.getLogger(__name__)
 _UNIT: Final = 64 << 10
 _DEADLINE_S: Final = 30.0
 """For a put in the background: nobody waits for it but whoever wants its memory."""
+
+
+Ended = Callable[[int, Sequence[str], Results], None]
+"""The place of a tier among those that values were put into, the keys that it was given, and what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class Moves:
                 taken.append(value)
         return taken
 
-    def put(self, values: Sequence[Moving], tiers: Sequence[KVStore], ended: Callable[[Results], None]) -> None:
+    def put(self, values: Sequence[Moving], tiers: Sequence[KVStore], ended: Ended) -> None:
         """Put values that were taken into `tiers`, in the background; `ended` hears of each tier.
 
         A tier that cannot take a value so large is not asked for it. The memory is free again when all have settled.
@@ -134,8 +138,8 @@ class Moves:
         left = [len(tiers)]
         lock = threading.Lock()
 
-        def settled(results: Results) -> None:
-            ended(results)
+        def settled(number: int, ops: Sequence[PutOp], results: Results) -> None:
+            ended(number, [op.key for op in ops], results)
             with lock:
                 left[0] -= 1
                 last = not left[0]
@@ -144,13 +148,13 @@ class Moves:
 
         if not tiers:
             self._release(values)
-        for tier in tiers:
+        for number, tier in enumerate(tiers):
             limit = tier.capabilities.max_value_bytes
             ops = [value.op for value in values if value.nbytes <= limit]
             if ops:
-                submit(tier.put, ops, _DEADLINE_S, settled)
+                submit(tier.put, ops, _DEADLINE_S, lambda said, number=number, ops=ops: settled(number, ops, said))
             else:
-                settled([])
+                settled(number, [], [])
 
     def _views(self, runs: Sequence[Run], nbytes: int) -> list[memoryview]:
         views: list[memoryview] = []

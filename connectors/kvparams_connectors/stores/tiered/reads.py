@@ -15,20 +15,26 @@ from kvparams_connectors.store import DEFAULT_DEADLINE_S, Code, GetOp, KVStore, 
 from kvparams_connectors.stores.tiered.answers import Answers
 from kvparams_connectors.stores.tiered.counts import Counts
 from kvparams_connectors.stores.tiered.moves import Moves, submit
+from kvparams_connectors.stores.tiered.origins import Origins
 
 __all__ = ["Reads"]
 
 _SHARE: Final = 1 / 2
 """Of the time that is left, for a tier that is not the last: the next one must have some too."""
+_GIVEN: Final = (Code.OK, Code.TOO_LARGE)
+"""get: what the caller may find damaged."""
 
 
 class Reads:
     """The way out."""
 
-    def __init__(self, tiers: Sequence[KVStore], moves: Moves, counts: Counts, *, promote: bool) -> None:
+    def __init__(
+        self, tiers: Sequence[KVStore], moves: Moves, counts: Counts, origins: Origins, *, promote: bool
+    ) -> None:
         self._tiers = tiers
         self._moves = moves
         self._counts = counts
+        self._origins = origins
         self._promote = promote
         self._lock = threading.Lock()
         self._telling = [False] * len(tiers)
@@ -46,7 +52,7 @@ class Reads:
     def get(self, job: Job[Results], ops: Sequence[GetOp]) -> None:
         """Read values and finish `job`."""
         answers = Answers([valid_get(op) for op in ops], len(self._tiers))
-        ops = [GetOp(op.key, op.buffers) for op in ops]  # without `arrived`: another tier may fill the buffers again
+        ops = _unannounced(ops)
         mark = self._moves.mark()
 
         def ask(number: int, wanted: Sequence[int]) -> None:
@@ -57,6 +63,8 @@ class Reads:
 
             def settled(said: Results) -> None:
                 answers.take(number, wanted, said)
+                given = zip(wanted, said, strict=True)
+                self._origins.gave(number, [ops[at].key for at, result in given if result.code in _GIVEN])
                 following = answers.open()
                 if following:
                     job.offer(answers.results())
@@ -94,7 +102,15 @@ class Reads:
             taken = self._moves.take([(ops[at].key, ops[at].buffers, results[at].nbytes) for at in fitting], mark)
             values = [value for value in taken if value is not None]
             self._counts.not_staged(len(indexes) - len(values))
-            self._moves.put(values, faster, self._counts.promoted)
+            self._moves.put(
+                values, faster, lambda at, keys, said, source=number: self._promoted(source, at, keys, said)
+            )
+
+    def _promoted(self, source: int, number: int, keys: Sequence[str], said: Results) -> None:
+        """What a faster tier said of values that came from a slower one."""
+        self._counts.promoted(said)
+        taken = [key for key, result in zip(keys, said, strict=True) if result.code is Code.OK]
+        self._origins.took(number, source, taken)
 
     # ---- exists: the first tier, then all others at once
 
@@ -186,6 +202,11 @@ class Reads:
     def _told(self, number: int) -> None:
         with self._lock:
             self._telling[number] = False
+
+
+def _unannounced(ops: Sequence[GetOp]) -> list[GetOp]:
+    """Without `arrived`: another tier may fill the buffers again after one that has announced a value."""
+    return [GetOp(op.key, op.buffers) for op in ops]
 
 
 def _nothing(_: Results) -> None:

@@ -3,7 +3,8 @@
 get: each key from the first tier that has it. exists: the first tier, then all others at once for what is missing.
 put: into all tiers; with write-through the *last* tier decides what the caller is told, with write-back the *first*
 does and the others follow in the background: what is still on its way is lost if the process dies. delete: everywhere.
-What a slower tier gave is put into the faster ones in the background, if there is room to stage it.
+discard, of what was found damaged: where the bytes came from, and nowhere else. What a slower tier gave is put into the
+faster ones in the background, if there is room to stage it.
 
 The one rule: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that
 hangs keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
@@ -33,6 +34,7 @@ from kvparams_connectors.store import (
 from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.stores.tiered.counts import Counts, TieredStatistics
 from kvparams_connectors.stores.tiered.moves import Moves
+from kvparams_connectors.stores.tiered.origins import Origins
 from kvparams_connectors.stores.tiered.reads import Reads
 from kvparams_connectors.stores.tiered.writes import Writes
 
@@ -77,7 +79,8 @@ class TieredStore(KVStore):
         self._tiers = tuple(tiers)
         self._moves = Moves(staging_bytes if write_back or promote else 1)
         self._counts = Counts(len(tiers))
-        self._reads = Reads(self._tiers, self._moves, self._counts, promote=promote)
+        self._origins = Origins(len(tiers))
+        self._reads = Reads(self._tiers, self._moves, self._counts, self._origins, promote=promote)
         self._writes = Writes(self._tiers, self._moves, self._counts, write_back=write_back)
         self._changed = threading.Condition(threading.Lock())
         self._running = 0
@@ -155,9 +158,20 @@ class TieredStore(KVStore):
             tier.locate(keys, source)
 
     def quarantine(self, keys: Sequence[str]) -> None:
-        """In every tier that can."""
-        for tier in self._tiers:
-            tier.quarantine(keys)
+        """In the tiers where the bytes are that a get of the key gave last, if they can; the next tier may answer."""
+        where = [(key, self._origins.of(key)) for key in keys]
+        for number, tier in enumerate(self._tiers):
+            here = [key for key, tiers in where if number in tiers]
+            if here:
+                tier.quarantine(here)
+
+    def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """There too, and nowhere else: what a faster tier had damaged is no reason to lose a slower one's copy."""
+        self.quarantine(keys)
+        job, admitted = self._begin(len(keys), deadline_s)
+        if admitted:
+            self._writes.discard(job, keys, self._origins)
+        return job
 
     def close(self) -> None:
         """Take no more, let what runs and what is being written back end within 10 s, and close the tiers."""

@@ -5,7 +5,7 @@ write-back; the caller's buffers are read until every tier that was given them h
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from kvparams_connectors.jobs import Job
@@ -22,6 +22,7 @@ from kvparams_connectors.store import (
 from kvparams_connectors.stores.tiered.answers import deleted
 from kvparams_connectors.stores.tiered.counts import Counts
 from kvparams_connectors.stores.tiered.moves import Moves, submit
+from kvparams_connectors.stores.tiered.origins import Origins
 
 __all__ = ["Writes"]
 
@@ -145,7 +146,8 @@ class Writes:
                     new.append(index)
             job.offer(list(results))
             taken = self._moves.take([(ops[at].key, ops[at].buffers, _nbytes(ops[at].buffers)) for at in new], None)
-            self._moves.put([value for value in taken if value is not None], rest, self._counts.written_back)
+            staged = [value for value in taken if value is not None]
+            self._moves.put(staged, rest, lambda _number, _keys, said: self._counts.written_back(said))
             unstaged = {index for index, value in zip(new, taken, strict=True) if value is None}
             direct = [index for index in good if index not in kept or index in unstaged]
             if direct and job.remaining_s():
@@ -157,6 +159,23 @@ class Writes:
 
     def delete(self, job: Job[Results], keys: Sequence[str]) -> None:
         """Delete everywhere and finish `job`."""
+        every = range(len(self._tiers))
+        self._remove(job, keys, lambda _: every, [tier.delete for tier in self._tiers])
+
+    def discard(self, job: Job[Results], keys: Sequence[str], origins: Origins) -> None:
+        """Delete where the bytes came from that were read last, and finish `job`.
+
+        Where that is, is asked when nothing is on its way any more: they may have been promoted meanwhile.
+        """
+        self._remove(job, keys, origins.of, [tier.discard for tier in self._tiers])
+
+    def _remove(
+        self,
+        job: Job[Results],
+        keys: Sequence[str],
+        tiers_of: Callable[[str], Collection[int]],
+        calls: Sequence[Callable[[Sequence[str], float], Job[Results]]],
+    ) -> None:
         valid = [index for index, key in enumerate(keys) if valid_key(key)]
         results = [Result(Code.INVALID)] * len(keys)
         for index in valid:
@@ -167,15 +186,17 @@ class Writes:
         job.offer(list(results))
         wanted = [keys[index] for index in valid]
         lock = threading.Lock()
-        answers: list[Results] = []
+        answers: dict[int, list[Result]] = {index: [] for index in valid}
 
-        def settled(said: Results) -> None:
+        def settled(asked: Sequence[int], said: Results, left: set[int], number: int) -> None:
             with lock:
-                answers.append(said)
-                if len(answers) < len(self._tiers):
+                for index, result in zip(asked, said, strict=True):
+                    answers[index].append(result)
+                left.discard(number)
+                if left:
                     return
-            for at, index in enumerate(valid):
-                results[index] = deleted([one[at] for one in answers])
+            for index, heard in answers.items():
+                results[index] = deleted(heard)
             end()
 
         def end() -> None:
@@ -183,12 +204,21 @@ class Writes:
             job.finish(results)
 
         def go() -> None:
-            left = job.remaining_s()
-            if not left:
+            left_s = job.remaining_s()
+            if not left_s:
                 end()
                 return
-            for tier in self._tiers:
-                submit(tier.delete, wanted, left, settled)
+            places = {index: tiers_of(keys[index]) for index in valid}
+            asks = {number: [index for index in valid if number in places[index]] for number in range(len(calls))}
+            left = {number for number, asked in asks.items() if asked}
+            for number in sorted(left):
+                asked = asks[number]
+                submit(
+                    calls[number],
+                    [keys[index] for index in asked],
+                    left_s,
+                    lambda said, asked=asked, number=number: settled(asked, said, left, number),
+                )
 
         self._moves.begin_delete(wanted, go)
 
