@@ -92,6 +92,7 @@ def test_what_a_connector_cannot_carry_one_decode_engine_answers_alone() -> None
         (only,) = table.run(PrefillThenDecode().legs(request, table), lambda _: LegAnswer({}))
         assert (only.instance.id, only.answers_client, only.changes) == ("decode-0", True, {})
         assert table.leases == []
+        assert table.given_back == ["prefill-0"]
         run(STORE, {"kvparams": RESULT}, request)
 
 

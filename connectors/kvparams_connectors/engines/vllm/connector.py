@@ -1,0 +1,197 @@
+"""`KVParamsConnector`: what vLLM loads, by module path or as a plugin; `settings.py` says how to configure it.
+
+vLLM makes one in its scheduler and one in each worker, and each is one half. The one rule: nothing happens here; each
+hook is a line that asks a half.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvparams_connectors.engines.vllm.interface import (
+    CacheConfig,
+    EngineConfig,
+    KVBlocks,
+    KVCacheManager,
+    Request,
+    SchedulerOutput,
+)
+from kvparams_connectors.engines.vllm.orders import StepOrders
+from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.engines.vllm.statistics import (
+    CountsMetrics,
+    Measurements,
+    TransferCounts,
+    changes,
+)
+from kvparams_connectors.engines.vllm.worker_half import WorkerHalf
+
+if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
+
+    class KVConnectorBase_V1:
+        """vllm/distributed/kv_transfer/kv_connector/v1/base.py."""
+
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None: ...
+        def _get_connector_metadata(self) -> Any: ...
+
+    class SupportsHMA:
+        """Of the same file: knows groups of layers."""
+
+    class KVConnectorMetadata:
+        """Of the same file."""
+
+    class KVConnectorRole:
+        """Of the same file."""
+
+        SCHEDULER: Any
+        WORKER: Any
+
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        SupportsHMA,
+    )
+
+__all__ = ["KVParamsConnector", "StepMetadata"]
+
+
+class StepMetadata(KVConnectorMetadata):
+    """The orders of a step, as vLLM carries them to the workers."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders: Final = orders
+
+
+class _ThisProcess:
+    """What vLLM knows of the process."""
+
+    def tensor_rank(self) -> int:
+        state: Any = import_module("vllm.distributed.parallel_state")
+        return int(state.get_tensor_model_parallel_rank())
+
+    def cpu_kernel(self, config: EngineConfig, block_size: int, head_size: int) -> str:
+        module = import_module("vllm.v1.attention.backends.cpu_attn")
+        kernel = getattr(module, "_get_attn_isa", None)
+        if kernel is None:
+            return "of a version that is not known"
+        return str(kernel(config.model_config.dtype, block_size, head_size, config.cache_config.cache_dtype))
+
+
+class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. Hooks take `**kwargs` where some of vLLM's runners pass more."""
+
+    def __init__(self, vllm_config: EngineConfig, role: Any, kv_cache_config: CacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = VLLMSettings.of(None if transfer is None else transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._reported: dict[str, int] = {}
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, _ThisProcess())
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is saved has left the blocks when the step is over."""
+        return False
+
+    # ---- in the scheduler
+
+    @property
+    def _planner(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._planner.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        self._planner.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._planner.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
+        self._planner.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        return StepMetadata(self._planner.orders(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        measured = connector_output.kv_connector_worker_meta
+        if isinstance(measured, Measurements):
+            for nbytes, seconds in measured.loads:
+                self._planner.book.measured(nbytes, seconds)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._planner.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._planner.finished(request)
+
+    # ---- in a worker
+
+    @property
+    def _mover(self) -> WorkerHalf:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.orders
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._mover.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._mover.begin_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request computes only when its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a page is saved when all layers are computed."""
+
+    def wait_for_save(self) -> None:
+        self._mover.save(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._mover.finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._mover.bad_blocks
+
+    def build_connector_worker_meta(self) -> Measurements | None:
+        return Measurements(self._mover.measured) if self._mover.measured else None
+
+    # ---- in both
+
+    def get_kv_connector_stats(self) -> TransferCounts | None:
+        now = self._planner.counts() if self._scheduler is not None else self._mover.counts()
+        return changes(self._reported, now)
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Mapping[str, Any] | None = None) -> TransferCounts:
+        return TransferCounts(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> CountsMetrics:
+        return CountsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

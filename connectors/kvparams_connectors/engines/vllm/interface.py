@@ -1,0 +1,215 @@
+"""What is used of vLLM 0.32, with the file that each part stands in.
+
+The one rule: nothing of vLLM is used that does not stand here; `tests/vllm/test_vllm_contract.py` holds it against the
+vLLM that is installed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+__all__ = [
+    "CacheConfig",
+    "CacheGroup",
+    "EngineConfig",
+    "KVBlocks",
+    "KVCacheManager",
+    "Lora",
+    "Request",
+    "SchedulerOutput",
+]
+
+
+class _Config(Protocol):
+    """`hf_config` of transformers."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class _Model(Protocol):
+    """vllm/config/model.py, `ModelConfig`."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def quantization(self) -> object: ...
+    @property
+    def hf_config(self) -> _Config: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def use_mla(self) -> bool: ...
+    def get_total_num_kv_heads(self) -> int: ...
+    def get_total_num_hidden_layers(self) -> int: ...
+
+
+class _Parallel(Protocol):
+    """vllm/config/parallel.py, `ParallelConfig`. `rank` is the worker's; the scheduler's is 0."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def decode_context_parallel_size(self) -> int: ...
+    @property
+    def prefill_context_parallel_size(self) -> int: ...
+
+
+class _Cache(Protocol):
+    """vllm/config/cache.py, `CacheConfig`."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def cache_dtype(self) -> str: ...
+
+
+class _Transfer(Protocol):
+    """vllm/config/kv_transfer.py, `KVTransferConfig`."""
+
+    @property
+    def engine_id(self) -> str | None: ...
+    @property
+    def kv_load_failure_policy(self) -> str: ...
+    @property
+    def is_kv_producer(self) -> bool: ...
+    @property
+    def is_kv_consumer(self) -> bool: ...
+    @property
+    def kv_role(self) -> str | None: ...
+    @property
+    def kv_connector_extra_config(self) -> dict[str, Any]: ...
+
+
+class EngineConfig(Protocol):
+    """vllm/config/vllm.py, `VllmConfig`."""
+
+    @property
+    def model_config(self) -> _Model: ...
+    @property
+    def parallel_config(self) -> _Parallel: ...
+    @property
+    def cache_config(self) -> _Cache: ...
+    @property
+    def kv_transfer_config(self) -> _Transfer | None: ...
+
+
+class CacheGroup(Protocol):
+    """vllm/v1/kv_cache_interface.py, `KVCacheGroupSpec`."""
+
+    @property
+    def layer_names(self) -> list[str]: ...
+    @property
+    def kv_cache_spec(self) -> object: ...
+
+
+class CacheConfig(Protocol):
+    """vllm/v1/kv_cache_interface.py, `KVCacheConfig`."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def kv_cache_groups(self) -> Sequence[CacheGroup]: ...
+
+
+class Lora(Protocol):
+    """vllm/lora/request.py, `LoRARequest`."""
+
+    @property
+    def lora_name(self) -> str: ...
+    @property
+    def lora_path(self) -> str: ...
+
+
+class _Position(Protocol):
+    """vllm/multimodal/inputs.py, `PlaceholderRange`."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+class _Feature(Protocol):
+    """vllm/multimodal/inputs.py, `MultiModalFeatureSpec`. Its identifier is a hash of the content."""
+
+    @property
+    def identifier(self) -> str: ...
+    @property
+    def mm_position(self) -> _Position: ...
+
+
+class Request(Protocol):
+    """vllm/v1/request.py."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
+    @property
+    def prompt_token_ids(self) -> list[int] | None: ...
+    @property
+    def prompt_embeds(self) -> object: ...
+    @property
+    def prompt_is_token_ids(self) -> object: ...
+    @property
+    def pooling_params(self) -> object: ...
+    @property
+    def resumable(self) -> bool: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def lora_request(self) -> Lora | None: ...
+    @property
+    def mm_features(self) -> Sequence[_Feature]: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_in_flight_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+class KVBlocks(Protocol):
+    """vllm/v1/core/kv_cache_manager.py, `KVCacheBlocks`."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]: ...
+
+
+class KVCacheManager(Protocol):
+    """vllm/v1/core/kv_cache_manager.py."""
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
+
+
+class _NewRequest(Protocol):
+    """vllm/v1/core/sched/output.py, `NewRequestData`."""
+
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class _CachedRequests(Protocol):
+    """vllm/v1/core/sched/output.py, `CachedRequestData`."""
+
+    @property
+    def req_ids(self) -> list[str]: ...
+    @property
+    def num_computed_tokens(self) -> list[int]: ...
+
+
+class SchedulerOutput(Protocol):
+    """vllm/v1/core/sched/output.py."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[_NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> _CachedRequests: ...
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]: ...

@@ -1,0 +1,54 @@
+"""What the scheduler's half tells the workers' half in one step: loads to begin, saves to make.
+
+The one rule: an order stands alone. It names its tokens, blocks and what else the KV depends on, so that a worker
+remembers nothing of a request, and an id that is used again means nothing.
+"""
+
+from dataclasses import dataclass, field
+
+from kvparams.keys import Extra
+from kvparams.params import KVTransferParams
+
+__all__ = ["LoadOrder", "SaveOrder", "Sequence", "StepOrders"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Tokens, and what else their KV depends on."""
+
+    token_ids: tuple[int, ...]
+    shared: KVTransferParams | None
+    """Cache salt and LoRA, where its producer's pages can be read, which keys may be stored; no more of a document."""
+    extras: tuple[Extra, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Fill the blocks with the stored KV of the tokens [start, end)."""
+
+    request_id: str
+    sequence: Sequence
+    block_ids: tuple[int, ...]
+    """The block table from token 0."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Store the pages that end in (start, end], which this step has computed."""
+
+    sequence: Sequence
+    block_ids: tuple[int, ...]
+    start: int
+    end: int
+    required: bool
+    """Somebody has been promised them, so wait for room rather than drop some."""
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """Of one step."""
+
+    loads: list[LoadOrder] = field(default_factory=list[LoadOrder])
+    saves: list[SaveOrder] = field(default_factory=list[SaveOrder])

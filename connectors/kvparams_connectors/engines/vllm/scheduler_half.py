@@ -1,0 +1,179 @@
+"""vLLM's scheduler and our book of requests: this file only says one in the other's words.
+
+The one rule: no decision is made here.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Final
+
+from kvparams.keys import Extra
+from kvparams.params import Endpoint
+from kvparams_connectors.engines.vllm.documents import Handoff, new_incarnation, read_handoff
+from kvparams_connectors.engines.vllm.engine import cache_group, group_spec, read_share
+from kvparams_connectors.engines.vllm.identity import Adapters
+from kvparams_connectors.engines.vllm.interface import (
+    CacheConfig,
+    EngineConfig,
+    KVBlocks,
+    KVCacheManager,
+    Request,
+    SchedulerOutput,
+)
+from kvparams_connectors.engines.vllm.lookup_store import open_lookup_store
+from kvparams_connectors.engines.vllm.orders import StepOrders
+from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
+from kvparams_connectors.engines.vllm.searching import Prefixes
+from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.rates import LoadRate
+from kvparams_connectors.settings import StoreError
+
+__all__ = ["SchedulerHalf"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_ALL_TOKENS: Final = 1 << 40
+"""Behind the last token of every sequence."""
+
+
+class SchedulerHalf:
+    """What the connector does in vLLM's scheduler."""
+
+    def __init__(self, config: EngineConfig, cache: CacheConfig, settings: VLLMSettings) -> None:
+        """Raises LayoutError or StoreError if this engine cannot share its KV."""
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        share = read_share(config, cache, settings, tensor_rank=0)
+        ranks = config.parallel_config.tensor_parallel_size
+        lookup = open_lookup_store(settings.store, ranks=ranks)
+        self._store = lookup.store
+        fails = transfer.kv_load_failure_policy == "fail"
+        if fails and transfer.is_kv_consumer:
+            _LOGGER.warning(
+                "kv_load_failure_policy is `fail`: a request whose stored KV is damaged or gone ends with an error. "
+                "Set it to `recompute` and it is computed instead"
+            )
+        rules = Rules(
+            page_tokens=settings.page_tokens,
+            loads=True,
+            saves=transfer.is_kv_producer,
+            fails=fails,
+            promise_s=settings.promise_s,
+            block_tokens=group_spec(config, cache_group(cache)).block_size,
+        )
+        address = lookup.address
+        prefixes = Prefixes(self._store, share.namespace, share.grid, settings.deadline_s, own=address)
+        producer = Endpoint(id=_visible(transfer.engine_id or "vllm"), incarnation=new_incarnation())
+        if address is not None:
+            producer = producer.model_copy(update={"address": address})
+        self.book: Final = Book(
+            prefixes, rules, producer, LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
+        )
+        self._adapters: Final = Adapters()
+        self._requests: dict[str, Request] = {}
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Who knows the blocks of a request."""
+        self._manager = manager
+
+    def new_request(self, request: Request) -> None:
+        """A request has come."""
+        self._requests[request.request_id] = request
+        try:
+            handoff, extras = self._read(request)
+            self.book.begin(request.request_id, request.prompt_token_ids or (), handoff, extras)
+        except Exception:
+            _LOGGER.exception("the store is not used for request %s", request.request_id)
+
+    def _read(self, request: Request) -> tuple[Handoff, tuple[Extra, ...]]:
+        """What the request says, and what its KV depends on besides token ids."""
+        off = _off(request)
+        if off is not None:
+            return Handoff(None, None, off), ()
+        extras = _extras(request)
+        lora = request.lora_request
+        if lora is not None:
+            try:
+                extras += (Extra(0, _ALL_TOKENS, self._adapters.digest(lora.lora_path)),)
+            except (StoreError, OSError) as error:
+                return Handoff(None, None, str(error)), ()
+        handoff = read_handoff(
+            request.kv_transfer_params,
+            request_id=request.request_id,
+            prompt=request.prompt_token_ids or (),
+            cache_salt=request.cache_salt,
+            lora=None if lora is None else lora.lora_name,
+        )
+        return handoff, extras
+
+    def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """vLLM's `get_num_new_matched_tokens`."""
+        found = self.book.ask(request.request_id, local, request.all_token_ids, request.num_preemptions)
+        return found, bool(found)
+
+    def allocated(self, request: Request, blocks: KVBlocks, external: int) -> None:
+        """vLLM's `update_state_after_alloc`."""
+        block_ids = blocks.get_block_ids()[0] if external else ()
+        self.book.allocated(request.request_id, external, request.all_token_ids, block_ids)
+
+    def orders(self, output: SchedulerOutput) -> StepOrders:
+        """vLLM's `build_connector_meta`."""
+        counts = output.num_scheduled_tokens
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return self.book.step(
+            [
+                Running(name, start, counts[name], self._requests[name].all_token_ids, self._blocks_of(name))
+                for name, start in starts.items()
+                if name in self._requests and name in counts
+            ]
+        )
+
+    def finished(self, request: Request) -> dict[str, object] | None:
+        """vLLM's `request_finished`: what the answer says."""
+        self._requests.pop(request.request_id, None)
+        return self.book.finish(request.request_id, computed=request.num_computed_tokens)
+
+    def counts(self) -> dict[str, int]:
+        """Of decisions, since the start."""
+        return dict(self.book.counts)
+
+    def shutdown(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+
+    def _blocks_of(self, name: str) -> Callable[[], Sequence[int]]:
+        def blocks() -> Sequence[int]:
+            assert self._manager is not None
+            return self._manager.get_block_ids(name)[0]
+
+        return blocks
+
+
+def _off(request: Request) -> str | None:
+    """Why the KV of a request depends on something that no key says."""
+    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None or not request.prompt_token_ids:
+        return "its prompt holds embeddings, which have no token ids"
+    if request.pooling_params is not None:
+        return "it asks for an embedding, not for tokens"
+    if request.resumable:
+        return "its prompt comes in pieces"
+    return None
+
+
+def _extras(request: Request) -> tuple[Extra, ...]:
+    """Images and the like, by vLLM's hash of their content."""
+    return tuple(
+        Extra(
+            feature.mm_position.offset,
+            feature.mm_position.offset + feature.mm_position.length,
+            blake2b(feature.identifier.encode(), digest_size=32).digest(),
+        )
+        for feature in request.mm_features
+    )
+
+
+def _visible(name: str) -> str:
+    return "".join(letter if "!" <= letter <= "~" else "_" for letter in name)[:256] or "vllm"

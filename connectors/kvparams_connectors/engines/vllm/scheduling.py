@@ -1,0 +1,275 @@
+"""The scheduler's half, without an engine: all requests, what is looked up for them, and the orders of each step.
+
+The one rule: nothing here waits or raises for one request; a request of which the store knows nothing good is computed.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvparams.keys import Extra
+from kvparams.params import Endpoint, KVTransferParams
+from kvparams_connectors.engines.vllm.documents import Handoff, prefill_result
+from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, Sequence, StepOrders
+from kvparams_connectors.engines.vllm.requests import Span, Stage, Tracked
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.rates import LoadRate
+from kvparams_connectors.reports import Hit
+
+__all__ = ["Book", "Rules", "Running", "Search"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_AGAIN_S: Final = 0.005
+"""Between two lookups of pages that are promised and not there yet."""
+_LEAST_PROMISE_S: Final = 0.02
+
+
+class Search(Protocol):
+    """`searching.Prefixes`."""
+
+    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan: ...
+    def look(self, plan: Plan) -> Job[Hit]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for all requests."""
+
+    page_tokens: int
+    loads: bool
+    saves: bool
+    fails: bool
+    """The engine ends a request whose KV could not be loaded, rather than compute it."""
+    promise_s: float
+    """How long to wait for promised pages."""
+    block_tokens: int = 1
+    """Of the engine's block: where it has the rest itself, fewer tokens than that are not worth a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that computes in this step."""
+
+    request_id: str
+    start: int
+    """Tokens that are there before the step."""
+    count: int
+    """Tokens of the step."""
+    token_ids: Tokens[int]
+    """All that are certain."""
+    block_ids: Callable[[], Tokens[int]]
+    """The block table from token 0, if anybody wants to know."""
+
+
+class _Entry:
+    """One request."""
+
+    def __init__(self, handoff: Handoff, extras: tuple[Extra, ...], prompt: Tokens[int], tracked: Tracked) -> None:
+        self.handoff: Final = handoff
+        self.extras: Final = extras
+        self.prompt: Final = tuple(prompt)
+        self.tracked: Final = tracked
+        self.patient_until: float | None = None
+        self.again_at = 0.0
+        self.plan: Plan | None = None
+        self.lookup: Job[Hit] | None = None
+        self.hit: Hit | None = None
+        self.worth = True
+
+    def sequence(self, token_ids: Tokens[int]) -> Sequence:
+        return Sequence(tuple(token_ids), self.handoff.shared, self.extras)
+
+
+class Book:
+    """All requests of an engine. Used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        search: Search,
+        rules: Rules,
+        producer: Endpoint,
+        rate: LoadRate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._search, self._rules, self._producer, self._clock = search, rules, producer, clock
+        self._rate = rate or LoadRate(None, None)
+        self._promise_s = rules.promise_s
+        self._entries: dict[str, _Entry] = {}
+        self._loads: list[LoadOrder] = []
+        self.counts: Counter[str] = Counter()
+        """What was decided, by name, since the start."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin(self, request_id: str, prompt: Tokens[int], handoff: Handoff, extras: tuple[Extra, ...] = ()) -> None:
+        """A request has come: the lookup starts while it waits its turn."""
+        rules = self._rules
+        if handoff.off is not None:
+            self.counts["requests_off"] += 1
+            _LOGGER.warning("the store is not used for request %s: %s", request_id, handoff.off)
+            return
+        saves_tail = rules.saves and handoff.prefilling
+        tracked = Tracked(
+            prompt_tokens=len(prompt), page_tokens=rules.page_tokens, saves=rules.saves, saves_tail=saves_tail
+        )
+        entry = _Entry(handoff, extras, prompt, tracked)
+        try:
+            entry.plan = self._plan(entry, entry.prompt)
+        except ValueError as error:  # a token id that no key can hold
+            self.counts["requests_off"] += 1
+            _LOGGER.warning("the store is not used for request %s: %s", request_id, error)
+            return
+        self._entries[request_id] = entry
+        if rules.loads:
+            if handoff.decoding:
+                entry.patient_until = self._clock() + self._promise_s
+            entry.lookup = self._search.look(entry.plan)
+
+    def ask(self, request_id: str, local: int, token_ids: Tokens[int], preemptions: int) -> int | None:
+        """How many tokens behind the `local` ones the store has; None: ask again."""
+        entry = self._entries.get(request_id)
+        if entry is None or not self._rules.loads:
+            return 0
+        tracked = entry.tracked
+        if tracked.preempted(preemptions):
+            entry.patient_until = None
+            self._look(entry, token_ids)
+        if tracked.stage not in (Stage.WAITING, Stage.OFFERED):
+            return 0
+        found = self._found(entry)
+        if found is None:
+            return None
+        offer = tracked.offer(found, local, len(token_ids))
+        small = local and offer < self._rules.block_tokens
+        if offer and (small or not self._worth(entry, local, local + offer)):
+            tracked.decline()
+            return 0
+        return offer
+
+    def allocated(self, request_id: str, external: int, token_ids: Tokens[int], block_ids: Tokens[int]) -> None:
+        """The engine has blocks for the request, and counts on `external` tokens; see `Tracked.allocated`."""
+        entry = self._entries.get(request_id)
+        claim = None if entry is None else entry.tracked.allocated(external)
+        if entry is not None and claim is not None:
+            sequence = entry.sequence(token_ids)
+            self._loads.append(LoadOrder(request_id, sequence, tuple(block_ids), claim.start, claim.end))
+            self.counts["loads"] += 1
+            self.counts["tokens_claimed"] += claim.end - claim.start
+
+    def step(self, running: list[Running]) -> StepOrders:
+        """The orders of a step in which these requests compute; loads are those since the last step."""
+        orders = StepOrders(self._loads)
+        self._loads = []
+        for one in running:
+            entry = self._entries.get(one.request_id)
+            if entry is None:
+                continue
+            for span in entry.tracked.scheduled(one.start, one.count, len(one.token_ids)):
+                orders.saves.append(self._save(entry, one, span))
+        return orders
+
+    def finish(self, request_id: str, *, computed: int) -> dict[str, object] | None:
+        """A request is over, be it aborted: what its answer says in `kv_transfer_params`.
+
+        Args:
+            request_id: of the request.
+            computed: tokens that are in its blocks.
+        """
+        entry = self._entries.pop(request_id, None)
+        if entry is None or not entry.tracked.end():
+            return None
+        tracked = entry.tracked
+        keys: Tokens[str] = ()
+        if entry.handoff.prefilling and computed >= tracked.prompt_tokens and self._rules.saves:
+            if entry.plan is None or entry.plan.tokens != tracked.prompt_tokens:
+                entry.plan = self._plan(entry, entry.prompt)
+            keys = entry.plan.keys
+        return prefill_result(
+            entry.handoff,
+            producer=self._producer,
+            prompt=entry.prompt,
+            load_keys=keys,
+            cached_tokens=tracked.cached_tokens or 0,
+            loaded_tokens=tracked.loaded_tokens,
+        )
+
+    def plan_of(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+        """The pages of a sequence, with the parts of all ranks."""
+        return self._search.plan(token_ids, shared, extras)
+
+    # ---- what is there
+
+    def _plan(self, entry: _Entry, token_ids: Tokens[int]) -> Plan:
+        return self.plan_of(token_ids, entry.handoff.shared, entry.extras)
+
+    def _look(self, entry: _Entry, token_ids: Tokens[int]) -> None:
+        entry.plan = self._plan(entry, token_ids)
+        entry.hit = None
+        entry.lookup = self._search.look(entry.plan)
+
+    def _found(self, entry: _Entry) -> int | None:
+        """Tokens that are stored, or promised where the engine shall not compute them; None: not known yet."""
+        if entry.lookup is not None and entry.lookup.done():
+            entry.hit = entry.lookup.result(0)
+            entry.lookup = None
+            if entry.hit.failure is not None:
+                self.counts["lookups_failed"] += 1
+        hit, plan = entry.hit, entry.plan
+        if plan is None:
+            return 0
+        promised = self._promised(entry, plan)
+        if hit is not None and (hit.tokens >= promised or hit.failure is not None or not self._patient(entry)):
+            if promised and entry.patient_until is not None:
+                kept = hit.tokens >= promised
+                self.counts["promises_broken"] += not kept
+                # Where promises are broken, by a store that is full for one, the next are not waited for so long.
+                self._promise_s = self._rules.promise_s if kept else max(self._promise_s / 4, _LEAST_PROMISE_S)
+                entry.patient_until = None
+            return max(hit.tokens, promised) if self._rules.fails else hit.tokens
+        if entry.lookup is None and self._clock() >= entry.again_at:
+            entry.again_at = self._clock() + _AGAIN_S
+            entry.lookup = self._search.look(plan)
+        return None
+
+    def _patient(self, entry: _Entry) -> bool:
+        return entry.patient_until is not None and self._clock() < entry.patient_until
+
+    def _promised(self, entry: _Entry, plan: Plan) -> int:
+        params = entry.handoff.params
+        if params is None or not entry.handoff.decoding or not params.load_keys:
+            return 0
+        keys = frozenset(params.load_keys)
+        each = len(plan.units)
+        good = (page.end for page in plan.pages if keys.issuperset(plan.keys[page.index * each :][:each]))
+        return max(good, default=0)
+
+    def _worth(self, entry: _Entry, start: int, end: int) -> bool:
+        """Whether loading is faster than computing. What is promised is not recomputed for that: it was asked for."""
+        plan = entry.plan
+        if plan is None or entry.handoff.decoding:
+            return True
+        if entry.worth:
+            nbytes = sum(
+                plan.identity(part).stored_bytes
+                for page in plan.pages
+                if page.end > start and page.start < end
+                for part in plan.parts(page.index)
+            )
+            entry.worth = self._rate.worth(nbytes, end - start)
+            if not entry.worth:
+                self.counts["loads_skipped"] += 1
+        return entry.worth
+
+    def _save(self, entry: _Entry, one: Running, span: Span) -> SaveOrder:
+        sequence = entry.sequence(one.token_ids[: span.end])
+        return SaveOrder(sequence, tuple(one.block_ids()), span.start, span.end, entry.handoff.prefilling)
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """A load took so long."""
+        self._rate.observe(nbytes, seconds)

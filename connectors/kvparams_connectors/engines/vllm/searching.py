@@ -1,0 +1,63 @@
+"""The scheduler's question to the store: how much of a sequence is there, of all ranks.
+
+The one rule: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvparams.keys import Extra, Namespace, Rectangle
+from kvparams.params import KVTransferParams
+from kvparams_connectors.grid import Grid
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.plan import Plan, make_plan
+from kvparams_connectors.reports import Hit
+from kvparams_connectors.store import Code, KVStore, Results
+
+__all__ = ["Prefixes", "longest"]
+
+
+class Prefixes:
+    """Looks sequences up. It moves no KV, so it needs no tensors."""
+
+    def __init__(
+        self, store: KVStore, namespace: Namespace, grid: Grid, deadline_s: float, *, own: str | None = None
+    ) -> None:
+        """Args:
+        store: stays the caller's.
+        namespace: without cache salt and LoRA, which each request brings.
+        grid: of all engines that share.
+        deadline_s: for one lookup.
+        own: where this engine's own pages are read, if not in the store.
+        """
+        self._store = store
+        self._own = own
+        self._namespace: Final = namespace
+        self._deadline_s: Final = deadline_s
+        self._whole: Final = Rectangle.whole(namespace.geometry)
+        self._units: Final = grid.touching(self._whole, namespace.geometry)
+
+    def plan(self, token_ids: Sequence[int], shared: KVTransferParams | None, extras: Iterable[Extra]) -> Plan:
+        """The pages of a sequence, with the parts of all ranks."""
+        return make_plan(self._namespace, self._whole, token_ids, shared, extras, self._units)
+
+    def look(self, plan: Plan) -> Job[Hit]:
+        """How much of the sequence is stored without a gap."""
+        source = plan.source or self._own
+        if source is not None:
+            self._store.locate(plan.keys, source)
+        return self._store.exists(plan.keys, self._deadline_s).then(lambda results: longest(plan, results))
+
+
+def longest(plan: Plan, results: Results) -> Hit:
+    """The pages without a gap whose parts are all there; a part of the wrong size counts as not stored."""
+    nbytes = 0
+    for page in plan.pages:
+        parts = plan.parts(page.index)
+        expected = [plan.identity(part).stored_bytes for part in parts]
+        found = results[parts.start : parts.stop]
+        if any(one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)):
+            failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
+            return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
+        nbytes += sum(expected)
+    return Hit(plan.tokens, len(plan.pages), nbytes)

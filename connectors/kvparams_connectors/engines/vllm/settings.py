@@ -1,0 +1,144 @@
+"""The settings of the connector, as they stand in `kv_connector_extra_config` of vLLM's `--kv-transfer-config`.
+
+    {"kv_connector": "KVParamsConnector", "kv_connector_module_path": "kvparams_connectors.engines.vllm.connector",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"store": "valkey://host:6379"}}
+
+The one rule: a setting that is not known here is refused, with the known ones listed.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, cast
+
+from kvparams_connectors.connector_settings import ConnectorSettings
+from kvparams_connectors.grid import Grid
+from kvparams_connectors.settings import StoreError
+
+__all__ = ["PAGE_TOKENS", "VLLMSettings"]
+
+PAGE_TOKENS: Final = 128
+"""Of every block size that vLLM has by default (16 to 128) a multiple, so engines of any of them share pages."""
+_ARENA_BYTES: Final = 64 << 20
+_ARENA_PAGES: Final = 16
+_WHERE: Final = "kv_connector_extra_config"
+_VLLMS: Final = frozenset({"engine_id"})
+"""What vLLM itself may put there (MultiConnector, for its children)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings:
+    """What was configured; every field is a setting of that name."""
+
+    store: str
+    """The URL of a store that other processes reach."""
+    page_tokens: int = PAGE_TOKENS
+    """Tokens of a stored page; the same on all engines that share."""
+    model: str | None = None
+    """The model's name in the keys; None: as vLLM was told, of a folder its last part."""
+    revision: str | None = None
+    """What tells these weights from others of the same name; None: from the files."""
+    tensor_parallel_sizes: tuple[int, ...] | None = None
+    """Of all engines that share; None: those of this engine's size share."""
+    deadline_s: float = 5.0
+    """For each load, save and lookup."""
+    promise_s: float = 2.0
+    """How long a decode leg waits for pages that prefill has promised, and that are still on their way."""
+    arena_bytes: int | None = None
+    """For pages on their way; None: 64 MiB, and room for 16 pages at least."""
+    recompute_tokens_per_s: float | None = None
+    """How fast this engine computes a prompt; slower loads are skipped. None: none is."""
+    store_bytes_per_s: float | None = None
+    """The rate of loads until one has been measured."""
+    verify: bool = True
+    """False uses whatever the store gives back; to show what verification is good for."""
+    self_test: bool = True
+    """Send one page through the whole path before serving."""
+    seal_keys: Path | None = None
+    """A key file of authenticated pages."""
+
+    @classmethod
+    def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
+        """Read and check the settings.
+
+        Raises:
+            StoreError: no store, a setting that is not known, or a value that cannot be meant.
+        """
+        found = {name: value for name, value in (extra_config or {}).items() if name not in _VLLMS}
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(found) - set(known))
+        if unknown:
+            raise StoreError(f"{_WHERE}: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+        store = found.get("store")
+        if not isinstance(store, str) or not store:
+            raise StoreError(f"{_WHERE}.store is not there; it is the store's URL: valkey://host:6379")
+        settings = cls(
+            store=store,
+            page_tokens=_whole(found, "page_tokens", PAGE_TOKENS),
+            model=_text(found, "model"),
+            revision=_text(found, "revision"),
+            tensor_parallel_sizes=_sizes(found.get("tensor_parallel_sizes")),
+            deadline_s=_number(found, "deadline_s") or 5.0,
+            promise_s=_number(found, "promise_s") or 2.0,
+            arena_bytes=_whole(found, "arena_bytes", 1) if "arena_bytes" in found else None,
+            recompute_tokens_per_s=_number(found, "recompute_tokens_per_s"),
+            store_bytes_per_s=_number(found, "store_bytes_per_s"),
+            verify=_switch(found, "verify"),
+            self_test=_switch(found, "self_test"),
+            seal_keys=None if _text(found, "seal_keys") is None else Path(cast("str", found["seal_keys"])),
+        )
+        if settings.promise_s > settings.deadline_s:
+            raise StoreError(f"{_WHERE}: promise_s is longer than deadline_s")
+        return settings
+
+    def connector(self, grid: Grid, page_bytes: int) -> ConnectorSettings:
+        """The same for the store connector. Whether a load is worth its time is decided before it, so not there.
+
+        Args:
+            grid: of all engines that share.
+            page_bytes: of what a rank holds of a page.
+        """
+        arena_bytes = self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * page_bytes)
+        return ConnectorSettings(deadline_s=self.deadline_s, arena_bytes=arena_bytes, verify=self.verify, grid=grid)
+
+
+def _text(found: Mapping[str, object], name: str) -> str | None:
+    value = found.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is text, not empty")
+    return value
+
+
+def _whole(found: Mapping[str, object], name: str, default: int) -> int:
+    value = found.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is a whole number, at least 1")
+    return value
+
+
+def _number(found: Mapping[str, object], name: str) -> float | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is a number above 0")
+    return float(value)
+
+
+def _switch(found: Mapping[str, object], name: str) -> bool:
+    value = found.get(name, True)
+    if not isinstance(value, bool):
+        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is true or false")
+    return value
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    sizes = cast("list[object]", value) if isinstance(value, list) else []
+    whole = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0]
+    if not whole or len(whole) != len(sizes):
+        raise StoreError(f"{_WHERE}.tensor_parallel_sizes is {value!r}; it is a list of sizes: [1, 2, 4]")
+    return tuple(whole)

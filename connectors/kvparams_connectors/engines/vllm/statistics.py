@@ -1,0 +1,116 @@
+"""What the connector counts, on its way to vLLM's log and its /metrics.
+
+vLLM carries a dictionary from each half, adds them up by `aggregate`, and hands the sum to `CountsMetrics`. The one
+rule: every number is a change since the last report, so that sums over ranks and steps stay true.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from kvparams_connectors.engines.vllm.tally import COUNTERS, FAILED, REFUSED
+
+if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
+
+    class KVConnectorStats:
+        """vllm/distributed/kv_transfer/kv_connector/v1/metrics.py."""
+
+        data: dict[str, Any]
+
+        def __init__(self, data: dict[str, Any]) -> None: ...
+
+    class KVConnectorPromMetrics:
+        """Of the same file."""
+
+        _counter_cls: Any
+        per_engine_labelvalues: dict[int, list[object]]
+
+        def __init__(
+            self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+        ) -> None: ...
+
+    class KVConnectorWorkerMetadata:
+        """vllm/distributed/kv_transfer/kv_connector/v1/base.py."""
+
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+__all__ = ["CountsMetrics", "Measurements", "TransferCounts", "changes"]
+
+_PREFIX: Final = "vllm:kvparams_"
+
+
+def changes(reported: dict[str, int], now: Mapping[str, int]) -> "TransferCounts | None":
+    """What is new; `reported` is brought up to now."""
+    new = {name: count - reported.get(name, 0) for name, count in now.items() if count != reported.get(name, 0)}
+    reported.update(now)
+    return TransferCounts(data=new) if new else None
+
+
+class TransferCounts(KVConnectorStats):
+    """Numbers by name."""
+
+    def reset(self) -> None:
+        """Start again from nothing."""
+        self.data = {}
+
+    def aggregate(self, other: "TransferCounts") -> "TransferCounts":
+        """Both together."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: as they are."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class Measurements(KVConnectorWorkerMetadata):
+    """How long loads took, told to the scheduler."""
+
+    def __init__(self, loads: list[tuple[int, float]]) -> None:
+        """`loads`: bytes and seconds."""
+        self.loads: Final = loads
+
+    def aggregate(self, other: "Measurements") -> "Measurements":
+        """Those of several ranks."""
+        return Measurements(self.loads + other.loads)
+
+
+class CountsMetrics(KVConnectorPromMetrics):
+    """Counters in vLLM's /metrics: `vllm:kvparams_pages_loaded_total` and so on."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=_PREFIX + name, documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._refused = self._counter_cls(
+            name=_PREFIX + "pages_refused",
+            documentation="Pages that were read and not used, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._failed = self._counter_cls(
+            name=_PREFIX + "store_failures",
+            documentation="What the store answered other than yes or no, by code.",
+            labelnames=[*labelnames, "code"],
+        )
+        for labels in self.per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*labels)
+
+    def observe(self, transfer_stats_data: Mapping[str, int], engine_idx: int = 0) -> None:
+        """Add what is new."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            if name.startswith(REFUSED):
+                self._refused.labels(*labels, name.removeprefix(REFUSED)).inc(count)
+            elif name.startswith(FAILED):
+                self._failed.labels(*labels, name.removeprefix(FAILED)).inc(count)
+            elif name in self._counters:
+                self._counters[name].labels(*labels).inc(count)

@@ -1,0 +1,40 @@
+"""Which numbers are reported, and under which names. Pure.
+
+The one rule: a name means one thing, in both halves.
+"""
+
+from typing import Final
+
+from kvparams_connectors.reports import ConnectorStats
+
+__all__ = ["COUNTERS", "FAILED", "REFUSED", "flat"]
+
+COUNTERS: Final = {
+    "loads": "Loads that were begun.",
+    "loads_short": "Loads that did not reach their end, by rank.",
+    "loads_skipped": "Loads that were left out because computing is faster.",
+    "lookups_failed": "Lookups that the store did not answer.",
+    "promises_broken": "Decode legs whose promised pages did not come in time.",
+    "requests_off": "Requests for which the store was left alone.",
+    "saves_failed": "Saves that a defect ended; the log has it.",
+    "tokens_claimed": "Tokens that the engine was told to count on.",
+    "tokens_loaded": "Tokens loaded, by rank.",
+    "pages_loaded": "Pages loaded, by rank.",
+    "bytes_loaded": "Bytes loaded.",
+    "pages_saved": "Pages saved, by rank.",
+    "bytes_saved": "Bytes saved.",
+    "pages_existing": "Pages not saved because they were stored already, by rank.",
+    "pages_dropped": "Pages not saved because there was no room on the way, by rank.",
+}
+"""All that have no label."""
+REFUSED: Final = "pages_refused/"
+FAILED: Final = "store_failures/"
+
+
+def flat(stats: ConnectorStats) -> dict[str, int]:
+    """A connector's counters under the names that are reported."""
+    counts = {name: int(getattr(stats, name)) for name in COUNTERS if hasattr(stats, name)}
+    counts.pop("loads_skipped", None)  # decided in the scheduler
+    counts.update({REFUSED + name: count for name, count in stats.pages_refused.items()})
+    counts.update({FAILED + name: count for name, count in stats.store_failures.items()})
+    return counts

@@ -1,0 +1,44 @@
+"""Models and folders for real vLLM engines. Without vLLM (`make test-vllm` installs it) only the core is tested."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm_*.py"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_tiny(seed=0, dtype="float32")`: the folder of a tiny model, made once; of an adapter: dtype `adapter`."""
+    made: dict[tuple[int, str], Path] = {}
+
+    def make(seed: int = 0, dtype: str = "float32") -> Path:
+        if (seed, dtype) not in made:
+            folder = tmp_path_factory.mktemp("model") / "tiny"
+            command = [sys.executable, "-m", "tests.vllm.tiny_model", str(folder), str(seed), dtype]
+            subprocess.run(command, check=True, cwd=_ROOT, capture_output=True, timeout=300)
+            made[seed, dtype] = folder
+        return made[seed, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_tiny: Callable[..., Path]) -> Path:
+    """The model that most tests use."""
+    return make_tiny()
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder in memory for a store's file, where there is one."""
+    parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=parent, prefix="kvparams-test-") as folder:
+        yield Path(folder)

@@ -1,0 +1,276 @@
+"""vLLM's scheduler as a connector sees it (0.32, v1/core/sched/scheduler.py), with blocks that know what they hold.
+
+It does what vLLM does in the order in which vLLM does it, and complains where vLLM would compute on wrong KV, leak a
+block or free one twice. Loads end when a test says so, as far as it says.
+"""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from kvparams.keys import Extra, Geometry, Namespace
+from kvparams.params import Endpoint, KVTransferParams
+from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.orders import LoadOrder
+from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
+from kvparams_connectors.engines.vllm.searching import Prefixes
+from kvparams_connectors.engines.vllm.transfers import Transfers
+from kvparams_connectors.grid import Grid
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.reports import Hit, LoadReport, SaveReport
+from kvparams_connectors.store import KVStore
+
+__all__ = ["BLOCK", "NAMESPACE", "PAGE", "EngineModel", "ModelRequest"]
+
+BLOCK = 4
+PAGE = 6
+NAMESPACE = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), PAGE)
+
+
+@dataclass(eq=False)
+class ModelRequest:
+    name: str
+    tokens: list[int]
+    handoff: Handoff
+    prompt_tokens: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    status: str = "waiting"
+    preemptions: int = 0
+    claims: int = 0
+    """Since the last preemption."""
+    result: dict[str, object] | None = None
+
+
+class _Search:
+    """Finds what the test says is stored."""
+
+    def __init__(self, engine: "EngineModel") -> None:
+        self._engine = engine
+        self._prefixes = Prefixes(_NO_STORE, NAMESPACE, Grid(1, 1), 1.0)
+
+    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+        return self._prefixes.plan(token_ids, shared, extras)
+
+    def look(self, plan: Plan) -> Job[Hit]:
+        job = Job(1e18, Hit(0, 0, 0))
+        self._engine.lookups.append((plan, job))
+        return job
+
+
+class _NoStore:
+    """Nobody asks it."""
+
+
+_NO_STORE: KVStore = _NoStore()  # pyright: ignore[reportAssignmentType]
+
+
+class EngineModel:
+    """One engine. `loads`, `lookups` are what is under way."""
+
+    def __init__(self, blocks: int, *, fails: bool = False, clock: float = 0.0) -> None:
+        self.now = clock
+        self.lookups: list[tuple[Plan, Job[Hit]]] = []
+        self.loads: list[tuple[LoadOrder, Job[LoadReport]]] = []
+        self.stored: set[bytes] = set()
+        """Chains of pages that are stored."""
+        self.ever_stored: set[bytes] = set()
+        """The same with those that the store has lost since."""
+        self.damaged: dict[str, set[bytes]] = {}
+        """By request, pages that it could not load and that nobody has saved since."""
+        rules = Rules(page_tokens=PAGE, loads=True, saves=True, fails=fails, promise_s=1.0)
+        self.book = Book(_Search(self), rules, Endpoint(id="E"), clock=lambda: self.now)
+        self.transfers = Transfers(self, BLOCK, clock=lambda: self.now)
+        self.free = list(range(blocks))
+        self.holds: dict[int, list[tuple[int, ...] | None]] = {block: [None] * BLOCK for block in range(blocks)}
+        """By block and place: the tokens up to and with the one whose KV stands there; None: nothing good."""
+        self.requests: dict[str, ModelRequest] = {}
+        self.reported: set[str] = set()
+        self.failed: set[str] = set()
+        self.fails = fails
+
+    # ---- what the transfers see of a store connector
+
+    def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+        return _Search(self).plan(token_ids, params, extras)
+
+    def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
+        job = Job(1e18, LoadReport(start_token, start_token))
+        order = next(one for one in self._orders if one.start == start_token and one.block_ids == tuple(block_ids))
+        self.loads.append((order, job))
+        return job
+
+    def save(
+        self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int, *, required: bool = False
+    ) -> Job[SaveReport]:
+        tokens = self._saving
+        for page in plan.pages:
+            if start_token < page.end <= end_token:
+                for at in range(page.start, page.end):
+                    held = self.holds[block_ids[at // BLOCK]][at % BLOCK]
+                    assert held == tokens[: at + 1], "a page of something else would be stored"
+                self.stored.add(page.chain)
+                self.ever_stored.add(page.chain)
+                for chains in self.damaged.values():
+                    chains.discard(page.chain)
+        job = Job(1e18, SaveReport())
+        job.finish(SaveReport())
+        return job
+
+    # ---- vLLM
+
+    def add(self, name: str, tokens: list[int], handoff: Handoff) -> None:
+        self.requests[name] = ModelRequest(name, tokens, handoff, len(tokens))
+        self.book.begin(name, tokens, handoff)
+
+    def step(self) -> None:
+        """schedule, execute, update."""
+        running: list[tuple[ModelRequest, int, int]] = []
+        for one in list(self.requests.values()):
+            if one.status == "running":
+                if self._grow(one, len(one.tokens), running):
+                    running.append((one, one.computed, len(one.tokens) - one.computed))
+            elif one.status in ("waiting", "loading"):
+                self._admit(one, running)
+        by_name = {one.name: one for one, _, _ in running}
+        orders = self.book.step(
+            [
+                Running(one.name, start, count, tuple(one.tokens), lambda one=one: one.blocks)
+                for one, start, count in running
+            ]
+        )
+        self._orders = orders.loads
+        for one, start, count in running:  # the forward
+            for at in range(start):
+                assert self._held(one, at) == tuple(one.tokens[: at + 1]), "computed on wrong KV"
+            for at in range(start, start + count):
+                self.holds[one.blocks[at // BLOCK]][at % BLOCK] = tuple(one.tokens[: at + 1])
+            one.computed = start + count
+        for order in orders.saves:
+            self._saving = order.sequence.token_ids
+            self.transfers.save(type(orders)(saves=[order]))
+        self.transfers.begin(orders)
+        assert not self.transfers.counts["saves_failed"]
+        seen = self.transfers.finished()
+        assert not seen.bad_blocks & {block for one in by_name.values() for block in one.blocks}
+        assert not seen.bad_blocks & set(self.free)
+        for one in list(self.requests.values()):
+            if one.status == "loading" and seen.bad_blocks.intersection(one.blocks):
+                first = next(at for at, block in enumerate(one.blocks) if block in seen.bad_blocks)
+                one.computed = first * BLOCK
+                self.failed.add(one.name)
+        for name in seen.request_ids:
+            one = self.requests[name]  # vLLM asserts this
+            if one.status == "loading":
+                assert name not in self.reported
+                self.reported.add(name)
+                if self.fails and name in self.failed:
+                    self._finish(one)
+            else:
+                assert one.status == "gone"
+                self._free(one)
+                del self.requests[name]
+        for one, _, _ in running:  # the next token
+            if one.status == "running":
+                one.tokens.append(7)
+
+    def _admit(self, one: ModelRequest, running: list[tuple[ModelRequest, int, int]]) -> None:
+        if one.status == "loading":
+            if one.name not in self.reported:
+                return
+            self.reported.discard(one.name)
+            failed = one.name in self.failed
+            self.failed.discard(one.name)
+            one.status = "waiting"
+            if failed and not one.computed:
+                self._free(one)
+        external = 0
+        if one.computed == 0:
+            found = self.book.ask(one.name, 0, tuple(one.tokens), one.preemptions)
+            if found is None:
+                return
+            external = found
+            assert 0 <= external < len(one.tokens), "the last token is computed"
+        need = -(-(external or len(one.tokens)) // BLOCK)
+        if need > len(one.blocks) + len(self.free):
+            return
+        self._grow(one, external or len(one.tokens), running)
+        self.book.allocated(one.name, external, tuple(one.tokens), one.blocks)
+        if external:
+            one.claims += 1
+            assert one.claims == 1, "an offer is made once"
+            one.status, one.computed = "loading", external
+        else:
+            one.status = "running"
+            running.append((one, one.computed, len(one.tokens) - one.computed))
+
+    def preempt(self, one: ModelRequest) -> None:
+        assert one.status == "running"
+        self._free(one)
+        one.status, one.computed, one.claims = "waiting", 0, 0
+        one.preemptions += 1
+
+    def finish(self, one: ModelRequest) -> None:
+        """Its last token, a stop word, or a client that left."""
+        self._finish(one)
+
+    def _finish(self, one: ModelRequest) -> None:
+        loading = one.status == "loading" and one.name not in self.reported
+        self.reported.discard(one.name)
+        self.failed.discard(one.name)
+        one.status = "gone"
+        one.result = self.book.finish(one.name, computed=one.computed)
+        if one.handoff.prefilling and one.computed >= one.prompt_tokens and not loading:
+            plan = self.plan(one.tokens[: one.prompt_tokens], None, ())
+            good = self.ever_stored - self.damaged.get(one.name, set())
+            missing = [page.index for page in plan.pages if page.chain not in good]
+            assert not missing, "what is promised was never stored"
+        if not loading:
+            self._free(one)
+            del self.requests[one.name]
+
+    def end_load(self, index: int, end: int | None) -> None:
+        """Tokens up to `end` are good; None: all."""
+        order, job = self.loads.pop(index)
+        end = order.end if end is None else min(order.end, order.start + end)
+        tokens = order.sequence.token_ids
+        for at in range(order.start, end):
+            self.holds[order.block_ids[at // BLOCK]][at % BLOCK] = tokens[: at + 1]
+        if end < order.end:  # a page was damaged: it is put away
+            plan = self.plan(tokens, None, ())
+            damaged = next(page.chain for page in plan.pages if page.start <= end < page.end)
+            self.stored.discard(damaged)
+            self.damaged.setdefault(order.request_id, set()).add(damaged)
+        job.finish(LoadReport(order.start, end))
+
+    def end_lookup(self, index: int, *, failed: bool = False) -> None:
+        plan, job = self.lookups.pop(index)
+        tokens = 0
+        for page in plan.pages:
+            if page.chain not in self.stored or failed:
+                break
+            tokens = page.end
+        job.finish(Hit(tokens, 0, 0))
+
+    def _grow(self, one: ModelRequest, tokens: int, running: list[tuple[ModelRequest, int, int]]) -> bool:
+        """Blocks for so many tokens, if need be of others; False if the request had to give up its own."""
+        while len(one.blocks) * BLOCK < tokens:
+            if not self.free:  # for a running one only, as a waiting one waits for room
+                victims = [other for other in self.requests.values() if other.status == "running" and other is not one]
+                victim = victims[0] if victims else one
+                self.preempt(victim)
+                running[:] = [entry for entry in running if entry[0] is not victim]
+                if victim is one:
+                    return False
+            one.blocks.append(self.free.pop())
+        return True
+
+    def _free(self, one: ModelRequest) -> None:
+        for block in one.blocks:
+            assert block not in self.free, "freed twice"
+            self.holds[block] = [None] * BLOCK
+            self.free.append(block)
+        one.blocks = []
+
+    def _held(self, one: ModelRequest, at: int) -> tuple[int, ...] | None:
+        return self.holds[one.blocks[at // BLOCK]][at % BLOCK]

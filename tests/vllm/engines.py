@@ -1,0 +1,97 @@
+"""Real vLLM engines as child processes, and what the tests ask of them."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from demo.processes import Processes, Server, free_port
+
+__all__ = ["CONNECTOR", "complete", "counters", "start_engine", "transfer_config"]
+
+CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the platform takes the executor of several processes: slower, larger
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONWARNINGS": "ignore",
+}
+_SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
+
+
+def transfer_config(
+    store: str,
+    *,
+    role: str = "kv_both",
+    policy: str = "recompute",
+    engine_id: str = "E",
+    extra: Mapping[str, object] | None = None,
+) -> str:
+    """vLLM's `--kv-transfer-config` with our connector by its module path; `extra` are further settings of it."""
+    return json.dumps(
+        {
+            "kv_connector": "KVParamsConnector",
+            "kv_connector_module_path": CONNECTOR,
+            "kv_role": role,
+            "engine_id": engine_id,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"store": store, **(extra or {})},
+        }
+    )
+
+
+def start_engine(
+    processes: Processes,
+    name: str,
+    model: Path,
+    *arguments: str,
+    transfer: str | None = None,
+    core: int = 0,
+    block_size: int = 32,
+    cache_bytes: int = 64 << 20,
+    dtype: str = "float32",
+    environment: dict[str, str] | None = None,
+) -> Server:
+    """Start an engine, about 15 s until it serves; does not wait for it."""
+    port = free_port()
+    settings = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+    command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *(f"{key}={value}" for key, value in settings.items())]
+    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--block-size", str(block_size), "--kv-cache-memory-bytes", str(cache_bytes)]
+    if "--tensor-parallel-size" not in arguments:
+        command += ["--distributed-executor-backend", "uni"]
+    if transfer is not None:
+        command += ["--kv-transfer-config", transfer]
+    return processes.start(name, *command, *arguments, port=port)
+
+
+def counters(server: Server) -> dict[str, float]:
+    """What /metrics says, by name; a label that tells things apart stands behind it: `name{source=x}`."""
+    found: dict[str, float] = {}
+    for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is None:
+            continue
+        name, labels, value = match.groups()
+        told = [
+            label for label in (labels or "").split(",") if label and not label.startswith(("engine=", "model_name="))
+        ]
+        found[name + ("{" + ",".join(told).replace('"', "") + "}" if told else "")] = float(value)
+    return found
+
+
+def complete(url: str, prompt: str | Sequence[int], max_tokens: int = 16, **more: object) -> dict[str, Any]:
+    """One completion, greedy."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    response.raise_for_status()
+    return response.json()

@@ -1,0 +1,336 @@
+"""Settings, documents, names and the self-test of the vLLM connector, without vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.codec import parse
+from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain
+from kvparams.params import Endpoint
+from kvparams_connectors.connector import KVStoreConnector
+from kvparams_connectors.connector_settings import ConnectorSettings
+from kvparams_connectors.engines.vllm.documents import prefill_result, read_handoff
+from kvparams_connectors.engines.vllm.engine import cache_group, cpu_form, layer_index
+from kvparams_connectors.engines.vllm.geometry import Ranks, Share, layer_range, share_of
+from kvparams_connectors.engines.vllm.identity import (
+    Adapters,
+    folder_digest,
+    model_name,
+    revision_of,
+    snapshot_commit,
+)
+from kvparams_connectors.engines.vllm.selftest import SelfTestError, run_self_test
+from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.grid import Grid
+from kvparams_connectors.layout import PagedKVLayout
+from kvparams_connectors.layout_forms import CacheSpec, LayoutError
+from kvparams_connectors.settings import StoreError
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, Results, open_store
+
+# ---- settings
+
+
+def test_settings_have_defaults() -> None:
+    settings = VLLMSettings.of({"store": "file:///x", "engine_id": "MultiConnector writes it"})
+    assert (settings.store, settings.page_tokens, settings.verify) == ("file:///x", 128, True)
+    connector = settings.connector(Grid(1, 1), 100 << 20)
+    assert connector.arena_bytes == 1600 << 20  # room for 16 pages
+    assert VLLMSettings.of({"store": "x", "arena_bytes": 5}).connector(Grid(1, 1), 100).arena_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (None, "store is not there"),
+        ({"store": ""}, "store is not there"),
+        ({"store": "x", "stroe": 1, "a": 2}, "unknown setting a, stroe; known: store, page_tokens"),
+        ({"store": "x", "page_tokens": 0}, "page_tokens is 0"),
+        ({"store": "x", "page_tokens": True}, "page_tokens is True"),
+        ({"store": "x", "deadline_s": "5"}, "deadline_s is '5'"),
+        ({"store": "x", "deadline_s": float("nan")}, "deadline_s is nan"),
+        ({"store": "x", "verify": "no"}, "verify is 'no'; it is true or false"),
+        ({"store": "x", "tensor_parallel_sizes": 2}, "a list of sizes"),
+        ({"store": "x", "tensor_parallel_sizes": [1, 0]}, "a list of sizes"),
+        ({"store": "x", "tensor_parallel_sizes": []}, "a list of sizes"),
+        ({"store": "x", "model": ""}, "model is ''"),
+        ({"store": "x", "promise_s": 6}, "promise_s is longer than deadline_s"),
+    ],
+)
+def test_settings_are_refused_in_words(extra: dict[str, object] | None, words: str) -> None:
+    with pytest.raises(StoreError, match="kv_connector_extra_config") as caught:
+        VLLMSettings.of(extra)
+    assert words in str(caught.value)
+
+
+# ---- documents
+
+_DOCUMENT = {
+    "version": "1.0",
+    "request_id": "r",
+    "transfer": {"id": "t", "attempt": 1},
+    "phase": "prefill",
+    "mode": "store",
+}
+_OTHERS = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())
+
+
+def _read(document: object, **more: Any) -> Any:
+    told = {"request_id": "q", "prompt": [1, 2, 3], "cache_salt": None, "lora": None, **more}
+    return read_handoff(None if document is None else {"kvparams": document}, **told)  # pyright: ignore[reportArgumentType]
+
+
+def test_no_document_is_an_ordinary_request() -> None:
+    handoff = _read(None)
+    assert (handoff.params, handoff.shared, handoff.off) == (None, None, None)
+    salted = _read(None, cache_salt="s", lora="l")
+    assert (salted.shared.isolation.cache_salt, salted.shared.isolation.lora) == ("s", "l")
+
+
+def test_what_keys_depend_on_is_kept() -> None:
+    document = {
+        **_DOCUMENT,
+        "phase": "decode",
+        "load_keys": ["a"],
+        "store_keys": ["b"],
+        "producer": {"id": "P", "address": "h:1"},
+        "isolation": {"cache_salt": "s"},
+    }
+    handoff = _read(document, cache_salt="s", lora="l")
+    assert handoff.decoding
+    assert not handoff.prefilling
+    assert handoff.shared.load_keys is None  # a promise is no part of a key
+    assert handoff.shared.store_keys == ("b",)
+    assert handoff.shared.producer.address == "h:1"
+    assert (handoff.shared.isolation.cache_salt, handoff.shared.isolation.lora) == ("s", "l")
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "words"),
+    [
+        ({"mode": "pull"}, {}, "mode 'pull' is not spoken"),
+        ({"phase": "release"}, {}, "does not belong to a request for tokens"),
+        ({"isolation": {"lora": "x"}}, {"lora": "y"}, "isolation.lora"),
+        ({"isolation": {"lora": "x"}}, {}, "isolation.lora"),
+        ({"isolation": {"cache_salt": "x"}}, {"cache_salt": "y"}, "isolation.cache_salt"),
+        ({"version": "2.0"}, {}, "kv_transfer_params"),
+        ({}, {"cache_salt": "x" * 300}, "longer than 256"),
+    ],
+)
+def test_what_is_in_doubt_switches_the_store_off(change: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    handoff = _read({**_DOCUMENT, **change}, **more)
+    assert handoff.params is None
+    assert handoff.shared is None
+    assert words in handoff.off
+
+
+def test_a_document_of_another_prompt_promises_nothing() -> None:
+    handoff = _read({**_DOCUMENT, "prefix": [9]})
+    assert (handoff.params, handoff.off) == (None, None)
+    assert _read({**_DOCUMENT, "prefix": [1, 2]}).prefilling
+
+
+@given(st.dictionaries(st.sampled_from([*_DOCUMENT, "prefix", "isolation", "load_keys"]), _OTHERS))
+def test_no_document_raises(change: dict[str, Any]) -> None:
+    """One bad request must not end the engine's loop."""
+    _read({**_DOCUMENT, **change})
+    _read(change)
+
+
+def test_the_answer_is_a_document() -> None:
+    handoff = _read(_DOCUMENT)
+    told: dict[str, Any] = {"producer": Endpoint(id="P"), "prompt": [1, 2, 3], "cached_tokens": 9, "loaded_tokens": 2}
+    found = prefill_result(handoff, load_keys=["k"], **told)
+    assert found is not None
+    result = parse(found["kvparams"])  # pyright: ignore[reportArgumentType]
+    assert (result.phase, result.load_keys, result.request_id) == ("prefill_result", ("k",), "r")
+    assert result.usage is not None
+    assert (result.usage.cached_tokens, result.usage.computed_tokens) == (3, 0)
+    assert result.prefix is not None
+    assert result.prefix.covers([1, 2, 3])
+    assert prefill_result(_read(None), load_keys=[], **told) is None
+    decoded = prefill_result(_read({**_DOCUMENT, "phase": "decode"}), load_keys=["k"], **told)
+    assert decoded is not None
+    assert "load_keys" not in decoded["kvparams"]  # pyright: ignore[reportOperatorIssue]
+
+
+# ---- names and parts
+
+
+def _share(spec_heads: int = 2, heads: int = 4, ranks: Ranks | None = None, sizes: list[int] | None = None) -> Share:
+    spec = CacheSpec(16, spec_heads, 8, 8, "float32")
+    told: dict[str, Any] = {"model": "m", "revision": "r", "page_tokens": 128, "layers": 2}
+    return share_of(spec=spec, kv_heads=heads, ranks=ranks or Ranks(2, 1), sizes=sizes, **told)
+
+
+def test_a_rank_holds_its_heads() -> None:
+    share = _share()
+    assert (share.rectangle, share.grid) == (Rectangle(0, 2, 2, 4), Grid(2, 2))
+    assert _share(sizes=[1, 2, 4]).grid == Grid(2, 1)
+    # more ranks than heads: two ranks hold the same
+    assert [_share(1, 2, Ranks(4, rank)).rectangle.head_start for rank in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranks": Ranks(2, 0, pipeline=2)}, "--pipeline-parallel-size 1"),
+        ({"ranks": Ranks(2, 0, context=2)}, "context parallelism"),
+        ({"spec_heads": 4}, "switch the store off"),
+        ({"ranks": Ranks(3, 0)}, "not the same number on each"),
+        ({"sizes": [1]}, "must hold this engine's size, 2"),
+        ({"sizes": [3]}, "cannot be divided over 3 ranks"),
+    ],
+)
+def test_ranks_that_are_not_known_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        _share(**arguments)
+    assert words in str(caught.value)
+
+
+def test_layers_are_counted_by_their_names() -> None:
+    assert layer_index("model.layers.17.self_attn.attn") == 17
+    for name in ("model.attn", "model.layers.1.attn.2"):
+        with pytest.raises(LayoutError):
+            layer_index(name)
+    layer_range([1, 0], 2)
+    for wrong in ([0], [0, 0], [0, 1, 2], [1, 2]):
+        with pytest.raises(LayoutError, match="Switch the store off"):
+            layer_range(wrong, 2)
+
+
+def test_kernels_and_groups_that_are_not_known_are_refused() -> None:
+    assert cpu_form("vec") == "vllm_cpu_vec"
+    with pytest.raises(LayoutError, match="--dtype float32"):
+        cpu_form("amx")
+
+    class Cache:
+        num_blocks = 1
+        kv_cache_groups: list[Any] = []  # noqa: RUF012
+
+    with pytest.raises(LayoutError, match="--disable-hybrid-kv-cache-manager"):
+        cache_group(Cache())
+
+
+def test_weights_are_told_apart(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "m", tmp_path / "b" / "m"
+    for folder, last in ((one, b"1"), (other, b"2")):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(1 << 20) + last)
+    assert model_name(str(one)) == model_name(str(other)) == "m"
+    assert model_name("meta/llama") == "meta/llama"
+    assert folder_digest(one) != folder_digest(other)
+    (other / "model.safetensors").write_bytes(bytes(1 << 20) + b"1")
+    assert folder_digest(one) == folder_digest(other)
+    with pytest.raises(StoreError, match="revision"):
+        folder_digest(tmp_path)
+    with pytest.raises(StoreError, match="revision"):
+        snapshot_commit(None)
+    assert snapshot_commit("/c/models--x/snapshots/abc/config.json") == "abc"
+
+
+def test_what_the_engine_makes_of_the_weights_is_part_of_the_name() -> None:
+    config = {"rope_theta": 1, "_name_or_path": "/a"}
+    name = revision_of("w", None, config)
+    assert name == revision_of("w", None, {**config, "_name_or_path": "/b"})
+    assert name != revision_of("w", "fp8", config)
+    assert name != revision_of("w", None, {**config, "rope_theta": 2})
+    assert name != revision_of("v", None, config)
+
+
+def test_adapters_of_one_name_and_other_weights(tmp_path: Path) -> None:
+    adapters = Adapters()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"a" * 100)
+    first = adapters.digest(str(tmp_path))
+    assert first == adapters.digest(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"b" * 101)
+    second = adapters.digest(str(tmp_path))
+    assert first != second
+    with pytest.raises(StoreError):
+        adapters.digest("hub/adapter")
+    namespace = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), 4)
+    chains = {page_chain(namespace, range(8), (Extra(0, 1 << 40, digest),))[1].chain for digest in (first, second)} | {
+        page_chain(namespace, range(8))[1].chain
+    }
+    assert len(chains) == 3
+
+
+# ---- self-test
+
+
+class _Bent(KVStore):
+    """Gives back other bytes than it took, or nothing."""
+
+    def __init__(self, inner: KVStore, *, gone: bool) -> None:
+        self._inner, self._gone = inner, gone
+
+    @property
+    def capabilities(self) -> Any:
+        return self._inner.capabilities
+
+    def register(self, arena: Any) -> None:
+        self._inner.register(arena)
+
+    def put(self, ops: Any, deadline_s: float = 5.0) -> Any:
+        if self._gone:
+            return self._inner.put([PutOp("!", op.buffers) for op in ops], deadline_s)
+        return self._inner.put(ops, deadline_s)
+
+    def get(self, ops: Any, deadline_s: float = 5.0) -> Any:
+        def bend(results: Results) -> list[Result]:
+            for op in ops:
+                op.buffers[0][-200 if len(op.buffers[0]) > 400 else -1] ^= 1
+            return results
+
+        return self._inner.get([GetOp(op.key, op.buffers) for op in ops], deadline_s).then(bend)
+
+    def exists(self, keys: Any, deadline_s: float = 5.0) -> Any:
+        return self._inner.exists(keys, deadline_s)
+
+    def delete(self, keys: Any, deadline_s: float = 5.0) -> Any:
+        return self._inner.delete(keys, deadline_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _test_of(store: KVStore, *, page_tokens: int = 12, verify: bool = True) -> tuple[bool, list[torch.Tensor]]:
+    tensors = [torch.ones(9, 2, 8, 16) for _ in range(2)]
+    spec = CacheSpec(8, 2, 8, 8, "float32")
+    layout = PagedKVLayout.from_engine(tensors, spec, form="vllm_cpu_vec")
+    namespace = Namespace("m", "r", "float32", Geometry(2, 2, 8, 8), page_tokens)
+    connector = KVStoreConnector(store, namespace, layout, ConnectorSettings(verify=verify, grid=Grid(2, 1)))
+    try:
+        told = {"page_tokens": page_tokens, "block_size": 8, "deadline_s": 5.0}
+        return run_self_test(connector, store, tensors, **told), tensors  # pyright: ignore[reportArgumentType]
+    finally:
+        connector.close()
+        store.close()
+
+
+def test_the_self_test_leaves_nothing() -> None:
+    passed, tensors = _test_of(open_store("memory:?size=4MiB"))
+    assert passed
+    for tensor in tensors:
+        assert not tensor[-2:].any()
+        assert tensor[:-2].all()  # no other block was touched
+
+
+def test_the_self_test_sees_bytes_that_change() -> None:
+    with pytest.raises(SelfTestError, match="came back as"):
+        _test_of(_Bent(open_store("memory:?size=4MiB"), gone=False))
+    with pytest.raises(SelfTestError, match="came back other than it was stored"):
+        _test_of(_Bent(open_store("memory:?size=4MiB"), gone=False), verify=False)
+
+
+def test_a_store_that_takes_nothing_does_not_stop_the_engine() -> None:
+    passed, _ = _test_of(_Bent(open_store("memory:?size=4MiB"), gone=True))
+    assert not passed
+
+
+def test_a_cache_without_room_for_a_page_is_refused() -> None:
+    with pytest.raises(SelfTestError, match="9 blocks"):
+        _test_of(open_store("memory:?size=4MiB"), page_tokens=128)

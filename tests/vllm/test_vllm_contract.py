@@ -1,0 +1,121 @@
+"""The vLLM that is installed still is what `interface.py` and `connector.py` say; another one fails here, by name."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+_HOOKS = {
+    "__init__": ["vllm_config", "role", "kv_cache_config"],
+    "bind_kv_cache_manager": ["kv_cache_manager"],
+    "on_new_request": ["request"],
+    "get_num_new_matched_tokens": ["request", "num_computed_tokens"],
+    "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
+    "build_connector_meta": ["scheduler_output"],
+    "update_connector_output": ["connector_output"],
+    "request_finished": ["request", "block_ids"],
+    "register_kv_caches": ["kv_caches"],
+    "start_load_kv": ["forward_context", "kwargs"],
+    "wait_for_layer_load": ["layer_name"],
+    "save_kv_layer": ["layer_name", "kv_layer", "attn_metadata", "kwargs"],
+    "wait_for_save": [],
+    "get_finished": ["finished_req_ids"],
+    "get_block_ids_with_load_errors": [],
+    "build_connector_worker_meta": [],
+    "get_kv_connector_stats": [],
+    "shutdown": [],
+}
+"""Of `KVConnectorBase_V1`, with what vLLM passes."""
+_MEMBERS = {
+    "vllm.v1.request:Request": ["all_token_ids", "update_block_hashes"],
+    "vllm.v1.core.sched.output:SchedulerOutput": [
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+    ],
+    "vllm.v1.core.sched.output:NewRequestData": ["req_id", "num_computed_tokens"],
+    "vllm.v1.core.sched.output:CachedRequestData": ["req_ids", "num_computed_tokens"],
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": ["get_block_ids"],
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ["get_block_ids"],
+    "vllm.v1.kv_cache_interface:KVCacheConfig": ["num_blocks", "kv_cache_groups"],
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": ["block_size", "num_kv_heads", "head_size", "dtype"],
+    "vllm.config.kv_transfer:KVTransferConfig": [
+        *("engine_id", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config", "is_kv_producer"),
+    ],
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": ["identifier", "mm_position"],
+    "vllm.multimodal.inputs:PlaceholderRange": ["offset", "length"],
+    "vllm.lora.request:LoRARequest": ["lora_name", "lora_path"],
+}
+_ATTRIBUTES = [
+    *("request_id", "kv_transfer_params", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "pooling_params"),
+    *("resumable", "all_token_ids", "cache_salt", "lora_request", "mm_features", "num_computed_tokens"),
+    *("num_preemptions",),
+]
+"""That `Request.__init__` sets."""
+
+
+def _class(name: str) -> type:
+    module, _, member = name.partition(":")
+    __import__(module)
+    return getattr(sys.modules[module], member)
+
+
+def test_hooks_take_what_ours_take() -> None:
+    base = _class("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1")
+    ours = _class("kvparams_connectors.engines.vllm.connector:KVParamsConnector")
+    for name, parameters in _HOOKS.items():
+        for kind in (base, ours):
+            found = [one for one in inspect.signature(getattr(kind, name)).parameters if one != "self"]
+            assert found == parameters, f"{kind.__name__}.{name}"
+    assert not getattr(ours, "__abstractmethods__", None)
+
+
+def test_hooks_that_are_new_are_looked_at() -> None:
+    """What we leave to the base class is known; one that a newer vLLM adds must be judged before it is."""
+    base = _class("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1")
+    left = {
+        *("bind_connector_metadata", "bind_gpu_block_pool", "build_kv_connector_stats", "build_prom_metrics"),
+        *("clear_connector_metadata", "finish_forward", "get_external_cache_hit_sources", "get_finished_count"),
+        *("get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_loaded_kv_cache_group_ids"),
+        *("get_mem_pool_context", "get_required_kvcache_layout", "get_transfer_results", "handle_preemptions"),
+        *("has_connector_metadata", "has_pending_block_frees", "has_pending_push_work"),
+        *("register_finished_partial_tail", "requires_kv_delivery", "requires_piecewise_for_cudagraph", "reset_cache"),
+        *("reset_capture_state", "role", "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata"),
+        *("set_xfer_handshake_metadata_pp_aware", "supports_divergent_local_hybrid_hits", "take_events"),
+    }
+    public = {name for name in vars(base) if not name.startswith("_")}
+    assert public - left - set(_HOOKS) == set()
+    assert left - public == set()
+
+
+@pytest.mark.parametrize("name", list(_MEMBERS))
+def test_members_are_there(name: str) -> None:
+    kind = _class(name)
+    annotated = {member for one in kind.__mro__ for member in getattr(one, "__annotations__", {})}
+    for member in _MEMBERS[name]:
+        assert member in annotated or hasattr(kind, member) or member in inspect.getsource(kind), member
+
+
+def test_requests_have_what_is_read() -> None:
+    source = inspect.getsource(_class("vllm.v1.request:Request").__init__)
+    for name in _ATTRIBUTES:
+        assert f"self.{name}" in source, name
+
+
+def test_a_cpus_attention_says_its_kernel() -> None:
+    module = "vllm.v1.attention.backends.cpu_attn:_get_attn_isa"
+    parameters = list(inspect.signature(_class(module)).parameters)
+    assert parameters == ["dtype", "block_size", "head_size", "kv_cache_dtype"]
+
+
+def test_the_plugin_may_be_called_twice() -> None:
+    program = """
+from kvparams_connectors.engines.vllm.plugin import register
+register(); register()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(KVConnectorFactory.get_connector_class_by_name("KVParamsConnector").__module__)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+    assert run.stdout.splitlines()[-1:] == ["kvparams_connectors.engines.vllm.connector"], run.stderr

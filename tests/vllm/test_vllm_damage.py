@@ -1,0 +1,197 @@
+"""Stored KV that is damaged, gone, or somebody else's: a real vLLM computes it or says an error, and never guesses."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.processes import Processes, Server
+from kvparams.keys import Namespace, Rectangle, page_chain
+from kvparams.pages import HEADER_BYTES, identify, seal
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
+from tests.connectors.valkey_server import ValkeyServer
+from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.vllm.legs import decode, prefill, tokens_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+_LENGTH = 450
+"""Three full pages of 128 and a partial one."""
+_MAX_BYTES = 1 << 20
+
+
+@dataclass
+class _Case:
+    """One prompt, what its KV is stored as, and what should be answered."""
+
+    prompt: list[int]
+    found: dict[str, Any]
+    expected: list[int]
+
+
+@dataclass
+class _World:
+    server: ValkeyServer
+    store: KVStore
+    engines: dict[str, Server]
+    cases: dict[str, _Case] = field(default_factory=dict[str, _Case])
+
+
+_NAMES = ("whole", "flipped", "removed", "foreign", "short", "killed", "unverified")
+
+
+@pytest.fixture(scope="module")
+def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_World]:
+    chance = random.Random(1)
+    logs = tmp_path_factory.mktemp("logs")
+    with ValkeyServer(tmp_path_factory.mktemp("valkey"), max_memory="512mb") as server, Processes(logs) as processes:
+        producer = start_engine(
+            processes, "P", model, transfer=transfer_config(server.url, role="kv_producer", engine_id="P")
+        )
+        processes.wait_ready(producer, within_s=240)
+        store = open_store(server.url)
+        world = _World(server, store, {})
+        for name in _NAMES:
+            prompt = [chance.randrange(300, 2000) for _ in range(_LENGTH)]
+            found = prefill(producer.url, prompt)
+            expected = tokens_of(decode(producer.url, prompt, found))  # from its own cache: nothing is loaded
+            world.cases[name] = _Case(prompt, found, expected)
+        assert counters(producer)["vllm:kvparams_tokens_loaded_total"] == 0
+        processes.stop(producer)
+        for policy, core in (("recompute", 0), ("fail", 1)):
+            transfer = transfer_config(server.url, role="kv_consumer", policy=policy, engine_id=policy)
+            world.engines[policy] = start_engine(processes, policy, model, transfer=transfer, core=core)
+        processes.wait_ready(*world.engines.values(), within_s=240)
+        yield world
+        store.close()
+
+
+def _value(store: KVStore, key: str) -> bytearray:
+    buffer = bytearray(_MAX_BYTES)
+    (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
+    assert result.code is Code.OK
+    return buffer[: result.nbytes]
+
+
+def _replace(store: KVStore, key: str, value: bytearray) -> None:
+    store.delete([key]).result()
+    (result,) = store.put([PutOp(key, (memoryview(value),))]).result()
+    assert result.code is Code.OK
+
+
+def flip(store: KVStore, key: str) -> None:
+    """Make one number of a page enormous: a bit of its exponent."""
+    value = _value(store, key)
+    at = next(at for at in range(HEADER_BYTES + 4003, len(value), 4) if not value[at] & 0x40)
+    value[at] ^= 0x40
+    _replace(store, key, value)
+
+
+def _ask(world: _World, policy: str, name: str) -> tuple[int, list[int] | None, dict[str, float]]:
+    """Status, tokens, and what was counted meanwhile."""
+    case, engine = world.cases[name], world.engines[policy]
+    before = counters(engine)
+    response = decode(engine.url, case.prompt, case.found)
+    after = counters(engine)
+    seen = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    return response.status_code, tokens_of(response) if response.status_code == 200 else None, seen
+
+
+def _refused(seen: dict[str, float]) -> dict[str, float]:
+    return {name: count for name, count in seen.items() if name.startswith("vllm:kvparams_pages_refused_total")}
+
+
+def test_whole_pages_are_loaded(world: _World) -> None:
+    for policy in ("recompute", "fail"):
+        status, tokens, seen = _ask(world, policy, "whole")
+        assert (status, tokens) == (200, world.cases["whole"].expected)
+        assert seen["vllm:kvparams_tokens_loaded_total"] == _LENGTH - 1
+        assert seen["vllm:external_prefix_cache_hits_total"] == _LENGTH - 1
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_flipped_byte(world: _World, policy: str) -> None:
+    case = world.cases["flipped"]
+    key = case.found["load_keys"][1]
+    if policy == "recompute":
+        flip(world.store, key)
+    else:
+        _replace(world.store, key, bytearray(len(_value(world.store, case.found["load_keys"][0]))))
+    status, tokens, seen = _ask(world, policy, "flipped")
+    assert _refused(seen), seen
+    assert seen["vllm:kvparams_loads_short_total"] == 1
+    if policy == "recompute":
+        assert (status, tokens) == (200, case.expected)
+        assert seen["vllm:kvparams_tokens_loaded_total"] == 128
+    else:
+        assert status == 500
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_page_that_is_gone(world: _World, policy: str) -> None:
+    case = world.cases["removed"]
+    world.store.delete([case.found["load_keys"][2]]).result()
+    status, tokens, seen = _ask(world, policy, "removed")
+    assert seen["vllm:kvparams_promises_broken_total"] == 1
+    if policy == "recompute":
+        assert (status, tokens) == (200, case.expected)
+        assert seen["vllm:kvparams_tokens_loaded_total"] == 256
+    else:
+        assert status == 500
+        assert seen["vllm:kvparams_loads_short_total"] == 1
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_page_of_another_model(world: _World, policy: str) -> None:
+    case = world.cases["foreign"]
+    key = case.found["load_keys"][1]
+    first = case.found["load_keys"][0]
+    other = Namespace("another", "model", "float32", _geometry(), 128)
+    value = _value(world.store, first)  # of the same size
+    page = page_chain(other, case.prompt)[1]
+    seal(memoryview(value), identify(other, page, Rectangle(0, 2, 0, 2)))
+    _replace(world.store, key, value)
+    status, tokens, seen = _ask(world, policy, "foreign")
+    assert _refused(seen), seen
+    assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_page_that_is_too_short(world: _World, policy: str) -> None:
+    case = world.cases["short"]
+    key = case.found["load_keys"][0]
+    _replace(world.store, key, _value(world.store, case.found["load_keys"][2])[:1000])
+    status, tokens, seen = _ask(world, policy, "short")
+    assert "vllm:kvparams_tokens_loaded_total" not in seen
+    assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
+
+
+def test_without_verification_a_flipped_byte_is_believed(world: _World, model: Path, tmp_path: Path) -> None:
+    case = world.cases["unverified"]
+    flip(world.store, case.found["load_keys"][1])
+    with Processes(tmp_path) as processes:
+        transfer = transfer_config(world.server.url, role="kv_consumer", extra={"verify": False})
+        blind = start_engine(processes, "blind", model, transfer=transfer)
+        processes.wait_ready(blind, within_s=240)
+        assert tokens_of(decode(blind.url, case.prompt, case.found)) != case.expected
+        assert counters(blind)["vllm:kvparams_tokens_loaded_total"] == _LENGTH - 1
+    status, tokens, _ = _ask(world, "recompute", "unverified")
+    assert (status, tokens) == (200, case.expected)
+
+
+def test_a_store_that_was_killed(world: _World) -> None:
+    world.server.kill()
+    status, tokens, seen = _ask(world, "recompute", "killed")
+    assert (status, tokens) == (200, world.cases["killed"].expected)
+    assert seen["vllm:kvparams_lookups_failed_total"] >= 1
+    status, tokens, seen = _ask(world, "fail", "killed")
+    assert status == 500
+
+
+def _geometry() -> Any:
+    from kvparams.keys import Geometry
+
+    return Geometry(2, 2, 64, 64)

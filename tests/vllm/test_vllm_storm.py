@@ -1,0 +1,114 @@
+"""Clients that leave, a cache too small for all, a store that forgets: nothing leaks, nothing hangs, no wrong token."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from demo.processes import Processes, Server
+from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.vllm.traffic import Ask, answers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_AT_ONCE = 8
+_QUIET_S = 60.0
+
+
+def _asks(chance: random.Random, count: int) -> list[Ask]:
+    shared = [chance.randrange(300, 2000) for _ in range(400)]
+    asks: list[Ask] = []
+    for _ in range(count):
+        own = [chance.randrange(300, 2000) for _ in range(chance.randrange(10, 300))]
+        asks.append(Ask(shared[: chance.choice((0, 128, 256, 300, 400))] + own, max_tokens=chance.randrange(20, 90)))
+    return asks
+
+
+async def _storm(url: str, asks: list[Ask], expected: list[str], count: int, chance: random.Random) -> tuple[int, int]:
+    """How many requests were answered, and how many were given up."""
+    answered = given_up = 0
+    gate = asyncio.Semaphore(_AT_ONCE)
+    limits = httpx.Limits(max_connections=_AT_ONCE)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+
+        async def one(which: int, patience_s: float | None) -> None:
+            nonlocal answered, given_up
+            async with gate:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        response = await client.post(f"{url}/v1/completions", json=asks[which].body())
+                        assert response.status_code == 200, response.text
+                        assert str(response.json()["choices"][0]["token_ids"]) == expected[which]
+                        answered += 1
+                        return
+                given_up += 1
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                patience_s = chance.choice((None, chance.uniform(0.005, 0.8)))
+                group.create_task(one(chance.randrange(len(asks)), patience_s))
+    return answered, given_up
+
+
+def _idle(server: Server) -> dict[str, float]:
+    """What is counted once nothing runs any more."""
+    give_up = time.monotonic() + _QUIET_S
+    while True:
+        seen = counters(server)
+        busy = [
+            seen[f"vllm:{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        ]
+        if not any(busy):
+            return seen
+        assert time.monotonic() < give_up, f"running, waiting and the share of blocks in use stay at {busy}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_aborts_and_preemptions_leak_nothing(
+    model: Path,
+    shared_memory: Path,
+    tmp_path: Path,
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+    prefix_caching: bool,
+) -> None:
+    chance = random.Random(5)
+    asks = _asks(chance, 24)
+    transfer = transfer_config(f"file://{shared_memory}/kv?size=8MiB")  # 32 pages: what is found is often gone again
+    with Processes(tmp_path) as processes:
+        engine = start_engine(
+            processes,
+            "E",
+            model,
+            *(
+                "--max-model-len",
+                "1024",
+                "--no-enable-prefix-caching" if not prefix_caching else "--enable-prefix-caching",
+            ),
+            transfer=transfer,
+            cache_bytes=3 << 20,  # 48 blocks of 32 tokens
+        )
+        processes.wait_ready(engine, within_s=240)
+        expected = answers(engine.url, asks)
+        answered, given_up = asyncio.run(_storm(engine.url, asks, expected, effort(150, 300), chance))
+        seen = _idle(engine)
+        assert answers(engine.url, asks[:6]) == expected[:6]
+    assert answered
+    assert given_up
+    assert seen["vllm:num_preemptions_total"] > 0
+    assert seen["vllm:kvparams_tokens_loaded_total"] > 0
+    record(
+        {
+            "answered": answered,
+            "given_up": given_up,
+            "preemptions": seen["vllm:num_preemptions_total"],
+            "loads": seen["vllm:kvparams_loads_total"],
+            "loads_short": seen["vllm:kvparams_loads_short_total"],
+        }
+    )
