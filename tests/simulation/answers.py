@@ -23,6 +23,7 @@ __all__ = [
     "RECEIVED",
     "SECRET",
     "STREAMING",
+    "TURNING",
     "Do",
     "Step",
     "Steps",
@@ -35,8 +36,8 @@ __all__ = [
 ]
 
 SECRET = "secret-host"
-"""An address that no client may see."""
-_ERROR = b'data: {"error":{"message":"cuda died at secret-host","type":"x","code":500}}\n\ndata: [DONE]\n\n'
+"""Begins every address that no client may see."""
+_ERROR = b'data: {"error":{"message":"cuda died at %b","type":"x","code":500}}\n\ndata: [DONE]\n\n'
 
 
 class Do(Enum):
@@ -68,7 +69,9 @@ ANSWERING = (
     "twice",
     "extra",
 )
-STREAMING = (*ANSWERING, *ANSWERING, "error event", "short")
+STREAMING = (*ANSWERING, *ANSWERING, "error event", "bad event", "bad event", "short")
+TURNING = ("503", "503", "503", "429", "busy", "busy", "busy")
+"""Of an engine that is well, and has enough to do."""
 
 
 def framed(random: Random, name: str, kind: str, parts: list[bytes]) -> list[bytes]:
@@ -76,7 +79,8 @@ def framed(random: Random, name: str, kind: str, parts: list[bytes]) -> list[byt
     draw = random.random()
     head = f"HTTP/1.1 200 OK\r\nserver: {name}\r\ncontent-type: {kind}\r\n"
     if draw < 0.05:
-        return [f"{head}connection: close\r\n\r\n".encode(), *parts, b""]
+        first = b"HTTP/1.1 100 Continue\r\ncontent-length: 0\r\n\r\n" if draw < 0.02 else b""
+        return [first + f"{head}connection: close\r\n\r\n".encode(), *parts, b""]
     if kind == "application/json" and draw < 0.9:
         pieces = [f"{head}content-length: {len(parts[0])}\r\n\r\n".encode() + parts[0]]
     else:
@@ -133,14 +137,27 @@ def answering(engine: "Engine", pieces: list[bytes], faults: tuple[str, ...], le
             return
         elif not pieces[-1]:
             yield Do.END
+        elif fault == "bad event" and world.scenario.continues and (event := _chunk(piece)) is not None:
+            event += b'data: {"choices": [\n\n'  # in the same chunk; who does not record a stream does not read it
+            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+            return
         elif not piece.partition(b"\r\n")[0].isalnum():  # it is in the middle of a chunk
             yield Do.STALL
         else:  # it ends in order, and too early
-            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(_ERROR), _ERROR) if fault == "error event" else b"0\r\n\r\n"
+            said = _ERROR % engine.host.encode()
+            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(said), said) if fault == "error event" else b"0\r\n\r\n"
             return
     fault = world.fault(engine.name, "at the end", ("end", "reset"))
     if fault is not None:
         yield Do(fault)
+
+
+def _chunk(piece: bytes) -> bytes | None:
+    """The event of a piece that is one chunk with one event, which has a choice."""
+    size, _, rest = piece.partition(b"\r\n")
+    event = rest[:-2]
+    said = event.startswith(b"data: {") and b'"choices": []' not in event
+    return event if said and size == b"%x" % len(event) else None
 
 
 def _end(pieces: list[bytes]) -> Steps:
@@ -192,13 +209,21 @@ def stream_events(body: dict[str, Any], ids: list[int], answer: list[int]) -> li
     chat = "messages" in body
     wants_ids = bool(body.get("return_token_ids"))
     events: list[dict[str, Any]] = []
+    unsaid: list[int] = []
     for index, one in enumerate(answer):
         choice: dict[str, Any] = {"index": 0}
+        last = index == len(answer) - 1
+        unsaid.append(one)
+        said = text(unsaid) if last or one % 4 else ""  # half a letter: it is said with the next token
+        if said:
+            unsaid.clear()
         if chat:
-            choice["delta"] = {"content": text([one])}
+            choice["delta"] = {"content": said}
         else:
-            choice["text"] = text([one])
-        choice["finish_reason"] = "length" if index == len(answer) - 1 else None
+            choice["text"] = said
+        choice["finish_reason"] = "length" if last else None
+        if last or not chat:
+            choice["stop_reason"] = None
         event: dict[str, Any] = {"id": "x", "object": "o", "choices": [choice]}
         if wants_ids:
             choice["token_ids"] = [one]

@@ -18,6 +18,7 @@ from .answers import (
     RECEIVED,
     SECRET,
     STREAMING,
+    TURNING,
     Do,
     Steps,
     answering,
@@ -45,6 +46,7 @@ class Engine:
         self.name = name
         self.role = role
         self.port = port
+        self.host = f"{SECRET}-{name}"
         self.boot = 1
         self.up_at = 0.0
         self.thaws = 0.0
@@ -152,6 +154,8 @@ class Engine:
         world = self.world
         world.touch(leg, "received")
         fault = world.fault(self.name, f"receiving {leg.kind}", RECEIVED)
+        if fault is None and leg.kind == "decode":
+            fault = world.turned_away(self.name, TURNING)
         if fault is None:
             yield from steps
         elif fault in ("reset", "end", "stall", "crash"):
@@ -165,10 +169,13 @@ class Engine:
         elif fault == "garbage":
             yield b"\x16\x03\x01 not HTTP\r\n\r\n"
             yield Do.STALL
+        elif fault == "busy":
+            yield world.random.choice((0.05, 0.3, 2.0))
+            yield from steps
         elif fault == "no json" and leg.kind in ("prefill", "decode", "probe"):
             yield json_answer(200, b"<html>busy</html>")
         else:
-            message = {"error": {"message": f"no {SECRET if fault[0] == '5' else 'way'}", "type": "x", "code": None}}
+            message = {"error": {"message": f"no {self.host if fault[0] == '5' else 'way'}", "type": "x", "code": None}}
             yield json_answer(int(fault) if fault != "no json" else 503, json.dumps(message).encode())
             if fault[0] == "4" and leg.held is not None and not leg.deaf:
                 leg.held.claims -= 1  # it was refused before it was scheduled: nothing was fetched, nor will be
@@ -264,6 +271,9 @@ class Engine:
                 found.state = "released" if leg.kind == "release" else "fetched"
             ids = found.ids if len(found.ids) >= len(ids) else ids
         world.touch(leg, "fetched")
+        if leg.kind == "decode" and world.turned_away(self.name, (None, None, "503")) is not None:
+            yield json_answer(503, b'{"error":{"message":"it is too much","type":"x","code":503}}')
+            return
         if not loaded and world.scenario.dialect == "nixl" and world.scenario.fails_without_kv:
             world.troubles += 1
             yield json_answer(500, b'{"error":{"message":"kv load failed","type":"x","code":500}}')
@@ -274,6 +284,8 @@ class Engine:
         if not body.get("stream"):
             document = whole_answer(body, ids, answer, len(ids) - 1)
             document["kv_transfer_params"] = {"remote_host": SECRET}
+            document["remote_host"] = "here"
+            document["served_by"] = f"http://{self.host}:{self.port}"
             pieces = framed(world.random, self.name, "application/json", [json.dumps(document).encode()])
             yield from answering(self, pieces, ANSWERING)
         else:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.fleet.probes import Prober
 
 from .replaced import Lines
@@ -30,6 +31,8 @@ def while_running(world: "World") -> Iterator[str]:
     if running > world.begun - world.ended:
         yield f"{running} legs run for {world.begun - world.ended} requests"
     for member in members:
+        if member.trial is not None and not member.breaker.trial:
+            yield f"{member.instance.id} keeps the trial {member.trial}, which is over"
         if scenario.legs is not None and member.in_flight > scenario.legs:
             yield f"{member.instance.id} has {member.in_flight} legs; it may have {scenario.legs}"
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
@@ -57,6 +60,9 @@ def between_turns(world: "World") -> Iterator[str]:
         for ticket in queue.waiting():
             if not any(entry[3] is ticket.flow for entry in _inside(queue, "_lanes").get(ticket.lane, ())):
                 yield f"somebody who waits for {role} stands in no line"
+        deadline = queue.next_deadline()
+        if deadline is not None and deadline < now:
+            yield f"somebody waits for {role}, {now - deadline:.3f} s longer than allowed"
     for member, timer in _inside(_inside(fleet, "_breakers"), "_timers").items():
         if timer.cancelled() or timer.when() < now or member.left:
             yield f"the breaker of {member.instance.id} has a timer that is over"
@@ -137,6 +143,17 @@ def at_rest(world: "World") -> Iterator[str]:
         yield "those who are probed, those who have pools and those who are there are not the same"
     if gone := set(_inside(resources.pools, "_now")) - {member.instance.id for member in members}:
         yield f"there are pools for {gone}, who have left"
+    for probe in probes.values():
+        if (exchange := _inside(probe, "_exchange")) is not None and not exchange.waiting:
+            yield "a probe keeps an exchange that is over"
+    addresses = resources.addresses
+    if sorted(_inside(addresses, "_urls")) != sorted(member.instance.url for member in fleet.members):
+        yield "the addresses that are hidden are not those of the engines"
+    fresh = Addresses([*_inside(addresses, "_urls"), *_inside(addresses, "_gone")])
+    addresses.within("")
+    fresh.within("")
+    if _inside(addresses, "_pattern") != _inside(fresh, "_pattern"):
+        yield "what is hidden is not what is known of the engines"
     resources.ledger.settle()
     if left := _inside(resources.metrics, "_live"):
         yield f"{len(left)} requests are still counted, in {Counter(life.state for life in left)}"

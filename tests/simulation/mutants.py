@@ -1,6 +1,7 @@
 """The proxy with one release taken out: the simulation must notice.
 
-A release is whatever gives something back; it is found by its name, so one that is added tomorrow is tried tomorrow.
+A release is whatever gives something back: a call, found by its name, or an assignment that empties what was
+remembered. One that is added tomorrow is tried tomorrow.
 The one rule: a mutant that nothing can notice stands in `EQUIVALENT`, with the reason.
 """
 
@@ -32,7 +33,13 @@ MODULES = (
     "kvparams_proxy.execution.context",
     "kvparams_proxy.execution.executor",
     "kvparams_proxy.fleet.fleet",
+    "kvparams_proxy.execution.continuation",
+    "kvparams_proxy.execution.corrections",
+    "kvparams_proxy.execution.failures",
+    "kvparams_proxy.execution.legs",
+    "kvparams_proxy.execution.privacy",
     "kvparams_proxy.clients.generate",
+    "kvparams_proxy.fleet.member",
     "kvparams_proxy.telemetry.journal",
     "kvparams_proxy.telemetry.ledger",
     "kvparams_proxy.telemetry.metrics",
@@ -45,6 +52,8 @@ MODULES = (
     "kvparams_proxy.fleet.waiting",
     "kvparams_proxy.execution.watch",
 )
+_RESETS = ("kvparams.coordination", "kvparams_proxy.execution.", "kvparams_proxy.fleet.", "kvparams_proxy.upstream.")
+"""Where what is remembered of a request or an engine is emptied by assignment, too."""
 RELEASES = frozenset(
     [
         "abandon",
@@ -90,16 +99,22 @@ _FAULT = "only where the proxy itself has a fault; nothing that engines and clie
 _SERVER = "uvicorn ends the task as soon as the answer is complete or the client has left; for servers that do not"
 _READING = "either of the two places is enough: the other reads on when the last answer is complete"
 _TURN_LATER = "the end of the connection says the same a turn later"
+_ABORTED = "nothing is received behind an abort, and the exchange has let go of its sink"
+_LOST = "nothing follows the loss of a connection"
+_TRIAL = "the leg has been released, so its trial ends a turn later"
+_LIMIT = "a limit of the simulation, not an equivalence: "
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
+    "kvparams.coordination:PrefillThenDecode.legs: context.give_back(prefill)": f"{_LIMIT}nobody asks for several "
+    "answers; tests/kvparams/test_coordination.py holds it",
     "kvparams.coordination:PrefillThenDecode._document: self._templates.clear()": _CACHE,
     "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatch:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
     "dispatch:Dispatcher.freed: self._room.freed()": "it only measures, for Retry-After",
     "kvparams.fairqueue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
-    "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": "comes after 64 have given up; a run has fewer",
-    "app:_following: task.cancel()": "there is no file of client keys here",
-    "app:create_app: await spans.close()": "there are no traces here",
+    "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
+    "app:_following: task.cancel()": f"{_LIMIT}there is no file of client keys",
+    "app:create_app: await spans.close()": f"{_LIMIT}there are no traces",
     "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
     "direct:DirectDownstream.complete: self.drop()": _FAULT,
     "executor:Execution._finish: exchange.discard()": _FAULT,
@@ -116,15 +131,42 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution._end_leg: resources.watch.stop(self)": "the next leg renews it, and the end stops it",
     "pool:Pool._connect: self.put_back(connection)": "whoever gives up cancels the task",
     "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",
-    "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": "bodies are too small here to be held",
+    "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": f"{_LIMIT}bodies are too small to be held",
     "probes:Prober.__aenter__: self._close()": _START,
     "probes:_Probe.end: self._first.cancel()": _START,
     "probes:_Probe._ask: self._first.cancel()": _START,
     "probes:Prober._close: self._probes.clear()": "the prober itself is let go",
     "watch:Watch._sweep: self.stop(what)": "whatever expires ends, and stops it",
     "slowstart:SlowStart.settled: self._since.clear()": "those who are there at the start are slow for a moment",
+    "breakers:Breakers.succeeded: member.trial = None": _TRIAL,
+    "breakers:Breakers.failed: member.trial = None": _TRIAL,
+    "breakers:Breakers.heard: member.breaker.end_trial()": f"{_LIMIT}seen in one of 6,000 seeds",
+    "fleet:Fleet._set_aside: member.breaker.end_trial()": f"{_LIMIT}it shows only where one on trial restarts",
+    "privacy:Addresses._changed: self._pattern = None": f"{_LIMIT}whoever comes was there before, and is hidden still",
+    "breakers:Breakers.heard: member.trial = None": f"{_LIMIT}it shows only while another trial begins beside a stream",
+    "fleet:Fleet._set_aside: member.trial = None": f"{_LIMIT}it shows only where one on trial restarts",
+    "connection:Exchange.finish: self._connection = None": "it is over, or begins anew because that is lost",
+    "connection:Exchange.finish: self._sink = None": "its owner and its connection have let go of it in the same turn",
+    "connection:Exchange.finish: self._retry = False": "a new connection is never one that waited",
+    "connection:Exchange.resume: self._paused = False": f"{_LIMIT}no client is slow before there is a connection",
+    "connection:Connection._reset: self._keep_alive = False": "it is said anew by each answer that is complete",
+    "connection:Connection.close: self._exchange = None": _ABORTED,
+    "connection:Connection.close: self._sink = None": _ABORTED,
+    "connection:Connection.connection_lost: self._exchange = None": _LOST,
+    "connection:Connection.connection_lost: self._sink = None": _LOST,
+    "connection:Connection._end: self._exchange = None": "one that is over hears no more, until the next is there",
+    "connection:Connection._fail: self._exchange = None": _ABORTED,
+    "connection:Connection._fail: self._sink = None": _ABORTED,
+    "executor:Execution.refused: self._waiting = False": "whoever does not wait may give up again",
+    "executor:Execution._end_leg: self._leg = None": "who ends well was heard, too; else one that runs is meant",
+    "executor:Execution._finish: self._exchange = None": _FAULT,
+    "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
+    "continuation:Recorder.resume: self._unsaid.clear()": f"{_LIMIT}no stream breaks twice, once behind half a letter",
+    "probes:_Probe._answered: self._apart_s = 0.0": f"{_LIMIT}nobody minds that probes come later than they should",
+    "releases:_Release.ended: self.exchange = None": "the release itself is let go in the same turn",
+    "slowstart:SlowStart.close: self._timer = None": "it is closed once, and begins nothing afterwards",
 }
-"""Mutants that change nothing one could see, and why."""
+"""Mutants that change nothing one could see, and why; or what the simulation cannot see, and why not."""
 _LONGEST_S = 5.0
 """For one seed; a mutant may well go round in circles."""
 
@@ -173,29 +215,77 @@ def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     return None
 
 
+class _Found(NamedTuple):
+    """One release in the source."""
+
+    function: str
+    """The outermost one that it is in."""
+    statement: ast.stmt
+    target: ast.expr | None
+    """What it empties, where it is an assignment."""
+
+    @property
+    def text(self) -> str:
+        """The statement; of an assignment to several things, as if this one were assigned alone."""
+        if self.target is None:
+            return ast.unparse(self.statement)
+        value = next(value for target, value in _assigned(cast("ast.Assign", self.statement)) if target is self.target)
+        return f"{ast.unparse(self.target)} = {ast.unparse(value)}"
+
+
 def _find(module: str) -> Iterator[Mutant]:
     seen: dict[tuple[str, str], int] = {}
-    for function, statement in _statements(_tree(module)):
-        text = ast.unparse(statement)
-        number = seen[function, text] = seen.get((function, text), -1) + 1
-        yield Mutant(module, function, text, number)
+    for found in _releases(module, _tree(module)):
+        key = found.function, found.text
+        number = seen[key] = seen.get(key, -1) + 1
+        yield Mutant(module, *key, number)
 
 
 def _tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(importlib.import_module(module)))
 
 
+def _releases(module: str, tree: ast.Module) -> Iterator[_Found]:
+    for function, statement in _statements(tree):
+        if _is_release(statement):
+            yield _Found(function, statement, None)
+        elif isinstance(statement, ast.Assign) and module.startswith(_RESETS) and not function.endswith(".__init__"):
+            for target, value in _assigned(statement):
+                if isinstance(target, ast.Attribute | ast.Subscript) and _is_empty(value):
+                    yield _Found(function, statement, target)
+
+
 def _statements(tree: ast.AST, inside: tuple[str, ...] = (), depth: int = 0) -> Iterator[tuple[str, ast.stmt]]:
-    """Every release, with the outermost function that it is in."""
+    """Every statement of a function, with the outermost function that it is in."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             is_function = not isinstance(node, ast.ClassDef)
             path = inside if depth else (*inside, node.name)
             yield from _statements(node, path, depth + 1 if is_function else depth)
             continue
-        if depth and isinstance(node, ast.stmt) and _is_release(node):
+        if depth and isinstance(node, ast.stmt):
             yield ".".join(inside), node
         yield from _statements(node, inside, depth)
+
+
+def _assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What is assigned, one by one."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
+
+
+def _is_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return not value.value
+    if isinstance(value, ast.Call):  # as new
+        name = getattr(value.func, "id", "x")
+        return not value.args and not value.keywords and (name[0].isupper() or name in ("set", "deque"))
+    return (isinstance(value, ast.Tuple | ast.List) and not value.elts) or (
+        isinstance(value, ast.Dict) and not value.keys
+    )
 
 
 def _is_release(node: ast.stmt) -> bool:
@@ -210,21 +300,35 @@ def _is_release(node: ast.stmt) -> bool:
         return False
     name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
     if isinstance(node, ast.Assign):  # what is taken out is looked at and stays
-        return name == "pop" and len(value.args) == 2
+        return name == "pop"
     return name.lstrip("_") in RELEASES or (name == "start" and "releases" in ast.unparse(value))
 
 
 class _Remove(ast.NodeTransformer):
-    """Takes the statement out."""
+    """Takes the statement out, or of an assignment one thing."""
 
-    def __init__(self, target: ast.stmt) -> None:
-        self._target = target
+    def __init__(self, found: _Found) -> None:
+        self._found = found
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if node is not self._target:
+        if node is not self._found.statement:
             return self.generic_visit(node)
-        if isinstance(node, ast.Assign):
-            cast("Any", node.value).func.attr = "get"
+        if isinstance(node, ast.Assign) and self._found.target is None:
+            call = cast("Any", node.value)
+            if len(call.args) == 2:
+                call.func.attr = "get"
+            else:
+                index = call.args[0] if call.args else ast.Constant(-1)
+                node.value = ast.copy_location(ast.Subscript(call.func.value, index, ast.Load()), call)
+            return node
+        if isinstance(node, ast.Assign) and len(
+            kept := [one for one in _assigned(node) if one[0] is not self._found.target]
+        ):
+            targets, values = [one for one, _ in kept], [one for _, one in kept]
+            if isinstance(node.value, ast.Tuple):
+                node.targets, node.value = [ast.Tuple(targets, ast.Store())], ast.Tuple(values, ast.Load())
+            else:
+                node.targets = targets
             return node
         never = ast.If(ast.Constant(False), [cast("ast.stmt", node)], [])  # its names stay known: so closures fit
         return ast.copy_location(never, node)
@@ -233,16 +337,10 @@ class _Remove(ast.NodeTransformer):
 @contextmanager
 def _mutated(mutant: Mutant) -> Generator[None]:
     tree = _tree(mutant.module)
-    number = -1
-    target: ast.stmt | None = None
-    for function, statement in _statements(tree):
-        if (function, ast.unparse(statement)) == (mutant.function, mutant.statement):
-            number += 1
-            if number == mutant.number:
-                target = statement
-    if target is None:
-        raise LookupError(mutant.name)
-    _Remove(target).visit(tree)
+    alike = [
+        one for one in _releases(mutant.module, tree) if (one.function, one.text) == (mutant.function, mutant.statement)
+    ]
+    _Remove(alike[mutant.number]).visit(tree)
     function = _function(mutant)
     compiled = compile(ast.fix_missing_locations(tree), f"<mutant of {mutant.module}>", "exec")
     code = _code(compiled, mutant.function.split("."))

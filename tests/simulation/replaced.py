@@ -71,7 +71,7 @@ class _Numbered(Connection):
     @property
     def busy(self) -> bool:
         """Whether something that comes now is taken for an answer."""
-        return self._sink is not None
+        return self not in cast("Any", self._pool)._idle
 
 
 class _Listening(logging.Handler):

@@ -17,8 +17,9 @@ _KINDS = {
     "crowd": 2,
     "trials": 2,
     "removal": 1,
+    "turned away": 3,
 }
-"""What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and three that are rare."""
+"""What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and four that are rare."""
 Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
 
 
@@ -115,6 +116,8 @@ class Scenario(NamedTuple):
     """After which engines close idle connections."""
     doubts: bool
     """While an engine is on trial it answers no probe, and its leg slowly."""
+    turns_away: float
+    """How likely a decode engine, though it is there, turns a leg away: before it fetches the KV, or after."""
     rate: float
     """How likely a fault is at each point."""
     reports_cached: bool
@@ -126,7 +129,9 @@ class Scenario(NamedTuple):
     @property
     def calm(self) -> bool:
         """Whether every answer must be the whole one."""
-        return not self.rate and not self.operations and self.legs is None and self.connections > 8
+        return (
+            not self.rate and not self.turns_away and not self.operations and self.legs is None and self.connections > 8
+        )
 
 
 def draw(seed: int) -> Scenario:
@@ -139,6 +144,8 @@ def draw(seed: int) -> Scenario:
         return _trials(random, _draw(random, seed, "all"))
     if kind == "removal":
         return _removal(random, _draw(random, seed, "clients"))
+    if kind == "turned away":
+        return _turned_away(random, _draw(random, seed, "full"))
     return _draw(random, seed, kind)
 
 
@@ -196,6 +203,37 @@ def _removal(random: Random, drawn: Scenario) -> Scenario:
     return drawn._replace(idle_s=0.05, probe_s=30.0, clients=clients, operations=(operation,))
 
 
+def _turned_away(random: Random, drawn: Scenario) -> Scenario:
+    """Decode engines turn legs away, and have little room: who prefills again waits, and may leave meanwhile."""
+    clients: list[Client] = []
+    for number in range(random.choice((3, 5))):
+        leave: Leave | None = None
+        client = _client(random, drawn.seed, number, restless=False)
+        draw = random.random()
+        if draw < 0.5:
+            leave = Leave(point=("prefill", "answer", 2), when=random.choice(("after", "after", "soon")))
+            client = client._replace(asks=client.asks[:1], pipelined=False, closes=None)
+        elif draw < 0.6:
+            leave = Leave(after_s=random.random() * 0.5)
+        clients.append(client._replace(begins_s=random.random() * 0.1, leave=leave))
+    return drawn._replace(
+        dialect=random.choice(("nixl", "nixl", "nixl", "store-drop")),
+        prefills=random.choice((1, 2)),
+        decodes=2,
+        retries=random.choice((1, 2, 3)),
+        legs=1,
+        leg_tokens=None,
+        waiting=8,
+        per_tenant=None,
+        wait_s=random.choice((0.05, 0.3, 2.0, 2.0)),
+        consecutive=5,
+        lease_ms=random.choice((None, None, None, 50)),
+        turns_away=random.choice((0.3, 0.6)),
+        rate=random.choice((0.0, 0.0, 0.02)),
+        clients=tuple(clients),
+    )
+
+
 def _draw(random: Random, seed: int, kind: str) -> Scenario:
     rnd = random.random
     troubled = kind in ("engines", "all")
@@ -231,6 +269,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         idle_s=random.choice((0.05, 30.0, 30.0)),
         engine_idle_s=random.choice((0.01, 0.1, 60.0, 60.0)) if troubled else 60.0,
         doubts=False,
+        turns_away=0.0,
         rate=random.choice((0.01, 0.03, 0.03, 0.1)) if troubled else 0.0,
         reports_cached=rnd() < 0.8,
         fails_without_kv=rnd() < 0.5,

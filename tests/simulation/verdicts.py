@@ -43,6 +43,8 @@ def judge(world: "World", ask: Ask, reply: Reply) -> tuple[str, str | None]:
     except ValueError:
         return "whole", "it is not JSON"
     if reply.status >= 400:
+        if document["error"]["code"] == "kv_expired" and world.scenario.lease_ms is None:
+            return "an error", "no lease is that short"
         kind = "refused" if ask.way == "invalid" else "an error"
         return kind, None if document["error"]["message"] else "it is not an error in words"
     if ask.way == "invalid":
@@ -81,6 +83,8 @@ def _judge_stream(world: "World", ask: Ask, body: bytes, expected: str) -> tuple
         if document.get("usage") is not None:
             usage = document["usage"]
         for choice in document["choices"]:
+            if ask.chat and "stop_reason" in choice and choice["finish_reason"] is None:
+                return "whole", "it has a reason to stop before its end"
             said += (choice["delta"].get("content") or "") if ask.chat else choice["text"]
             if "token_ids" in choice or "prompt_token_ids" in document or "prompt_token_ids" in choice:
                 return "whole", "it has token ids, which nobody has asked for"

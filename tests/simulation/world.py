@@ -24,7 +24,6 @@ from kvparams_proxy.settings import Settings
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from . import laws
-from .answers import SECRET
 from .clients import Client
 from .engines import Engine
 from .language import tokenize
@@ -139,6 +138,16 @@ class World:
         if kind is not None:
             self.troubles += 1
             self.note(who, f"fault, {where}: {kind}")
+        return kind
+
+    def turned_away(self, who: str, kinds: Sequence[T]) -> T | None:
+        """Whether an engine has no mind to run a leg."""
+        if self.random.random() >= self.scenario.turns_away:
+            return None
+        kind = self.random.choice(kinds)
+        if kind is not None:
+            self.troubles += 1
+            self.note(who, f"turns it away: {kind}")
         return kind
 
     def touch(self, leg: Leg, point: str) -> None:
@@ -314,7 +323,7 @@ class World:
             await self._stop
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
-        url = f"http://{SECRET}:{engine.port}"
+        url = f"http://{engine.host}:{engine.port}"
         return Instance(engine.name, "boot", role or engine.role, url, self.scenario.dialect)
 
     def _operate(self, operation: Operation) -> None:
