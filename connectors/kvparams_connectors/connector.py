@@ -22,12 +22,12 @@ from kvparams_connectors.gear import Gear
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.loading import Load, wanted_pages
-from kvparams_connectors.plan import Plan, make_plan
+from kvparams_connectors.plan import Plan, make_plan, stored_prefix
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.reports import ConnectorStats, Hit, LoadReport, ReleaseReport, SaveReport
 from kvparams_connectors.saving import Save
 from kvparams_connectors.staging import Mover, mover_for
-from kvparams_connectors.store import Code, KVStore, Results
+from kvparams_connectors.store import Code, KVStore
 
 __all__ = ["ConnectorSettings", "KVStoreConnector", "Plan"]
 
@@ -92,23 +92,9 @@ class KVStoreConnector:
 
     def lookup(self, plan: Plan) -> Job[Hit]:
         """How much of the sequence is stored without a gap. A part of the wrong size counts as not stored."""
-
-        def longest(results: Results) -> Hit:
-            nbytes = 0
-            for page in plan.pages:
-                parts = plan.parts(page.index)
-                expected = [plan.identity(part).stored_bytes for part in parts]
-                found = results[parts.start : parts.stop]
-                if any(
-                    one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)
-                ):
-                    failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
-                    return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
-                nbytes += sum(expected)
-            return Hit(plan.tokens, len(plan.pages), nbytes)
-
         self._locate(plan)
-        return self._store.exists(plan.keys, self._settings.deadline_s).then(longest)
+        found = self._store.exists(plan.keys, self._settings.deadline_s)
+        return found.then(lambda results: stored_prefix(plan, results))
 
     def _locate(self, plan: Plan) -> None:
         if plan.source is not None:

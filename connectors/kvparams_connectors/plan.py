@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from kvparams.keys import Extra, Namespace, Page, Rectangle, page_chain, page_key
 from kvparams.pages import PageIdentity, identify
 from kvparams.params import KVTransferParams
+from kvparams_connectors.reports import Hit
+from kvparams_connectors.store import Code, Results
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "make_plan", "stored_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +94,18 @@ def make_plan(
     source = producer.address if producer is not None else None
     foreign = len((load_keys | (store_keys or frozenset())).difference(keys))
     return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, source, store_keys, parts)
+
+
+def stored_prefix(plan: Plan, results: Results) -> Hit:
+    """The pages without a gap whose parts are all there, by what `exists` said of `plan.keys`. A part of the wrong size
+    counts as not stored."""
+    nbytes = 0
+    for page in plan.pages:
+        parts = plan.parts(page.index)
+        expected = [plan.identity(part).stored_bytes for part in parts]
+        found = results[parts.start : parts.stop]
+        if any(one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)):
+            failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
+            return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
+        nbytes += sum(expected)
+    return Hit(plan.tokens, len(plan.pages), nbytes)

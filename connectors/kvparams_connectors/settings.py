@@ -7,12 +7,13 @@ know is refused, with the known ones listed; a misspelt limit must not be a limi
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["StoreError", "StoreURL", "parse_size"]
+__all__ = ["StoreError", "StoreURL", "on_loopback", "parse_size"]
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,14})([A-Za-z]*)")
@@ -21,6 +22,14 @@ _MAX_SETTINGS: Final = 64
 
 class StoreError(KVParamsError):
     """A store cannot be opened as asked; the message says what is wrong and what to do."""
+
+
+def on_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def parse_size(text: str) -> int:

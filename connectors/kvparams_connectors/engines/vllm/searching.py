@@ -10,11 +10,11 @@ from kvparams.keys import Extra, Namespace, Rectangle
 from kvparams.params import KVTransferParams
 from kvparams_connectors.grid import Grid
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.plan import Plan, make_plan
+from kvparams_connectors.plan import Plan, make_plan, stored_prefix
 from kvparams_connectors.reports import Hit
-from kvparams_connectors.store import Code, KVStore, Results
+from kvparams_connectors.store import KVStore
 
-__all__ = ["Prefixes", "longest"]
+__all__ = ["Prefixes"]
 
 
 class Prefixes:
@@ -46,18 +46,4 @@ class Prefixes:
         source = plan.source or self._own
         if source is not None:
             self._store.locate(plan.keys, source)
-        return self._store.exists(plan.keys, self._deadline_s).then(lambda results: longest(plan, results))
-
-
-def longest(plan: Plan, results: Results) -> Hit:
-    """The pages without a gap whose parts are all there; a part of the wrong size counts as not stored."""
-    nbytes = 0
-    for page in plan.pages:
-        parts = plan.parts(page.index)
-        expected = [plan.identity(part).stored_bytes for part in parts]
-        found = results[parts.start : parts.stop]
-        if any(one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)):
-            failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
-            return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
-        nbytes += sum(expected)
-    return Hit(plan.tokens, len(plan.pages), nbytes)
+        return self._store.exists(plan.keys, self._deadline_s).then(lambda results: stored_prefix(plan, results))

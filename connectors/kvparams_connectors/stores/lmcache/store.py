@@ -14,11 +14,10 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from ipaddress import ip_address
 from typing import Final, TypeVar
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.settings import StoreURL, on_loopback
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.lmcache.connection import Connection, Server, connect
 from kvparams_connectors.stores.lmcache.exchange import (
@@ -101,7 +100,7 @@ class LMCacheStore(LaneStore):
                 "limit the memory of its process and have it restarted, or use the store lmcache-mp or valkey",
             ),
         ]
-        if not _loopback(self._server[0]):
+        if not on_loopback(self._server[0]):
             who = "whoever reaches its port can read and replace what is stored: it knows no passwords and no TLS"
             found.append(Advice("warning", who, "keep it in a private network, and use authenticated pages"))
         return found
@@ -205,13 +204,6 @@ def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
         except ValueError:
             continue
     return whole
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_url(url: StoreURL) -> KVStore:

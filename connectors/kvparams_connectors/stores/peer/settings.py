@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Literal, cast
 
-from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.settings import StoreError, StoreURL, on_loopback
 from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed
 
 __all__ = ["PeerSettings", "Transport", "read_secret"]
@@ -87,7 +87,7 @@ class PeerSettings:
             )
         if self.transport == "mooncake" and len(self.reachable) > _LONGEST_SESSION_HOST:
             raise _wrong(f"transport=mooncake takes host names of at most {_LONGEST_SESSION_HOST} characters")
-        if not self.peers and not _loopback(self.host):
+        if not self.peers and not on_loopback(self.host):
             raise _wrong("whom may it ask? set peers, networks or names: peers=10.0.0.0/8,node-5")
 
     @property
@@ -103,7 +103,7 @@ class PeerSettings:
     @property
     def private(self) -> bool:
         """Whether only this machine can reach it."""
-        return _loopback(self.host)
+        return on_loopback(self.host)
 
     @classmethod
     def of(cls, url: StoreURL) -> "PeerSettings":
@@ -164,13 +164,6 @@ def _ports(text: str | None) -> range:
     if not 0 < first <= last < 65536:
         raise _wrong(f"ports={text} is not a port or a range of ports: 7400-7499")
     return range(first, last + 1)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _misread(host: str) -> bool:

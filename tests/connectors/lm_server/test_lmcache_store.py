@@ -5,9 +5,8 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -24,31 +23,6 @@ from tests.connectors.lmcache_server import BareClient, LMCacheServer
 from tests.connectors.lmcache_steps import DEADLINE_S, resident_mib
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
-    with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def numbers() -> Iterator[int]:
-    return count()
-
-
-@pytest.fixture
-def prefix(numbers: Iterator[int]) -> str:
-    """Nothing can be flushed, so that every test has a place of its own."""
-    return f"test-{next(numbers)}"
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
 
 
 def value(size: int, seed: int = 0) -> memoryview:

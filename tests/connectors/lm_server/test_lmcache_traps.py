@@ -4,49 +4,14 @@ Each is shown with a bare client first: if a later LMCache has none of them, the
 """
 
 import struct
-from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
-from kvparams_connectors.store import Code, KVStore, open_store
+from kvparams_connectors.store import Code
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from kvparams_connectors.stores.lmcache.wire import Kind, Names
 from tests.connectors.lmcache_server import BINARY, PUT, BareClient, LMCacheServer
 from tests.connectors.lmcache_steps import SIZE, break_off, delete, exists, get, put
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
-    with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def numbers() -> Iterator[int]:
-    return count()
-
-
-@pytest.fixture
-def prefix(numbers: Iterator[int]) -> str:
-    """Nothing can be flushed, so that every test has a place of its own."""
-    return f"test-{next(numbers)}"
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
-
-
-@pytest.fixture
-def store(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> LMCacheStore:
-    made = open_store(f"{server.url}?prefix={prefix}")
-    opened.append(made)
-    assert isinstance(made, LMCacheStore)
-    return made
 
 
 def test_a_put_has_no_answer_and_exist_confirms_it(server: LMCacheServer, prefix: str) -> None:

@@ -5,8 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,39 +30,6 @@ from tests.connectors.valkey_server import wait_until
 
 HUGE = 250 << 20
 LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
-    with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def numbers() -> Iterator[int]:
-    return count()
-
-
-@pytest.fixture
-def prefix(numbers: Iterator[int]) -> str:
-    """Nothing can be flushed, so that every test has a place of its own."""
-    return f"test-{next(numbers)}"
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
-
-
-@pytest.fixture
-def store(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> LMCacheStore:
-    made = open_store(f"{server.url}?prefix={prefix}")
-    opened.append(made)
-    assert isinstance(made, LMCacheStore)
-    return made
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
