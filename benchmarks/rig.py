@@ -133,12 +133,12 @@ class Rig:
         return f"{_STATS_URL}/stats"
 
     @contextmanager
-    def with_ours(self) -> Generator[None]:
-        """Within the block, the rig knows this project's proxy as `ours-pd`."""
+    def with_ours(self, options: Sequence[str] = ()) -> Generator[None]:
+        """Within the block, the rig knows this project's proxy as `ours-pd`, started with these further options."""
         engines = [("--prefill", port) for port in PREFILL_PORTS] + [("--decode", port) for port in DECODE_PORTS]
         urls = [text for option, port in engines for text in (option, f"http://127.0.0.1:{port}")]
         kvparams = str(Path(sys.executable).with_name("kvparams"))
-        command = [kvparams, "proxy", "--port", str(OUR_PORT), *urls, "--connector", "nixl"]
+        command = [kvparams, "proxy", "--port", str(OUR_PORT), *urls, "--connector", "nixl", *options]
         entry: dict[str, object] = {"port": OUR_PORT, "ready": "/health", "env": {}, "cmd": command}
         path = self.home / "extra" / "ours.json"
         previous = path.read_text() if path.exists() else None

@@ -11,6 +11,7 @@ not add up. Tables on stdout, JSON in the results folder.
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=20.0, help="closed loop: seconds after which a run is cut off")
     parser.add_argument("--open-scenarios", default=_OPEN_SCENARIOS, help="open loop")
     parser.add_argument("--open-seconds", type=float, default=3.0, help="open loop: seconds a run takes")
+    parser.add_argument("--options", default="", help="further options of this proxy, as one word: '--continuation'")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
     return parser
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in scenarios + open_scenarios if name not in SCENARIOS]
     if unknown:
         parser.error(f"unknown scenarios {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
-    document: dict[str, object] = {"taken": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    document: dict[str, object] = {"taken": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "options": arguments.options}
     wrong: list[str] = []
     try:
         rig = Rig(arguments.rig, arguments.rig_home)
-        with rig.with_ours():
+        with rig.with_ours(shlex.split(arguments.options)):
             if arguments.only != "open":
                 rows = run_closed(
                     rig,

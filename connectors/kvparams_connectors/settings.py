@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["StoreError", "StoreURL", "on_loopback", "parse_size"]
+__all__ = ["StoreError", "StoreURL", "StoreUnreachable", "on_loopback", "parse_size"]
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,14})([A-Za-z]*)")
@@ -22,6 +22,10 @@ _MAX_SETTINGS: Final = 64
 
 class StoreError(KVParamsError):
     """A store cannot be opened as asked; the message says what is wrong and what to do."""
+
+
+class StoreUnreachable(StoreError):
+    """Nobody answers where the store should be: it may be there later, with the same settings."""
 
 
 def on_loopback(host: str) -> bool:

@@ -58,9 +58,10 @@ def test_a_router_is_what_the_rig_itself_lists(rig: Rig) -> None:
 
 def test_our_entry_is_there_for_the_run_and_what_was_there_before_comes_back(rig: Rig) -> None:
     entry = rig.home / "extra" / "ours.json"
-    with rig.with_ours():
+    with rig.with_ours(["--continuation"]):
         ours = json.loads(entry.read_text())[OURS]
         assert ours["cmd"][1:4] == ["proxy", "--port", "18299"]
+        assert ours["cmd"][-1] == "--continuation"
     assert not entry.exists()
     entry.write_text("before")
     with rig.with_ours():

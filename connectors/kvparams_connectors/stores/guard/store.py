@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvparams_connectors.advice import Advice, advice_of
 from kvparams_connectors.alarm import Alarm
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.settings import StoreUnreachable, StoreURL
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
@@ -27,6 +28,7 @@ from kvparams_connectors.store import (
     open_store,
 )
 from kvparams_connectors.stores.guard.health import Flight, GuardLimits, GuardStatistics, Health, Kind
+from kvparams_connectors.stores.guard.late import LateStore
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -236,12 +238,16 @@ def _ended(results: Results, deadline_s: float) -> Job[Results]:
 
 def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
     """Open a store by its URL for an engine: guarded, unless nothing but memory of this process is behind it, or its
-    tiers are guarded already.
+    tiers are guarded already. A store that nobody answers for yet is opened when somebody does.
 
     Raises:
-        StoreError: see `open_store`.
+        StoreError: see `open_store`; never `StoreUnreachable`.
         PluginError: see `open_store`.
     """
-    store = open_store(url)
     scheme = StoreURL.parse(url).scheme
+    try:
+        store = open_store(url)
+    except StoreUnreachable as error:
+        _LOGGER.warning("%s; until it can be reached everything is computed here", error)
+        store = LateStore(partial(open_store, url), scheme)
     return store if scheme in _UNGUARDED else GuardedStore(store, limits, name=scheme)

@@ -17,7 +17,7 @@ from contextlib import closing
 from typing import Final, TypeVar
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreURL, on_loopback
+from kvparams_connectors.settings import StoreUnreachable, StoreURL, on_loopback
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.lmcache.connection import Connection, Server, connect
 from kvparams_connectors.stores.lmcache.exchange import (
@@ -190,7 +190,8 @@ class LMCacheStore(LaneStore):
         except ProtocolError as error:
             raise StoreError(f"lmcache store: {host}:{port} is something else than an lm:// server: {error}") from error
         except OSError as error:
-            raise StoreError(f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}") from error
+            message = f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}"
+            raise StoreUnreachable(message) from error
         if not health.found:
             raise StoreError(f"lmcache store: {host}:{port} says that it is not well")
 

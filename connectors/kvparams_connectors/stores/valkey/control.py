@@ -16,7 +16,7 @@ from valkey.backoff import NoBackoff
 from valkey.retry import Retry
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.settings import StoreError, StoreUnreachable
 from kvparams_connectors.stores.valkey.pool import Access
 from kvparams_connectors.stores.valkey.topology import SLOTS, Node
 
@@ -209,7 +209,9 @@ def _ask(node: Node, access: Access, files: TLSFiles | None, question: Callable[
             return question(client)
         except (valkey.exceptions.AuthenticationError, valkey.exceptions.NoPermissionError) as error:
             raise StoreError(f"valkey store: {node} refuses this user: {error}") from error
-        except (valkey.exceptions.ValkeyError, OSError) as error:
+        except (valkey.exceptions.ConnectionError, valkey.exceptions.TimeoutError, OSError) as error:
+            raise StoreUnreachable(f"valkey store: {node} cannot be used: {error}") from error
+        except valkey.exceptions.ValkeyError as error:
             raise StoreError(f"valkey store: {node} cannot be used: {error}") from error
 
 
