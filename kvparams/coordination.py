@@ -31,7 +31,8 @@ class PrefillThenDecode:
 
     Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
     again and is still leased, else prefill again. After it: on from what was sent, where the executor says from where.
-    What the connector cannot carry (several answers over NIXL) one decode engine answers alone.
+    What the connector cannot carry (several answers over NIXL), and what needs the whole prompt computed where it is
+    answered, one decode engine answers alone.
     """
 
     roles = (Role.PREFILL, Role.DECODE)
@@ -41,6 +42,9 @@ class PrefillThenDecode:
 
     def legs(self, request: RequestFacts, context: Context) -> Plan:
         """See `RequestManager.legs`."""
+        if request.prompt_scored:
+            yield from OneEngine(Role.DECODE).legs(request, context)
+            return
         transfer, attempt = request.transfer_id, 1
         failed: list[str] = []
         sent: Sent | None = None
@@ -51,10 +55,11 @@ class PrefillThenDecode:
                 context.give_back(prefill)
                 yield from OneEngine(Role.DECODE).legs(request, context)
                 return
+            place = None if speech.bootstrap is None else context.place(prefill)
             known = _known(request, sent)
             asked = self._document(request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:
-                answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, sent)  # pyright: ignore[reportAssignmentType]
+                answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, transfer, sent)  # pyright: ignore[reportAssignmentType]
             except GeneratorExit:  # the client has left
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
@@ -68,7 +73,7 @@ class PrefillThenDecode:
                 continue
 
             try:
-                native = to_json(speech.decode_keys(answer.kv_transfer_params))
+                native = to_json(speech.decode_keys(answer.kv_transfer_params, transfer, place))
             except HandoffMissing:
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
@@ -176,8 +181,10 @@ def _drop(prefill: Instance, context: Context, speech: Dialect, transfer: str, a
         context.hold(KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, abandon))
 
 
-def _prefill_leg(prefill: Instance, context: Context, speech: Dialect, document: bytes, sent: Sent | None) -> Leg:
-    changes = {**context.one_token(), "kv_transfer_params": _beside(speech.prefill_keys(), document)}
+def _prefill_leg(
+    prefill: Instance, context: Context, speech: Dialect, document: bytes, transfer: str, sent: Sent | None
+) -> Leg:
+    changes = {**context.one_token(), "kv_transfer_params": _beside(speech.prefill_keys(transfer), document)}
     return Leg(prefill, changes, answers_client=False, resumed=sent)
 
 

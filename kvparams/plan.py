@@ -7,7 +7,7 @@ wanted, never how: connections, load, queues and clocks belong to the executor.
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kvparams.dialects import Abandon, Dialect
+from kvparams.dialects import Abandon, Dialect, Place
 from kvparams.errors import KVParamsError
 from kvparams.scheduling import Instance, RequestFacts, Role
 
@@ -96,6 +96,10 @@ class Context(Protocol):
 
     def dialect(self, instance: Instance) -> Dialect:
         """How an instance is spoken to."""
+        ...
+
+    def place(self, instance: Instance) -> Place | None:
+        """What the bootstrap server of a prefill engine has said, where its dialect has one; None before it has."""
         ...
 
     def one_token(self) -> Mapping[str, bytes | None]:

@@ -37,6 +37,8 @@ class Instance:
     """How its KV connector is spoken to: a name in the entry-point group `kvparams.dialects`."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the operator calls it besides: instances are found by these."""
+    bootstrap: str | None = None
+    """The URL of its bootstrap server, where its dialect has one and it is not where the dialect says."""
 
 
 class Candidate(Protocol):
@@ -74,6 +76,8 @@ class RequestFacts(NamedTuple):
     """Higher goes first where requests have to wait."""
     tokens: int = 0
     """About how many tokens the prompt has: what limits in tokens count."""
+    prompt_scored: bool = False
+    """The answer says something of every token of the prompt, so whoever answers has to compute them all itself."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -11,7 +11,10 @@ from kvparams.errors import KVParamsError
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["Abandon", "Dialect", "HandoffMissing"]
+__all__ = ["Abandon", "Bootstrap", "Dialect", "HandoffMissing", "Place"]
+
+Place = Mapping[str, object]
+"""Where decode engines find one prefill engine: native members of `kv_transfer_params`."""
 
 
 class Abandon(NamedTuple):
@@ -30,6 +33,27 @@ class HandoffMissing(KVParamsError):
     """The prefill engine answered, but not with what the decode engine needs to find the KV."""
 
 
+class Bootstrap(Protocol):
+    """A small server beside a prefill engine, that says who the engine is to those who fetch its KV."""
+
+    path: str
+    """What it is asked, with GET."""
+    port: int
+    """Where it listens if nobody says otherwise, on the engine's own host."""
+
+    def place(self, url: str, answer: object) -> Place:
+        """What decode engines must be told of the prefill engine.
+
+        Args:
+            url: of the bootstrap server, as decode engines reach it, without a slash at its end.
+            answer: the JSON that it answered.
+
+        Raises:
+            HandoffMissing: the answer says nothing that can be used; the message says what is wrong with it.
+        """
+        ...
+
+
 class Dialect(Protocol):
     """One kind of connector."""
 
@@ -39,21 +63,29 @@ class Dialect(Protocol):
     """Whether another decode engine can fetch the same KV after one may have done so."""
     lease_s: float
     """How long the producer keeps it where its answer does not say."""
+    bootstrap: Bootstrap | None
+    """What each prefill engine is asked before it is given work; None where its answers say enough."""
 
     def splits(self, request: RequestFacts) -> bool:
         """Whether such a connector can carry this request between prefill and decode; if not, one decode engine
         answers it alone."""
         ...
 
-    def prefill_keys(self) -> bytes:
-        """The native members of `kv_transfer_params` on the prefill request, as the text of a JSON object."""
+    def prefill_keys(self, transfer_id: str) -> bytes:
+        """The native members of `kv_transfer_params` on the prefill request, as the text of a JSON object.
+
+        Args:
+            transfer_id: of this try to move the KV, as in our document.
+        """
         ...
 
-    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
+    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """The native members of `kv_transfer_params` on the decode request.
 
         Args:
             answer: `kv_transfer_params` of the prefill engine's answer; empty if it had none.
+            transfer_id: the one that the prefill request had.
+            place: what the prefill engine's bootstrap server said; None where there is none.
 
         Raises:
             HandoffMissing: decode could only recompute with this.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import Abandon, HandoffMissing
+from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
@@ -28,16 +28,17 @@ class Nixl:
     reusable = False
     lease_s = 30.0
     """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""
+    bootstrap: Bootstrap | None = None
 
     def splits(self, request: RequestFacts) -> bool:
         """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
         return request.prompts == request.choices == 1
 
-    def prefill_keys(self) -> bytes:
+    def prefill_keys(self, transfer_id: str) -> bytes:
         """The six keys that routers conventionally send."""
         return _PREFILL
 
-    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
+    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """What prefill said, as it said it, without our own document."""
         missing = [name for name in _NEEDED if answer.get(name) is None]
         if missing:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import Abandon, HandoffMissing
+from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
@@ -18,6 +18,7 @@ class Store:
     reusable = True
     lease_s = 600.0
     """A page that has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
+    bootstrap: Bootstrap | None = None
 
     def __init__(self, *, drop: bool) -> None:
         """`drop`: pages that nobody fetched are dropped at once; otherwise they stay for others, until their time."""
@@ -27,11 +28,11 @@ class Store:
         """Always: pages are found by content, so several prompts and several answers share them."""
         return True
 
-    def prefill_keys(self) -> bytes:
+    def prefill_keys(self, transfer_id: str) -> bytes:
         """None beside our document."""
         return b"{}"
 
-    def decode_keys(self, answer: Mapping[str, object]) -> Mapping[str, object]:
+    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """None beside our document, which prefill must have answered with."""
         if DOCUMENT_KEY not in answer:
             raise HandoffMissing(

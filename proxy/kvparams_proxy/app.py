@@ -21,7 +21,6 @@ from starlette.routing import Route
 
 from kvparams import plugins
 from kvparams.coordination import OneEngine
-from kvparams.dialects import Dialect
 from kvparams.errors import PluginError
 from kvparams.plan import RequestManager
 from kvparams.retries import RetryBudget
@@ -35,18 +34,20 @@ from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.releases import Releases
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
-from kvparams_proxy.settings import Settings
+from kvparams_proxy.settings import Settings, known_dialects
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
 from kvparams_proxy.telemetry.journal import Journal
 from kvparams_proxy.telemetry.lag import LoopLag
 from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
@@ -71,7 +72,7 @@ def create_app(settings: Settings) -> Starlette:
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     manager = cast("type[RequestManager]", plugins.load("managers", settings.manager))
-    dialects = {name: cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")}
+    dialects = known_dialects()
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
     make_spans = _span_export(settings.trace)
 
@@ -99,7 +100,11 @@ def create_app(settings: Settings) -> Starlette:
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
         spans = make_spans()
         ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
-        exposition = Exposition(metrics, Gauges(metrics, fleet, pools, releases, journal))
+        exposition = Exposition(
+            metrics,
+            Gauges(metrics, fleet, pools, releases, journal),
+            ProductionStackGauges(metrics, fleet, loop.time),
+        )
         lag = LoopLag(loop, metrics.turn_lag)
         resources = Resources(
             loop=loop,
@@ -123,7 +128,7 @@ def create_app(settings: Settings) -> Starlette:
         }
         async with (
             supplied(registry, settings.instances, settings.providers),
-            Prober(fleet, settings.probe_s, pools),
+            Prober(fleet, settings.probe_s, pools, Bootstraps(dialects, settings.upstream)),
             _following(keys),
         ):
             fleet.settled()

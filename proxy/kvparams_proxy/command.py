@@ -1,6 +1,7 @@
 """`kvparams proxy`: the global proxy from the command line."""
 
 import argparse
+import asyncio
 import logging
 import sys
 from typing import Final
@@ -9,13 +10,17 @@ from kvparams import plugins
 from kvparams.scheduling import Role
 from kvparams_proxy import production_stack
 from kvparams_proxy.app import create_app
-from kvparams_proxy.configuration import configure
+from kvparams_proxy.check import check_fleet
+from kvparams_proxy.configuration import Configuration, configure
 from kvparams_proxy.options import OPTIONS, SWITCH, Option
+from kvparams_proxy.registry.entries import entry_of
 from kvparams_proxy.registry.problems import ConfigError
 from kvparams_proxy.server import listen, serve
+from kvparams_proxy.settings import known_dialects
 
 __all__ = ["COMMAND"]
 
+_GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
 example, two prefill and two decode engines that speak vLLM's NIXL connector:
 
@@ -30,6 +35,10 @@ the same from a file, which may be changed while the proxy runs (examples/fleet.
   instances:
     - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
     - {id: d0, url: "http://10.0.0.3:8000", role: decode}
+
+whether the engines are what was declared, and KV gets from one to the other:
+
+  kvparams proxy --config fleet.yaml --check
 
 then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
 Also served: /v1/models, /health (503 while a role is missing), /metrics, and with a token /admin:
@@ -67,6 +76,14 @@ class ProxyCommand:
             metavar="NAME",
             help=f"the KV connector of engines that name none: {known} (default: nixl)",
         )
+        engines.add_argument(
+            "--bootstrap",
+            action="append",
+            default=[],
+            metavar="NAME=URL",
+            help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
+            "(default: on the engine's host, port 8998)",
+        )
         for role in Role:
             engines.add_argument(
                 f"--{role}-labels",
@@ -80,6 +97,12 @@ class ProxyCommand:
             "--engine-ca",
             metavar="FILE",
             help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
+        )
+        engines.add_argument(
+            "--check",
+            action="store_true",
+            help="ask each engine whether it is what is declared, send one small request through each pair, say what "
+            "was found and end (status 1 if something is wrong); best while nobody else uses the engines",
         )
         groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
         for option in OPTIONS:
@@ -97,6 +120,8 @@ class ProxyCommand:
             for problem in error.problems:
                 print(f"kvparams proxy: {problem}", file=sys.stderr)
             return 2
+        if arguments.check:
+            return asyncio.run(_check(asked))
         app = create_app(asked.settings)
         notes = list(asked.notes)
         for role in Role:
@@ -115,6 +140,20 @@ class ProxyCommand:
         print(f"kvparams proxy: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
         serve(app, listener, tls=asked.tls, direct=asked.direct)
         return 0
+
+
+async def _check(asked: Configuration) -> int:
+    """Look at all engines; the exit status."""
+    settings = asked.settings
+    given = [entry_of(instance, settings.rules) for instance in settings.instances]
+    entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
+    errors = 0
+    async for grade, who, said in check_fleet(entries, known_dialects(), settings.upstream):
+        errors += grade == "error"
+        print(f"{_GRADES[grade]} {who}: {said}", flush=True)
+    if errors:
+        print(f"kvparams proxy: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]

@@ -24,7 +24,7 @@ from kvparams_proxy.registry.access import Places, load_access
 from kvparams_proxy.registry.checks import check_id, check_url, is_label, is_label_value
 from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.file import FileProvider
-from kvparams_proxy.registry.parsing import parse_entry
+from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
 from kvparams_proxy.settings import Settings, known_rules
@@ -161,20 +161,40 @@ def _selector(role: Role, text: str, problems: Problems) -> Selector:
 def _entries(arguments: argparse.Namespace, static: StaticFleet, rules: Rules, problems: Problems) -> tuple[Entry, ...]:
     """The engines that flags name."""
     entries: list[Entry] = []
+    bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
         for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
             name, equals, url = text.partition("=")
             if not equals or "://" in name:
                 name, url = f"{role}-{number}", text
+            bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
             try:
-                entries.append(Entry(check_id(name), check_url(url), role, rules.connector))
+                entry = Entry(check_id(name), check_url(url), role, rules.connector, bootstrap=bootstrap)
             except ValueError as error:
                 problems.add(f"--{role}, the {number + 1}. time", f"[NAME=]URL {error}")
+            else:
+                entries.append(entry)
+    for name in bootstraps:
+        problems.add("--bootstrap", f"no --prefill engine is called {name[:64]!r}")
     for document in static.documents:
         entry = parse_entry(document, "--static-backends", rules, problems)
         if entry is not None:
             entries.append(entry)
     return tuple(entries)
+
+
+def _bootstraps(arguments: argparse.Namespace, rules: Rules, problems: Problems) -> dict[str, str]:
+    """Where flags say that bootstrap servers are, by the name of their engine."""
+    found: dict[str, str] = {}
+    for text in cast("Sequence[str]", arguments.bootstrap):
+        name, _, url = text.partition("=")
+        try:
+            found[check_id(name)] = check_url(url)
+        except ValueError:
+            problems.add("--bootstrap", "must be NAME=http://host:port, NAME that of a --prefill engine")
+    if found:
+        check_bootstrap(Role.PREFILL, rules.connector, rules, "--bootstrap", problems)
+    return found
 
 
 def _admin(values: Mapping[str, Any], problems: Problems) -> Secret | None:

@@ -37,6 +37,13 @@ class ProxyError(Exception):
         """When it is worth asking again: the `Retry-After` header."""
         self.detail: str | None = None
         """What the operator may know besides; it goes to the log, never to the client."""
+        self.model: str | None = None
+        """Which model was asked for, where the error is about a request of which no more is known."""
+
+    @property
+    def name(self) -> str:
+        """Which error it is, in one word: for what is told of requests."""
+        return self.kind if self.code is None else str(self.code)
 
     def body(self) -> bytes:
         """The OpenAI error object as JSON text."""

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from kvparams import plugins
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
+from kvparams.dialects import Dialect
 from kvparams.jsontext import JSONLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.registry.entries import Rules
@@ -14,12 +16,23 @@ from kvparams_proxy.registry.providers import Provider
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
-__all__ = ["Settings", "known_rules"]
+__all__ = ["Settings", "known_dialects", "known_rules"]
+
+
+def known_dialects() -> dict[str, Dialect]:
+    """Every dialect that is registered, by name.
+
+    Raises:
+        PluginError: one of them cannot be loaded.
+    """
+    return {name: cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")}
 
 
 def known_rules() -> Rules:
-    """For entries, where nothing else is said: every registered connector is known."""
-    return Rules(frozenset(plugins.names("dialects")))
+    """For entries, where nothing else is said: every registered connector is known. Raises as `known_dialects`."""
+    dialects = known_dialects()
+    bootstrapped = (name for name, dialect in dialects.items() if dialect.bootstrap is not None)
+    return Rules(frozenset(dialects), bootstrapped=frozenset(bootstrapped))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvparams.dialects import Dialect
+from kvparams.dialects import Dialect, Place
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Plan
 from kvparams.scheduling import Instance, Role
 
@@ -40,9 +40,14 @@ class Table:
         self.leases: list[KVLease] = []
         self.transfers = 0
         self.legs: list[Leg] = []
+        self.found: Place | None = None
+        """What the bootstrap server of every prefill engine says."""
 
     def dialect(self, instance: Instance) -> Dialect:
         return self.speech
+
+    def place(self, instance: Instance) -> Place | None:
+        return self.found
 
     def one_token(self) -> dict[str, bytes | None]:
         return self.cut

@@ -75,7 +75,11 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     )
     for place in (
         *("--prefill, the 1. time: [NAME=]URL must be http", "--decode, the 1. time", "--decode, the 2. time"),
-        *("--connector: must be one of nixl", "--policy: must be one of round_robin", "--port: must be a port"),
+        *(
+            "--connector: must be one of content, mooncake, nixl",
+            "--policy: must be one of round_robin",
+            "--port: must be a port",
+        ),
         *("--probe: must be more than 0 seconds", "--queue: must be a whole number, at least 0", "--retries: must be"),
         *("--max-body-bytes: must be", "--host: must be text", "--prefill-labels: must be label=value"),
         *("--decode-labels: must be label=value", "--tls-certificate, --tls-key: https needs both"),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.jsontext import JSONLimits
 from kvparams.lifecycle import Lifecycle, Outcome
-from kvparams.scheduling import Instance, RequestFacts
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams_proxy.clients.keys_file import change_keys, new_key
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.journal import Journal
 from kvparams_proxy.telemetry.linewriter import STDOUT, LineWriter
 
@@ -165,6 +168,59 @@ async def test_a_body_that_is_too_large_is_a_line_too(stage: Any, lines: Lines) 
     assert await running.metric('kvparams_proxy_refusals_total{status="413"}') == 1
 
 
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A file of client keys, and headers with the one in it."""
+    path = tmp_path / "keys.jsonl"
+    key, record = new_key("team-a", datetime.now(UTC))
+    with change_keys(path) as records:
+        records[record.id] = record
+    return path, {"authorization": f"Bearer {key}"}
+
+
+REFUSED: list[tuple[str, int, bytes | dict[str, Any], bool, str, str | None]] = [
+    ("no key", 401, BODY, False, "", None),
+    ("no json", 400, b"{", True, "team-a", None),
+    ("not the model", 404, BODY | {"model": "other"}, True, "team-a", "other"),
+    ("no number", 400, BODY | {"max_tokens": 0}, True, "team-a", "stub"),
+    ("no prompt", 400, {"model": "stub"}, True, "team-a", "stub"),
+    ("no name", 400, BODY | {"model": 7}, True, "team-a", None),
+    ("long name", 400, BODY | {"model": "m" * 2000}, True, "team-a", "m" * 200),
+    ("too large", 413, BODY | {"prompt": "x" * 9000}, True, "team-a", None),
+]
+
+
+async def test_a_refused_request_has_the_tenant_and_model_that_are_known(
+    stage: Any, lines: Lines, keys: tuple[Path, dict[str, str]]
+) -> None:
+    path, headers = keys
+    running, _, _ = await stage(client_keys=path, body=JSONLimits(max_bytes=8000))
+    for what, status, body, known, _, _ in REFUSED:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        got = await running.client.post("/v1/completions", content=content, headers=headers if known else {})
+        assert got.status_code == status, what
+    seen = await lines(len(REFUSED))
+    for line, (what, status, _, _, tenant, model) in zip(seen, REFUSED, strict=True):
+        assert (line["status"], line["tenant"], line["model"]) == (status, tenant, model), what
+        assert list(line) == MEMBERS
+
+
+async def test_a_refusal_of_the_queue_has_tenant_and_model_too(
+    stage: Any, lines: Lines, keys: tuple[Path, dict[str, str]]
+) -> None:
+    path, headers = keys
+    limits = {Role.PREFILL: RoleLimits(requests=1)}
+    running, prefill, _ = await stage(client_keys=path, limits=limits, queue=QueueLimits(per_tenant=1))
+    prefill.held = asyncio.Event()
+    tasks = [
+        asyncio.create_task(running.client.post("/v1/completions", json=BODY, headers=headers)) for _ in range(3)
+    ]  # one runs, one waits
+    (refused,) = await lines(1)
+    assert (refused["status"], refused["tenant"], refused["model"]) == (429, "team-a", "stub")
+    prefill.held.set()
+    assert sorted([got.status_code for got in await asyncio.gather(*tasks)]) == [200, 200, 429]
+
+
 # by itself
 
 
@@ -241,7 +297,7 @@ async def test_many_lines_are_written_at_once_and_few_soon(log: Path, lines: Lin
             journal.ended(account())
         await eventually(lambda: raw(log).count(b"\n") == 64)  # without a timer: there were enough
         begun = time.monotonic()
-        journal.refused("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k"))
+        journal.refused(Refusal("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
         assert raw(log).count(b"\n") == 64
         assert len(await lines(65)) == 65
         assert time.monotonic() - begun < 2
@@ -256,10 +312,11 @@ def test_the_last_lines_are_written_however_the_process_ends(log: Path, end: str
     code = f"""
 import asyncio, sys
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.telemetry.account import Refusal
 from kvparams_proxy.telemetry.journal import Journal
 loop = asyncio.new_event_loop()
 journal = Journal(loop, {str(log)!r})
-journal.refused("r", b"/", ProxyError(400, "k", "m"))
+journal.refused(Refusal("r", b"/", ProxyError(400, "k", "m")))
 {end}
 """
     subprocess.run([sys.executable, "-c", code], check=False, timeout=30, stderr=subprocess.DEVNULL)

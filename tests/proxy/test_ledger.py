@@ -6,7 +6,7 @@ import time
 from kvparams.lifecycle import Lifecycle
 from kvparams.scheduling import RequestFacts
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.ledger import Ledger
 
 
@@ -17,8 +17,8 @@ class Reads:
     def ended(self, account: Account) -> None:
         self.seen.append(account.facts.request_id)
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
-        self.seen.append(f"refused {request_id}")
+    def refused(self, refusal: Refusal) -> None:
+        self.seen.append(f"refused {refusal.request_id}")
 
 
 def account(number: int) -> Account:
@@ -40,7 +40,7 @@ async def test_what_ended_before_a_refusal_is_read_before_it() -> None:
     reader = Reads()
     ledger = Ledger(asyncio.get_running_loop(), [reader])
     ledger.ended(account(0))
-    ledger.refused("x", b"/", ProxyError(400, "invalid_request_error", "no"))
+    ledger.refused(Refusal("x", b"/", ProxyError(400, "invalid_request_error", "no")))
     ledger.ended(account(1))
     ledger.settle()
     ledger.settle()

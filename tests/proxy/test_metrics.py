@@ -35,6 +35,7 @@ from kvparams_proxy.upstream.terms import UpstreamLimits
 from .acting import Actor, Fault
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+NAME = re.compile(r"(?:kvparams_proxy_|vllm:)\w+")
 PAGE = Path(__file__).parents[2] / "proxy" / "METRICS.md"
 PROMPT = "Who is there?"
 BODY: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": 8}
@@ -107,6 +108,19 @@ async def test_the_bytes_of_an_answer_are_those_that_the_client_got(stage: Start
     executed = sum(len(answer.content) for answer in got[:2])  # a refusal in front of it all is no answer
     assert await seen.value("answer_bytes_total") == executed
     assert await seen.value('refusals_total{status="400"}') == 1
+
+
+async def test_a_stream_whose_client_has_not_asked_for_usage_has_a_length_too(stage: StartStage) -> None:
+    seen = await stage()
+    assert (await seen.ask(stream=True)).status_code == 200
+    assert await seen.value("stream_events_count") == 1
+    assert await seen.value("stream_events_sum") == 8
+    assert await seen.value("completion_tokens_count") == 0  # nobody has said it
+    assert (await seen.ask(**STREAM)).status_code == 200
+    assert await seen.value("stream_events_sum") == 2 * 8  # the event with the usage is none of them
+    assert await seen.value("completion_tokens_sum") == 8
+    assert (await seen.ask()).status_code == 200
+    assert await seen.value("stream_events_count") == 2  # it was no stream
 
 
 async def test_cached_tokens_are_those_that_prefill_found(stubbed: Any) -> None:
@@ -197,6 +211,7 @@ async def test_a_stream_that_another_engine_went_on_with_is_a_continuation(stage
     seen.decode[0].breaks_after = 3
     assert (await seen.ask(stream=True)).text.endswith("data: [DONE]\n\n")
     assert await seen.value("continuations_total") == 1
+    assert await seen.value("stream_events_sum") == 8  # all of its parts
     assert await seen.value('requests_total{outcome="ok"}') == 1
     assert await seen.value('leg_failures_total{kind="broken",role="decode"}') == 1
 
@@ -276,18 +291,20 @@ def _openmetrics(text: str) -> Iterator[Metric]:
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    rows = re.findall(r"^\| `(kvparams_proxy_\w+)` \| (\w+) \| ([\w, ]*?) ?\|", PAGE.read_text(), re.MULTILINE)
+    row = rf"^\| `({NAME.pattern})` \| (\w+) \| ([\w, ]*?) ?\|"
+    rows = re.findall(row, PAGE.read_text(), re.MULTILINE)
     return {name: (kind, {label for label in labels.split(", ") if label}) for name, kind, labels in rows}
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
     seen = await stage(retries=0)
     await seen.ask()
+    await seen.ask(**STREAM)
     await seen.ask(max_tokens=0)
     got = await seen.running.client.get("/metrics", headers={"accept": OPENMETRICS})
     found: dict[str, tuple[str, set[str]]] = {}
     for family in _openmetrics(got.text):
-        if family.name.startswith("kvparams_proxy"):
+        if NAME.match(family.name) or family.type == "info":
             suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             found[family.name + suffix] = family.type, labels
@@ -298,6 +315,25 @@ def test_the_page_is_read_at_all() -> None:
     """The control."""
     assert documented()["kvparams_proxy_requests_total"] == ("counter", {"outcome"})
     assert len(documented()) > 25
+
+
+def test_what_is_usually_asked_can_be_answered() -> None:
+    """Among it all that production-stack's roadmap wants (issue 26 there)."""
+    section = PAGE.read_text().partition("## What is usually asked")[2].partition("\n# ")[0]
+    rows = dict(re.findall(r"^\| ([^`|]+?) \| (.*) \|$", section, re.MULTILINE))
+    for words in (
+        "requests per second",
+        "mean queueing delay before prefill",
+        "requests that wait, prefill, decode now",
+        "mean prefill length",
+        "mean decode length of all streams, in events",
+        "mean time to first token of a prefill leg",
+        "transfers that nobody fetched and nobody freed, per second",
+    ):
+        assert words in rows
+    names = {re.sub("_(sum|count|bucket)$", "", name) for query in rows.values() for name in NAME.findall(query)}
+    assert len(names) > 10
+    assert names <= documented().keys()
 
 
 def test_the_page_names_every_kind_of_failure_and_every_state() -> None:

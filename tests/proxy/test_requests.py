@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
+from kvparams.jsontext import JSONLimits
+from kvparams_proxy.clients.intake import read
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "Who is there?", "max_tokens": 5, "temperature": 0.25}
 CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "Who is there?"}], "max_tokens": 5}
@@ -107,6 +109,30 @@ async def test_what_nixls_answer_cannot_describe_one_decode_engine_answers_alone
     one = await stubbed.client.post("/v1/completions", json=BODY | {"prompt": [[1, 2]]})
     assert one.status_code == 200
     assert await stubbed.metric("kvparams_proxy_in_flight") == 0
+
+
+async def test_whoever_says_something_of_each_prompt_token_computes_them_all(stub: StubEngines, stubbed: Any) -> None:
+    """An engine that loaded the KV of a prompt has no logprobs for it."""
+    asked: list[tuple[str, dict[str, Any], bool]] = [
+        ("/v1/completions", BODY | {"prompt_logprobs": 1}, True),
+        ("/v1/completions", BODY | {"echo": True, "logprobs": 0}, True),
+        ("/v1/completions", BODY | {"echo": True, "max_tokens": 0}, True),
+        ("/v1/chat/completions", CHAT | {"prompt_logprobs": 0}, True),
+        ("/v1/completions", BODY | {"echo": True}, False),
+        ("/v1/completions", BODY | {"logprobs": 1, "prompt_logprobs": None}, False),
+        ("/v1/chat/completions", CHAT | {"echo": True, "logprobs": True}, False),
+    ]
+    for path, body, alone in asked:
+        for engine in stub.engines:
+            engine.counters.reset()
+        got = await stubbed.client.post(path, json=body)
+        assert got.status_code == 200, (path, body)
+        prefills = sum(engine.counters.requests for engine in stub.engines if engine.role == "prefill")
+        assert prefills == (0 if alone else 1), (path, body)
+        assert sum(engine.counters.requests for engine in stub.engines if engine.role == "decode") == 1
+    for member, scored in (({"sampling_params": {"prompt_logprobs": 1}}, True), ({"prompt_logprobs": 1}, False)):
+        raw = json.dumps({"token_ids": [1, 2, 3]} | member).encode()
+        assert read("generate", raw, "r", "t", JSONLimits()).facts.prompt_scored is scored
 
 
 async def test_a_request_that_decode_cannot_finish_costs_no_prefill(stub: StubEngines, proxy: Any) -> None:

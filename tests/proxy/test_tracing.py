@@ -1,13 +1,16 @@
 """Traces: whose child a leg is, what an engine is told, what arrives at a collector."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,11 +23,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvparams.errors import PluginError
-from kvparams.lifecycle import Lifecycle, Outcome, State
+from kvparams.jsontext import JSONLimits
+from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams_proxy.app import create_app
+from kvparams_proxy.clients.keys_file import change_keys, new_key
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.settings import Settings
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.spans import SpanExport
 from kvparams_proxy.telemetry.tracing import Trace, Tracer
 
@@ -186,6 +192,19 @@ async def test_a_request_has_a_span_for_each_wait_and_each_leg() -> None:
     assert event.name == "first_byte"
     assert round((event.timestamp // 1_000_000 - begun) / 100) == 6
     assert all(span.status.status_code is StatusCode.UNSET for span in spans)
+    steps = [
+        ("created", None),
+        ("queued", None),
+        ("prefill", "p0"),
+        ("result", "p0"),
+        ("queued", None),
+        ("decode", "d0"),
+        ("first_byte", None),
+        ("done", None),
+    ]
+    assert [(event.name, (event.attributes or {}).get("kvparams.instance")) for event in server.events] == steps
+    assert [round((event.timestamp // 1_000_000 - begun) / 100) for event in server.events] == list(range(8))
+    assert (server.events[0].timestamp, server.events[-1].timestamp) == (server.start_time, server.end_time)
     attributes = server.attributes or {}
     assert attributes["gen_ai.request.model"] == "m" * 200
     assert attributes["kvparams.request_id"] == "request-1"
@@ -214,9 +233,64 @@ async def test_what_failed_is_marked(way: list[tuple[State, str]], outcome: Outc
     assert spans[-1].parent is None
 
 
+@given(st.lists(st.integers(0, 5), max_size=12), st.integers(0, 2))
+def test_every_step_of_every_life_is_an_event_of_its_span(choices: list[int], end: int) -> None:
+    trace, _ = tracer().begin([])
+    way: list[tuple[State, str]] = []
+    state: State = "created"
+    for choice in choices:
+        ways = sorted(WAYS[state] - {"done"})
+        state = ways[choice % len(ways)]
+        way.append((state, "an instance" if state in ("prefill", "result", "decode") else ""))
+    begun: list[Outcome] = ["ok", "midway", "gone"]
+    not_begun: list[Outcome] = ["refused", "failed", "gone"]
+    account = lived(way, (begun if ("first_byte", "") in way else not_begun)[end], trace)
+    server = asyncio.run(exported(account))[-1]
+    assert [event.name for event in server.events] == ["created", *(state for state, _ in way), "done"]
+    assert [event.timestamp for event in server.events] == sorted(event.timestamp for event in server.events)
+
+
 async def test_what_is_not_sampled_leaves_nothing() -> None:
     trace, _ = tracer(0.0).begin([])
     assert await exported(lived([("decode", "d0"), ("first_byte", "")], "ok", trace)) == []
+
+
+def refusal(trace: Trace | None, error: ProxyError) -> Refusal:
+    return Refusal("request-1", b"/v1/completions", error, "team-a", "m" * 5000, trace)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "status", "name"),
+    [
+        (ProxyError(404, "not_found_error", "a secret", code="model_not_found"), "refused", "UNSET", "model_not_found"),
+        (ProxyError(400, "invalid_request_error", "a secret"), "refused", "UNSET", "invalid_request_error"),
+        (ProxyError(503, "service_unavailable", "a secret"), "failed", "ERROR", "service_unavailable"),
+    ],
+)
+async def test_a_request_that_is_refused_before_it_is_executed_has_a_span(
+    error: ProxyError, outcome: str, status: str, name: str
+) -> None:
+    trace, _ = tracer().begin([line(f"00-{TRACE}-{PARENT}-01")])
+    exporter = InMemorySpanExporter()
+    spans = SpanExport(exporter)
+    spans.refused(refusal(trace, error))
+    spans.refused(refusal(None, error))
+    spans.refused(refusal(tracer(0.0).begin([])[0], error))
+    await spans.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "POST /v1/completions"
+    assert span.context is not None
+    assert span.parent is not None
+    assert (span.context.trace_id, span.parent.span_id) == (int(TRACE, 16), int(PARENT, 16))
+    assert span.kind is SpanKind.SERVER
+    assert span.start_time == span.end_time
+    assert [event.name for event in span.events] == ["done"]
+    assert span.status.status_code is StatusCode[status]
+    attributes = span.attributes or {}
+    assert attributes["http.response.status_code"] == error.status
+    assert (attributes["error.type"], attributes["kvparams.outcome"]) == (name, outcome)
+    assert attributes["gen_ai.request.model"] == "m" * 200
+    assert "secret" not in str(dict(attributes))
 
 
 @pytest.mark.slow
@@ -331,6 +405,38 @@ async def test_engines_are_told_the_span_of_their_leg_and_the_collector_gets_all
         assert hushed not in everything
 
 
+async def test_every_refusal_at_the_door_is_a_span_of_its_clients_trace(
+    collector: Collector, engines: StartEngines, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.jsonl"
+    key, record = new_key("team-a", datetime.now(UTC))
+    with change_keys(keys) as records:
+        records[record.id] = record
+    running, prefill, _ = await engines(trace=0.0, client_keys=keys, body=JSONLimits(max_bytes=1000))
+    known = {"authorization": f"Bearer {key}"}
+    asked: list[tuple[int, dict[str, str], bytes]] = [
+        (401, {}, json.dumps(BODY).encode()),
+        (400, known, b"{"),
+        (404, known, json.dumps(BODY | {"model": "other"}).encode()),
+        (413, known, b"x" * 2000),
+        (415, known | {"content-encoding": "gzip"}, b"x"),
+    ]
+    for number, (status, headers, body) in enumerate(asked, 1):
+        for flags in ("00", "01"):
+            more = {"traceparent": f"00-{TRACE}-{number:016x}-{flags}"}
+            got = await running.client.post("/v1/completions", content=body, headers=headers | more)
+            assert got.status_code == status
+    spans = await collector.wait(len(asked))
+    assert [int(span.parent_span_id.hex(), 16) for span in spans] == [1, 2, 3, 4, 5]
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    statuses = [each.value.int_value for s in spans for each in s.attributes if each.key == "http.response.status_code"]
+    assert statuses == [status for status, _, _ in asked]
+    assert not prefill.bodies
+    got = await running.client.post("/v1/completions", json=BODY, headers=known)  # the control: it is served
+    assert got.status_code == 200
+    assert len(collector.spans) == len(asked)
+
+
 async def test_the_share_decides_where_the_client_has_not(collector: Collector, engines: StartEngines) -> None:
     running, prefill, decode = await engines(trace=1.0)
     await running.client.post("/v1/completions", json=BODY, headers={"tracestate": "vendor=1"})
@@ -376,6 +482,22 @@ async def test_the_log_names_the_trace(
             await asyncio.sleep(0.02)
             found += capfd.readouterr().out
     assert f'"trace_id":"{TRACE}"' in found
+
+
+async def test_the_log_names_the_trace_of_a_refusal(
+    collector: Collector, engines: StartEngines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    running, _, _ = await engines(trace=0.0)
+    for flags in ("00", "01"):
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
+        await running.client.post("/v1/completions", content=b"{", headers=headers)
+    found = ""
+    async with asyncio.timeout(5):
+        while found.count("invalid_json") < 2:
+            await asyncio.sleep(0.02)
+            found += capfd.readouterr().out
+    lines = [each for each in found.splitlines() if "invalid_json" in each]
+    assert [json.loads(each)["trace_id"] for each in lines] == [None, TRACE]
 
 
 # only where it is wanted

@@ -162,7 +162,9 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution._finish: self._exchange = None": _FAULT,
     "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
     "continuation:Recorder.resume: self._unsaid.clear()": f"{_LIMIT}no stream breaks twice, once behind half a letter",
-    "probes:_Probe._answered: self._apart_s = 0.0": f"{_LIMIT}nobody minds that probes come later than they should",
+    "probes:_Probe._placed: self._exchange = None": f"{_LIMIT}engines have no bootstrap servers beside them",
+    "probes:_Probe.end: self._bootstrap.close()": f"{_LIMIT}engines have no bootstrap servers beside them",
+    "probes:_Probe._over: self._apart_s = 0.0": f"{_LIMIT}nobody minds that probes come later than they should",
     "releases:_Release.ended: self.exchange = None": "the release itself is let go in the same turn",
     "slowstart:SlowStart.close: self._timer = None": "it is closed once, and begins nothing afterwards",
 }

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvparams_proxy.clients.downstream import Downstream, Watcher
 from kvparams_proxy.clients.generate import Admission
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.telemetry.account import Refusal
 
 __all__ = ["DIRECT", "DirectDownstream", "DirectEndpoint", "DirectProtocol"]
 
@@ -377,7 +378,7 @@ class DirectProtocol(HttpToolsProtocol):
             return
         error = ProxyError(400, "invalid_request_error", message)
         if (resources := self.app_state.get("resources")) is not None:
-            resources.metrics.refused("", b"", error)
+            resources.metrics.refused(Refusal("", b"", error))
         body = error.body()
         lines = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(_STATUS_LINES[400] + lines + body)

@@ -19,6 +19,7 @@ from kvparams_proxy.clients.intake import harmless, read
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.telemetry.account import Refusal
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
@@ -99,7 +100,9 @@ class Generate:
             )
             if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
                 message = f"the model {model[:200]!r} is not served here; see /v1/models"
-                raise ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+                unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+                unknown.model = model
+                raise unknown
         except ProxyError as refused:
             self.refuse(admission, refused, downstream)
             if done is not None:
@@ -115,7 +118,7 @@ class Generate:
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answer with an error in place of an execution."""
-        self._tell(error, admission.request_id)
+        self._tell(admission, error)
         answer = error.body()
         request_id = admission.request_id.encode()
         lines = b"content-type: application/json\r\n%bx-request-id: %b\r\n" % (error.headers(), request_id)
@@ -123,8 +126,13 @@ class Generate:
         downstream.body(answer)
         downstream.end()
 
-    def _tell(self, error: ProxyError, request_id: str) -> None:
-        self._resources.ledger.refused(request_id, self._endpoint.path.encode(), error)
+    def _tell(self, admission: Admission, error: ProxyError) -> None:
+        """Of a request that nobody executes."""
+        resources = self._resources
+        tenant = "" if admission.client is None else admission.client.tenant
+        trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
+        path = self._endpoint.path.encode()
+        resources.ledger.refused(Refusal(admission.request_id, path, error, tenant, error.model, trace))
 
 
 class Generating:

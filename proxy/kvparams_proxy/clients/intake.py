@@ -51,7 +51,9 @@ _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
-_RARE: Final = frozenset(("max_completion_tokens", "min_tokens", "n", "stream_options", "cache_salt"))
+_RARE: Final = frozenset(
+    ("max_completion_tokens", "min_tokens", "n", "stream_options", "cache_salt", "prompt_logprobs", "echo")
+)
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
 _ENCODINGS: Final = (None, "float", "base64")
@@ -102,37 +104,69 @@ def read(
     except JSONTextError as error:
         raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
     model = _optional(document, "model", str, "a string")
-    if model is not None and len(model) > _MAX_MODEL:
-        raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
-    prompts, token_ids = _PROMPTS[kind](document)
-    choices, salt = 1, None
-    if kind == "generate" or not _RARE.isdisjoint(document):
-        choices, salt = _rare(kind, document)
-    _whole(document, "max_tokens", 1)
-    stream = _optional(document, "stream", bool, "true or false") or False
+    try:
+        if model is not None and len(model) > _MAX_MODEL:
+            raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
+        prompts, token_ids = _PROMPTS[kind](document)
+        rare = _ORDINARY
+        if kind == "generate" or not _RARE.isdisjoint(document):
+            rare = _rare(kind, document)
+        _whole(document, "max_tokens", 0 if rare.prompt_only else 1)
+        stream = _optional(document, "stream", bool, "true or false") or False
+    except ProxyError as error:
+        error.model = model
+        raise
     changes: dict[str, bytes | None] = {}
-    tenant, priority = "", 0
+    tenant, priority, salt = "", 0, rare.salt
     if client is not None:
         tenant, priority = client.tenant, client.priority
-        salt = bind_salt(tenant, salt)
+        salt = bind_salt(tenant, rare.salt)
         changes["cache_salt"] = b'"%b"' % salt.encode()
     body, spans = _strip(document, body, spans, changes)
     tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
-    facts = RequestFacts(request_id, transfer_id, model, prompts, choices, token_ids, salt, tenant, priority, tokens)
+    facts = RequestFacts(
+        request_id,
+        transfer_id,
+        model,
+        prompts,
+        rare.choices,
+        token_ids,
+        salt,
+        tenant,
+        priority,
+        tokens,
+        rare.prompt_scored,
+    )
     return Inbound(facts, body, spans, stream, document if keep_document else None)
 
 
-def _rare(kind: EndpointKind, document: Mapping[str, object]) -> tuple[int, str | None]:
-    """Check the members that most requests do not have; how many answers are asked for, and the salt."""
+class _Rare(NamedTuple):
+    """What most requests do not ask for."""
+
+    choices: int = 1
+    salt: str | None = None
+    prompt_scored: bool = False
+    prompt_only: bool = False
+    """It wants its prompt back, and nothing more (vLLM 0.32.0 completion/protocol.py: echo_without_generation)."""
+
+
+_ORDINARY: Final = _Rare()
+
+
+def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
+    """Check the members that most requests do not have."""
+    echo = kind == "completions" and _optional(document, "echo", bool, "true or false") is True
+    prompt_only = echo and document.get("max_tokens") == 0
     for name in _WHOLE & document.keys():
-        _whole(document, name, 0 if name == "min_tokens" else 1)
-    sampled = document.get("sampling_params") if kind == "generate" else document
-    choices = 1 if kind == "other" else _whole(cast("dict[str, object]", sampled or {}), "n", 1, _MAX_CHOICES) or 1
+        _whole(document, name, 0 if name == "min_tokens" or prompt_only else 1)
+    sampled = cast("dict[str, object]", (document.get("sampling_params") if kind == "generate" else document) or {})
+    choices = 1 if kind == "other" else _whole(sampled, "n", 1, _MAX_CHOICES) or 1
+    scored = sampled.get("prompt_logprobs") is not None or (echo and document.get("logprobs") is not None)
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
         raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
-    return choices, salt
+    return _Rare(choices, salt, scored or prompt_only, prompt_only)
 
 
 def _invalid(name: str, message: str) -> ProxyError:

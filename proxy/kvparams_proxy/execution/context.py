@@ -5,7 +5,7 @@ The one rule: KV that is held for it is fetched, given back or counted as orphan
 
 from collections.abc import Mapping
 
-from kvparams.dialects import Dialect
+from kvparams.dialects import Dialect, Place
 from kvparams.lifecycle import Lifecycle
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance
@@ -71,6 +71,10 @@ class PlanContext:
     def dialect(self, instance: Instance) -> Dialect:
         """See `Context.dialect`."""
         return self._resources.dialects[instance.dialect]
+
+    def place(self, instance: Instance) -> Place | None:
+        """See `Context.place`."""
+        return self._resources.fleet.place(instance)
 
     def one_token(self) -> Mapping[str, bytes | None]:
         """See `Context.one_token`."""

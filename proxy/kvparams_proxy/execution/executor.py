@@ -156,7 +156,7 @@ class Execution:
     def granted(self, instance: Instance) -> None:
         """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
         self._waiting = False
-        self._take(instance)
+        self._life.loads.append(instance)
         self._resources.loop.call_soon(self._go, instance)
 
     def refused(self, error: ProxyError) -> None:
@@ -177,7 +177,7 @@ class Execution:
                 if instance is None:
                     self._wait(step.role)
                     return
-                self._take(instance)
+                self._life.loads.append(instance)
                 step = self._plan.send(instance)
             self._start(step)  # pyright: ignore[reportArgumentType]  no `Choose`: a cast here is called twice a request
         except StopIteration:
@@ -194,14 +194,11 @@ class Execution:
         if lease is not None and role is Role.DECODE:
             self._resources.watch.start(self, lease.until_s - self._context.now())
 
-    def _take(self, instance: Instance) -> None:
-        self._life.loads.append(instance)
-        self._route.append(instance)
-
     def _start(self, leg: Leg) -> None:
         resources = self._resources
         inbound = self._inbound
         self._leg = leg
+        self._route.append(leg.instance)
         self._leg_began = perf_counter()
         self._life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
         limit_bytes = resources.settings.upstream.answer_bytes
@@ -309,9 +306,12 @@ class Execution:
         """For the relay: something came."""
         self._heard()
 
-    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+    def stream_ended(
+        self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
+    ) -> None:
         """For the relay: the leg has ended. `whole` is an answer that is no stream."""
         self._account.answer_bytes += sent_bytes
+        self._account.stream_events += sent_events
         leg = self._end_leg()
         try:
             if self._failed(leg, head, whole, error):

@@ -30,6 +30,7 @@ _PRIVATE: Final = frozenset(
         "remote_port",
         "remote_engine_id",
         "remote_block_ids",
+        "remote_bootstrap_addr",
         "bootstrap_host",
         "bootstrap_port",
         "bootstrap_room",
@@ -109,13 +110,14 @@ class Addresses:
 
     def joined(self, member: Member) -> None:
         """A member has come."""
-        self._urls.append(member.instance.url)
+        self._urls.extend(_urls(member))
         self._changed()
 
     def left(self, member: Member) -> None:
         """A member has gone; another may be at the same place."""
-        self._urls.remove(member.instance.url)
-        self._gone.append(member.instance.url)
+        for url in _urls(member):
+            self._urls.remove(url)
+            self._gone.append(url)
         self._changed()
 
     def _changed(self) -> None:
@@ -130,6 +132,11 @@ class Addresses:
             if number == _MOST_FOUND or not sent or found.group().encode("utf-8", "replace") not in sent:
                 return True
         return False
+
+
+def _urls(member: Member) -> Iterable[str]:
+    instance = member.instance
+    return (instance.url,) if instance.bootstrap is None else (instance.url, instance.bootstrap)
 
 
 def _names(urls: Iterable[str]) -> set[str]:

@@ -24,6 +24,10 @@ _DATA: Final = re.compile(rb"(?:\A|\n)data:[ \t]*\{")
 _CHOICE: Final = re.compile(rb'"choices"_:_\[_\{_[^ \t\r\n}]'.replace(b"_", rb"(?:[ \t\r\n]|\ndata:)*"))
 """The first event with content, of an endpoint whose answers stand in `choices`. Inside a JSON string a quote is
 escaped, so what a model writes does not look like it."""
+_CONTENT: Final = b'"choices":[{"'
+"""The same in the spelling of most engines, and of what is put together here."""
+_DELTA: Final = b'.delta"'
+"""The type of the events that have content in a stream of `/v1/responses`."""
 _LAST: Final = b"data: [DONE]\n\n"
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
 """The last event, as others write it."""
@@ -41,9 +45,11 @@ class Listener(Protocol):
         """Something came."""
         ...
 
-    def stream_ended(self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int) -> None:
+    def stream_ended(
+        self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
+    ) -> None:
         """The answer is complete, or will never be. `whole` is the body of one that is no stream; of one that is, the
-        client was sent so many bytes."""
+        client was sent so many bytes, and so many events with content."""
         ...
 
 
@@ -53,6 +59,7 @@ class Relay:
     __slots__ = (
         "_begins",
         "_begun",
+        "_content",
         "_corrections",
         "_done",
         "_downstream",
@@ -67,6 +74,7 @@ class Relay:
         "_recorder",
         "_resumed",
         "_sent_bytes",
+        "_sent_events",
         "_size",
         "_streaming",
         "_tail",
@@ -106,12 +114,15 @@ class Relay:
         self._done = done
         self._begins = _CHOICE if choices else _DATA
         self._begun = False
+        self._content = _CONTENT if choices else _DELTA
+        """What each event with content has in it once, as this engine spells it."""
         self._heard = False
         """Whether there was an event at all that says something, before the first with content."""
         self._held = b""
         self._over = False
         self._parts: list[bytes] = []
         self._sent_bytes = 0
+        self._sent_events = 0
         self._size = 0
         self._streaming = False
         self._tail = b""
@@ -161,7 +172,7 @@ class Relay:
             error = UpstreamError(f"the engine's stream ended {how}")
         elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
             error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
-        self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes)
+        self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes, self._sent_events)
 
     def _send(self, events: bytes) -> None:
         """
@@ -170,9 +181,12 @@ class Relay:
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
         if not self._begun:
-            if self._begins.search(events) is None:  # it commits to nothing
+            begins = self._begins.search(events)
+            if begins is None:  # it commits to nothing
                 self._hold(events)
                 return
+            if self._begins is _CHOICE and not self._resumed:
+                self._content = begins.group()
             events = self._held + events
         over = not self._done or events.endswith(_LAST) or _DONE.search(events, max(0, len(events) - _TAIL_BYTES))
         recorder = self._recorder
@@ -213,3 +227,4 @@ class Relay:
                 self._downstream.head(200, _EVENT_STREAM + self._headers, None)
         self._downstream.body(corrected)
         self._sent_bytes += len(corrected)
+        self._sent_events += corrected.count(self._content)  # one search, however many they are

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
+from kvparams.dialects import Place
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatch import Dispatcher
@@ -252,12 +253,13 @@ class Fleet:
         elif opened:
             self._changed(member)
 
-    def learn(self, member: Member, ready: bool, models: frozenset[str] | None) -> None:
-        """A probe has found out how a member is. One that comes back is another incarnation."""
+    def learn(self, member: Member, ready: bool, models: frozenset[str] | None, place: Place | None = None) -> None:
+        """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
+        bootstrap server calls something else than before."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
         dispatcher = self._roles[member.instance.role]
-        came = ready and not member.ready
+        came = ready and (not member.ready or place != member.place)
         if ready:
             self._breakers.probed_well(member)
         if came:
@@ -266,10 +268,18 @@ class Fleet:
                 member.instance = replace(member.instance, incarnation=token_hex(8))
                 self._breakers.restarted(member)
             member.asked = True
+            member.place = place
             dispatcher.starts_slowly(member)
-        if (member.ready, member.models) != (ready, models):
+        if came or (member.ready, member.models) != (ready, models):
             member.ready, member.models = ready, models
             dispatcher.changed()
+
+    def place(self, instance: Instance) -> Place | None:
+        """What the bootstrap server of an instance has said last; None where it has none, or was not asked yet."""
+        try:
+            return self.member(instance).place
+        except KeyError:
+            return None
 
     def know_model(self, model: str) -> bool:
         """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""

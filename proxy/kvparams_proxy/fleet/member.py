@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvparams.breaker import Breaker, BreakerState
+from kvparams.dialects import Place
 from kvparams.scheduling import Instance, RequestFacts
 
 __all__ = ["Member", "MemberState", "RoleHealth"]
@@ -50,6 +51,7 @@ class Member:
         "instance",
         "left",
         "models",
+        "place",
         "ready",
         "tokens",
         "trial",
@@ -63,6 +65,8 @@ class Member:
         """False as long as it has never been known to be alive: the first time makes no new incarnation."""
         self.models: frozenset[str] | None = None
         """The models it serves; None as long as it has not said."""
+        self.place: Place | None = None
+        """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0
         """Legs that run there, those of earlier incarnations included."""
         self.tokens = 0

@@ -1,4 +1,5 @@
 """Asks each engine from time to time whether it is there and which models it serves, over the data path's connections.
+Where its dialect has a bootstrap server, an engine is there only when that one says who it is.
 
 Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
 for each member at most one probe runs, and none after the member or the prober has gone.
@@ -7,9 +8,12 @@ for each member at most one probe runs, and none after the member or the prober 
 import asyncio
 import json
 import logging
+from functools import partial
 from types import TracebackType
 from typing import Final, Self, cast
 
+from kvparams.dialects import Place
+from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.upstream.connection import Exchange
@@ -35,9 +39,10 @@ class Prober:
     Use it as an async context: the first round is done on entry.
     """
 
-    def __init__(self, fleet: Fleet, every_s: float, pools: Pools) -> None:
+    def __init__(self, fleet: Fleet, every_s: float, pools: Pools, bootstraps: Bootstraps | None = None) -> None:
         """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe."""
         self._fleet = fleet
+        self._bootstraps = bootstraps
         self._every_s = every_s
         self._pools = pools
         self._probes: dict[Member, _Probe] = {}
@@ -76,7 +81,7 @@ class Prober:
             probe.end()
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
-        return _Probe(self._fleet, self._pools, member, self._every_s, loop)
+        return _Probe(self._fleet, self._pools, member, self._every_s, loop, self._bootstraps)
 
     def _close(self) -> None:
         self._fleet.unlisten(self)
@@ -90,6 +95,7 @@ class _Probe:
 
     __slots__ = (
         "_apart_s",
+        "_bootstrap",
         "_due",
         "_every_s",
         "_exchange",
@@ -101,16 +107,26 @@ class _Probe:
         "_pools",
         "_refused",
         "_timer",
+        "_told",
     )
 
     def __init__(
-        self, fleet: Fleet, pools: Pools, member: Member, every_s: float, loop: asyncio.AbstractEventLoop
+        self,
+        fleet: Fleet,
+        pools: Pools,
+        member: Member,
+        every_s: float,
+        loop: asyncio.AbstractEventLoop,
+        bootstraps: Bootstraps | None = None,
     ) -> None:
         self._fleet = fleet
         self._pools = pools
         self._member = member
         self._every_s = every_s
         self._loop = loop
+        self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
+        self._told = ""
+        """Why its bootstrap server could not say who it is, as it was logged last."""
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
         self._due = 0.0
@@ -133,6 +149,8 @@ class _Probe:
             self._timer.cancel()
         if self._exchange is not None:
             self._exchange.discard()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         self._first.cancel()
 
     def _ask(self) -> None:
@@ -150,19 +168,39 @@ class _Probe:
 
     def _answered(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         self._exchange = None
+        member = self._member
+        if isinstance(error, UpstreamFull):  # busy: that tells nothing
+            self._over()
+            return
+        refused = error is None and head.status in _UNAUTHORIZED
+        if refused and not self._refused:
+            _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
+        self._refused = refused
+        ready, models = _read(head, raw, error, member, self._keyed)
+        if ready and self._bootstrap is not None:  # within the same time
+            self._exchange = self._bootstrap.ask(partial(self._placed, models))
+            return
+        self._learn(ready, models, None)
+
+    def _placed(self, models: frozenset[str] | None, place: Place | None, why: str) -> None:
+        self._exchange = None
+        instance = self._member.instance
+        if why and why != self._told:
+            _log.warning("%s %s is given no work: %s", instance.role, instance.id, why)
+        self._told = why
+        self._learn(place is not None, models, place)
+
+    def _learn(self, ready: bool, models: frozenset[str] | None, place: Place | None) -> None:
+        member = self._member
+        if ready is not member.ready and (ready or not (self._refused or self._told)):
+            name = f"{member.instance.role} {member.instance.id}"
+            _log.warning("%s is %s", name, "ready" if ready else "not reachable")
+        self._fleet.learn(member, ready, models, place)
+        self._over()
+
+    def _over(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        member = self._member
-        if not isinstance(error, UpstreamFull):  # busy: that tells nothing
-            refused = error is None and head.status in _UNAUTHORIZED
-            if refused and not self._refused:
-                _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
-            self._refused = refused
-            ready, models = _read(head, raw, error, member, self._keyed)
-            if ready is not member.ready and (ready or not refused):
-                name = f"{member.instance.role} {member.instance.id}"
-                _log.warning("%s is %s", name, "ready" if ready else "not reachable")
-            self._fleet.learn(member, ready, models)
         if not self._first.done():
             self._first.set_result(None)
         apart_s, self._apart_s = self._apart_s, 0.0

@@ -145,6 +145,7 @@ REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "url": lambda value, rules: check_url(value),
     "role": _check_role,
     "connector": _check_connector,
+    "bootstrap": lambda value, rules: check_url(value),
     "labels": _check_labels,
     "drain": _check_drain,
 }

@@ -32,10 +32,12 @@ class Entry:
     """Where its key and certificates are."""
     access: Access = NO_ACCESS
     """What was read there; see `kvparams_proxy.registry.access.load_access`."""
+    bootstrap: str | None = None
+    """The URL of its bootstrap server, where its connector has one and it is not where the connector says."""
 
     def instance(self) -> Instance:
         """A new incarnation of it."""
-        return Instance(self.id, token_hex(8), self.role, self.url, self.dialect, self.labels)
+        return Instance(self.id, token_hex(8), self.role, self.url, self.dialect, self.labels, self.bootstrap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Rules:
     """The names of registered dialects."""
     connector: str = "nixl"
     """The dialect of entries that name none."""
+    bootstrapped: frozenset[str] = frozenset()
+    """The dialects whose prefill engines have a bootstrap server."""
     selectors: Mapping[Role, Selector] = field(default_factory=dict[Role, Selector])
     """The role of an entry that names none."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -63,4 +67,6 @@ class Rules:
 def entry_of(instance: Instance, rules: Rules) -> Entry:
     """The entry of an instance that was given as such; its key and certificates are those of the rules."""
     i = instance
-    return Entry(i.id, i.url, i.role, i.dialect, i.labels, places=rules.places, access=rules.access)
+    return Entry(
+        i.id, i.url, i.role, i.dialect, i.labels, places=rules.places, access=rules.access, bootstrap=i.bootstrap
+    )

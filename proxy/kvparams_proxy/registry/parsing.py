@@ -14,7 +14,7 @@ from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.problems import Problems
 from kvparams_proxy.tls import EngineTLS
 
-__all__ = ["MAX_INSTANCES", "parse_defaults", "parse_entry", "parse_selectors", "unknown_names"]
+__all__ = ["MAX_INSTANCES", "check_bootstrap", "parse_defaults", "parse_entry", "parse_selectors", "unknown_names"]
 
 MAX_INSTANCES: Final = 4096
 """Of one source."""
@@ -42,18 +42,32 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
         problems.add(_join(where, "url"), "is http://, but tls is given; say https:// or take it out")
     elif url.startswith("https:") and places.tls is None:
         places = replace(places, tls=EngineTLS())
+    connector = cast("str", found.get("connector", rules.connector))
+    bootstrap = cast("str | None", found.get("bootstrap"))
+    if bootstrap is not None and role is not None:
+        check_bootstrap(role, connector, rules, _join(where, "bootstrap"), problems)
     if "id" not in found or not url or role is None:
         return None
     return Entry(
         cast("str", found["id"]),
         url,
         role,
-        cast("str", found.get("connector", rules.connector)),
+        connector,
         labels,
         cast("bool", found.get("drain", False)),
         places,
         rules.access if places == rules.places else NO_ACCESS,
+        bootstrap,
     )
+
+
+def check_bootstrap(role: Role, connector: str, rules: Rules, where: str, problems: Problems) -> None:
+    """Refuse a bootstrap server where nobody would ask it."""
+    if role is not Role.PREFILL:
+        problems.add(where, "is for prefill engines; decode engines are told where theirs is")
+    elif connector in rules.connectors and connector not in rules.bootstrapped:
+        known = ", ".join(sorted(rules.bootstrapped)) or "none"
+        problems.add(where, f"the connector {connector} has no such server; connectors that have one: {known}")
 
 
 def parse_defaults(document: object, where: str, rules: Rules, problems: Problems) -> Rules:

@@ -4,14 +4,14 @@ The one rule: nothing of what was asked or answered is in it, no address and no 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 from kvparams.lifecycle import Lifecycle
 from kvparams.scheduling import Instance, RequestFacts
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.telemetry.tracing import Trace
 
-__all__ = ["Account", "Reader"]
+__all__ = ["Account", "Reader", "Refusal"]
 
 _MOST_TOKENS: Final = 1 << 40
 """More than this is no number of tokens, whatever an engine says."""
@@ -35,6 +35,7 @@ class Account:
         "retries",
         "route",
         "stream",
+        "stream_events",
         "trace",
     )
 
@@ -66,6 +67,8 @@ class Account:
         """When it was over, since 1970."""
         self.answer_bytes = 0
         """Of the answer's body."""
+        self.stream_events = 0
+        """Events with content that a client got: about one for each token, whatever the engine says of its tokens."""
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         """Of the prompt, as prefill says."""
@@ -98,7 +101,7 @@ class Account:
         """The client is told of an error."""
         if not self.life.answering:
             self.refusal = error.status
-        self.code = error.kind if error.code is None else str(error.code)
+        self.code = error.name
 
     def transferred(self, transfer_id: str) -> str:
         """A further transfer is begun."""
@@ -106,6 +109,21 @@ class Account:
             self.further_transfers = []
         self.further_transfers.append(transfer_id)
         return transfer_id
+
+
+class Refusal(NamedTuple):
+    """A request that was answered with an error before it began to be executed, as far as it is known."""
+
+    request_id: str
+    """Empty where it has none yet."""
+    endpoint: bytes
+    """The path, as it is served here."""
+    error: ProxyError
+    tenant: str = ""
+    """Empty where it is nobody's that is known here."""
+    model: str | None = None
+    """As the client has written it."""
+    trace: Trace | None = None
 
 
 class Reader(Protocol):
@@ -116,8 +134,8 @@ class Reader(Protocol):
         waits."""
         ...
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
-        """One was answered with an error before it began to be executed. Its id is empty where it has none yet."""
+    def refused(self, refusal: Refusal) -> None:
+        """One was answered with an error before it began to be executed."""
         ...
 
 

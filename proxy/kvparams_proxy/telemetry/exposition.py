@@ -5,6 +5,7 @@ The one rule: however many instances there are, requests go on between two metri
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -57,6 +58,8 @@ class _One(Collector):
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     if "application/openmetrics-text" in accept:
-        encode = cast("Callable[[Collector], bytes]", openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]
+        write = cast("Callable[..., bytes]", openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]
+        # No name here needs escaping; with any other way prometheus_client 0.26.0 turns the colon of a sample into `_`.
+        encode: Callable[[Collector], bytes] = partial(write, escaping=openmetrics.ALLOWUTF8)
         return encode, "application/openmetrics-text; version=1.0.0; charset=utf-8"
     return generate_latest, "text/plain; version=0.0.4; charset=utf-8"

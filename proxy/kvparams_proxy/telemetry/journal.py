@@ -12,9 +12,9 @@ from time import gmtime, strftime, time
 from typing import Final
 
 from kvparams.lifecycle import WAYS, State
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.linewriter import LineWriter
+from kvparams_proxy.telemetry.tracing import Trace
 
 __all__ = ["Journal"]
 
@@ -75,7 +75,7 @@ class Journal:
         transfers = _text(facts.transfer_id)
         if account.further_transfers:
             transfers = ",".join((transfers, *map(_text, account.further_transfers)))
-        model, code, trace, status = facts.model, account.code, account.trace, account.status
+        code, trace, status = account.code, account.trace, account.status
         prompt, cached, completion = account.prompt_tokens, account.cached_tokens, account.completion_tokens
         ended_s = account.ended_s
         self._add(
@@ -86,7 +86,7 @@ class Journal:
                 _text(facts.request_id),
                 transfers,
                 _text(facts.tenant[:_WORD]),
-                "null" if model is None else _text(model[:_MODEL]),
+                _model(facts.model),
                 self._path(account.endpoint),
                 "true" if account.stream else "false",
                 life.outcome,
@@ -104,23 +104,23 @@ class Journal:
                 "null" if completion is None else completion,
                 account.retries,
                 account.answer_bytes,
-                f'"{trace.trace_id:032x}"' if trace is not None and trace.sampled else "null",
+                _trace(trace),
             )
         )
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+    def refused(self, refusal: Refusal) -> None:
         """See `kvparams_proxy.telemetry.account.Reader`."""
+        error = refusal.error
         outcome = "refused" if error.status < 500 else "failed"
-        code = error.kind if error.code is None else str(error.code)
-        identity = (_text(request_id), "", '""', "null")
-        path = self._path(endpoint)
+        identity = (_text(refusal.request_id), "", _text(refusal.tenant[:_WORD]), _model(refusal.model))
+        path = self._path(refusal.endpoint)
         times = (0.0,) * 6
         now = time()
         self._add(
             _LINE
             % (
                 *(self._time(now), now % 1 * 1000, *identity, path, "null", outcome, error.status),
-                *(_text(code[:_WORD]), "", *times, "null", "null", "null", 0, 0, "null"),
+                *(_text(error.name[:_WORD]), "", *times, "null", "null", "null", 0, 0, _trace(refusal.trace)),
             )
         )
 
@@ -162,3 +162,11 @@ class Journal:
         if second != self._second:
             self._second, self._stamp = second, strftime("%Y-%m-%dT%H:%M:%S", gmtime(second))
         return self._stamp
+
+
+def _model(name: str | None) -> str:
+    return "null" if name is None else _text(name[:_MODEL])
+
+
+def _trace(trace: Trace | None) -> str:
+    return f'"{trace.trace_id:032x}"' if trace is not None and trace.sampled else "null"

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account, Reader
+from kvparams_proxy.telemetry.account import Account, Reader, Refusal
 
 __all__ = ["Ledger"]
 
@@ -40,11 +39,11 @@ class Ledger:
         elif self._timer is None:
             self._timer = self._loop.call_later(_LATEST_S, self._tick)
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+    def refused(self, refusal: Refusal) -> None:
         """One was answered with an error before it began to be executed; see `Reader.refused`."""
         self.settle()  # what ended before it is told before it
         for reader in self._readers:
-            reader.refused(request_id, endpoint, error)
+            reader.refused(refusal)
 
     def settle(self) -> None:
         """Have everything read that is here."""

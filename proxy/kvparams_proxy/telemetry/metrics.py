@@ -13,9 +13,9 @@ from prometheus_client.registry import Collector
 from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.histogram import FINE_SECONDS, TOKENS, Histogram
+from kvparams_proxy.telemetry.instances import Sums, Tally
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
 
 __all__ = ["FAILURES", "Metrics", "failure_kind"]
@@ -53,10 +53,12 @@ class Metrics(Collector):
         """Streams that went on on another engine."""
         self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
         self._live: set[Lifecycle] = set()
-        self._legs_of: dict[str, int] = {}
+        self._legs_of: dict[str, Tally] = {}
+        """By the id of an instance."""
         self._failures = {(role, kind): 0 for role in Role for kind in FAILURES}
         self._prompt = Histogram(TOKENS)
         self._completion = Histogram(TOKENS)
+        self._events = Histogram(TOKENS)
         self._per_token = Histogram(FINE_SECONDS)
         self._cached_tokens = 0
         self._answer_bytes = 0
@@ -70,17 +72,19 @@ class Metrics(Collector):
     def leg_ended(self, instance: Instance, spent_s: float) -> None:
         """A leg is over, however it went."""
         self.legs[instance.role].observe(spent_s)
-        ended = self._legs_of
-        ended[instance.id] = ended.get(instance.id, 0) + 1
+        tally = self._legs_of.get(instance.id) or self._tally(instance.id)
+        tally.legs += 1
+        tally.legs_s += spent_s
 
     def leg_failed(self, instance: Instance, kind: str) -> None:
         """One of `FAILURES`."""
         self._failures[instance.role, kind] += 1
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
+    def refused(self, refusal: Refusal) -> None:
         """See `kvparams_proxy.telemetry.account.Reader`."""
-        self.outcomes["refused" if error.status < 500 else "failed"] += 1
-        self.refusals[error.status] = self.refusals.get(error.status, 0) + 1
+        status = refusal.error.status
+        self.outcomes["refused" if status < 500 else "failed"] += 1
+        self.refusals[status] = self.refusals.get(status, 0) + 1
 
     def ended(self, account: Account) -> None:
         """See `kvparams_proxy.telemetry.account.Reader`."""
@@ -88,8 +92,19 @@ class Metrics(Collector):
         self._live.discard(life)
         ways = self._ways
         before, _, since_s = life.spans[0]
-        for state, _, at_s in islice(life.spans, 1, None):
-            ways[before, state].observe(at_s - since_s)
+        tallies = self._legs_of
+        last: Tally | None = None
+        for state, who, at_s in islice(life.spans, 1, None):
+            spent_s = at_s - since_s
+            ways[before, state].observe(spent_s)
+            if who and state != "result":  # a leg on that instance begins
+                last = tallies.get(who) or self._tally(who)
+                last.waits += 1
+                if before == "queued":
+                    last.waits_s += spent_s
+            elif who and last is not None and account.prompt_tokens is not None:
+                last.prompts += 1
+                last.prompt_tokens += account.prompt_tokens
             before, since_s = state, at_s
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1
@@ -99,11 +114,21 @@ class Metrics(Collector):
             self._prompt.observe(account.prompt_tokens)
         if account.cached_tokens:
             self._cached_tokens += account.cached_tokens
-        number = account.completion_tokens
+        number, events = account.completion_tokens, account.stream_events
         if number is not None:
             self._completion.observe(number)
-            if account.stream and number > 1 and not account.retries and life.spans[-2][0] == "first_byte":
-                self._per_token.observe((life.since_s - life.spans[-2][2]) / (number - 1))
+        if events:
+            self._events.observe(events)
+        length = events if number is None else number
+        if length and last is not None and life.answering:
+            last.answers += 1
+            last.answer_tokens += length
+            if account.stream and length > 1 and not account.retries and life.spans[-2][0] == "first_byte":
+                gaps_s = life.since_s - life.spans[-2][2]
+                last.gaps += length - 1
+                last.gaps_s += gaps_s
+                if number is not None:
+                    self._per_token.observe(gaps_s / (length - 1))
         self._answer_bytes += account.answer_bytes
 
     # when it is scraped
@@ -126,7 +151,16 @@ class Metrics(Collector):
 
     def legs_of(self, id: str) -> int:
         """How many legs have ended on an instance."""
-        return self._legs_of.get(id, 0)
+        return self.sums_of(id, 0).legs
+
+    def sums_of(self, id: str, running: int) -> Sums:
+        """What is summed of an instance, on which so many legs run now."""
+        return (self._legs_of.get(id) or Tally()).sums(running)
+
+    def _tally(self, id: str) -> Tally:
+        """Of an instance that has none yet."""
+        tally = self._legs_of[id] = Tally()
+        return tally
 
     def collect(self) -> Iterable[Metric]:
         """For the registry."""
@@ -225,6 +259,11 @@ class Metrics(Collector):
         lengths = (
             ("prompt_tokens", "Length of prompts, as prefill says: prefill length.", self._prompt),
             ("completion_tokens", "Length of answers, where decode says it: decode length.", self._completion),
+            (
+                "stream_events",
+                "Events with content of each stream, whatever decode says: about one for each token.",
+                self._events,
+            ),
         )
         for name, text, histogram in lengths:
             family = HistogramMetricFamily(f"kvparams_proxy_{name}", text, labels=())

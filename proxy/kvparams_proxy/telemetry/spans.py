@@ -1,5 +1,7 @@
 """OpenTelemetry spans of requests that are over, and their export: needs the extra `tracing`.
 
+What takes time (the request, each wait, each leg) is a span; every step of a request's life is an event on its span.
+
 Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). The one rule: only requests that
 are sampled cost anything here, a thread sends what they leave, and a collector that is not there holds up nobody.
 """
@@ -7,7 +9,8 @@ are sampled cost anything here, a thread sends what they leave, and a collector 
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from time import time_ns
 from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -18,10 +21,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import Attributes
 
-from kvparams.lifecycle import Span
+from kvparams.lifecycle import Span, State
 from kvparams.version import __version__
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.telemetry.account import Account, Refusal
+from kvparams_proxy.telemetry.tracing import Trace
 
 __all__ = ["SpanExport"]
 
@@ -48,11 +51,7 @@ class SpanExport:
         trace, life = account.trace, account.life
         if trace is None or not trace.sampled:
             return
-        flags = TraceFlags(trace.flags)
-        context = SpanContext(trace.trace_id, trace.span_id, is_remote=False, trace_flags=flags)
-        parent = None
-        if trace.parent_id is not None:
-            parent = SpanContext(trace.trace_id, trace.parent_id, is_remote=True, trace_flags=flags)
+        context, parent = _place(trace)
         clock = _Clock(life.since_s, account.ended_s)
         legs = iter(trace.legs)
         for visit in _visits(life.spans, life.outcome == "ok"):
@@ -62,13 +61,13 @@ class SpanExport:
                 span_id, kind, name = next(legs, 0) or trace.new_span_id(), SpanKind.CLIENT, visit.begun[0]
             self._export(
                 name,
-                SpanContext(trace.trace_id, span_id, is_remote=False, trace_flags=flags),
+                SpanContext(trace.trace_id, span_id, is_remote=False, trace_flags=context.trace_flags),
                 context,
                 kind,
                 (clock.ns(visit.begun[2]), clock.ns(visit.ended_s)),
                 {} if visit.queued else {"kvparams.instance": visit.begun[1]},
                 visit.well or life.outcome == "gone",
-                None if visit.first_byte_s is None else clock.ns(visit.first_byte_s),
+                () if visit.first_byte_s is None else (_event("first_byte", "", clock.ns(visit.first_byte_s)),),
             )
         self._export(
             f"POST {account.endpoint.decode('latin-1')}",
@@ -78,10 +77,30 @@ class SpanExport:
             (clock.ns(life.begun_s), clock.ns(life.since_s)),
             _attributes(account),
             life.outcome not in ("failed", "midway"),
+            [_event(state, who, clock.ns(at_s)) for state, who, at_s in life.spans],
         )
 
-    def refused(self, request_id: str, endpoint: bytes, error: ProxyError) -> None:
-        """See `kvparams_proxy.telemetry.account.Reader`. Before it is executed a request is in no trace."""
+    def refused(self, refusal: Refusal) -> None:
+        """See `kvparams_proxy.telemetry.account.Reader`. Its span has no length: it never came to life."""
+        trace, error = refusal.trace, refusal.error
+        if trace is None or not trace.sampled:
+            return
+        context, parent = _place(trace)
+        now_ns = time_ns()
+        well = error.status < 500
+        attributes = _known(refusal.endpoint, refusal.request_id, "refused" if well else "failed") | _present(
+            error.status, error.name, refusal.model
+        )
+        self._export(
+            f"POST {refusal.endpoint.decode('latin-1')}",
+            context,
+            parent,
+            SpanKind.SERVER,
+            (now_ns, now_ns),
+            attributes,
+            well,
+            (_event("done", "", now_ns),),
+        )
 
     async def close(self) -> None:
         """Send what is left, for three seconds at most."""
@@ -109,7 +128,7 @@ class SpanExport:
         times_ns: tuple[int, int],
         attributes: Attributes,
         well: bool,
-        first_byte_ns: int | None = None,
+        events: Sequence[Event] = (),
     ) -> None:
         # A tracer would make the same object, twelve times as slowly: it expects to be there while a span runs.
         span = ReadableSpan(
@@ -118,7 +137,7 @@ class SpanExport:
             parent,
             self._resource,
             attributes,
-            () if first_byte_ns is None else (Event("first_byte", timestamp=first_byte_ns),),
+            events,
             kind=kind,
             status=_WELL if well else _BADLY,
             start_time=times_ns[0],
@@ -169,22 +188,57 @@ def _visits(spans: list[Span], well: bool) -> Iterator[_Visit]:
             yield _Visit(span, end_s, well and end == "done", ended_s)
 
 
-def _attributes(account: Account) -> dict[str, str | int | list[str]]:
+def _place(trace: Trace) -> tuple[SpanContext, SpanContext | None]:
+    """Of the request's span, and of its parent if the client has begun the trace."""
+    flags = TraceFlags(trace.flags)
+    context = SpanContext(trace.trace_id, trace.span_id, is_remote=False, trace_flags=flags)
+    if trace.parent_id is None:
+        return context, None
+    return context, SpanContext(trace.trace_id, trace.parent_id, is_remote=True, trace_flags=flags)
+
+
+def _event(state: State, who: str, at_ns: int) -> Event:
+    """A step to this state; `who` is the instance, if there is one."""
+    return Event(state, {"kvparams.instance": who} if who else None, at_ns)
+
+
+_Values = dict[str, str | int | list[str]]
+
+
+def _attributes(account: Account) -> _Values:
     facts = account.facts
-    found: dict[str, str | int | list[str]] = {
-        "http.request.method": "POST",
-        "http.route": account.endpoint.decode("latin-1"),
-        "gen_ai.operation.name": _OPERATIONS.get(account.endpoint, "generate_content"),
-        "kvparams.request_id": facts.request_id,
+    return {
+        **_known(account.endpoint, facts.request_id, account.life.outcome or ""),
         "kvparams.transfer_ids": [facts.transfer_id, *(account.further_transfers or ())],
-        "kvparams.outcome": account.life.outcome or "",
         "kvparams.retries": account.retries,
+        **_present(account.status, account.code, facts.model, account.prompt_tokens, account.completion_tokens),
     }
+
+
+def _known(endpoint: bytes, request_id: str, outcome: str) -> _Values:
+    """What every request has."""
+    return {
+        "http.request.method": "POST",
+        "http.route": endpoint.decode("latin-1"),
+        "gen_ai.operation.name": _OPERATIONS.get(endpoint, "generate_content"),
+        "kvparams.request_id": request_id,
+        "kvparams.outcome": outcome,
+    }
+
+
+def _present(
+    status: int | None,
+    code: str | None,
+    model: str | None,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+) -> _Values:
+    """What is there of what may be missing."""
     optional: tuple[tuple[str, str | int | None], ...] = (
-        ("http.response.status_code", account.status),
-        ("error.type", account.code),
-        ("gen_ai.request.model", None if facts.model is None else facts.model[:_MODEL]),
-        ("gen_ai.usage.input_tokens", account.prompt_tokens),
-        ("gen_ai.usage.output_tokens", account.completion_tokens),
+        ("http.response.status_code", status),
+        ("error.type", code),
+        ("gen_ai.request.model", None if model is None else model[:_MODEL]),
+        ("gen_ai.usage.input_tokens", prompt_tokens),
+        ("gen_ai.usage.output_tokens", completion_tokens),
     )
-    return found | {name: value for name, value in optional if value is not None}
+    return {name: value for name, value in optional if value is not None}

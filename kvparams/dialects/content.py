@@ -1,0 +1,45 @@
+"""Connectors that find KV by its content and take nothing with a request: prefill saves, decode looks it up.
+
+Of vLLM 0.32.0: MooncakeStoreConnector, LMCacheConnectorV1 and LMCacheMPConnector, ExampleConnector, FlexKVConnectorV1,
+HF3FSKVConnector, and OffloadingConnector over a tier that both engines reach. The one rule: nobody is told where the KV
+is, so nobody knows whether it is there; decode computes what it does not find, and only its metrics say how much that
+was (`vllm:external_prefix_cache_hits`).
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvparams.dialects import Abandon, Bootstrap, Place
+from kvparams.params import Mode
+from kvparams.scheduling import RequestFacts
+
+__all__ = ["CONTENT", "Content"]
+
+
+class Content:
+    """See the module."""
+
+    mode: Mode = "store"
+    reusable = True
+    lease_s = 600.0
+    """What has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
+    bootstrap: Bootstrap | None = None
+
+    def splits(self, request: RequestFacts) -> bool:
+        """Always: each prompt is found by its own content."""
+        return True
+
+    def prefill_keys(self, transfer_id: str) -> bytes:
+        """None."""
+        return b"{}"
+
+    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+        """None, and nothing is expected of the answer."""
+        return {}
+
+    def abandon(self, native: bytes | None) -> Abandon | None:
+        """Nothing: what is saved stays for others."""
+        return None
+
+
+CONTENT: Final = Content()

@@ -1,0 +1,84 @@
+"""Asks the bootstrap servers of prefill engines who the engine is, where a dialect has them.
+
+The one rule: they are asked by probes, never for a request, and are shown nothing of ours: they want no key.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvparams.dialects import Bootstrap, Dialect, HandoffMissing, Place
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamLimits
+
+__all__ = ["BootstrapServer", "Bootstraps", "bootstrap_url"]
+
+_MAX_BYTES: Final = 1 << 20
+"""Of an answer: some thousand workers."""
+_CONNECTIONS: Final = 2
+
+Found = Callable[[Place | None, str], None]
+"""What was found, or None and why not, in words."""
+
+
+def bootstrap_url(instance: Instance, bootstrap: Bootstrap) -> str:
+    """Where the bootstrap server of `instance` is: as declared, or the dialect's port on the engine's host."""
+    if instance.bootstrap is not None:
+        return instance.bootstrap
+    host = urlsplit(instance.url).hostname or ""
+    return f"http://[{host}]:{bootstrap.port}" if ":" in host else f"http://{host}:{bootstrap.port}"
+
+
+class Bootstraps:
+    """Knows which instances have one."""
+
+    def __init__(self, dialects: Mapping[str, Dialect], limits: UpstreamLimits) -> None:
+        """`dialects` by name, as instances name them."""
+        self._dialects = dialects
+        self._limits = replace(limits, connections=_CONNECTIONS)
+
+    def of(self, instance: Instance) -> "BootstrapServer | None":
+        """That of an instance; None where it has none."""
+        dialect = self._dialects.get(instance.dialect)
+        if dialect is None or dialect.bootstrap is None or instance.role is not Role.PREFILL:
+            return None
+        return BootstrapServer(dialect.bootstrap, bootstrap_url(instance, dialect.bootstrap), self._limits)
+
+
+class BootstrapServer:
+    """One of them."""
+
+    def __init__(self, bootstrap: Bootstrap, url: str, limits: UpstreamLimits) -> None:
+        self._bootstrap = bootstrap
+        self._url = url
+        self._pool = Pool(url, limits)
+
+    def ask(self, found: Found) -> Exchange:
+        """Ask it; `found` hears once, unless the exchange is discarded."""
+
+        def answered(head: Head, raw: bytes, error: UpstreamError | None) -> None:
+            found(*self._read(head, raw, error))
+
+        request = self._pool.get(self._bootstrap.path.encode())
+        return self._pool.exchange(request, Collect(_MAX_BYTES, answered))
+
+    def close(self) -> None:
+        """It is asked no more."""
+        self._pool.close()
+
+    def _read(self, head: Head, raw: bytes, error: UpstreamError | None) -> tuple[Place | None, str]:
+        where = f"its bootstrap server ({self._url})"
+        if error is not None:
+            return None, f"{where}: {error.reason.replace('the engine', 'it')}"
+        if head.status != 200:
+            return None, f"{where} answers {head.status} to GET {self._bootstrap.path}"
+        try:
+            return self._bootstrap.place(self._url, json.loads(raw)), ""
+        except HandoffMissing as refused:
+            return None, f"{refused} ({self._url})"
+        except (ValueError, RecursionError):
+            return None, f"{where} answers no JSON"

@@ -1,0 +1,171 @@
+"""What holds for every dialect, and what is said of KV that is found by content or over a bootstrap server."""
+
+import json
+from contextlib import suppress
+from typing import Any, cast, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams import parse, plugins
+from kvparams.codec import DOCUMENT_KEY
+from kvparams.coordination import PrefillThenDecode
+from kvparams.dialects import Dialect, HandoffMissing
+from kvparams.dialects.content import CONTENT
+from kvparams.dialects.mooncake import MOONCAKE
+from kvparams.params import Mode
+from kvparams.plan import Leg, LegAnswer, LegFailed
+from kvparams.scheduling import RequestFacts, Role
+from tests.kvparams.planning import Table, fleet_of
+
+FACTS = RequestFacts("req", "tra", "m", 1, 1, None, None)
+RESULT: dict[str, object] = {
+    "version": "1.0",
+    "request_id": "r",
+    "transfer": {"id": "t", "attempt": 1},
+    "phase": "prefill_result",
+    "mode": "store",
+}
+NIXL_ANSWER: dict[str, object] = {
+    "remote_engine_id": "e",
+    "remote_block_ids": [[1]],
+    "remote_host": "h",
+    "remote_port": 5600,
+}
+URL = "http://10.0.0.7:8998"
+RANK = {"engine_id": "9a1d", "worker_addr": {"0": {"0": "tcp://10.0.0.7:31234"}}}
+"""What vLLM 0.32.0's own bootstrap server answers for one rank."""
+PLACE = {"remote_engine_id": "9a1d", "remote_bootstrap_addr": URL}
+
+
+def every_dialect() -> list[Dialect]:
+    return [cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")]
+
+
+def test_the_dialects_that_the_documents_name_are_there() -> None:
+    assert {"nixl", "store", "store-drop", "content", "mooncake"} <= set(plugins.names("dialects"))
+
+
+@pytest.mark.parametrize("dialect", every_dialect())
+def test_the_laws_of_every_dialect(dialect: Dialect) -> None:
+    assert dialect.mode in get_args(Mode)
+    assert dialect.lease_s > 0
+    assert DOCUMENT_KEY not in json.loads(dialect.prefill_keys("t-1"))
+    answer = {**NIXL_ANSWER, "kvparams": RESULT}
+    told = dialect.decode_keys(answer, "t-1", PLACE)
+    assert DOCUMENT_KEY not in told
+    native = json.dumps(told).encode()
+    for abandon in (dialect.abandon(None), dialect.abandon(native)):
+        if abandon is not None and abandon.leg:
+            assert (abandon.role, abandon.native) == (Role.DECODE, native)
+    assert dialect.splits(FACTS)
+    several = dialect.splits(FACTS._replace(prompts=2)), dialect.splits(FACTS._replace(choices=2))
+    assert several == (dialect.reusable, dialect.reusable), "what is fetched once is one sequence"
+
+
+def legs(dialect: Dialect, answer: dict[str, object]) -> tuple[Table, list[Leg]]:
+    table = Table(dialect)
+    table.found = PLACE
+    return table, table.run(
+        PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer({} if leg.answers_client else answer)
+    )
+
+
+def params(leg: Leg) -> dict[str, Any]:
+    raw = leg.changes["kv_transfer_params"]
+    assert raw is not None
+    return json.loads(raw)
+
+
+@pytest.mark.parametrize("answer", [{}, {"first_tok": 7}, {"kvparams": RESULT}])
+def test_kv_that_is_found_by_content_needs_nothing_to_be_handed_on(answer: dict[str, object]) -> None:
+    table, (first, second) = legs(CONTENT, answer)
+    assert params(first).keys() == params(second).keys() == {"kvparams"}
+    assert parse(params(second)["kvparams"]).mode == "store"
+    assert first.changes["max_tokens"] == b"1"
+    assert [lease.abandon for lease in table.leases] == [None]
+
+
+def test_both_legs_carry_our_transfer_id_and_decode_is_told_where_to_ask() -> None:
+    table, (first, second) = legs(MOONCAKE, {})
+    asked, told = params(first), params(second)
+    assert parse(asked.pop("kvparams")).transfer.id == parse(told.pop("kvparams")).transfer.id == "tra"
+    assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "tra"}
+    assert told == {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": "tra", **PLACE}
+    (lease,) = table.leases
+    assert lease.abandon is not None
+    assert json.loads(lease.abandon.native) == told
+    assert lease.until_s == table.clock_s + 480
+
+
+def test_without_what_the_bootstrap_server_says_nothing_is_handed_on() -> None:
+    with pytest.raises(HandoffMissing, match="has not been asked"):
+        MOONCAKE.decode_keys({}, "t", None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ids"),
+    [
+        ([True, None, None], ["tra", "transfer-1", "transfer-1"]),  # prefill broke off
+        ([None, False, None], ["tra", "tra", "tra"]),  # no decode engine has seen it
+        ([None, True, None, None], ["tra", "tra", "transfer-1", "transfer-1"]),  # its blocks may be gone
+    ],
+)
+def test_an_attempt_that_may_have_moved_kv_is_another_transfer(ends: list[bool | None], ids: list[str]) -> None:
+    table = Table(MOONCAKE, fleet_of(2, 2), retries=2)
+    table.found = PLACE
+    left = list(ends)
+
+    def answer(leg: Leg) -> LegAnswer | LegFailed:
+        claimed = left.pop(0)
+        return LegAnswer({}) if claimed is None else LegFailed("broken", another=True, claimed=claimed)
+
+    table.run(PrefillThenDecode().legs(FACTS, table), answer)
+    assert [params(leg)["transfer_id"] for leg in table.legs] == ids
+    assert [parse(params(leg)["kvparams"]).transfer.id for leg in table.legs] == ids
+
+
+def placed(answer: object) -> Any:
+    assert MOONCAKE.bootstrap is not None
+    return MOONCAKE.bootstrap.place(URL, answer)
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_the_bootstrap_server_says_who_the_engine_is(rank: str) -> None:
+    assert placed({rank: RANK}) == PLACE
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({}, "no worker yet"),
+        ([], "no worker yet"),
+        (None, "no worker yet"),
+        ({"0": {**RANK, "worker_addr": {}}}, "no worker yet"),
+        ({"0": RANK, "1": RANK}, "2 data-parallel ranks"),
+        ({"0": {**RANK, "engine_id": ""}}, "no engine_id"),
+        ({"0": {**RANK, "engine_id": "x" * 257}}, "no engine_id"),
+        ({"0": {**RANK, "engine_id": "a\nb"}}, "no engine_id"),
+        ({"0": "9a1d"}, "no engine_id"),
+        ({"detail": "Not Found"}, "no engine_id"),
+    ],
+)
+def test_a_bootstrap_server_that_does_not_say_it_is_named_as_such(answer: object, said: str) -> None:
+    with pytest.raises(HandoffMissing, match=said):
+        placed(answer)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "engine_id"]), inner),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_whatever_it_answers_is_used_or_refused(answer: object) -> None:
+    with suppress(HandoffMissing):
+        place = placed(answer)
+        assert place["remote_bootstrap_addr"] == URL
+        assert isinstance(place["remote_engine_id"], str)

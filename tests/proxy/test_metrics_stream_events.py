@@ -1,0 +1,112 @@
+"""How many events with content a stream had: in whatever spelling, cut wherever it is, whatever the model says."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams_proxy.clients.downstream import Watcher
+from kvparams_proxy.execution.corrections import Corrections
+from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.upstream.terms import Head, UpstreamError
+
+LIKE_EVENTS = ['"choices":[{"', "data: {", "\n\n", '.delta"', "\\", '{"choices":[{"index":0}]}', "data: [DONE]\n\n"]
+
+
+class Client:
+    """A downstream that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got = b""
+
+    def watch(self, watcher: Watcher) -> None: ...
+
+    def head(self, status: int, headers: bytes, length: int | None) -> None: ...
+
+    def body(self, data: bytes) -> None:
+        self.got += data
+
+    def end(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Owner:
+    """Hears how many there were."""
+
+    events: int | None = None
+    error: UpstreamError | None = None
+
+    def stream_begun(self) -> None: ...
+
+    def stream_heard(self) -> None: ...
+
+    def stream_ended(
+        self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
+    ) -> None:
+        self.events, self.error = sent_events, error
+
+
+def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, bytes]:
+    client, owner = Client(), Owner()
+    corrections = Corrections("r", Addresses(), choices=choices)
+    relay = Relay(client, b"", corrections, 1 << 20, owner, done=choices, choices=choices)
+    relay.on_head(Head(200, b"text/event-stream"))
+    for part in parts:
+        relay.on_body(part)
+        relay.on_flush()
+    relay.on_done(None)
+    assert owner.error is None
+    return owner, client.got
+
+
+def event(document: dict[str, Any], compact: bool, end: bytes = b"\n\n") -> bytes:
+    separators = (",", ":") if compact else None
+    return b"data: " + json.dumps(document, separators=separators, ensure_ascii=False).encode() + end
+
+
+TEXT = st.one_of(st.text(max_size=20), st.sampled_from(LIKE_EVENTS))
+
+
+@given(st.lists(TEXT, min_size=1, max_size=12), st.booleans(), st.booleans(), st.integers(1, 400), st.data())
+def test_every_event_with_content_is_counted_once(
+    texts: list[str], compact: bool, chat: bool, piece: int, data: st.DataObject
+) -> None:
+    end = data.draw(st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+    stream = b": nothing yet" + end
+    for number, text in enumerate(texts):
+        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        document = {"id": "x", "choices": [{"index": number % 2, **said}], "usage": None}
+        stream += event(document, compact, end)
+        if data.draw(st.booleans()):
+            stream += b": still here" + end
+    stream += event({"id": "x", "choices": [], "usage": {"completion_tokens": 99}}, compact, end)
+    stream += b"data: [DONE]" + end
+    owner, got = relayed([stream[at : at + piece] for at in range(0, len(stream), piece)])
+    assert owner.events == len(texts)
+    assert got == stream
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_of_a_response_the_deltas_are_counted(compact: bool) -> None:
+    kinds = ["created", "output_item.added", *["output_text.delta"] * 5, "reasoning_text.delta", "completed"]
+    parts = [
+        b"event: response.%b\n" % kind.encode() + event({"type": f"response.{kind}", "delta": "a"}, compact)
+        for kind in kinds
+    ]
+    owner, _ = relayed(parts, choices=False)
+    assert owner.events == 6
+
+
+def test_a_stream_that_fails_counts_what_was_sent() -> None:
+    client, owner = Client(), Owner()
+    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, choices=True)
+    relay.on_head(Head(200, b"text/event-stream"))
+    relay.on_body(event({"choices": [{"text": "a"}]}, True) * 3)
+    relay.on_flush()
+    relay.on_done(UpstreamError("the connection was lost"))
+    assert owner.events == client.got.count(b'"text"') == 3
