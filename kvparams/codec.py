@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
 from kvparams import trio
 from kvparams.errors import InvalidParams, Problem, UnsupportedVersion
-from kvparams.fields import MAX_MEMBERS, Part
+from kvparams.fields import MAX_LABEL, MAX_MEMBERS, Part
 from kvparams.params import VERSION_FORM, KVTransferParams
 from kvparams.problems import invalid, json_object
 
@@ -56,29 +57,46 @@ def dump_json(params: KVTransferParams) -> bytes:
 
 
 class Template:
-    """One document for many requests: checked once, then only request id and transfer id are filled in."""
+    """One document for many requests: checked once, then only request id, transfer id and cache salt are filled in."""
 
     __slots__ = ("_pieces",)
 
     def __init__(self, params: KVTransferParams) -> None:
-        """`params` with any ids; its other members, the attempt included, are those of every document."""
+        """`params` with any ids and no isolation; its other members, the attempt included, are those of every document.
+
+        Raises:
+            ValueError: it has an isolation.
+        """
+        if params.isolation is not None:
+            raise ValueError("a template has no isolation of its own")
         marks = {"request_id": "REQUEST-ID-HERE", "transfer": {**dump(params.transfer), "id": "TRANSFER-ID-HERE"}}
         text = dump_json(parse(dump(params) | marks))
         before, _, rest = text.partition(b"REQUEST-ID-HERE")
         between, _, after = rest.partition(b"TRANSFER-ID-HERE")
         self._pieces = before, between, after
 
-    def fill(self, request_id: str, transfer_id: str) -> bytes:
+    def fill(self, request_id: str, transfer_id: str, cache_salt: str | None = None) -> bytes:
         """The document as compact JSON text.
 
         Raises:
-            InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128.
+            InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128;
+                or the salt has not 1 to 256 characters.
         """
         if _TWO_IDENTIFIERS.fullmatch(f"{request_id} {transfer_id}") is None:
             wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
             raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
         before, between, after = self._pieces
-        return b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
+        text = b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
+        if cache_salt is None:
+            return text
+        try:
+            salt = to_json(cache_salt) if 0 < len(cache_salt) <= MAX_LABEL else b""
+        except PydanticSerializationError:  # half a surrogate pair
+            salt = b""
+        if not salt:
+            said = f"is not a text of 1 to {MAX_LABEL} characters"
+            raise InvalidParams((Problem(("isolation", "cache_salt"), "value", said),))
+        return b'%b,"isolation":{"cache_salt":%b}}' % (text[:-1], salt)
 
 
 def read_request(

@@ -16,6 +16,7 @@ from kvparams.tokens import TokenPrefix
 
 __all__ = ["OneEngine", "PrefillThenDecode"]
 
+_SALTED: Final = {"isolation"}
 _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 """What a decode leg is told of prefill's result."""
 _REMEMBERED: Final = 4096
@@ -129,7 +130,7 @@ class PrefillThenDecode:
         known: dict[str, object],
     ) -> bytes:
         """Our document for one leg, as JSON text; `known` are the members that this request alone has."""
-        if known:
+        if known and known.keys() != _SALTED:  # a salt is what every request has where clients have keys
             return dump_json(_params(request, transfer, attempt, phase, mode, producer, consumer, known))
         kind = phase, mode, attempt, producer, consumer
         template = self._templates.get(kind)
@@ -139,7 +140,7 @@ class PrefillThenDecode:
             template = self._templates[kind] = Template(
                 _params(request, transfer, attempt, phase, mode, producer, consumer, {})
             )
-        return template.fill(request.request_id, transfer)
+        return template.fill(request.request_id, transfer, request.cache_salt)
 
 
 class OneEngine:

@@ -16,6 +16,7 @@ __all__ = [
     "MAX_INTEGER",
     "MAX_ITEMS",
     "MAX_KEYS",
+    "MAX_LABEL",
     "MAX_MEMBERS",
     "MAX_TEXT",
     "Address",
@@ -107,7 +108,8 @@ Json = Annotated[object, PlainValidator(_json)]
 """Any JSON value within the bounds above; numbers from -2^63 to 2^64 - 1."""
 Name = Annotated[str, StringConstraints(max_length=_MAX_NAME)]
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+MAX_LABEL: Final = 256
+Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL)]
 """1 to 256 characters of Unicode."""
 Visible = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[!-~]*$")]
 """1 to 256 visible ASCII characters: can stand in an HTTP header as it is."""

@@ -26,11 +26,12 @@ checksums, which follow from the rest.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, Literal
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvparams.keys import Namespace, Page, Rectangle
 from kvparams.seals import METHODS, PageKeys
@@ -147,21 +148,28 @@ def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = Non
     seal_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys)
 
 
-def seal_apart(header: memoryview, payload: memoryview, identity: PageIdentity, keys: PageKeys | None = None) -> None:
+def seal_apart(
+    header: memoryview,
+    payload: memoryview | list[memoryview],
+    identity: PageIdentity,
+    keys: PageKeys | None = None,
+) -> None:
     """`seal` for a payload that does not stand behind its header; stored one after the other they are the page.
 
     Args:
         header: `HEADER_BYTES` writable bytes.
-        payload: `identity.payload_bytes` bytes.
+        payload: `identity.payload_bytes` bytes, in one piece or in several, in their order.
         identity: what the page is.
         keys: of the tenant, for a page with a tag.
 
     Raises:
         ValueError: a buffer has another length.
     """
-    if (header.nbytes, payload.nbytes) != (HEADER_BYTES, identity.payload_bytes):
+    pieces = [payload] if isinstance(payload, memoryview) else payload
+    payload_bytes = sum(piece.nbytes for piece in pieces)
+    if (header.nbytes, payload_bytes) != (HEADER_BYTES, identity.payload_bytes):
         raise ValueError(
-            f"{header.nbytes} and {payload.nbytes} bytes; header and payload have {HEADER_BYTES} and "
+            f"{header.nbytes} and {payload_bytes} bytes; header and payload have {HEADER_BYTES} and "
             f"{identity.payload_bytes}"
         )
     part = identity.rectangle
@@ -179,7 +187,7 @@ def seal_apart(header: memoryview, payload: memoryview, identity: PageIdentity, 
         part.head_start,
         part.head_end,
         identity.payload_bytes,
-        xxh3_64_intdigest(payload),
+        _checksum(pieces),
         identity.namespace,
         identity.chain,
         key_id,
@@ -187,26 +195,46 @@ def seal_apart(header: memoryview, payload: memoryview, identity: PageIdentity, 
         tag,
     )
     if keys is not None:
-        covered = [*(header[part] for part in _COVERED), payload]
+        covered = [*(header[part] for part in _COVERED), *pieces]
         header[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
     _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
 
 
-def verify(buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = None) -> Refusal | None:
+def _checksum(pieces: Sequence[memoryview]) -> int:
+    """XXH3-64 of the pieces, one after the other."""
+    if len(pieces) == 1:
+        return xxh3_64_intdigest(pieces[0])
+    state = xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+def verify(
+    buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = None, *, payload_checksum: int | None = None
+) -> Refusal | None:
     """None if `buffer` holds exactly the page `expected`, whole and unchanged; otherwise the first reason it does not.
 
     Args:
         buffer: the bytes that a store gave back: header and payload, nothing else.
         expected: the page that was asked for.
         keys: of the tenant. With keys only pages with a good tag are used; without, only pages that have none.
+        payload_checksum: XXH3-64 of what stands behind the header, where the caller has computed it from these bytes
+            while they came. None: it is computed here.
     """
     if buffer.nbytes < HEADER_BYTES:
         return Refusal("torn", f"{buffer.nbytes} bytes are fewer than a header has")
-    return verify_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], expected, keys)
+    header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:]
+    return verify_apart(header, payload, expected, keys, payload_checksum=payload_checksum)
 
 
 def verify_apart(
-    header: memoryview, payload: memoryview, expected: PageIdentity, keys: PageKeys | None = None
+    header: memoryview,
+    payload: memoryview,
+    expected: PageIdentity,
+    keys: PageKeys | None = None,
+    *,
+    payload_checksum: int | None = None,
 ) -> Refusal | None:
     """`verify` for a payload that does not stand behind its header.
 
@@ -215,6 +243,7 @@ def verify_apart(
         payload: the rest, and nothing else.
         expected: the page that was asked for.
         keys: of the tenant, as for `verify`.
+        payload_checksum: as for `verify`.
     """
     (
         magic,
@@ -257,7 +286,7 @@ def verify_apart(
         return Refusal("rectangle", f"a page of the layers and heads {part}")
     if payload.nbytes != expected.payload_bytes:
         return Refusal("torn", f"{HEADER_BYTES + payload.nbytes} of {expected.stored_bytes} bytes")
-    if checksum != xxh3_64_intdigest(payload):
+    if checksum != (_checksum((payload,)) if payload_checksum is None else payload_checksum):
         return Refusal("flipped_payload", "the payload's checksum does not fit")
     if keys is not None:
         good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in _COVERED), payload])

@@ -52,7 +52,9 @@ def test_it_costs_nothing_while_it_is_away_and_is_used_when_it_is_there(
         answers = [put(store) for _ in range(20)]
         assert time.monotonic() - began < 1
         assert set(answers) == {Code.UNAVAILABLE}
-        assert store.exists(["key"]).result()[0].code is Code.UNAVAILABLE
+        for found in (store.exists(["key", "other"]), store.delete(["key", "other"]), store.discard(["key", "other"])):
+            answers_of = found.then(lambda results: [result.code for result in results])  # what a connector does
+            assert answers_of.result() == [Code.UNAVAILABLE] * 2
         server.start()
         wait_until(lambda: put(store) in (Code.OK, Code.EXISTS), pause_s=0.1)
         assert get(store) == (Code.OK, WORDS)

@@ -222,11 +222,29 @@ def test_what_a_broken_prefill_has_left_behind_is_dropped_where_that_is_the_poli
 IDS = st.from_regex(r"[A-Za-z0-9._~-]{1,128}", fullmatch=True)
 
 
-@given(IDS, IDS)
-def test_a_template_writes_what_the_document_itself_would(request_id: str, transfer_id: str) -> None:
+@given(IDS, IDS, st.none() | st.text(min_size=1, max_size=256))
+def test_a_template_writes_what_the_document_itself_would(request_id: str, transfer_id: str, salt: str | None) -> None:
     document = parse(RESULT)
     changed = RESULT | {"request_id": request_id, "transfer": {"id": transfer_id, "attempt": 1}}
-    assert json.loads(Template(document).fill(request_id, transfer_id)) == changed
+    if salt is not None:
+        changed["isolation"] = {"cache_salt": salt}
+    filled = Template(document).fill(request_id, transfer_id, salt)
+    assert json.loads(filled) == changed
+    assert parse(filled) == parse(changed)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, "\ud800"])
+def test_a_template_refuses_the_salts_that_a_document_does(salt: str) -> None:
+    with pytest.raises(InvalidParams) as refused:
+        Template(parse(RESULT)).fill("r", "t", salt)
+    assert refused.value.problems[0].path == ("isolation", "cache_salt")
+    with pytest.raises(InvalidParams):
+        parse(RESULT | {"isolation": {"cache_salt": salt}})
+
+
+def test_a_template_has_no_isolation_of_its_own() -> None:
+    with pytest.raises(ValueError, match="isolation"):
+        Template(parse(RESULT | {"isolation": {"lora": "a"}}))
 
 
 @pytest.mark.parametrize("bad", ["", "a b", 'a"b', "a\\b", "x" * 129, "é", "a\n"])

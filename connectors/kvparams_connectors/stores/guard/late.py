@@ -153,6 +153,7 @@ class LateStore(KVStore):
 
 
 def _unavailable(number: int) -> Job[Results]:
-    job: Job[Results] = Job(time.monotonic(), [])
-    job.finish([Result(Code.UNAVAILABLE)] * number)
+    results = [Result(Code.UNAVAILABLE)] * number
+    job = Job(time.monotonic(), results)
+    job.finish(results)
     return job
