@@ -2,17 +2,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STORE ?= file
+ENGINE ?= reference
+DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
 
-.PHONY: help install install-lmcache install-vllm test-vllm servers demo serve check lint test soak bench-proxy bench-store clean
+.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
 	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.4 GB into .venv-vllm)"
+	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
+	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
@@ -48,23 +52,42 @@ install-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --disable-pip-version-check xxhash 'valkey[libvalkey]' pytest pytest-timeout \
 		pytest-asyncio pytest-xdist hypothesis httpx jsonschema
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1 \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1
 	.venv-vllm/bin/python -m pip install --no-deps -e .
 	@touch $@
 
-test-vllm: $(READY) install-vllm servers
+test-vllm: $(READY) install-vllm install-lmcache servers
 	.venv-vllm/bin/python -m pytest tests/vllm
+
+# SGLang's package without its GPU libraries: host pools and controllers run on a CPU.
+install-sglang: .venv-sglang/.ready
+
+.venv-sglang/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 triton==3.9.0 numpy \
+		transformers==5.19.0 ipython aiohttp starlette python-multipart msgspec orjson psutil pybase64 pydantic pyzmq regex \
+		requests pillow dill ninja loguru prometheus-client xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio \
+		pytest-xdist hypothesis httpx jsonschema
+	.venv-sglang/bin/python -m pip install --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 \
+		compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 sentencepiece gguf
+	.venv-sglang/bin/python -m pip install --no-deps -e .
+	@touch $@
+
+test-sglang: install-sglang servers
+	.venv-sglang/bin/python -m pytest tests/sglang
 
 # The real stores that the tests start.
 servers:
 	@tests/install_servers.sh
 
-demo serve: $(if $(filter lmcache,$(STORE)),install-lmcache)
+demo serve: $(if $(filter lmcache,$(STORE)),install-lmcache) $(if $(filter vllm,$(ENGINE)),install-vllm)
 
 demo: $(READY)
-	@$(BIN)/python -m demo --store "$(STORE)"
+	@$(DEMO)
 
 serve: $(READY)
-	@$(BIN)/python -m demo --serve --store "$(STORE)"
+	@$(DEMO) --serve
 
 lint: $(READY)
 	$(BIN)/ruff check

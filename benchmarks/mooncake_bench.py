@@ -1,6 +1,6 @@
 """How fast the Mooncake store moves pages, against the bare client library on the same cluster in the same run.
 
-    python -m benchmarks.mooncake_bench [--page-bytes N]... [--total-bytes N] [--rounds N]
+    python -m benchmarks.mooncake_bench [--page-bytes N]... [--total-bytes N] [--rounds N] [--also SETTINGS]...
 
 It starts a master and an owner of its own on loopback. One round is one pass over all pages by every side, in random
 order; the floor is the fastest of three bare clients in that round: `batch_put_from` and `batch_get_into` on one
@@ -74,8 +74,12 @@ class Bare:
         return [answer for answers in found for answer in answers]
 
 
-def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
-    """Print one block of the table."""
+def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int, also: Sequence[str] = ()) -> None:
+    """Print one block of the table.
+
+    Args:
+        also: settings of further stores, as in a URL.
+    """
     count = max(2, total_bytes // page_bytes)
     arena = Arena(2 * count * (page_bytes + 64), page_bytes)
     slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
@@ -98,14 +102,21 @@ def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int) -> N
         "store, one job": OurStore(store, total_bytes),
         "store, batches": OurStore(store, _BATCH_BYTES),
         "store, seal + verify": OurStore(store, _BATCH_BYTES, identities),
+        "one job, seal + verify": OurStore(store, total_bytes, identities),
     }
     floors = list(sides)[:3]
+    others = [open_store(f"mooncake://{master}?prefix=bench:&{settings}") for settings in also]
+    for settings, other in zip(also, others, strict=True):
+        other.register(arena)
+        sides[f"{settings}, batches"] = OurStore(other, _BATCH_BYTES)
+        sides[f"{settings}, seal + verify"] = OurStore(other, _BATCH_BYTES, identities)
 
     def clean(keys: Sequence[str]) -> None:
         native.batch_remove([*keys, *(f"bench:{key}" for key in keys)], True)
 
     seconds = in_turns(sides, sources, targets, rounds=rounds, warm_ups=2, clean=clean)
-    store.close()
+    for one in (store, *others):
+        one.close()
     native.close()
     for way, figures in seconds.items():
         floor = [min(spent) for spent in zip(*(figures[name] for name in floors), strict=True)]
@@ -159,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page-bytes", type=int, action="append", help="default: 256 KiB, 1 MiB and 4 MiB")
     parser.add_argument("--total-bytes", type=int, default=64 << 20, help="of all pages together (default 64 MiB)")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="SETTINGS", help="and stores with these settings: threads=1"
+    )
     arguments = parser.parse_args(argv)
     print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(f"command: python -m benchmarks.mooncake_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
@@ -184,7 +198,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _await(Path(folder) / "owner.log")
         print(f"\n{'':40} {'GB/s':>20}  {'of the floor':>20}")
         for page_bytes in arguments.page_bytes or (256 << 10, 1 << 20, 4 << 20):
-            measure(master, page_bytes=page_bytes, total_bytes=arguments.total_bytes, rounds=arguments.rounds)
+            measure(
+                master,
+                page_bytes=page_bytes,
+                total_bytes=arguments.total_bytes,
+                rounds=arguments.rounds,
+                also=arguments.also,
+            )
         print()
         lookups(master, 200)
     return 0

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from kvparams.pages import PageIdentity, seal, verify
+from kvparams.pages import PageIdentity, Refusal, seal, verify
+from kvparams_connectors.arrival import Arrival
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
 
@@ -31,15 +32,17 @@ class Checks:
     def __init__(self, pages: Sequence[memoryview], identities: Sequence[PageIdentity]) -> None:
         self._pages = pages
         self._identities = identities
-        self._seen: dict[int, bool] = {}
+        self._arrivals: dict[int, Arrival] = {}
 
-    def on_arrival(self, number: int) -> Callable[[int], None]:
-        """For `GetOp.arrived`."""
+    def get(self, number: int, key: str) -> GetOp:
+        """The question for a page."""
+        page, identity = self._pages[number], self._identities[number]
 
-        def arrived(nbytes: int) -> None:
-            self._seen[number] = verify(self._pages[number][:nbytes], self._identities[number]) is None
+        def judge(nbytes: int, payload_checksum: int | None) -> Refusal | None:
+            return verify(page[:nbytes], identity, payload_checksum=payload_checksum)
 
-        return arrived
+        arrival = self._arrivals[number] = Arrival(page, judge)
+        return GetOp(key, (page,), arrival.arrived, arrival.coming, checked=True)
 
     def finish(self, numbers: Iterable[int]) -> None:
         """Verify those of which nothing was said.
@@ -48,8 +51,10 @@ class Checks:
             SystemExit: a page is not what it should be.
         """
         for number in numbers:
-            good = self._seen.pop(number, None)
-            if not (verify(self._pages[number], self._identities[number]) is None if good is None else good):
+            seen = self._arrivals.pop(number).seen
+            if seen is None or seen[0] != self._pages[number].nbytes:
+                seen = 0, verify(self._pages[number], self._identities[number])
+            if seen[1] is not None:
                 sys.exit("a page came back wrong")
 
 
@@ -91,8 +96,10 @@ class OurStore:
         checks = Checks(pages, self._identities) if self._identities else None
         jobs: list[tuple[range, Job[Results]]] = []
         for batch in batches(pages, self._batch_bytes):
-            looks = [None if checks is None else checks.on_arrival(number) for number in batch]
-            ops = [GetOp(keys[number], (pages[number],), look) for number, look in zip(batch, looks, strict=True)]
+            ops = [
+                GetOp(keys[number], (pages[number],)) if checks is None else checks.get(number, keys[number])
+                for number in batch
+            ]
             jobs.append((batch, self._store.get(ops, _DEADLINE_S)))
         for batch, job in jobs:
             self._check(job)

@@ -100,9 +100,10 @@ class Bench:
     def get(self, *, verifying: bool = False) -> None:
         """All pages of the last put."""
         checks = Checks(self.targets, self._identities)
+        keys = [f"{self._round}.{number}" for number in range(len(self.targets))]
         ops = [
-            GetOp(f"{self._round}.{number}", (target,), checks.on_arrival(number) if verifying else None)
-            for number, target in enumerate(self.targets)
+            checks.get(number, key) if verifying else GetOp(key, (target,))
+            for number, (key, target) in enumerate(zip(keys, self.targets, strict=True))
         ]
         size = self._batch
         self._wait([self._store.get(ops[at : at + size], _DEADLINE_S) for at in range(0, len(ops), size)])

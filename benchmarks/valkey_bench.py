@@ -1,6 +1,7 @@
 """How fast the Valkey store moves pages, against a bare socket and valkey-py to the same server in the same run.
 
     python -m benchmarks.valkey_bench [--transport tcp|unix]... [--page-bytes N]... [--total-bytes N] [--rounds N]
+                                      [--also SETTINGS]...
 
 It starts a valkey-server of its own on loopback. One round is one pass over all pages by every side, in random order;
 the floor is a bare client in that round: of two, one request at a time and four under way, the one that is faster over
@@ -148,8 +149,14 @@ class Glide:
         self._client.close()
 
 
-def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: int, rounds: int) -> None:
-    """Print one block of the table."""
+def measure(
+    transport: str, place: str | int, *, page_bytes: int, total_bytes: int, rounds: int, also: Sequence[str] = ()
+) -> None:
+    """Print one block of the table.
+
+    Args:
+        also: settings of further stores, as in a URL.
+    """
     count = max(2, total_bytes // page_bytes)
     arena = Arena(2 * count * (page_bytes + 64), page_bytes)
     slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
@@ -168,6 +175,9 @@ def measure(transport: str, place: str | int, *, page_bytes: int, total_bytes: i
         "store, seal + verify": OurStore(open_store(url), _BATCH_BYTES, identities),
         "valkey-py": Library(transport, place),
     }
+    for settings in also:
+        sides[settings] = OurStore(open_store(f"{url}?{settings}"), _BATCH_BYTES)
+        sides[f"{settings}, seal + verify"] = OurStore(open_store(f"{url}?{settings}"), _BATCH_BYTES, identities)
     if transport == "tcp" and importlib.util.find_spec("glide_sync") is not None:
         sides["valkey-glide"] = Glide(int(place))
     cleaner = cast("Any", valkey.Valkey(host="127.0.0.1", port=_port(transport, place), unix_socket_path=_path(place)))
@@ -213,6 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page-bytes", type=int, action="append", help="default: 256 KiB, 1 MiB and 4 MiB")
     parser.add_argument("--total-bytes", type=int, default=64 << 20, help="of all pages together (default 64 MiB)")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="SETTINGS", help="and stores with these settings: threads=2"
+    )
     arguments = parser.parse_args(argv)
     print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(f"command: python -m benchmarks.valkey_bench {' '.join(sys.argv[1:] if argv is None else argv)}".rstrip())
@@ -237,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     page_bytes=page_bytes,
                     total_bytes=arguments.total_bytes,
                     rounds=arguments.rounds,
+                    also=arguments.also,
                 )
         print()
         for transport in arguments.transport or ("tcp", "unix"):

@@ -1,22 +1,26 @@
-"""Our connector inside a real vLLM: time to first token on a hit, cost where nothing is found, time in our hooks.
+"""Our connector inside a real vLLM: time to first token on a hit, and what it costs where nothing is found.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_bench [--rounds 20] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_bench [--rounds 30] [--only hit|miss] [--json FILE]
 
-On a CPU with a tiny model: ratios mean something, seconds do not. Each comparison is made within a round and in turns:
+On a CPU with a tiny model: ratios mean something, seconds do not. All engines of a comparison run at the same time on
+one core, and one of them works at a time; within a round each of them has its turn, in an order that changes.
 
-- hit: a prompt of 1,500 tokens whose prefix is stored, on an engine whose own cache is off, with our connector, against
-  the same prompt with another salt, which is found nowhere and computed.
-- miss: completions of random prompts, all computed, on an engine with our connector (a consumer, so that nothing is
-  stored, and again as a cache that stores all) against one without.
+- hit: a prompt of 1,500 tokens whose prefix is stored, on engines whose own cache is off, against the same prompt with
+  another salt, which is found nowhere and computed; with the rule that skips loads slower than computing off and on,
+  and on with a store that is said to be slow.
+- miss: completions of random prompts, eight at a time, all computed: with our connector as a consumer, which looks up
+  and stores nothing, as a cache that stores all, with a connector that does nothing, and with none.
 """
 
 import argparse
+import asyncio
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -24,22 +28,29 @@ from typing import Final
 import httpx
 
 from benchmarks.ratios import Interval, median_interval
-from demo.processes import Processes
+from demo.processes import Processes, Server
 from tests.vllm.engines import counters, start_engine, transfer_config
 from tests.vllm.tiny_model import make_model
 
-__all__ = ["main"]
+__all__ = ["Rounds", "body_of", "in_rounds", "main", "timed", "together"]
 
 _PREFIX_TOKENS: Final = 1500
-_READY_S: Final = 400.0
+_READY_S: Final = 600.0
+_MISS_REQUESTS: Final = 24
+_AT_ONCE: Final = 8
+_ROOT: Final = str(Path(__file__).parents[1])
+Rounds = dict[str, list[float]]
+"""By name: seconds in each round."""
 
 
-def _timed(client: httpx.Client, url: str, prompt: Sequence[int], tokens: int, salt: str | None = None) -> float:
-    """Seconds of one request; with one token, the time to the first."""
+def body_of(prompt: Sequence[int], tokens: int, salt: str | None = None) -> dict[str, object]:
+    """A completion, greedy."""
     body: dict[str, object] = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
-    body["ignore_eos"] = True
-    if salt is not None:
-        body["cache_salt"] = salt
+    return {**body, "ignore_eos": True, **({} if salt is None else {"cache_salt": salt})}
+
+
+def timed(client: httpx.Client, url: str, body: Mapping[str, object]) -> float:
+    """Seconds of one request; with one token, the time to the first."""
     start = time.perf_counter()
     response = client.post(f"{url}/v1/completions", json=body)
     seconds = time.perf_counter() - start
@@ -47,91 +58,151 @@ def _timed(client: httpx.Client, url: str, prompt: Sequence[int], tokens: int, s
     return seconds
 
 
-def _in_turns(rounds: int, one: Callable[[int], float], other: Callable[[int], float]) -> tuple[Interval, float, float]:
-    """The ratio of `one` to `other`, and the median seconds of each; who is first changes from round to round."""
-    ratios: list[float] = []
-    ones: list[float] = []
-    others: list[float] = []
+def in_rounds(rounds: int, sides: Mapping[str, Callable[[int], float]], *, seed: int = 1) -> Rounds:
+    """Every side once in every round, in an order that changes; the seconds that each says."""
+    order, chance = list(sides), random.Random(seed)
+    found: Rounds = {name: [] for name in sides}
     for number in range(rounds):
-        first, second = (one, other) if number % 2 else (other, one)
-        a, b = first(number), second(number)
-        mine, theirs = (a, b) if number % 2 else (b, a)
-        ones.append(mine)
-        others.append(theirs)
-        ratios.append(mine / theirs)
-    return median_interval(ratios), statistics.median(ones), statistics.median(others)
+        chance.shuffle(order)
+        for name in order:
+            found[name].append(sides[name](number))
+    return found
+
+
+def _told(found: Rounds, name: str, other: str) -> dict[str, object]:
+    """One side against another, for the record."""
+    ratio = _ratio(found, name, other)
+    return {
+        "ratio": asdict(ratio),
+        "seconds": statistics.median(found[name]),
+        "other_seconds": statistics.median(found[other]),
+    }
+
+
+def _ratio(found: Rounds, name: str, other: str) -> Interval:
+    return median_interval([a / b for a, b in zip(found[name], found[other], strict=True)])
 
 
 def _hit(folder: Path, model: Path, rounds: int) -> dict[str, object]:
     chance = random.Random(1)
     shared = [chance.randrange(300, 2000) for _ in range(_PREFIX_TOKENS)]
-    found: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Processes(folder) as processes:
-        store = f"file://{memory}/kv?size=512MiB"
-        engine = start_engine(
-            processes, "hit", model, "--no-enable-prefix-caching", transfer=transfer_config(store), cache_bytes=64 << 20
+
+        def start(name: str, **extra: object) -> Server:
+            transfer = transfer_config(f"file://{memory}/{name}?size=512MiB", extra=extra)
+            return start_engine(processes, name, model, "--no-enable-prefix-caching", transfer=transfer)
+
+        off = start("off")
+        processes.wait_ready(off, within_s=_READY_S)
+        with httpx.Client(timeout=120) as client:
+
+            def stored(server: Server) -> Callable[[int], float]:
+                return lambda number: timed(client, server.url, body_of([*shared, 300 + number], 1, "shared"))
+
+            def computed(server: Server) -> Callable[[int], float]:
+                own = time.monotonic_ns
+                return lambda number: timed(client, server.url, body_of([*shared, 300 + number], 1, f"own {own()}"))
+
+            speed = _PREFIX_TOKENS / statistics.median(computed(off)(number) for number in range(5))
+            engines = {
+                "rule off": off,
+                "rule on": start("on", recompute_tokens_per_s=speed),
+                "rule on, slow store": start("slow", recompute_tokens_per_s=speed, store_bytes_per_s=1e5),
+            }
+            processes.wait_ready(*engines.values(), within_s=_READY_S)
+            sides = {name: stored(server) for name, server in engines.items()}
+            sides["computed"] = computed(off)
+            in_rounds(3, sides)
+            found = in_rounds(rounds, sides)
+        counts = {name: counters(server) for name, server in engines.items()}
+    told: dict[str, object] = {"computed_tokens_per_s": speed}
+    for name in engines:
+        loads, skipped = (counts[name][f"vllm:kvparams_{what}_total"] for what in ("loads", "loads_skipped"))
+        told[name] = {**_told(found, name, "computed"), "loads": loads, "skipped": skipped}
+        print(
+            f"first token of {_PREFIX_TOKENS} stored tokens / computed, {name}: {_ratio(found, name, 'computed')} "
+            f"({statistics.median(found[name]) * 1e3:.1f} / {statistics.median(found['computed']) * 1e3:.1f} ms), "
+            f"{loads:.0f} loads, {skipped:.0f} skipped"
         )
-        processes.wait_ready(engine, within_s=_READY_S)
-        with httpx.Client(timeout=120) as client:
-
-            def stored(number: int) -> float:
-                return _timed(client, engine.url, [*shared, 300 + number], 1, "shared")
-
-            def computed(number: int) -> float:
-                return _timed(client, engine.url, [*shared, 300 + number], 1, f"own {number} {time.monotonic_ns()}")
-
-            for number in range(3):
-                stored(number)
-                computed(number)
-            before = counters(engine)
-            ratio, hit_s, miss_s = _in_turns(rounds, stored, computed)
-            after = counters(engine)
-        loaded = after["vllm:kvparams_tokens_loaded_total"] - before["vllm:kvparams_tokens_loaded_total"]
-        found = {"ratio": asdict(ratio), "hit_s": hit_s, "computed_s": miss_s, "tokens_loaded": loaded}
-    print(
-        f"first token of {_PREFIX_TOKENS} stored tokens / computed: {ratio} ({hit_s * 1e3:.1f} / {miss_s * 1e3:.1f} ms)"
-    )
-    return found
+    return told
 
 
-def _miss(folder: Path, model: Path, rounds: int, role: str) -> dict[str, object]:
+async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
+    """Seconds of all, some at a time."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def one(body: Mapping[str, object]) -> None:
+            async with gate:
+                (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
+
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for body in bodies:
+                group.create_task(one(body))
+        return time.perf_counter() - start
+
+
+def _miss(folder: Path, model: Path, rounds: int) -> dict[str, object]:
     chance = random.Random(2)
+    null = json.dumps(
+        {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm_null", "kv_role": "kv_both"}
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Processes(folder) as processes:
-        store = f"file://{memory}/kv?size=512MiB"
-        ours = start_engine(processes, f"ours-{role}", model, transfer=transfer_config(store, role=role), core=0)
-        bare = start_engine(processes, "bare", model, core=0)
-        processes.wait_ready(ours, bare, within_s=_READY_S)
-        with httpx.Client(timeout=120) as client:
+        transfers = {
+            "consumer": transfer_config(f"file://{memory}/consumer?size=512MiB", role="kv_consumer"),
+            "both": transfer_config(f"file://{memory}/both?size=512MiB"),
+            "nothing": null,
+            "bare": None,
+        }
+        environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])}
+        engines = {
+            name: start_engine(processes, name, model, transfer=transfer, environment=environment)
+            for name, transfer in transfers.items()
+        }
+        processes.wait_ready(*engines.values(), within_s=_READY_S)
 
-            def run(url: str) -> float:
-                """Eight requests, one after the other: 200 tokens in, 16 out."""
-                total = 0.0
-                for _ in range(8):
-                    total += _timed(client, url, [chance.randrange(300, 2000) for _ in range(200)], 16)
-                return total
+        def run(server: Server) -> Callable[[int], float]:
+            """200 tokens in, 16 out."""
 
-            run(ours.url)
-            run(bare.url)
-            ratio, ours_s, bare_s = _in_turns(rounds, lambda _: run(ours.url), lambda _: run(bare.url))
-        saved = counters(ours)["vllm:kvparams_pages_saved_total"]
-    print(f"nothing found, {role}: with the connector / without: {ratio} ({ours_s * 1e3:.0f} / {bare_s * 1e3:.0f} ms)")
-    return {"ratio": asdict(ratio), "ours_s": ours_s, "bare_s": bare_s, "pages_saved": saved}
+            def once(_: int) -> float:
+                prompts = [[chance.randrange(300, 2000) for _ in range(200)] for _ in range(_MISS_REQUESTS)]
+                return asyncio.run(together(server.url, [body_of(prompt, 16) for prompt in prompts]))
+
+            return once
+
+        sides = {name: run(server) for name, server in engines.items()}
+        in_rounds(2, sides)
+        found = in_rounds(rounds, sides)
+        saved = counters(engines["both"])["vllm:kvparams_pages_saved_total"]
+        loads = sum(counters(engines[name])["vllm:kvparams_loads_total"] for name in ("consumer", "both"))
+    assert not loads, "what should be found nowhere was found"
+    told: dict[str, object] = {"pages_saved": saved}
+    for name in ("consumer", "both", "nothing"):
+        told[name] = _told(found, name, "bare")
+        ratio = _ratio(found, name, "bare")
+        throughput = Interval(1 / ratio.median, 1 / ratio.high, 1 / ratio.low)
+        print(
+            f"nothing found, {name}: throughput / without a connector: {throughput.median:.3f} [{throughput.low:.3f}, "
+            f"{throughput.high:.3f}] ({_MISS_REQUESTS / statistics.median(found[name]):.1f} / "
+            f"{_MISS_REQUESTS / statistics.median(found['bare']):.1f} requests/s)"
+        )
+    print(f"ours as a consumer / a connector that does nothing, seconds: {_ratio(found, 'consumer', 'nothing')}")
+    return told
 
 
 def main() -> None:
-    """Run all, print the ratios, and write them down if told where."""
+    """Run, print the ratios, and write them down if told where."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", choices=("hit", "miss"))
     parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
     told = parser.parse_args()
+    parts = {"hit": _hit, "miss": _miss}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model")
-        seen = {
-            "hit": _hit(folder, model, told.rounds),
-            "miss_consumer": _miss(folder, model, told.rounds, "kv_consumer"),
-            "miss_both": _miss(folder, model, told.rounds, "kv_both"),
-        }
+        seen = {what: part(folder, model, told.rounds) for what, part in parts.items() if told.only in (None, what)}
     if told.json is not None:
         with told.json.open("a") as file:
             file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, **seen}) + "\n")

@@ -1,28 +1,41 @@
 """Our connector with a stopwatch: how long vLLM's engine thread spends in our hooks, in steps that save or load.
 
-vLLM loads `TimedConnector` by its module path; each such step is a line `half,orders,seconds` in the file that the
-environment variable `KVPARAMS_HOOK_TIMES` names. Run as a program it starts an engine, asks, and prints percentiles:
+vLLM loads `TimedConnector` by its module path; each step is a line `half,orders,seconds,CPU seconds,longest hook` in
+the file that the environment variable `KVPARAMS_HOOK_TIMES` names. Run as a program it starts an engine, asks, and
+prints percentiles. On a busy machine only the CPU time says anything: the rest is others' turn.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_hooks
+    .venv-vllm/bin/python -m benchmarks.vllm_hooks [--prompts 150] [--store URL] [--json FILE]
 """
 
+import argparse
 import json
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
 from demo.processes import Processes
 from kvparams_connectors.engines.vllm.connector import KVParamsConnector, StepMetadata
+from kvparams_connectors.engines.vllm.statistics import WorkerNews
 from tests.vllm.engines import counters, start_engine, transfer_config
 from tests.vllm.tiny_model import make_model
 
 __all__ = ["TimedConnector", "main"]
+
+_HOOKS: Final = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output"),
+    *("request_finished", "request_finished_all_groups", "has_pending_push_work", "has_pending_block_frees"),
+    *("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished"),
+    *("get_block_ids_with_load_errors", "get_kv_connector_stats"),
+)
+"""All that are called while the engine runs, but for the two that end a step."""
 
 
 class TimedConnector(KVParamsConnector):
@@ -31,56 +44,90 @@ class TimedConnector(KVParamsConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._file = open(os.environ["KVPARAMS_HOOK_TIMES"], "a", buffering=1)  # noqa: SIM115  as long as the engine
-        self._spent = 0.0
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        start = time.perf_counter()
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._spent += time.perf_counter() - start
-        return found
-
-    def on_new_request(self, request: Any) -> None:
-        start = time.perf_counter()
-        super().on_new_request(request)
-        self._spent += time.perf_counter() - start
+        self.spent: dict[str, float] = {}
+        self.cpu = 0.0
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        start = time.perf_counter()
-        made = super().build_connector_meta(scheduler_output)
-        self._spent += time.perf_counter() - start
+        made: StepMetadata = self.watch("build_connector_meta", super().build_connector_meta, scheduler_output)
         self._write("scheduler", made)
         return made
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
-        super().start_load_kv(forward_context, **kwargs)
-        self._spent += time.perf_counter() - start
-
-    def wait_for_save(self) -> None:
-        start = time.perf_counter()
-        super().wait_for_save()
-        self._spent += time.perf_counter() - start
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        start = time.perf_counter()
-        found = super().get_finished(finished_req_ids)
-        self._spent += time.perf_counter() - start
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        made: WorkerNews | None = self.watch("build_connector_worker_meta", super().build_connector_worker_meta)
         self._write("worker", self._get_connector_metadata())
-        return found
+        return made
+
+    def watch(self, name: str, hook: Callable[..., Any], *args: object, **more: object) -> Any:
+        """Call a hook."""
+        start, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return hook(*args, **more)
+        finally:
+            self.cpu += time.thread_time() - cpu
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
     def _write(self, half: str, step: StepMetadata) -> None:
-        kind = "load" if step.orders.loads else "save" if step.orders.saves else "none"
-        self._file.write(f"{half},{kind},{self._spent}\n")
-        self._spent = 0.0
+        orders = step.orders
+        kind = "load" if orders.loads else "save" if orders.saves else "none"
+        longest = max(self.spent, key=lambda name: self.spent[name])
+        self._file.write(f"{half},{kind},{sum(self.spent.values())},{self.cpu},{longest}\n")
+        self.spent.clear()
+        self.cpu = 0.0
+
+
+def _watched(hook: Callable[..., object], name: str) -> Callable[..., object]:
+    def watched(self: TimedConnector, *args: object, **more: object) -> object:
+        return self.watch(name, hook, self, *args, **more)
+
+    return watched
+
+
+for _name in _HOOKS:
+    setattr(TimedConnector, _name, _watched(getattr(KVParamsConnector, _name), _name))
+
+
+def _ask(url: str, prompts: int) -> None:
+    """Save and load prompts of 100 to 1,500 tokens, and decode."""
+    chance = random.Random(3)
+    with httpx.Client(timeout=120) as client:
+        for _ in range(prompts):
+            prompt = [chance.randrange(300, 2000) for _ in range(chance.randrange(100, 1500))]
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            for _ in range(2):  # saved, and then loaded
+                client.post(f"{url}/v1/completions", json=body).raise_for_status()
+
+
+def _report(times: Path) -> dict[str, dict[str, float]]:
+    """By half and kind of step: how many, median and p99 in ms."""
+    seen: dict[str, list[tuple[float, float]]] = {}
+    longest: dict[str, Counter[str]] = {}
+    for line in times.read_text().splitlines():
+        half, kind, seconds, cpu, hook = line.split(",")
+        name = f"{half} {kind}"
+        seen.setdefault(name, []).append((float(seconds) * 1e3, float(cpu) * 1e3))
+        longest.setdefault(name, Counter())[hook] += 1
+    found: dict[str, dict[str, float]] = {}
+    for name, values in sorted(seen.items()):
+        wall, cpu = (statistics.quantiles(column, n=100) for column in zip(*values, strict=True))
+        found[name] = {"steps": len(values), "median_ms": wall[49], "p99_ms": wall[98], "cpu_p99_ms": cpu[98]}
+        print(
+            f"{name:15} {len(values):5} steps: median {wall[49]:.3f} ms, p99 {wall[98]:.3f} ms; CPU {cpu[49]:.3f}, "
+            f"{cpu[98]:.3f} ms; most of it in {longest[name].most_common(1)[0][0]}"
+        )
+    return found
 
 
 def main() -> None:
-    """Save and load prompts of 100 to 1,500 tokens, and decode; then say how long steps took."""
-    chance = random.Random(3)
+    """Ask one engine, then say how long steps took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=150)
+    parser.add_argument("--store", help="the URL of a store that runs; default: a file in memory")
+    parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
+    told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         folder = Path(name)
         model, times = make_model(folder / "model"), folder / "times"
-        transfer = json.loads(transfer_config(f"file://{memory}/kv?size=1GiB"))
+        transfer = json.loads(transfer_config(told.store or f"file://{memory}/kv?size=1GiB"))
         transfer |= {"kv_connector": "TimedConnector", "kv_connector_module_path": "benchmarks.vllm_hooks"}
         with Processes(folder) as processes:
             engine = start_engine(
@@ -92,21 +139,13 @@ def main() -> None:
                 environment={"KVPARAMS_HOOK_TIMES": str(times), "PYTHONPATH": str(Path(__file__).parents[1])},
             )
             processes.wait_ready(engine, within_s=400)
-            with httpx.Client(timeout=120) as client:
-                for _ in range(150):
-                    prompt = [chance.randrange(300, 2000) for _ in range(chance.randrange(100, 1500))]
-                    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-                    for _ in range(2):  # saved, and then loaded
-                        client.post(f"{engine.url}/v1/completions", json=body).raise_for_status()
+            _ask(engine.url, told.prompts)
             loads = counters(engine)["vllm:kvparams_loads_total"]
-        seen: dict[tuple[str, str], list[float]] = {}
-        for line in times.read_text().splitlines():
-            half, kind, seconds = line.split(",")
-            seen.setdefault((half, kind), []).append(float(seconds) * 1e3)
-    print(f"{loads:.0f} loads")
-    for (half, kind), values in sorted(seen.items()):
-        cuts = statistics.quantiles(values, n=100)
-        print(f"{half:9} {kind:4} {len(values):5} steps: median {cuts[49]:.3f} ms, p99 {cuts[98]:.3f} ms")
+        print(f"{loads:.0f} loads")
+        found = _report(times)
+    if told.json is not None:
+        with told.json.open("a") as file:
+            file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "loads": loads, "steps": found}) + "\n")
 
 
 if __name__ == "__main__":

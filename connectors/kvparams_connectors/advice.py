@@ -24,7 +24,8 @@ class Advice:
     found: str
     """What is so: `maxmemory-policy is noeviction`."""
     todo: str = ""
-    """What to do: `set maxmemory-policy allkeys-lru`. Empty only where nothing is to be done."""
+    """What to do: `set maxmemory-policy allkeys-lru`. Empty only where nothing is to be done, or `found` says
+    it."""
 
 
 @runtime_checkable

@@ -5,10 +5,16 @@ The one rule: read once at construction, checked there, never changed afterwards
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from kvparams_connectors.grid import Grid
 
 __all__ = ["ConnectorSettings"]
+
+_LOAD_PORTION: Final = 8 << 20
+"""With less at a time a store's own questions would weigh more than the pages."""
+_SAVE_PORTION: Final = 4 << 20
+_MOST_PAGES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +25,12 @@ class ConnectorSettings:
     """For each job, from its submission on."""
     arena_bytes: int = 64 << 20
     """For pages on their way: a save that finds no room drops pages (unless it is required), a load waits for it."""
-    portion_pages: int = 8
-    """A load asks the store for so many pages at a time, and for the next ones while it verifies and writes."""
-    save_portion_pages: int = 4
-    """A save gives the store so many pages at a time, and copies the next ones out of the blocks meanwhile."""
+    portion_pages: int | None = None
+    """A load asks the store for so many pages at a time, and for the next ones while it verifies and writes. None: for
+    about 8 MiB, at most 64 pages."""
+    save_portion_pages: int | None = None
+    """A save gives the store so many pages at a time, and copies the next ones out of the blocks meanwhile. None: about
+    4 MiB, at most 64 pages."""
     load_threads: int = 2
     """How many loads make progress at a time."""
     verify: bool = True
@@ -42,9 +50,22 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         for name in ("arena_bytes", "portion_pages", "save_portion_pages", "load_threads", "bounce_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it is at least 1")
         for name in ("deadline_s", "recompute_tokens_per_s", "store_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it is a number above 0")
+
+    def load_portion(self, page_bytes: int) -> int:
+        """How many pages of this size a load asks for at a time."""
+        return self.portion_pages or _pages_of(_LOAD_PORTION, page_bytes)
+
+    def save_portion(self, page_bytes: int) -> int:
+        """How many pages of this size a save puts at a time."""
+        return self.save_portion_pages or _pages_of(_SAVE_PORTION, page_bytes)
+
+
+def _pages_of(portion_bytes: int, page_bytes: int) -> int:
+    return min(_MOST_PAGES, -(-portion_bytes // page_bytes))

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.tools.diagnosis import examine_machine, examine_store, shown
+from kvparams_connectors.settings import shown
+from kvparams_connectors.tools.diagnosis import examine_machine, examine_store
 
 __all__ = ["COMMAND"]
 

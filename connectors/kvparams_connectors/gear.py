@@ -35,12 +35,17 @@ class Gear:
         seal(buffer, identity, self._keys(plan))
         return buffer
 
-    def judge(self, slot: Slot, result: Result, plan: Plan, part: int) -> Refusal | None:
-        """Why what the store put into `slot` is not the part that was asked for; None if it is."""
+    def judge(
+        self, slot: Slot, result: Result, plan: Plan, part: int, payload_checksum: int | None = None
+    ) -> Refusal | None:
+        """Why what the store put into `slot` is not the part that was asked for; None if it is. See `verify`."""
         identity = plan.identity(part)
         if result.code is Code.TOO_LARGE or (not self.settings.verify and result.nbytes != identity.stored_bytes):
             return Refusal("torn", f"{result.nbytes} of {identity.stored_bytes} bytes")
-        return verify(slot.view[: result.nbytes], identity, self._keys(plan)) if self.settings.verify else None
+        if not self.settings.verify:
+            return None
+        page = slot.view[: result.nbytes]
+        return verify(page, identity, self._keys(plan), payload_checksum=payload_checksum)
 
     def _keys(self, plan: Plan) -> PageKeys | None:
         return None if self.seals is None else self.seals.for_tenant(plan.namespace.cache_salt)

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvparams.pages import HEADER_BYTES, USABLE_BY_OTHERS, Refusal
 from kvparams_connectors.arena import Slot
+from kvparams_connectors.arrival import Arrival
 from kvparams_connectors.devices import Event
 from kvparams_connectors.gear import Gear
 from kvparams_connectors.jobs import Job, Lane
@@ -24,8 +25,8 @@ __all__ = ["Load", "wanted_pages"]
 
 _PORTIONS: Final = 3
 """On their way at a time."""
-_Seen = dict[int, tuple[int, Refusal | None]]
-"""By part, what was found when it arrived: its size, and why it is refused."""
+_Arrivals = dict[int, Arrival]
+"""By part, what is found when it arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class Load:
     def _request(self, job: Job[LoadReport], *, patient: bool) -> _Portion | None:
         """Ask the store for the next pages; None if no slots come free."""
         each = len(self._plan.units)
-        pages = min(self._gear.settings.portion_pages, len(self._wanted))
+        portion = self._gear.settings.load_portion(each * self._gear.arena.slot_bytes)
+        pages = min(portion, len(self._wanted))
         slots = self._gear.arena.lease_some(each, pages * each, job.remaining_s() if patient else 0.0)
         if not slots:
             return None
@@ -128,61 +130,67 @@ class Load:
         taken, self._wanted = self._wanted[:pages], self._wanted[pages:]
         parts = [part for page in taken for part in self._plan.parts(page)]
         # The whole slot, so that a value longer than its page is seen as such.
-        seen: _Seen = {}
-        ops = [
-            GetOp(self._plan.keys[part], (slot.view,), self._on_arrival(part, slot, seen))
-            for part, slot in zip(parts, slots, strict=True)
-        ]
+        arrivals: _Arrivals = {}
+        ops = [self._get(part, slot, arrivals) for part, slot in zip(parts, slots, strict=True)]
         get = self._gear.store.get(ops, job.remaining_s())
         verdict = Job(job.deadline, _Verdict([], Code.TIMEOUT))
-        get.on_settled(lambda: self._verify(parts, slots, seen, get, verdict))
+        get.on_settled(lambda: self._verify(parts, slots, arrivals, get, verdict))
         return _Portion(slots, verdict)
 
-    def _on_arrival(self, part: int, slot: Slot, seen: _Seen) -> Callable[[int], None] | None:
-        """What a store may call when the part lies in its slot: it is verified there and then, in the store's thread,
-        where that is quick. What the store does not call for is verified later, and so are sealed pages, whose tags
-        take as long as the way from the store."""
-        gear = self._gear
+    def _get(self, part: int, slot: Slot, arrivals: _Arrivals) -> GetOp:
+        """The question for a part. Where that is quick, it is verified while it comes, in the store's thread. What the
+        store says nothing of is verified later, and so are sealed pages, whose tags take as long as the way from the
+        store."""
+        gear, key = self._gear, self._plan.keys[part]
         if gear.seals is not None or not gear.settings.verify:
-            return None
+            return GetOp(key, (slot.view,), checked=gear.settings.verify)
 
-        def arrived(nbytes: int) -> None:
-            seen[part] = nbytes, gear.judge(slot, Result(Code.OK, nbytes), self._plan, part)
+        def judge(nbytes: int, payload_checksum: int | None) -> Refusal | None:
+            return gear.judge(slot, Result(Code.OK, nbytes), self._plan, part, payload_checksum)
 
-        return arrived
+        arrival = arrivals[part] = Arrival(slot.view, judge)
+        return GetOp(key, (slot.view,), arrival.arrived, arrival.coming, checked=True)
 
     def _verify(
-        self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, get: Job[Results], verdict: Job[_Verdict]
+        self,
+        parts: Sequence[int],
+        slots: Sequence[Slot],
+        arrivals: _Arrivals,
+        get: Job[Results],
+        verdict: Job[_Verdict],
     ) -> None:
         """The store is through with a portion: have it verified, unless nobody waits any more."""
         late = _Verdict([], Code.TIMEOUT)
         if verdict.done():
             verdict.finish(late)
             return
-        check = self._checks.submit(
-            lambda _: self._judge(parts, slots, seen, get.result(0)),
-            verdict.remaining_s(),
-            timed_out=late,
-            refused=_Verdict([], Code.UNAVAILABLE),
-        )
 
-        def settled() -> None:
+        def conclude(judged: Callable[[], _Verdict]) -> None:
             try:
-                found = check.result(0)
+                found = judged()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the load
                 verdict.fail(error)
             else:
                 verdict.finish(found)
 
-        check.on_settled(settled)
+        def judge() -> _Verdict:
+            return self._judge(parts, slots, arrivals, get.result(0))
 
-    def _judge(self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, results: Results) -> _Verdict:
+        if all(part in arrivals and arrivals[part].seen is not None for part in parts):  # nothing is left to compute
+            conclude(judge)
+            return
+        check = self._checks.submit(
+            lambda _: judge(), verdict.remaining_s(), timed_out=late, refused=_Verdict([], Code.UNAVAILABLE)
+        )
+        check.on_settled(lambda: conclude(lambda: check.result(0)))
+
+    def _judge(self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Arrivals, results: Results) -> _Verdict:
         """Verify the pages of a portion, up to the first that is not good."""
         each = len(self._plan.units)
         good: list[_Good] = []
         for first in range(0, len(parts), each):
             of_page = slice(first, first + each)
-            end = self._check(parts[of_page], slots[of_page], seen, results[of_page])
+            end = self._check(parts[of_page], slots[of_page], arrivals, results[of_page])
             if end is not None:
                 return _Verdict(good, end)
             good.append(_Good(list(parts[of_page]), list(slots[of_page]), sum(one.nbytes for one in results[of_page])))
@@ -208,14 +216,16 @@ class Load:
             self._gear.store.discard([refused.key], self._gear.settings.deadline_s)
 
     def _check(
-        self, parts: Sequence[int], slots: Sequence[Slot], seen: _Seen, results: Results
+        self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Arrivals, results: Results
     ) -> Code | RefusedPage | None:
         """Why a page is not used; None: all of its parts are good."""
         for part, slot, result in zip(parts, slots, results, strict=True):
             if result.code not in (Code.OK, Code.TOO_LARGE):
                 return result.code
-            nbytes, refusal = seen.get(part, (-1, None))
-            if result.code is not Code.OK or nbytes != result.nbytes:
+            seen = arrivals[part].seen if part in arrivals else None
+            if seen is not None and result == Result(Code.OK, seen[0]):
+                refusal = seen[1]
+            else:
                 refusal = self._gear.judge(slot, result, self._plan, part)
             if refusal is not None:
                 return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)

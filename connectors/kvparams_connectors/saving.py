@@ -67,6 +67,7 @@ class Save:
         self._report = SaveReport()
         self._undecided = len(pages)
         self._portions = 0
+        self._portion = gear.settings.save_portion(len(plan.units) * gear.arena.slot_bytes)
         self._open = 1
         """Portions under way, and `start`."""
 
@@ -102,7 +103,7 @@ class Save:
                 for part, slot in zip(parts, slots, strict=True):
                     portion.held[part] = slot
                     copies.append(self._copy(page, part, slot))
-                if len(portion.pages) == self._gear.settings.save_portion_pages:
+                if len(portion.pages) == self._portion:
                     self._dispatch(block_ids, portion, copies)
                     portion, copies = _Portion(), []
             if copies:

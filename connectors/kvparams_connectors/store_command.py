@@ -14,7 +14,8 @@ from kvparams_connectors.settings import StoreError, parse_size
 from kvparams_connectors.store import open_store
 from kvparams_connectors.tools.looking import fetch, look
 from kvparams_connectors.tools.loopback import loopback
-from kvparams_connectors.tools.measuring import Measured, Plan, lookup_s, measure
+from kvparams_connectors.tools.measuring import Measured, Plan, lookup_s, measure, size_text
+from kvparams_connectors.tools.opening import refuse_new_file
 from kvparams_connectors.tools.plotting import check_plotting, plot
 
 __all__ = ["COMMAND"]
@@ -27,12 +28,14 @@ example:
 
 `bench` puts pages of random bytes under keys of its own and deletes them; where there is little room, the store evicts
 others for them. The table goes to stdout, progress to stderr. `inspect` ends with status 0 for a good page, 1 for a bad
-one or none, 2 if the store cannot be asked; it shows the content to nobody who does not ask for it.
+one or none, 2 if the store cannot be asked; it shows the content to nobody who does not ask for it. A key is one of
+those that an engine's answer names: kv_transfer_params.kvparams.load_keys.
 """
 _MIN_PAGE: Final = 4 << 10
 _MAX_PAGE: Final = 256 << 20
 _MAX_THREADS: Final = 64
 _HEADS: Final = ("PAGE", "CALLERS", "PUT", "GET", "SOCKET", "MEMORY", "PUT/SOCKET", "GET/SOCKET", "PUT/MEM", "GET/MEM")
+_COLUMNS: Final = "SOCKET: the same pages over a bare TCP connection of this machine; MEMORY: copied by one core"
 
 
 class StoreCommand:
@@ -58,7 +61,9 @@ class StoreCommand:
         bench.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
         inspect = actions.add_parser("inspect", help="the header of a stored page, and whether it is whole")
         inspect.add_argument("url", metavar="URL", help="the store")
-        inspect.add_argument("key", metavar="KEY", help="under which the page is stored")
+        inspect.add_argument(
+            "key", metavar="KEY", help="of a page: one of an answer's kv_transfer_params.kvparams.load_keys"
+        )
         inspect.add_argument("--seal-keys", type=Path, metavar="FILE", help="the key file, to check the page's tag")
         inspect.add_argument("--cache-salt", metavar="SALT", help="of the tenant, for the tag; none if left out")
         inspect.add_argument(
@@ -75,6 +80,7 @@ class StoreCommand:
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plotting()
+    refuse_new_file(arguments.url)
     store = open_store(arguments.url)
     progress = _progress()
     found: list[Measured] = []
@@ -82,6 +88,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     try:
         print(f"{name} store; {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
         print(f"{arguments.batch} pages per operation, {arguments.rounds} rounds; GB/s, headers and checksums included")
+        progress("lookup of 1000 keys")
         lookup = lookup_s(store)
         with loopback() as floor:
             for page_bytes in arguments.sizes:
@@ -96,6 +103,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    print(_COLUMNS)
     print(f"lookup of 1000 keys that are not there: {1000 * lookup:.2f} ms")
     if arguments.plot is not None:
         plot(arguments.plot, f"{name} store", found)
@@ -104,11 +112,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _row(one: Measured) -> tuple[str, ...]:
-    size = one.plan.page_bytes
-    shown = f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size / 1024:g} KiB"
     speeds = (one.put, one.get, (one.socket_put + one.socket_get) / 2, one.memory)
     ratios = (one.put_of_socket, one.get_of_socket, one.put_of_memory, one.get_of_memory)
-    return (shown, str(one.plan.threads), *(f"{figure:.2f}" for figure in (*speeds, *ratios)))
+    return (size_text(one.plan.page_bytes), str(one.plan.threads), *(f"{figure:.2f}" for figure in (*speeds, *ratios)))
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -118,6 +124,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         keys = read_seal_keys(arguments.seal_keys, "hmac-sha256").for_tenant(arguments.cache_salt)
     elif arguments.cache_salt is not None:
         raise StoreError("--cache-salt is only for --seal-keys")
+    refuse_new_file(arguments.url)
     store = open_store(arguments.url)
     try:
         value = fetch(store, arguments.key)

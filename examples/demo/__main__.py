@@ -1,6 +1,7 @@
 """`python -m demo`: two prefill and two decode engines, a store and a proxy, against one engine that does all the work.
 
-The exit status is 0 only if every answer was the same and both negative controls came out as they must.
+The engines are the reference engine's, or vLLM's (`--engine vllm`). The exit status is 0 only if every answer was the
+same, KV was used, and with the reference engine both negative controls came out as they must.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from demo.folder import own_folder
 from demo.processes import ProcessError, Processes
 from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
+from demo.vllm_demo import NIXL, start_vllm_fleet
 from kvparams.errors import KVParamsError
-from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.settings import StoreURL, shown
 from kvparams_connectors.store import open_store
 
 __all__ = ["main"]
@@ -51,12 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     display = Display()
     try:
-        refusal = _refusal(cast("str", arguments.store), cast("int | None", arguments.port))
+        vllm = arguments.engine == "vllm"
+        refusal = _refusal(cast("str", arguments.store), cast("int | None", arguments.port), vllm=vllm)
         if refusal is not None:
             print(f"demo: {refusal}", file=sys.stderr)
             return 2
         with own_folder(_MEMORY_DISK if _MEMORY_DISK.is_dir() else Path(tempfile.gettempdir())) as directory:
-            asyncio.run(_run(arguments, directory, display))
+            asyncio.run(_run_vllm(arguments, directory, display) if vllm else _run(arguments, directory, display))
     except KeyboardInterrupt:
         display.step("stopped")
         return 130
@@ -73,18 +76,21 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _refusal(store: str, port: int | None) -> str | None:
+def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
     """Why the demo cannot be run like this, in one line."""
     if port is not None and not 1 <= port <= 65_535:
         return f"--port {port} is no port; choose one from 1 to 65535"
-    if store in KINDS:
+    if store in KINDS or (vllm and store == NIXL):
         return None
+    if store == NIXL:
+        return "--store nixl is no store: only vLLM engines move KV like that (--engine vllm)"
     try:
         size_bytes = _size_bytes(StoreURL.parse(store))
         if size_bytes is not None and size_bytes < _LEAST_STORE_BYTES:
             least = f"{_LEAST_STORE_BYTES >> 20}MiB"
             return (
-                f"--store {store} is too small for the conversations: {size_bytes} bytes; choose size={least} or more"
+                f"--store {shown(store)} is too small for the conversations: {size_bytes} bytes; "
+                f"choose size={least} or more"
             )
         opened = open_store(store)
     except KVParamsError as error:
@@ -92,7 +98,10 @@ def _refusal(store: str, port: int | None) -> str | None:
     shared = opened.capabilities.shared
     opened.close()
     if not shared:
-        return f"--store {store} is not shared between processes; choose one that is, e.g. file:///dev/shm/kv?size=1GiB"
+        return (
+            f"--store {shown(store)} is not shared between processes; "
+            "choose one that is, e.g. file:///dev/shm/kv?size=1GiB"
+        )
     return None
 
 
@@ -108,7 +117,7 @@ async def _run(arguments: argparse.Namespace, directory: Path, display: Display)
     wanted = cast("str", arguments.store)
     with Processes(directory) as processes:
         store = start_store(wanted, processes, directory) if wanted in KINDS else wanted
-        display.step(f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {store}")
+        display.step(f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {shown(store)}")
         fleet = _start(processes, store, cast("int", arguments.port))
         for server in (*fleet.prefill, *fleet.decode, fleet.single, fleet.proxy):
             processes.wait_ready(server)
@@ -128,6 +137,19 @@ async def _run(arguments: argparse.Namespace, directory: Path, display: Display)
             decode = processes.engine("careless-d", "decode", careless_store, "--no-verify")
             processes.wait_ready(prefill, decode)
             await damage_unchecked(client, prefill, decode, fleet.single, careless_store, display)
+        display.step("stopping everything")
+    display.step("nothing is left running")
+
+
+async def _run_vllm(arguments: argparse.Namespace, directory: Path, display: Display) -> None:
+    with Processes(directory) as processes:
+        wanted, port = cast("str", arguments.store), cast("int | None", arguments.port)
+        fleet = start_vllm_fleet(processes, directory, wanted, port, display, cast("int | None", arguments.each))
+        async with new_client() as client:
+            if arguments.serve:
+                await _serve(client, fleet, display)
+                return
+            await hold_conversations(client, fleet, display, cast("int", arguments.turns))
         display.step("stopping everything")
     display.step("nothing is left running")
 
@@ -157,7 +179,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND|URL",
         default="file",
         help=f"the store between the engines: {', '.join(KINDS)} (its server is started too), or the URL of one that "
-        "runs already (default: file, in memory)",
+        "runs already (default: file, in memory); with vLLM also nixl: its own connector, and no store",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("reference", "vllm"),
+        default="reference",
+        help="whose engines: the reference engine's, or vLLM's with a tiny model, without a GPU (default: reference)",
+    )
+    parser.add_argument(
+        "--each",
+        type=int,
+        choices=(1, 2),
+        help="vLLM engines of each role (default: 2, or 1 where less than 8 GiB of memory are free)",
     )
     parser.add_argument(
         "--turns", type=int, choices=range(1, MAX_TURNS + 1), default=MAX_TURNS, help="per conversation"

@@ -27,6 +27,8 @@ class Reply:
 
     texts: dict[int, str] = field(default_factory=dict[int, str])
     """By choice."""
+    token_ids: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """By choice, where the engine was asked for them (`return_token_ids`)."""
     finish: dict[int, object] = field(default_factory=dict[int, object])
     """By choice: why it ended."""
     usage: JSON = field(default_factory=dict[str, object])
@@ -42,8 +44,10 @@ class Reply:
 
     @property
     def outcome(self) -> tuple[object, ...]:
-        """What must be equal on two engines that do the same: one token is one character, and the end marker counts."""
-        return sorted(self.texts.items()), sorted(self.finish.items()), self.usage["completion_tokens"]
+        """What must be equal on two engines that do the same: of the reference engine one token is one character, of
+        others there are token ids, and the end marker counts."""
+        texts, finish = sorted(self.texts.items()), sorted(self.finish.items())
+        return texts, finish, self.usage["completion_tokens"], sorted(self.token_ids.items())
 
     def count(self, name: str) -> int:
         """A number from `usage`; `cached_tokens` is looked up where OpenAI's API has it."""
@@ -112,6 +116,8 @@ def _take(reply: Reply, event: JSON, started: float) -> None:
         if text and not any(reply.texts.values()):
             reply.ttft_s = time.monotonic() - started
         reply.texts[index] = reply.texts.get(index, "") + text
+        if ids := cast("list[int] | None", choice.get("token_ids")):
+            reply.token_ids.setdefault(index, []).extend(ids)
         reply.finish[index] = choice.get("finish_reason")
 
 

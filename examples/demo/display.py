@@ -18,8 +18,8 @@ _COLUMNS: Final = (
     ("new", 5),
     ("answer", 6),
     ("TTFT ms", 8),
-    ("KV to P KiB", 11),
-    ("KV to D KiB", 11),
+    ("KV to P", 11),
+    ("KV to D", 11),
     ("equal", 5),
 )
 
@@ -46,9 +46,10 @@ class Display:
         if not good:
             self.failures.append(text)
 
-    def header(self) -> None:
-        """The head of the table."""
-        print("\n" + "  ".join(name.rjust(width) for name, width in _COLUMNS), flush=True)
+    def header(self, unit: str) -> None:
+        """The head of the table; `unit` is that of KV."""
+        names = ((f"{name} {unit}" if name.startswith("KV") else name, width) for name, width in _COLUMNS)
+        print("\n" + "  ".join(name.rjust(width) for name, width in names), flush=True)
 
     def row(self, *cells: object) -> None:
         """One request."""

@@ -20,7 +20,7 @@ from typing import Final, Literal, Self
 
 import httpx
 
-__all__ = ["ProcessError", "Processes", "Server", "free_port"]
+__all__ = ["ProcessError", "Processes", "Server", "free_port", "proxy_command"]
 
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
@@ -108,19 +108,23 @@ class Processes:
             command += ["--store", store]
         return self.start(name, *command, *more, port=port)
 
-    def proxy(self, prefill: Sequence[Server], decode: Sequence[Server], *, port: int | None = None) -> Server:
-        """Start the proxy before these engines, with KV travelling through the store they share.
+    def proxy(
+        self,
+        prefill: Sequence[Server],
+        decode: Sequence[Server],
+        *more: str,
+        connector: str = "store",
+        port: int | None = None,
+    ) -> Server:
+        """Start the proxy before these engines; `more` are further arguments of `kvparams proxy`.
 
-        Its answers name the engines used, in the headers `x-kvparams-prefill` and `x-kvparams-decode`.
+        KV travels as `connector` says: by default through a store that the engines share. The proxy's answers name the
+        engines used, in the headers `x-kvparams-prefill` and `x-kvparams-decode`.
         """
         port = port or free_port()
-        command = [sys.executable, "-m", "kvparams", "proxy", "--connector", "store", "--port", str(port)]
+        command = [*proxy_command(prefill, decode, connector), "--port", str(port)]
         command += ["--expose-route", "--probe", "1"]  # engines that start beside it are seen within a second
-        for server in prefill:
-            command += ["--prefill", f"{server.name}={server.url}"]
-        for server in decode:
-            command += ["--decode", f"{server.name}={server.url}"]
-        return self.start("proxy", *command, port=port)
+        return self.start("proxy", *command, *more, port=port)
 
     def wait_ready(self, *servers: Server, within_s: float = 60.0) -> None:
         """Wait until all of them answer `/health`.
@@ -158,6 +162,15 @@ class Processes:
                 server.process.kill()
                 server.process.wait()
         self._servers = [server for server in self._servers if server not in servers]
+
+
+def proxy_command(prefill: Sequence[Server], decode: Sequence[Server], connector: str) -> list[str]:
+    """The command line of a proxy before these engines; with `--check` behind it, it only looks at them."""
+    command = [sys.executable, "-m", "kvparams", "proxy", "--connector", connector]
+    for role, servers in (("prefill", prefill), ("decode", decode)):
+        for server in servers:
+            command += [f"--{role}", f"{server.name}={server.url}"]
+    return command
 
 
 def _healthy(url: str) -> bool:

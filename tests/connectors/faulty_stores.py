@@ -55,6 +55,17 @@ class Hasty(Wrapped):
         return super().get_now(ops, deadline)
 
 
+class Foretelling(Wrapped):
+    """Says how much of a value has come before it has."""
+
+    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        for op in ops:
+            if op.coming is not None:
+                op.coming(0)
+                op.coming(10)
+        return super().get_now(ops, deadline)
+
+
 class Raising(Wrapped):
     """One missing key takes the whole batch with it."""
 
@@ -107,6 +118,7 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "writes beside the value": lambda _: Scribbling(),
     "fails a batch for one key": lambda _: Raising(),
     "announces what is not there": lambda _: Hasty(),
+    "announces parts that are not there": lambda _: Foretelling(),
     "announces and then fails": faulty(when("get", Fault("fail", announced=True), "small")),
     "announces and then changes": faulty(when("get", Fault("flip", at=1, announced=True), "small")),
     "does not evict": lambda _: NeverEvicting(),

@@ -94,9 +94,16 @@ class MPServer:
             return json.loads(answer.read())
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.kill()
         self.memory.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""What the tests of the store on `lm://` servers do again and again.
+"""What the tests of the store on `lm://` servers do again and again, besides `steps.py`.
 
-The one rule: whoever reads a value compares it.
+The one rule: what a client or a server holds is asked of the kernel.
 """
 
 import re
@@ -9,47 +9,22 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Final
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.store import Code, KVStore
 from kvparams_connectors.stores.lmcache.wire import Kind
 from tests.connectors.lmcache_server import PUT, BareClient, LMCacheServer
+from tests.connectors.steps import DEADLINE_S, codes, found
 from tests.connectors.valkey_server import wait_until
 
-__all__ = ["DEADLINE_S", "SIZE", "break_off", "delete", "exists", "get", "page", "put", "resident_mib", "sockets"]
-
-DEADLINE_S: Final = 20.0
-SIZE: Final = 400_000
-
-
-def page(seed: int, size: int = SIZE) -> memoryview:
-    return memoryview(bytearray(Random(seed).randbytes(size)))
-
-
-def put(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
-    ops = [PutOp(f"key-{number}", (page(number),)) for number in numbers]
-    return [result.code for result in store.put(ops, deadline_s).result()]
-
-
-def get(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
-    """The codes; what was read is right, or this fails."""
-    targets = [memoryview(bytearray(SIZE)) for _ in numbers]
-    ops = [GetOp(f"key-{number}", (target,)) for number, target in zip(numbers, targets, strict=True)]
-    job = store.get(ops, deadline_s)
-    results = job.result()
-    for number, target, result in zip(numbers, targets, results, strict=True):
-        if result.code is Code.OK:
-            assert (result.nbytes, target) == (SIZE, page(number)), f"key-{number}"
-    assert job.wait_settled(DEADLINE_S)
-    return [result.code for result in results]
+__all__ = ["break_off", "delete", "exists", "resident_mib", "sockets"]
 
 
 def exists(store: KVStore, numbers: range) -> list[Code]:
-    return [result.code for result in store.exists([f"key-{number}" for number in numbers], DEADLINE_S).result()]
+    return found(store, *(f"key-{number}" for number in numbers))
 
 
 def delete(store: KVStore, numbers: range) -> list[Code]:
-    return [result.code for result in store.delete([f"key-{number}" for number in numbers], DEADLINE_S).result()]
+    return codes(store.delete([f"key-{number}" for number in numbers], DEADLINE_S).result())
 
 
 def break_off(server: LMCacheServer, name: bytes, content: bytes, nbytes: int, *, reset: bool) -> None:

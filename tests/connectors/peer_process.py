@@ -17,9 +17,10 @@ from typing import Any, Final, Self
 from kvparams_connectors.store import PutOp, open_store
 from kvparams_connectors.stores.peer.store import PeerStore
 
-__all__ = ["PeerProcess", "page"]
+__all__ = ["PeerProcess", "a_peer", "page"]
 
 _WAIT_S: Final = 30.0
+_EMPTY_S: Final = 1.0
 
 
 def page(seed: int, size: int) -> memoryview:
@@ -27,11 +28,21 @@ def page(seed: int, size: int) -> memoryview:
     return memoryview(bytearray(Random(seed).randbytes(size)))
 
 
+def a_peer(kept: list["PeerProcess"], url: str) -> "PeerProcess":
+    """The process that is kept for the tests of a file, or a new one if a test has harmed it."""
+    if kept and not kept[0].as_new():
+        kept.pop().kill()
+    if not kept:
+        kept.append(PeerProcess(url))
+    return kept[0]
+
+
 class PeerProcess:
     """One such process."""
 
     def __init__(self, url: str) -> None:
         self.url: Final = url
+        self._seeds: set[int] = set()
         self._start()
 
     def _start(self) -> None:
@@ -52,10 +63,25 @@ class PeerProcess:
 
     def put(self, seeds: Sequence[int], size: int) -> list[str]:
         """Pages under `key-SEED`; what became of them."""
+        self._seeds.update(seeds)
         return self._ask(["put", list(seeds), size])
 
     def delete(self, seeds: Sequence[int]) -> list[str]:
         return self._ask(["delete", list(seeds), 0])
+
+    def as_new(self) -> bool:
+        """Go on, and delete what was put; whether it is as it was when it was started."""
+        if self._process.poll() is not None:
+            return False
+        self.go_on()
+        self.delete(sorted(self._seeds))
+        self._seeds.clear()
+        give_up = time.monotonic() + _EMPTY_S
+        while self.pins() or self.readers():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.01)
+        return True
 
     def pins(self) -> int:
         """Values that are pinned at the moment, by whomever."""

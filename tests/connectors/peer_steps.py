@@ -6,14 +6,12 @@ The one rule: what was read is compared with what was put, here, whatever a test
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Self
 from urllib.parse import quote
 
-import pytest
-
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
 from kvparams_connectors.stores.peer.channel import Channel
 from kvparams_connectors.stores.peer.handshake import welcome
 from kvparams_connectors.stores.peer.store import PeerStore
@@ -30,14 +28,6 @@ from tests.connectors.peer_process import PeerProcess, page
 
 WAIT_S: Final = 20.0
 SIZE: Final = 100_000
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
 
 
 def peer(opened: list[KVStore], place: str = "127.0.0.1", **settings: str | int) -> PeerStore:
@@ -69,10 +59,6 @@ def get(store: KVStore, seeds: Sequence[int], size: int = SIZE, deadline_s: floa
 
 def names(seeds: Sequence[int]) -> list[str]:
     return [f"key-{seed}" for seed in seeds]
-
-
-def codes(results: Results) -> list[Code]:
-    return [result.code for result in results]
 
 
 def a_listener() -> socket.socket:

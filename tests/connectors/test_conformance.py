@@ -88,8 +88,8 @@ def test_a_store_that_is_slower_than_it_says_fails_level_5_alone(tmp_path: Path)
     [
         ("nowhere", "write package.module:factory"),
         ("nowhere:factory", "No module named 'nowhere'"),
-        ("json:nothing", "no attribute 'nothing'"),
-        ("json:__name__", "cannot be called"),
+        pytest.param("json:nothing", "no attribute 'nothing'", marks=pytest.mark.slow),
+        pytest.param("json:__name__", "cannot be called", marks=pytest.mark.slow),
     ],
 )
 def test_a_store_that_cannot_be_found_is_one_line(tmp_path: Path, named: str, words: str) -> None:

@@ -112,6 +112,7 @@ FAILING: dict[str, set[str]] = {
         "test_pages_come_back_as_they_were_sealed_in_any_order",
     },
     "announces what is not there": {"test_what_is_said_to_have_arrived_is_there"},
+    "announces parts that are not there": {"test_what_is_said_to_have_arrived_is_there"},
     "announces and then fails": {"test_what_is_said_to_have_arrived_is_there"},
     "announces and then changes": {"test_what_is_said_to_have_arrived_is_there"},
     "deletes nothing": {
@@ -185,7 +186,7 @@ BY_CHANCE = {
 }
 """Threads meet as they happen to: where they stand above they may fail, elsewhere they must not."""
 
-QUICK = ["good", "mixes up a batch", "writes after it has settled", "writes beside the value"]
+QUICK = ["mixes up a batch", "writes after it has settled"]
 
 
 def failing(folder: Path, names: list[str]) -> dict[str, set[str]]:

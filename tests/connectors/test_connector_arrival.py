@@ -1,6 +1,5 @@
 """A store may say that a value has arrived, and a page is verified there and then: whoever says so answers for it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
 
 BIT = 8 * (HEADER_BYTES + 40)
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
 
 
 def faulty(opened: list[KVStore], fault: Fault) -> FaultyStore:

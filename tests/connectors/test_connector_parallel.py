@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams.keys import DTYPE_BYTES, Geometry, Namespace, Rectangle
+from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.grid import Grid
 from kvparams_connectors.layout import LayoutError, PagedKVLayout
@@ -55,7 +56,15 @@ class Rank:
         self.tensors = self._build(count if filled else 0)
         spec = CacheSpec(block_size, part.heads, shape.k_dim, shape.v_dim, namespace.dtype)
         layout = PagedKVLayout.from_engine(self.tensors, spec, form=form, rectangle=part)
-        self.connector = KVStoreConnector(store, namespace, layout, config)
+        self._connect: Callable[[KVStore], KVStoreConnector] = lambda store: KVStoreConnector(
+            store, namespace, layout, config
+        )
+        self.connector = self._connect(store)
+
+    def move_to(self, store: KVStore) -> None:
+        """The same blocks and what is in them, at another store."""
+        self.connector.close()
+        self.connector = self._connect(store)
 
     def holds(self, tokens: int) -> bool:
         """Whether the first `tokens` tokens stand in the blocks and nothing else."""
@@ -125,7 +134,7 @@ def settings_for(grid: Grid | None, **more: bool) -> ConnectorSettings:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     dtype=st.sampled_from(list(DTYPE_BYTES)),
     sizes=st.tuples(*[st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 3)])] * 2),
@@ -159,16 +168,21 @@ def test_any_parallelism_form_and_block_size_serves_any_other(
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_tensor_parallelism_1_2_4_8_and_back(dtype: str) -> None:
-    """Each store is filled by what was loaded from the one before."""
+    """Each store is filled with what was loaded from the one before: what was wrong once would stay wrong."""
     geometry = Geometry(layers=2, kv_heads=8, k_dim=4, v_dim=4)
     namespace = Namespace("model", "revision", dtype, geometry, 16)
     config = settings_for(Grid.shared(geometry, tensor=(1, 2, 4, 8)))
     kv, ids = truth(geometry, 40, dtype, seed=2), list(range(40))
-    for before, after in ((1, 2), (2, 4), (4, 8), (8, 4), (4, 2), (2, 1), (8, 1), (1, 8)):
-        store = MemoryStore(4 << 20, unit_bytes=1024)
-        form = FORM["kv_first_nhd"]
-        save(engine(store, namespace, before, 1, form, 32, kv, config, filled=True), ids)
-        assert serves(engine(store, namespace, after, 1, form, 128, kv, config), ids)
+    form = FORM["kv_first_nhd"]
+    stores = [MemoryStore(4 << 20, unit_bytes=1024) for _ in range(8)]
+    source = engine(stores[0], namespace, 1, 1, form, 32, kv, config, filled=True)
+    for number, (store, after) in enumerate(zip(stores, (2, 4, 8, 4, 2, 1, 8, 1), strict=True)):
+        for rank in source:
+            rank.move_to(store)
+        save(source, ids)
+        source = engine(store, namespace, after, 1, form, (128, 32)[number % 2], kv, config)
+        assert serves(source, ids)  # from here on the blocks hold what was loaded
+    for store in stores:
         store.close()
 
 
@@ -240,6 +254,39 @@ def test_a_page_that_lacks_one_part_is_not_found_and_nothing_of_it_is_written() 
     assert (report.end_token, report.failure, report.pages) == (16, Code.MISS, 1)
     assert target.holds(16)
     target.connector.close()
+    store.close()
+
+
+def test_store_keys_that_name_one_part_of_a_page_store_that_part_alone() -> None:
+    geometry = Geometry(layers=2, kv_heads=4, k_dim=4, v_dim=4)
+    namespace = Namespace("model", "revision", "float16", geometry, 16)
+    kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
+    store = MemoryStore(4 << 20, unit_bytes=1024)
+    config = settings_for(Grid(2, 2))
+    (source,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config, filled=True)
+    keys = source.connector.plan(ids).keys
+    assert len(keys) == 6  # three pages of two parts
+
+    def save_only(*wanted: str) -> list[Code]:
+        named = KVTransferParams(
+            version=PROTOCOL_VERSION,
+            request_id="request",
+            transfer=Transfer(id="transfer", attempt=1),
+            phase="prefill",
+            mode="store",
+            store_keys=wanted,
+        )
+        report = source.connector.save(source.connector.plan(ids, named), source.blocks, 0, 40).result()
+        assert (report.saved, report.complete) == (1, True)
+        return [result.code for result in store.exists(keys).result()]
+
+    there, missing = Code.OK, Code.MISS
+    assert save_only(keys[3]) == [missing, missing, missing, there, missing, missing]
+    assert source.connector.lookup(source.connector.plan(ids)).result().tokens == 0
+    assert save_only(keys[2]) == [missing, missing, there, there, missing, missing]  # the page is whole now
+    assert save_only(keys[0], keys[1]) == [there, there, there, there, missing, missing]
+    assert source.connector.lookup(source.connector.plan(ids)).result().tokens == 32
+    source.connector.close()
     store.close()
 
 

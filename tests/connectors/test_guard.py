@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvparams.breaker import BreakerLimits, BreakerState
 from kvparams_connectors.alarm import Alarm
-from kvparams_connectors.conformance import Fault, FaultyStore, Opener, StoreConformance
+from kvparams_connectors.conformance import Fault, FaultyStore, Floors, Opener, StoreConformance
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results
 from kvparams_connectors.stores.guard.health import Health
@@ -20,6 +20,7 @@ from kvparams_connectors.stores.guard.quarantine import Quarantine
 from kvparams_connectors.stores.guard.rates import Rate
 from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits, open_guarded
 from kvparams_connectors.stores.memory import MemoryStore
+from tests.connectors.steps import until
 
 WAIT_S = 20.0
 SIZE = 8 << 20
@@ -28,6 +29,8 @@ LIMITS = GuardLimits(breaker=QUICK, fair_s=0.01, probe_s=0.1)
 
 
 class TestGuardedStore(StoreConformance):
+    at_least = Floors(put=0.003, get=0.02)
+
     @pytest.fixture
     def opener(self) -> Iterator[Opener]:
         opened: list[KVStore] = []
@@ -63,14 +66,6 @@ class Broken:
 
     def wait_for(self, *states: BreakerState) -> None:
         until(lambda: self.store.statistics.state in states)
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    tick = threading.Event()
-    while not true():
-        assert time.monotonic() < give_up
-        tick.wait(0.002)
 
 
 @pytest.fixture

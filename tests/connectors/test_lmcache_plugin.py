@@ -109,6 +109,7 @@ def works(worker: LMCacheWorker) -> None:
     assert worker.ask("free")["bytes"] == free, "LMCache's pool has a leak"
 
 
+@pytest.mark.slow
 def test_on_a_file_that_processes_share(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "store"
     worker = start(f"file://{path}?size=16MiB")
@@ -151,6 +152,7 @@ def test_on_memory_before_valkey(start: Start, server: ValkeyServer) -> None:
         assert "Error occurred when closing" not in worker.said
 
 
+@pytest.mark.slow
 def test_the_control_with_lmcaches_own_connector_a_flipped_byte_is_loaded(server: ValkeyServer, tmp_path: Path) -> None:
     python()
     settings = {

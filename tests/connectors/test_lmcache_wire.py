@@ -51,6 +51,7 @@ ENTRIES = [(Kind.VALUE, 4096, 2**62 - 1), (Kind.RECORD, MAX_VALUE_BYTES, 2**31),
 NUMBERS = st.integers(0, 2**31 - 1)
 
 
+@pytest.mark.slow  # LMCache takes seconds to import; the tests against its server say the same in other words
 def test_the_messages_are_those_of_lmcaches_own_classes() -> None:
     names = [Names(prefix) for prefix in ("", "p", "x" * Names.LONGEST_PREFIX)]
     asked = [

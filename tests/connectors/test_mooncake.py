@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from textwrap import dedent
@@ -14,17 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams_connectors.advice import advice_of as advice_of_store
 from kvparams_connectors.arena import Arena, Slot
-from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError, StoreURL
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results, open_store
+from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.stores.mooncake.advising import Facts, advice_of, rdma_devices
 from kvparams_connectors.stores.mooncake.client import Client
 from kvparams_connectors.stores.mooncake.codes import Answer, code_of
+from kvparams_connectors.stores.mooncake.library import Copies
 from kvparams_connectors.stores.mooncake.memory import Memory, Regions, first_bytes, pieces_of
 from kvparams_connectors.stores.mooncake.stalls import Stalls
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 from kvparams_connectors.stores.mooncake.writing import EMPTY
+from kvparams_connectors.tools.diagnosis import examine_store
 from tests.connectors.mooncake_cluster import Cluster, free_port, until
+from tests.connectors.steps import codes
 
 DEADLINE_S = 20.0
 NAMES = count()
@@ -72,11 +78,9 @@ def content(seed: int, size: int) -> memoryview:
     return memoryview(bytearray((seed * 31 + number * 7) % 251 for number in range(256)) * (size // 256 + 1))[:size]
 
 
-def codes(results: Results) -> list[Code]:
-    return [result.code for result in results]
-
-
 class TestMooncakeStore(StoreConformance):
+    at_least = Floors(put=0.004, get=0.003)
+
     @pytest.fixture
     def opener(self, opener: Opener) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
         return opener
@@ -183,6 +187,138 @@ def test_a_value_of_no_bytes_is_kept_although_mooncake_takes_none(store: KVStore
     assert results == [Result(Code.OK, 0), Result(Code.OK, 0), Result(Code.TOO_LARGE, 32), Result(Code.OK, 32)]
     assert target[:32] == short
     assert store.put([PutOp("empty", (short,))], DEADLINE_S).result() == [Result(Code.EXISTS)]
+
+
+def test_whoever_checks_the_bytes_spares_the_master_two_questions(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opener()
+    assert isinstance(store, MooncakeStore)
+    sizes = {"large": 300_000, "small": 5, "short": len(EMPTY), "empty": 0}
+    puts = [PutOp(key, (content(size, size),)) for key, size in sizes.items()]
+    assert codes(store.put(puts, DEADLINE_S).result()) == [Code.OK] * 4
+    arena = Arena(4 << 20, 400_000)
+    store.register(arena)
+    slots = arena.lease_some(10, 10)
+    elsewhere = memoryview(bytearray(400_000))
+    asked: list[Sequence[str]] = []
+    copies = Client.copies
+
+    def counted(client: Client, keys: Sequence[str], deadline: float) -> dict[str, Copies]:
+        asked.append(keys)
+        return copies(client, keys, deadline)
+
+    monkeypatch.setattr(Client, "copies", counted)
+
+    def read(*ops: GetOp) -> tuple[list[Result], int]:
+        asked.clear()
+        return store.get(ops, DEADLINE_S).result(), len(asked)
+
+    first, second, third, *_ = [slot.view for slot in slots]
+    good = [Result(Code.OK, 300_000), Result(Code.OK, 5)]
+    assert read(GetOp("large", (first,)), GetOp("small", (second,))) == (good, 2)  # the control
+    first[:300_000] = bytes(300_000)
+    assert read(GetOp("large", (first,), checked=True), GetOp("small", (second,), checked=True)) == (good, 0)
+    assert (first[:300_000], second[:5]) == (content(300_000, 300_000), content(5, 5))
+    assert read(GetOp("none", (first,), checked=True)) == ([Result(Code.MISS)], 0)
+    # What only the careful way can tell: a value without bytes, and buffers that are too small.
+    assert read(GetOp("empty", (third,), checked=True))[0] == [Result(Code.OK, 0)]
+    assert read(GetOp("short", (third,), checked=True))[0] == [Result(Code.OK, 32)]
+    assert third[:32] == content(32, 32)
+    assert read(GetOp("large", (first[:299_999],), checked=True))[0] == [Result(Code.TOO_LARGE, 300_000)]
+    # And what goes another way in any case.
+    assert read(GetOp("large", (elsewhere,), checked=True)) == ([Result(Code.OK, 300_000)], 2)
+    parts = (second[:1000], third)
+    assert read(GetOp("large", parts, checked=True), GetOp("small", (first,), checked=True)) == (good, 2)
+    assert b"".join(parts)[:300_000] == content(300_000, 300_000)
+
+
+@pytest.mark.parametrize("there", [0, 1, 150, 299, 300])
+def test_a_lookup_of_many_keys_tells_which_are_there(store: KVStore, there: int) -> None:
+    """It asks in two halves, at the same time."""
+    keys = [f"key-{number}" for number in range(300)]
+    puts = [PutOp(key, (content(1, 1 + number),)) for number, key in enumerate(keys[:there])]
+    assert codes(store.put(puts, DEADLINE_S).result()) == [Code.OK] * there
+    wanted = [Result(Code.OK, 1 + number) for number in range(there)] + [Result(Code.MISS)] * (300 - there)
+    assert store.exists(keys, DEADLINE_S).result() == wanted
+    wanted.reverse()  # the last key is there, so most likely all are
+    assert store.exists(keys[::-1], DEADLINE_S).result() == wanted
+
+
+# ---- what the doctor is told
+
+
+def settings_of(text: str = "") -> MooncakeSettings:
+    return MooncakeSettings.of(StoreURL.parse(f"mooncake://10.0.0.1:50051?{text}"))
+
+
+GOOD = Facts(0.0004, Code.OK, [("10.0.0.2:15000", 4096, 64)], None)
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "environment", "words"),
+    [
+        (GOOD, "", {}, None),
+        (replace(GOOD, question_s=0.05), "", {}, "answers in 50.0 ms"),
+        (replace(GOOD, lease_s=0.5), "", {}, "leased for 0.5 s only"),
+        (GOOD, "replicas=2", {}, "there are no more owners"),
+        (replace(GOOD, copies=GOOD.copies * 2), "replicas=2", {}, None),
+        (replace(GOOD, devices=("mlx5_0", "mlx5_1")), "", {}, "RDMA devices: mlx5_0, mlx5_1"),
+        (replace(GOOD, devices=("mlx5_0",)), "protocol=rdma", {}, None),
+        (GOOD, "protocol=rdma", {"MC_FORCE_TCP": "1"}, "MC_FORCE_TCP is set"),
+        (GOOD, "metadata=http://10.0.0.1:8080/metadata", {}, "metadata names a service"),
+        (GOOD, "segment=1GiB", {}, "gone when this process ends"),
+        (GOOD, "", {"MC_STORE_MEMCPY": "0"}, None),
+        (replace(GOOD, copies=[("127.0.0.1:15000", 4096, 64)]), "", {}, "on its own machine only"),
+    ],
+)
+def test_settings_that_will_hurt_are_warned_of(
+    facts: Facts, text: str, environment: dict[str, str], words: str | None
+) -> None:
+    said = [advice for advice in advice_of(facts, settings_of(text), environment) if advice.grade != "ok"]
+    assert all(advice.grade == "warning" and advice.todo for advice in said)
+    assert len(said) == (words is not None)
+    assert words is None or words in said[0].found
+
+
+def test_a_segment_of_our_own_that_is_read_by_way_of_the_network_is_warned_of() -> None:
+    said = advice_of(GOOD, settings_of("segment=1GiB"), {"MC_STORE_MEMCPY": "off"})
+    assert "MC_STORE_MEMCPY is off" in said[-1].found
+
+
+@pytest.mark.parametrize(("code", "words"), [(Code.FULL, "no room"), (Code.UNAVAILABLE, "could not be put")])
+def test_a_cluster_that_takes_nothing_is_an_error(code: Code, words: str) -> None:
+    *_, last = advice_of(Facts(0.001, code, [], None), settings_of(), {})
+    assert (last.grade, words in last.found, bool(last.todo)) == ("error", True, True)
+
+
+def test_rdma_devices_are_those_that_linux_knows(tmp_path: Path) -> None:
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / name).mkdir()
+    assert rdma_devices(tmp_path) == ("mlx5_0", "mlx5_1")
+    assert rdma_devices(tmp_path / "none") == ()
+
+
+def test_what_a_cluster_does_to_a_value_is_seen_and_nothing_is_left(cluster: Cluster, clients: list[Client]) -> None:
+    store = cluster.open(clients[0], prefix="doctor:", replicas=2)
+    before = clients[0].exists(["doctor:key"], time.monotonic() + DEADLINE_S)
+    found = advice_of_store(store)
+    bad = [advice.found for advice in found if advice.grade != "ok"]
+    assert len(bad) == 2
+    assert "there are no more owners" in bad[0]
+    assert "leased for 0." in bad[1]  # this master's lease is 50 ms
+    assert before == [0]
+    store.close()
+
+
+@pytest.mark.slow
+def test_the_doctor_knows_a_cluster_that_is_good_and_one_without_owners(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        [*_, last] = list(examine_store(cluster.url()))
+        assert (last.grade, "no room" in last.found) == ("error", True)
+        cluster.add_owner("64MiB")
+        said = list(examine_store(cluster.url()))
+        assert [advice.found for advice in said if advice.grade != "ok"] == []
 
 
 # ---- who wrote it

@@ -14,9 +14,10 @@ from textwrap import dedent
 import pytest
 
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.store import Code, GetOp, PutOp, Results
+from kvparams_connectors.store import Code, GetOp, PutOp
 from kvparams_connectors.stores.mooncake.store import MooncakeStore
 from tests.connectors.mooncake_cluster import Cluster, until
+from tests.connectors.steps import codes
 
 SIZE = 300_000
 AT_ONCE_S = 0.3
@@ -24,10 +25,6 @@ AT_ONCE_S = 0.3
 
 def content(seed: int, size: int = SIZE) -> memoryview:
     return memoryview(bytearray((seed * 31 + number * 7) % 251 for number in range(256)) * (size // 256 + 1))[:size]
-
-
-def codes(results: Results) -> list[Code]:
-    return [result.code for result in results]
 
 
 def put(store: MooncakeStore, *keys: str, deadline_s: float = 5.0) -> list[Code]:

@@ -10,7 +10,7 @@ import pytest
 
 from kvparams.params import PROTOCOL_VERSION, Endpoint, KVTransferParams, Transfer
 from kvparams_connectors.advice import advice_of
-from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.conformance.toy_engine import a_toy, table, tokens
 from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import Code, GetOp, KVStore, Result, open_store
@@ -24,15 +24,16 @@ from kvparams_connectors.stores.tiered.store import TieredStore
 from kvparams_connectors.tools.diagnosis import examine_store
 from tests.connectors.peer_across import Across
 from tests.connectors.peer_process import PeerProcess, page
-from tests.connectors.peer_steps import SIZE, WAIT_S, a_listener, codes, contacted, get, names, opened, peer, put
+from tests.connectors.peer_steps import SIZE, WAIT_S, a_listener, contacted, get, names, peer, put
+from tests.connectors.steps import codes
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer
-
-__all__ = ["opened"]  # a fixture
 
 
 class TestAlone(StoreConformance):
     """One peer store, which nobody reads from."""
+
+    at_least = Floors(put=0.02, get=0.05)
 
     @pytest.fixture
     def opener(self, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -41,6 +42,8 @@ class TestAlone(StoreConformance):
 
 class TestThroughTheNetwork(StoreConformance):
     """What one peer store puts is read by another one: every level holds for the way over the socket as well."""
+
+    at_least = Floors(put=0.02, get=0.01)
 
     @pytest.fixture
     def opener(self, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -11,9 +11,7 @@ import pytest
 from kvparams_connectors.store import Code, KVStore
 from kvparams_connectors.stores.stream import tcp_socket
 from tests.connectors.mooncake_cluster import free_port
-from tests.connectors.peer_steps import WAIT_S, get, names, opened, peer
-
-__all__ = ["opened"]  # a fixture
+from tests.connectors.peer_steps import WAIT_S, get, names, peer
 
 HOLES = [f"127.0.0.{number}" for number in range(2, 8)]
 

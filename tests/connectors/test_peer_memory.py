@@ -9,9 +9,7 @@ import pytest
 from kvparams_connectors.store import Code, KVStore, PutOp
 from kvparams_connectors.stores.memory import MemoryStore
 from tests.connectors.mooncake_cluster import until
-from tests.connectors.peer_steps import WAIT_S, get, names, opened, peer, put
-
-__all__ = ["opened"]  # a fixture
+from tests.connectors.peer_steps import WAIT_S, get, names, peer, put
 
 UNIT = 4096
 

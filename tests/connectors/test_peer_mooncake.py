@@ -31,33 +31,37 @@ from kvparams_connectors.stores.peer.wire import (
 )
 from tests.connectors.mooncake_cluster import free_port, until
 from tests.connectors.peer_across import Across
-from tests.connectors.peer_process import PeerProcess, page
+from tests.connectors.peer_process import PeerProcess, a_peer, page
 from tests.connectors.peer_steps import (
     SIZE,
     WAIT_S,
     Liar,
-    codes,
     contacted,
     get,
     lies,
     names,
-    opened,
     peer,
     put,
     reader_of,
     request,
 )
-
-__all__ = ["opened"]  # a fixture
+from tests.connectors.steps import codes
 
 URL = "peer://127.0.0.1?size=32MiB&unit=4KiB&transport=mooncake"
 ROOM = [1 << 30]
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[list[PeerProcess]]:
+    processes: list[PeerProcess] = []
+    yield processes
+    for process in processes:
+        process.kill()
+
+
 @pytest.fixture
-def owner() -> Iterator[PeerProcess]:
-    with PeerProcess(URL) as process:
-        yield process
+def owner(kept: list[PeerProcess]) -> PeerProcess:
+    return a_peer(kept, URL)
 
 
 def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:

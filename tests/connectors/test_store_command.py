@@ -1,6 +1,8 @@
 """`kvparams store`: speed beside floors, and a look at one page."""
 
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +14,12 @@ from kvparams.pages import HEADER_BYTES, PageIdentity, claimed, identify, seal
 from kvparams.seals import SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.steps import value
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.settings import StoreError, parse_size
 from kvparams_connectors.store import PutOp, open_store
 from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.tools.loopback import Loopback, loopback
-from kvparams_connectors.tools.measuring import Plan, lookup_s, measure
+from kvparams_connectors.tools.measuring import Plan, lookup_s, measure, size_text
+from tests.connectors.valkey_server import ValkeyServer
 
 SHAPE = Geometry(layers=2, kv_heads=2, k_dim=8, v_dim=8)
 SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
@@ -80,6 +83,7 @@ def test_bench_prints_a_table_and_leaves_nothing_behind(
     assert [(row[0], row[2]) for row in rows] == [("16", "1"), ("16", "2"), ("64", "1"), ("64", "2")]
     assert all(float(figure) > 0 for row in rows for figure in row[3:5])
     assert "lookup of 1000 keys" in said.out
+    assert "SOCKET: the same pages over a bare TCP connection" in said.out
     assert said.err == f"the picture is in {picture}\n"
     assert "<svg" in picture.read_text()
     store = open_store(shelf.url)
@@ -195,6 +199,12 @@ def test_inspect_says_what_is_wrong_with_a_page(
     assert "verdict         bad" in said
 
 
+def test_inspect_says_where_a_key_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["store", "inspect", "--help"])
+    assert "kv_transfer_params.kvparams.load_keys" in capsys.readouterr().out
+
+
 def test_inspect_says_that_there_is_no_such_key(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "inspect", shelf.url, KEY]) == 1
     assert "has no key" in capsys.readouterr().err
@@ -231,8 +241,58 @@ def test_what_a_header_claims_is_read_or_refused() -> None:
             claimed(wrong)
 
 
+@pytest.mark.parametrize("action", [["doctor"], ["store", "inspect"], ["store", "bench"]], ids=" ".join)
+@pytest.mark.parametrize("tier", [False, True], ids=["alone", "as-a-tier"])
+def test_a_mistyped_file_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: list[str], tier: bool
+) -> None:
+    path = tmp_path / "no-such-file"
+    url = f"tiered:?l1=memory%3A%3Fsize%3D8MiB&l2=file%3A%2F%2F{path}" if tier else f"file://{path}"
+    assert main([*action, url, *(["key"] if "inspect" in action else [])]) in (1, 2)
+    said = capsys.readouterr()
+    assert f"{path} is not there. Mistyped?" in said.out + said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_or_has_a_size_is_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control."""
+    path = tmp_path / "store"
+    for url in (f"file://{path}?size=4MiB", f"file://{path}"):
+        assert main(["store", "inspect", url, KEY]) == 1
+        assert "has no key" in capsys.readouterr().err
+    assert path.stat().st_size == 4 << 20
+
+
+@pytest.mark.slow
+def test_a_store_that_stops_is_told_soon_and_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path / "valkey")
+    stopped = threading.Event()
+
+    def stop(text: str) -> None:
+        if "round 2" in text and not stopped.is_set():
+            server.stop()
+            stopped.set()
+
+    try:
+        server.start()
+        store = open_store(server.url)
+        began = time.monotonic()
+        with loopback() as floor, pytest.raises(StoreError, match="ended with timeout: it has stopped, or is slower"):
+            measure(store, floor, Plan(16384, 1, 8, 4, 1000), stop)
+        assert stopped.is_set()
+        assert time.monotonic() - began < 20
+        store.close()
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("nbytes", [4 << 10, 96 << 10, 1 << 20, 3 << 19])
+def test_the_sizes_of_pages_are_written_as_they_are_given(nbytes: int) -> None:
+    assert parse_size(size_text(nbytes).replace(" ", "")) == nbytes
+
+
 def test_a_store_that_cannot_be_opened_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for action in (["bench", "memory:?sise=1"], ["inspect", "file:///nowhere/at/all", "key"]):
+    for action in (["bench", "memory:?sise=1"], ["inspect", "file:///nowhere/at/all?size=1MiB", "key"]):
         assert main(["store", *action]) == 2
         said = capsys.readouterr()
         assert said.err.startswith("kvparams: ")

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvparams.errors import PluginError
-from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError, parse_size
-from kvparams_connectors.store import KVStore, open_store
+from kvparams_connectors.store import Code, KVStore, open_store, valid_key
 from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory import MemoryStore
 
@@ -28,6 +30,8 @@ def closing(open_one: Callable[[], KVStore]) -> Iterator[Opener]:
 
 
 class TestMemoryStore(StoreConformance):
+    at_least = Floors(put=0.02, get=0.05)
+
     @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=["one-thread", "three-threads"])
     def opener(self, request: pytest.FixtureRequest) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
         threads: int = request.param
@@ -35,6 +39,8 @@ class TestMemoryStore(StoreConformance):
 
 
 class TestFileStore(StoreConformance):
+    at_least = Floors(put=0.01, get=0.03)
+
     @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=["one-thread", "three-threads"])
     def opener(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
         threads: int = request.param
@@ -106,3 +112,20 @@ def test_sizes_are_read_with_their_units() -> None:
         1 << 30,
         1 << 40,
     ]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.text("aZ09._-", min_size=1, max_size=5),
+            st.sampled_from(["", "k" * 128, "k" * 129, "a b", "a/b", "ä", "a\n", "\n", "a\0", "\ud800", "٣"]),
+        ),
+        max_size=8,
+    )
+)
+def test_the_keys_of_a_lookup_are_checked_as_each_by_itself(keys: list[str]) -> None:
+    store = MemoryStore(1 << 20)
+    results = store.exists(keys, 20.0).result()
+    assert [result.code is Code.MISS for result in results] == [valid_key(key) for key in keys]
+    assert {result.code for result in results} <= {Code.MISS, Code.INVALID}
+    store.close()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from urllib.parse import quote
@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.conformance import Fault, FaultyStore, Opener, StoreConformance
+from kvparams_connectors.conformance import Fault, FaultyStore, Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results, open_store
 from kvparams_connectors.stores.file.store import FileStore
@@ -18,6 +18,7 @@ from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.tiered.moves import Moves
 from kvparams_connectors.stores.tiered.store import TieredStore
+from tests.connectors.steps import until
 
 WAIT_S = 20.0
 SIZE = 8 << 20
@@ -26,6 +27,8 @@ VALUE = 10_000
 
 class Tiers(StoreConformance):
     """The conformance suite, over memory and a file."""
+
+    at_least = Floors(put=0.002, get=0.005)
 
     first_bytes = SIZE
     write_back = False
@@ -67,14 +70,6 @@ class TestWriteBackSmallFirstTier(Tiers):
 
 def content(key: str) -> bytes:
     return Random(key).randbytes(VALUE)
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    tick = threading.Event()
-    while not true():
-        assert time.monotonic() < give_up
-        tick.wait(0.002)
 
 
 def put(store: KVStore, *keys: str, deadline_s: float = WAIT_S) -> list[Code]:

@@ -1,8 +1,6 @@
 """A value that its reader finds damaged goes from the tiers that have those bytes, and from no other."""
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,17 +16,10 @@ from kvparams_connectors.stores.guard.store import GuardedStore, open_guarded
 from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.tiered.origins import Origins
 from kvparams_connectors.stores.tiered.store import TieredStore
+from tests.connectors.steps import until
 
 WAIT_S = 20.0
 LARGE = 2 * PAGE_BYTES
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
 
 
 def read(store: KVStore, key: str) -> bytes | None:
@@ -46,14 +37,6 @@ def write(store: KVStore, key: str, content: bytes) -> None:
 
 def damaged(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    tick = threading.Event()
-    while not true():
-        assert time.monotonic() < give_up
-        tick.wait(0.002)
 
 
 class Remembering(TieredStore):

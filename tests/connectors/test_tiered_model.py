@@ -1,6 +1,5 @@
 """A tiered store whose tiers fail at random, against a plain oracle: no wrong byte, no lost result, nothing hangs."""
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from random import Random
@@ -24,6 +23,7 @@ from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.tiered.moves import Moves
 from kvparams_connectors.stores.tiered.origins import Origins
 from kvparams_connectors.stores.tiered.store import TieredStore
+from tests.connectors.steps import until
 
 WAIT_S = 20.0
 SHORT_S = 0.1
@@ -228,14 +228,6 @@ class TieredMachine(RuleBasedStateMachine):
 
 class WriteBackMachine(TieredMachine):
     write_back = True
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    tick = threading.Event()
-    while not true():
-        assert time.monotonic() < give_up
-        tick.wait(0.002)
 
 
 BUDGET = settings(max_examples=15, stateful_step_count=25, deadline=None)

@@ -29,14 +29,6 @@ def cluster(started: Cluster) -> Cluster:
     return started
 
 
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
-
-
 def page(number: int) -> memoryview:
     return memoryview(bytearray([number, 7]) * (5000 + number))
 

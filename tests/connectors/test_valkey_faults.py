@@ -6,17 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
 from kvparams_connectors.stores.valkey.store import ValkeyStore
+from tests.connectors.steps import DEADLINE_S, SIZE, get, in_thread, page, put
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 
-DEADLINE_S = 20.0
-SIZE = 400_000
 LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
 
 
@@ -24,42 +22,6 @@ LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
 def server(tmp_path: Path) -> Iterator[ValkeyServer]:
     with ValkeyServer(tmp_path / "server") as started:
         yield started
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
-
-
-def page(seed: int, size: int = SIZE) -> memoryview:
-    return memoryview(bytearray(Random(seed).randbytes(size)))
-
-
-def put(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
-    ops = [PutOp(f"key-{number}", (page(number),)) for number in numbers]
-    return [result.code for result in store.put(ops, deadline_s).result()]
-
-
-def get(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
-    """The codes; what was read is right, or this fails."""
-    targets = [memoryview(bytearray(SIZE)) for _ in numbers]
-    ops = [GetOp(f"key-{number}", (target,)) for number, target in zip(numbers, targets, strict=True)]
-    job = store.get(ops, deadline_s)
-    results = job.result()
-    for number, target, result in zip(numbers, targets, results, strict=True):
-        if result.code is Code.OK:
-            assert (result.nbytes, target) == (SIZE, page(number)), f"key-{number}"
-    assert job.wait_settled(DEADLINE_S)
-    return [result.code for result in results]
-
-
-def in_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
 
 
 def test_a_server_that_is_killed_and_comes_back_is_used_again(server: ValkeyServer, opened: list[KVStore]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams_connectors.store import Code, Result
@@ -89,6 +89,23 @@ def test_values_go_to_their_buffers_however_the_stream_is_cut(
         assert memory[0] == memory[-1] == CANARY
         assert reader.reply() == meaning
     assert reader.empty
+
+
+@given(st.sampled_from([0, 1, 20_000, (1 << 20) + 256, (3 << 20) + 5]), st.integers(0, 2**32), st.integers(0, 1 << 20))
+@settings(max_examples=30)
+def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int) -> None:
+    """Whoever looks at a value while it comes is told when it begins, and never of bytes that are not there yet."""
+    content = Random(seed).randbytes(size)
+    reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed))
+    whole = memoryview(bytearray(size + 100))
+    seen: list[tuple[int, bool]] = []
+    buffers = flat([whole[: min(middle, size)], whole[min(middle, size) :]])
+    assert reader.value(buffers, lambda nbytes: seen.append((nbytes, whole[:nbytes] == content[:nbytes]))) == size
+    sizes = [nbytes for nbytes, _ in seen]
+    assert (sizes[:1], sizes[-1:]) == (([0], [size]) if size >= 2 << 20 else ([], []))
+    assert sizes == sorted(sizes)
+    assert all(there for _, there in seen)
+    assert reader.reply() == 1
 
 
 @given(st.binary(max_size=300), st.integers(0, 2**32), st.sampled_from(["reply", "value", "replies"]))

@@ -11,15 +11,14 @@ import pytest
 import trustme
 
 from benchmarks.processes import free_ports
-from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
 from kvparams_connectors.stores.valkey.control import ServerFacts, TLSFiles, advice_of, facts_of, tls_context
 from kvparams_connectors.stores.valkey.store import ValkeyStore
+from tests.connectors.steps import DEADLINE_S, found, value
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
-
-DEADLINE_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +35,9 @@ def empty(server: ValkeyServer) -> ValkeyServer:
     return server
 
 
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
-
-
-def value(size: int, seed: int = 0) -> memoryview:
-    return memoryview(bytearray((seed + number) % 251 for number in range(997)) * (size // 997 + 1))[:size]
-
-
-def codes(store: KVStore, *keys: str) -> list[Code]:
-    return [result.code for result in store.exists(keys, DEADLINE_S).result()]
-
-
 class TestValkeyStore(StoreConformance):
+    at_least = Floors(put=0.01, get=0.01)
+
     @pytest.fixture(params=[pytest.param("tcp", marks=pytest.mark.slow), "unix-three-threads"])
     def opener(self, request: pytest.FixtureRequest, empty: ValkeyServer, opened: list[KVStore]) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
         kind: str = request.param
@@ -76,7 +61,7 @@ class TestValkeyStore(StoreConformance):
         store.get([GetOp(keys[1], (target,))], DEADLINE_S).result()
         store.put([PutOp(keys[2], (target,))], DEADLINE_S).result()
         assert store.put([PutOp("pressure", (value(size * 5 // 2),))], DEADLINE_S).result()[0].code is Code.OK
-        present = codes(store, *keys)
+        present = found(store, *keys)
         assert present[:3] == [Code.OK] * 3
         assert Code.MISS in present[3:]
 
@@ -90,13 +75,13 @@ def test_a_lookup_of_a_thousand_keys_is_one_round_trip(empty: ValkeyServer, open
         near = open_store(empty.url)
         opened.append(near)
         assert {result.code for result in near.put(puts[1::3], DEADLINE_S).result()} == {Code.OK}
-        codes(store, "connected")
+        found(store, "connected")
         before = relay.round_trips
-        found = codes(store, *keys)
-        assert found == [Code.OK if number in range(1, 700, 3) else Code.MISS for number in range(1000)]
+        there = found(store, *keys)
+        assert there == [Code.OK if number in range(1, 700, 3) else Code.MISS for number in range(1000)]
         assert relay.round_trips == before + 1
         near.put([PutOp("empty", ())], DEADLINE_S).result()
-        assert codes(store, "empty", "missing") == [Code.OK, Code.MISS]
+        assert found(store, "empty", "missing") == [Code.OK, Code.MISS]
         assert relay.round_trips == before + 3  # the control: an empty value is asked about a second time
         store.close()
 
@@ -113,9 +98,11 @@ def test_empty_values_among_missing_ones_are_found(empty: ValkeyServer, opened: 
 
 
 @pytest.mark.slow
-def test_a_lookup_of_a_thousand_keys_takes_less_than_three_milliseconds(
+def test_the_fastest_of_200_lookups_of_a_thousand_keys_takes_less_than_three_milliseconds(
     empty: ValkeyServer, opened: list[KVStore]
 ) -> None:
+    """What the client and the server cost over a unix socket. A busy machine only adds to it, so the fastest counts
+    here; the median is what `kvparams store bench` measures on a quiet one."""
     store = open_store(empty.unix_url)
     opened.append(store)
     keys = [f"{number:064x}" for number in range(1000)]
@@ -132,16 +119,16 @@ def test_values_go_by_themselves_when_they_have_a_time_to_live(empty: ValkeyServ
     store = open_store(f"{empty.url}?ttl=1")
     opened.append(store)
     assert store.put([PutOp("key", (value(5000),)), PutOp("empty", ())], DEADLINE_S).result()[0].code is Code.OK
-    assert codes(store, "key", "empty") == [Code.OK, Code.OK]
+    assert found(store, "key", "empty") == [Code.OK, Code.OK]
     assert 0 < int(empty.ask("PTTL", "key")[1:]) <= 1000
-    wait_until(lambda: codes(store, "key", "empty") == [Code.MISS, Code.MISS])
+    wait_until(lambda: found(store, "key", "empty") == [Code.MISS, Code.MISS])
 
 
 def test_deployments_with_prefixes_do_not_meet(empty: ValkeyServer, opened: list[KVStore]) -> None:
     one, other, none = stores = [open_store(empty.url + more) for more in ("?prefix=one", "?prefix=other", "")]
     opened += stores
     one.put([PutOp("key", (value(10),))], DEADLINE_S).result()
-    assert [codes(store, "key") for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
+    assert [found(store, "key") for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
     assert other.delete(["key"], DEADLINE_S).result() == [Result(Code.MISS)]
     assert empty.ask("EXISTS", "one:key").startswith(":1")
 
@@ -171,7 +158,7 @@ def test_connections_are_used_again(empty: ValkeyServer, opened: list[KVStore]) 
     assert isinstance(store, ValkeyStore)
     for number in range(50):
         store.put([PutOp(f"key-{number}", (value(1000),))], DEADLINE_S).result()
-        codes(store, f"key-{number}")
+        found(store, f"key-{number}")
     assert 1 <= store.connections <= 2
 
 
@@ -182,7 +169,7 @@ def test_something_else_under_a_key_of_ours_is_corrupt(empty: ValkeyServer, open
     store.put([PutOp("other", (value(10),))], DEADLINE_S).result()
     target = memoryview(bytearray(10))
     assert store.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(Code.CORRUPT)]
-    assert codes(store, "key", "other") == [Code.CORRUPT, Code.OK]
+    assert found(store, "key", "other") == [Code.CORRUPT, Code.OK]
 
 
 def test_a_buffer_that_was_released_spoils_its_own_operation_only(empty: ValkeyServer, opened: list[KVStore]) -> None:
@@ -255,11 +242,11 @@ def test_who_may_not_is_refused_when_it_opens_and_denied_later(tmp_path: Path, o
         assert store.put([PutOp("key", (page,))], DEADLINE_S).result() == [Result(Code.OK, 100_000)]
         assert only_reads.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(Code.OK, 100_000)]
         assert target == page
-        assert codes(store, "key", "none") == [Code.OK, Code.MISS]
+        assert found(store, "key", "none") == [Code.OK, Code.MISS]
         assert store.delete(["none"], DEADLINE_S).result() == [Result(Code.MISS)]
         for forbidden in (only_reads, outside):
             assert forbidden.put([PutOp("new", (page,))], DEADLINE_S).result() == [Result(Code.DENIED)]
-        assert codes(outside, "key", "other") == [Code.DENIED, Code.DENIED]
+        assert found(outside, "key", "other") == [Code.DENIED, Code.DENIED]
         for url in (
             f"{server.url}?user=kv&prefix=kv&password_file={tmp_path}/wrong",
             f"{server.url}?user=nobody&prefix=kv&password_file={tmp_path}/right",

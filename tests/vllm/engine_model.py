@@ -1,15 +1,19 @@
 """vLLM's scheduler as a connector sees it (0.32, v1/core/sched/scheduler.py), with blocks that know what they hold.
 
 It does what vLLM does in the order in which vLLM does it, and complains where vLLM would compute on wrong KV, leak a
-block or free one twice. Loads end when a test says so, as far as it says.
+block or free one twice. A block that nobody uses any more is overwritten at once. Loads end when a test says so, as far
+as it says, and so does the copying of what is saved.
 """
 
+from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvparams.keys import Extra, Geometry, Namespace
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.orders import LoadOrder
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
@@ -25,6 +29,38 @@ __all__ = ["BLOCK", "NAMESPACE", "PAGE", "EngineModel", "ModelRequest"]
 BLOCK = 4
 PAGE = 6
 NAMESPACE = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), PAGE)
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """As vLLM's `KVCacheBlock`, as far as it is used."""
+
+    block_id: int
+    ref_cnt: int = 0
+
+
+class _Aside:
+    """A lane whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """To do it, and to leave it out."""
+
+    def submit(self, work: Callable[[Job[T]], T], deadline_s: float, *, timed_out: T, refused: T) -> Job[T]:
+        job = Job(1e18, timed_out)
+
+        def do() -> None:
+            try:
+                value = work(job)
+            except Exception as error:  # noqa: BLE001 - as a lane does
+                job.fail(error)
+            else:
+                job.finish(value)
+
+        self.waiting.append((do, lambda: job.finish(timed_out)))
+        return job
 
 
 @dataclass(eq=False)
@@ -66,21 +102,26 @@ _NO_STORE: KVStore = _NoStore()  # pyright: ignore[reportAssignmentType]
 
 
 class EngineModel:
-    """One engine. `loads`, `lookups` are what is under way."""
+    """One engine. `loads`, `lookups` and `aside.waiting` are what is under way."""
 
-    def __init__(self, blocks: int, *, fails: bool = False, clock: float = 0.0) -> None:
+    def __init__(self, blocks: int, *, fails: bool = False, clock: float = 0.0, holding: bool = True) -> None:
+        """`holding`: False is an engine that gives blocks away although they are still to be copied."""
         self.now = clock
+        self.aside = _Aside()
         self.lookups: list[tuple[Plan, Job[Hit]]] = []
         self.loads: list[tuple[LoadOrder, Job[LoadReport]]] = []
         self.stored: set[bytes] = set()
         """Chains of pages that are stored."""
-        self.ever_stored: set[bytes] = set()
-        """The same with those that the store has lost since."""
+        self.ordered: set[bytes] = set()
+        """Chains of pages that were to be stored at some time."""
         self.damaged: dict[str, set[bytes]] = {}
         """By request, pages that it could not load and that nobody has saved since."""
-        rules = Rules(page_tokens=PAGE, loads=True, saves=True, fails=fails, promise_s=1.0)
+        rules = Rules(page_tokens=PAGE, loads=True, saves=True, fails=fails, promise_s=1.0, block_tokens=BLOCK)
         self.book = Book(_Search(self), rules, Endpoint(id="E"), clock=lambda: self.now)
-        self.transfers = Transfers(self, BLOCK, clock=lambda: self.now)
+        self.blocks: list[_Block] = [_Block(block) for block in range(blocks)]
+        self.held = Holds(self, 1)
+        self.book.hold = self.held.hold if holding else lambda blocks: 1 << 40
+        self.transfers = Transfers(self, BLOCK, clock=lambda: self.now, aside=self.aside)
         self.free = list(range(blocks))
         self.holds: dict[int, list[tuple[int, ...] | None]] = {block: [None] * BLOCK for block in range(blocks)}
         """By block and place: the tokens up to and with the one whose KV stands there; None: nothing good."""
@@ -89,9 +130,25 @@ class EngineModel:
         self.failed: set[str] = set()
         self.fails = fails
 
+    # ---- vLLM's block pool
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            assert block.ref_cnt, "held too late"
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
+        for block in ordered_blocks:
+            assert block.ref_cnt, "freed twice"
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self.holds[block.block_id] = [None] * BLOCK
+                self.free.append(block.block_id)
+
     # ---- what the transfers see of a store connector
 
     def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+        self._saving = tuple(token_ids)
         return _Search(self).plan(token_ids, params, extras)
 
     def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
@@ -110,9 +167,6 @@ class EngineModel:
                     held = self.holds[block_ids[at // BLOCK]][at % BLOCK]
                     assert held == tokens[: at + 1], "a page of something else would be stored"
                 self.stored.add(page.chain)
-                self.ever_stored.add(page.chain)
-                for chains in self.damaged.values():
-                    chains.discard(page.chain)
         job = Job(1e18, SaveReport())
         job.finish(SaveReport())
         return job
@@ -147,11 +201,16 @@ class EngineModel:
                 self.holds[one.blocks[at // BLOCK]][at % BLOCK] = tuple(one.tokens[: at + 1])
             one.computed = start + count
         for order in orders.saves:
-            self._saving = order.sequence.token_ids
-            self.transfers.save(type(orders)(saves=[order]))
+            for page in self.plan(order.sequence.token_ids, None, ()).pages:
+                if order.start < page.end <= order.end:
+                    self.ordered.add(page.chain)
+                    for chains in self.damaged.values():
+                        chains.discard(page.chain)
+        self.transfers.save(orders)
         self.transfers.begin(orders)
-        assert not self.transfers.counts["saves_failed"]
         seen = self.transfers.finished()
+        assert not self.transfers.counts["saves_failed"], "a page of something else would be stored"
+        self.held.copied(seen.copied)
         assert not seen.bad_blocks & {block for one in by_name.values() for block in one.blocks}
         assert not seen.bad_blocks & set(self.free)
         for one in list(self.requests.values()):
@@ -222,12 +281,17 @@ class EngineModel:
         one.result = self.book.finish(one.name, computed=one.computed)
         if one.handoff.prefilling and one.computed >= one.prompt_tokens and not loading:
             plan = self.plan(one.tokens[: one.prompt_tokens], None, ())
-            good = self.ever_stored - self.damaged.get(one.name, set())
+            good = self.ordered - self.damaged.get(one.name, set())
             missing = [page.index for page in plan.pages if page.chain not in good]
-            assert not missing, "what is promised was never stored"
+            assert not missing, "what is promised was never to be stored"
         if not loading:
             self._free(one)
             del self.requests[one.name]
+
+    def end_copy(self, *, done: bool = True) -> None:
+        """The lane is through with the save that waits longest; or it left that out."""
+        do, leave_out = self.aside.waiting.pop(0)
+        (do if done else leave_out)()
 
     def end_load(self, index: int, end: int | None) -> None:
         """Tokens up to `end` are good; None: all."""
@@ -255,6 +319,8 @@ class EngineModel:
     def _grow(self, one: ModelRequest, tokens: int, running: list[tuple[ModelRequest, int, int]]) -> bool:
         """Blocks for so many tokens, if need be of others; False if the request had to give up its own."""
         while len(one.blocks) * BLOCK < tokens:
+            if not self.free and self.held.keeps_others_waiting:  # vLLM asks, and then rather waits for them
+                return False
             if not self.free:  # for a running one only, as a waiting one waits for room
                 victims = [other for other in self.requests.values() if other.status == "running" and other is not one]
                 victim = victims[0] if victims else one
@@ -262,14 +328,15 @@ class EngineModel:
                 running[:] = [entry for entry in running if entry[0] is not victim]
                 if victim is one:
                     return False
-            one.blocks.append(self.free.pop())
+                continue
+            block = self.free.pop()
+            assert not self.blocks[block].ref_cnt
+            self.blocks[block].ref_cnt = 1
+            one.blocks.append(block)
         return True
 
     def _free(self, one: ModelRequest) -> None:
-        for block in one.blocks:
-            assert block not in self.free, "freed twice"
-            self.holds[block] = [None] * BLOCK
-            self.free.append(block)
+        self.free_blocks([self.blocks[block] for block in one.blocks])
         one.blocks = []
 
     def _held(self, one: ModelRequest, at: int) -> tuple[int, ...] | None:

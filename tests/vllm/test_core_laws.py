@@ -1,12 +1,17 @@
 """The laws of the core, held by an engine that behaves like vLLM's scheduler and a store that fails at will."""
 
+from typing import Any
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.holding import Holds
 from tests.vllm.engine_model import EngineModel, ModelRequest
+from tests.vllm.half_steps import Pool
 
 _BLOCKS = 22
 _MAX_RUNNING = 4
@@ -64,6 +69,11 @@ class _Machine(RuleBasedStateMachine):
     def load_ends(self, which: int, end: int | None) -> None:
         self.engine.end_load(which % len(self.engine.loads), end)
 
+    @precondition(lambda self: self.engine.aside.waiting)
+    @rule(done=st.integers(0, 9))
+    def copy_ends(self, done: int) -> None:
+        self.engine.end_copy(done=bool(done))
+
     @precondition(lambda self: self._of("running"))
     @rule(which=st.integers(0, 99))
     def is_preempted(self, which: int) -> None:
@@ -87,8 +97,12 @@ class _Machine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_where_they_belong(self) -> None:
-        held = [block for one in self.engine.requests.values() for block in one.blocks]
-        assert sorted(held + self.engine.free) == list(range(_BLOCKS))
+        engine = self.engine
+        used = {block for one in engine.requests.values() for block in one.blocks}
+        assert not used & set(engine.free)
+        assert sorted(engine.free) == [block.block_id for block in engine.blocks if not block.ref_cnt]
+        if not len(engine.held):
+            assert sorted([*used, *engine.free]) == list(range(_BLOCKS))
 
     def teardown(self) -> None:
         """Everybody gets an end: nothing waits for ever, nothing is left."""
@@ -97,6 +111,8 @@ class _Machine(RuleBasedStateMachine):
                 self.engine.end_lookup(0)
             while self.engine.loads:
                 self.engine.end_load(0, None)
+            while self.engine.aside.waiting:
+                self.engine.end_copy()
             self.engine.now += 0.1
             self.engine.step()
             for one in self._of("running"):
@@ -105,6 +121,7 @@ class _Machine(RuleBasedStateMachine):
         assert not self.engine.requests
         assert not len(self.engine.book)
         assert not len(self.engine.transfers)
+        assert not len(self.engine.held)
         assert sorted(self.engine.free) == list(range(_BLOCKS))
 
 
@@ -115,3 +132,69 @@ class _FailingMachine(_Machine):
 TestRecompute = _Machine.TestCase
 TestFail = _FailingMachine.TestCase
 TestRecompute.settings = TestFail.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def _saved_too_late(*, holding: bool) -> EngineModel:
+    """A request whose prompt is to be saved, and that has left before it is copied; another one has its blocks."""
+    engine = EngineModel(_BLOCKS, holding=holding)
+    engine.add("r1", [3] * 20, Handoff(None, None))
+    engine.end_lookup(0)
+    engine.step()
+    assert len(engine.aside.waiting) == 1
+    engine.finish(engine.requests["r1"])
+    engine.add("r2", [4] * 30, Handoff(None, None))
+    engine.end_lookup(0)
+    engine.step()
+    engine.end_copy()  # of r1
+    return engine
+
+
+def test_blocks_are_copied_before_others_have_them() -> None:
+    engine = _saved_too_late(holding=True)
+    engine.step()
+    assert len(engine.held) == 1  # of r2
+    assert len(engine.stored) == 3
+
+
+def test_without_holding_blocks_it_is_noticed() -> None:
+    engine = _saved_too_late(holding=False)
+    assert not engine.stored
+    with pytest.raises(AssertionError, match="of something else"):
+        engine.step()
+
+
+def test_an_engine_waits_for_what_is_held_rather_than_preempt() -> None:
+    engine = EngineModel(7)
+    for name, size in (("r1", 14), ("r2", 12)):
+        engine.add(name, [3] * size, Handoff(None, None))
+        engine.end_lookup(0)
+    engine.step()
+    engine.finish(engine.requests["r2"])
+    assert not engine.free
+    assert engine.held.keeps_others_waiting
+    for _ in range(3):  # it grows to the end of its last block, and then waits
+        engine.step()
+    assert engine.requests["r1"].preemptions == 0
+    while engine.aside.waiting:
+        engine.end_copy()
+    engine.step()
+    engine.step()
+    assert len(engine.requests["r1"].blocks) > 4
+
+
+def test_blocks_are_let_go_when_every_worker_has_copied() -> None:
+    pool: Any = Pool()
+    del pool.blocks[6:]
+    held = Holds(pool, 2)
+    first, second = held.hold([1, 2]), held.hold([2, 3])
+    assert [block.ref_cnt for block in pool.blocks] == [1, 2, 3, 2, 1, 1]
+    held.copied([first, second])
+    held.copied([second])
+    assert [block.ref_cnt for block in pool.blocks] == [1, 2, 2, 1, 1, 1]
+    assert not held.keeps_others_waiting
+    pool.free_blocks([pool.blocks[1]])
+    assert held.keeps_others_waiting
+    held.copied([first, 99])
+    held.copied([first])  # said once more: nothing
+    assert len(held) == 0
+    assert [block.ref_cnt for block in pool.blocks] == [1, 0, 1, 1, 1, 1]

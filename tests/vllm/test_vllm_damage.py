@@ -12,8 +12,8 @@ from demo.processes import Processes, Server
 from kvparams.keys import Namespace, Rectangle, page_chain
 from kvparams.pages import HEADER_BYTES, identify, seal
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
-from tests.connectors.valkey_server import ValkeyServer
-from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.connectors.valkey_server import ValkeyServer, wait_until
+from tests.vllm.engines import complete, counters, start_engine, transfer_config
 from tests.vllm.legs import decode, prefill, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,35 +48,40 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
     chance = random.Random(1)
     logs = tmp_path_factory.mktemp("logs")
     with ValkeyServer(tmp_path_factory.mktemp("valkey"), max_memory="512mb") as server, Processes(logs) as processes:
-        producer = start_engine(
-            processes, "P", model, transfer=transfer_config(server.url, role="kv_producer", engine_id="P")
-        )
-        processes.wait_ready(producer, within_s=240)
         store = open_store(server.url)
         world = _World(server, store, {})
+        for policy, role, core in (("recompute", "kv_both", 0), ("fail", "kv_consumer", 1)):
+            transfer = transfer_config(server.url, role=role, policy=policy, engine_id=policy)
+            world.engines[policy] = start_engine(
+                processes, policy, model, "--no-enable-prefix-caching", transfer=transfer, core=core
+            )
+        processes.wait_ready(*world.engines.values(), within_s=400)
+        producer = world.engines["recompute"]
         for name in _NAMES:
             prompt = [chance.randrange(300, 2000) for _ in range(_LENGTH)]
+            expected = complete(producer.url, prompt, 12, cache_salt="apart", return_token_ids=True)
             found = prefill(producer.url, prompt)
-            expected = tokens_of(decode(producer.url, prompt, found))  # from its own cache: nothing is loaded
-            world.cases[name] = _Case(prompt, found, expected)
+            world.cases[name] = _Case(prompt, found, expected["choices"][0]["token_ids"])
         assert counters(producer)["vllm:kvparams_tokens_loaded_total"] == 0
-        processes.stop(producer)
-        for policy, core in (("recompute", 0), ("fail", 1)):
-            transfer = transfer_config(server.url, role="kv_consumer", policy=policy, engine_id=policy)
-            world.engines[policy] = start_engine(processes, policy, model, transfer=transfer, core=core)
-        processes.wait_ready(*world.engines.values(), within_s=240)
         yield world
         store.close()
 
 
 def _value(store: KVStore, key: str) -> bytearray:
+    _is_there(store, key)
     buffer = bytearray(_MAX_BYTES)
     (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
     assert result.code is Code.OK
     return buffer[: result.nbytes]
 
 
+def _is_there(store: KVStore, key: str) -> None:
+    """Wait until it is stored: engines save behind their answers."""
+    wait_until(lambda: store.exists([key]).result()[0].code is Code.OK)
+
+
 def _replace(store: KVStore, key: str, value: bytearray) -> None:
+    _is_there(store, key)
     store.delete([key]).result()
     (result,) = store.put([PutOp(key, (memoryview(value),))]).result()
     assert result.code is Code.OK
@@ -133,6 +138,7 @@ def test_a_flipped_byte(world: _World, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_page_that_is_gone(world: _World, policy: str) -> None:
     case = world.cases["removed"]
+    _is_there(world.store, case.found["load_keys"][2])
     world.store.delete([case.found["load_keys"][2]]).result()
     status, tokens, seen = _ask(world, policy, "removed")
     assert seen["vllm:kvparams_promises_broken_total"] == 1

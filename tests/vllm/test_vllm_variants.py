@@ -2,14 +2,18 @@
 
 import json
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demo.processes import Processes, Server
+from kvparams_connectors.store import Code, GetOp, open_store
+from tests.connectors.valkey_server import wait_until
 from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.legs import prefill
 from tests.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,6 +99,7 @@ def _what_cannot_be_read_is_left_alone(server: Server) -> None:
     for document in ({"version": "1.0"}, {"version": "9.0"}, "x", _of_another_adapter()):
         complete(server.url, prompt, kv_transfer_params={"kvparams": document})
     complete(server.url, prompt, kv_transfer_params={"do_remote_prefill": True})
+    complete(server.url, prompt[:5])  # what is saved is counted in a later step
     after = counters(server)
     assert after["vllm:kvparams_requests_off_total"] == before["vllm:kvparams_requests_off_total"] + 4
     assert after["vllm:kvparams_pages_saved_total"] == before["vllm:kvparams_pages_saved_total"] + 2  # of the last
@@ -106,36 +111,77 @@ def _of_another_adapter() -> dict[str, object]:
     return {**document, "isolation": {"lora": "another"}}
 
 
-def test_as_a_plugin_and_as_a_child_of_multi_connector(model: Path, shared_memory: Path, tmp_path: Path) -> None:
+def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memory: Path, tmp_path: Path) -> None:
+    """In bfloat16. The second engine has two of ours: one loads, the other saves what the first has loaded, and both
+    stores hold the same bytes then."""
     plugin = tmp_path / "plugin" / "kvparams_vllm_test-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvparams-vllm-test\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nkvparams_test = kvparams_connectors.engines.vllm.plugin:register\n"
     )
-    store = f"file://{shared_memory}/kv?size=64MiB"
-    ours = json.loads(transfer_config(store))
-    del ours["kv_connector_module_path"], ours["engine_id"], ours["kv_load_failure_policy"]
+    stores = [f"file://{shared_memory}/{name}?size=64MiB" for name in ("kv", "copy")]
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(shared_memory / "example")},
     }
-    children = {"connectors": [ours, example]}
-    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": children}
     environment = {"PYTHONPATH": str(plugin.parent)}
-    ask = _prompts(7, 300)
+    asks = _prompts(7, 257, 513)
     with Processes(tmp_path) as processes:
-        writer = start_engine(
-            processes, "multi", model, transfer=json.dumps(multi), environment=environment, cache_bytes=32 << 20
+        writer, reader = (
+            start_engine(
+                processes,
+                name,
+                model,
+                transfer=_multi(*children),
+                environment=environment,
+                core=core,
+                block_size=32 if core else 64,
+                dtype="bfloat16",
+            )
+            for core, (name, children) in enumerate(
+                {"writer": (_child(stores[0]), example), "reader": (_child(stores[0]), _child(stores[1]))}.items()
+            )
         )
-        reader = start_engine(processes, "plain", model, transfer=transfer_config(store), core=1)
-        processes.wait_ready(writer, reader, within_s=240)
-        expected = answers(writer.url, ask)
-        assert answers(reader.url, ask) == expected
-        assert _loaded(reader) == 256
-        assert answers(writer.url, ask) == expected
-        counters(writer)  # its statistics can be read
+        processes.wait_ready(writer, reader, within_s=400)
+        answers(writer.url, asks)
+        expected = answers(writer.url, asks)  # from its own cache
+        assert counters(writer)["vllm:prefix_cache_hits_total"] == 256 + 512
+        assert answers(reader.url, asks) == expected
+        seen = counters(reader)  # its statistics can be read
+        assert seen["vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"] == 256 + 512
+        prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, str)]
+        keys = [key for prompt in prompts for key in prefill(writer.url, prompt)["load_keys"] if ".128." in key]
+        assert len(keys) == 6  # of pages that are full
+        pages, copies = (_values(store, keys) for store in stores)
+        assert copies == pages
+
+
+def _child(store: str) -> dict[str, object]:
+    """Ours for MultiConnector, by its registered name."""
+    told = json.loads(transfer_config(store))
+    return {name: told[name] for name in ("kv_connector", "kv_role", "kv_connector_extra_config")}
+
+
+def _multi(*children: Mapping[str, object]) -> str:
+    told = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return json.dumps({**told, "kv_connector_extra_config": {"connectors": list(children)}})
+
+
+def _values(url: str, keys: Sequence[str]) -> list[bytes]:
+    """What is stored, once it is."""
+    store = open_store(url)
+    try:
+        found: list[bytes] = []
+        for key in keys:
+            wait_until(lambda key=key: store.exists([key]).result()[0].code is Code.OK)
+            buffer = bytearray(1 << 20)
+            (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
+            found.append(bytes(buffer[: result.nbytes]))
+        return found
+    finally:
+        store.close()
 
 
 def test_adapters_share_nothing_with_each_other(
@@ -160,47 +206,72 @@ def test_adapters_share_nothing_with_each_other(
 
 
 def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_path: Path) -> None:
-    store = f"file://{shared_memory}/kv?size=256MiB"
-    sizes = {"tensor_parallel_sizes": [1, 2]}
-    asks = _prompts(8, 129, 300, 700)
-    more = _prompts(9, 129, 300, 700)
+    transfer = transfer_config(f"file://{shared_memory}/kv?size=256MiB", extra={"tensor_parallel_sizes": [1, 2]})
+    asks, more = _prompts(8, 129, 300, 700), _prompts(9, 129, 300, 700)
     with Processes(tmp_path) as processes:
-        one = start_engine(processes, "one", model, transfer=transfer_config(store, extra=sizes))
-        processes.wait_ready(one, within_s=240)
-        expected = answers(one.url, asks)
-        processes.stop(one)
+        one = start_engine(processes, "one", model, "--no-enable-prefix-caching", transfer=transfer)
         two = start_engine(
             processes,
             "two",
             model,
-            *("--tensor-parallel-size", "2"),
-            transfer=transfer_config(store, extra=sizes),
+            *("--tensor-parallel-size", "2", "--no-enable-prefix-caching"),
+            transfer=transfer,
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         )
-        processes.wait_ready(two, within_s=400)
+        processes.wait_ready(one, two, within_s=400)
+        expected = answers(one.url, asks)
         assert answers(two.url, asks) == expected
         assert _loaded(two) == 2 * (128 + 256 + 640)  # each rank its half
         expected = answers(two.url, more)
-        processes.stop(two)
-        one = start_engine(processes, "again", model, transfer=transfer_config(store, extra=sizes))
-        processes.wait_ready(one, within_s=240)
         assert answers(one.url, more) == expected
         assert _loaded(one) == 128 + 256 + 640
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ({"store": "memory:?size=1MiB"}, "vLLM's scheduler and workers are several"),
-        ({"stroe": "x"}, "unknown setting stroe; known: store"),
-        ({"tensor_parallel_sizes": [3]}, "cannot be divided over 3 ranks"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_words(
-    model: Path, tmp_path: Path, extra: dict[str, object], words: str
-) -> None:
-    store = str(extra.pop("store", f"file://{tmp_path}/kv?size=16MiB"))
+def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -> None:
+    """Groups of layers of several kinds are refused in words; where vLLM keeps all layers alike, they are shared."""
+    mixed, sliding = tmp_path / "mixed", tmp_path / "sliding"
+    for folder, kinds in ((mixed, ["sliding_attention", "full_attention"]), (sliding, ["sliding_attention"] * 2)):
+        shutil.copytree(model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "layer_types": kinds, "sliding_window": 64}))
+    transfer = transfer_config(f"file://{shared_memory}/kv?size=64MiB")
+    asks = _prompts(13, 129, 300, 513)
     with Processes(tmp_path) as processes:
-        engine = start_engine(processes, "E", model, transfer=transfer_config(store, extra=extra))
-        engine.process.wait(200)
-        assert words in engine.log.read_text()
+        for name, folder, words in (
+            ("groups", mixed, "start vLLM with --disable-hybrid-kv-cache-manager"),
+            ("windows", sliding, "a cache of the kind SlidingWindowSpec is not known"),
+        ):
+            refused = start_engine(processes, name, folder, transfer=transfer)
+            refused.process.wait(300)
+            assert words in refused.log.read_text()
+        alone = start_engine(processes, "alone", mixed, "--no-enable-prefix-caching")
+        ours = start_engine(
+            processes,
+            "ours",
+            mixed,
+            *("--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching"),
+            transfer=transfer,
+            core=1,
+        )
+        processes.wait_ready(alone, ours, within_s=400)
+        expected = answers(alone.url, asks)
+        assert answers(ours.url, asks) == expected
+        assert answers(ours.url, asks) == expected
+        assert _loaded(ours) == 128 + 256 + 512
+
+
+def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> None:
+    """A real engine ends with the sentence; every other such sentence is tested without one."""
+    store = f"file://{tmp_path}/kv?size=16MiB"
+    cases = {
+        "vLLM's scheduler and workers are several": transfer_config("memory:?size=1MiB"),
+        "cannot be divided over 3 ranks": transfer_config(store, extra={"tensor_parallel_sizes": [3]}),
+    }
+    with Processes(tmp_path) as processes:
+        engines = {
+            words: start_engine(processes, f"E{number}", model, transfer=transfer)
+            for number, (words, transfer) in enumerate(cases.items())
+        }
+        for words, engine in engines.items():
+            engine.process.wait(300)
+            assert words in engine.log.read_text()

@@ -53,19 +53,28 @@ class BytesLevel(Level):
         assert set(memory[:1_000] + memory[41_000:50_000] + memory[80_000:]) == {0xA5}
 
     def test_what_is_said_to_have_arrived_is_there(self, store: KVStore) -> None:
-        """A store need not say so (`GetOp.arrived`); if it does, then once, and the truth."""
-        put(store, "large", value("large", 300_000))
-        put(store, "small", value("small", 10))
-        targets = {key: memoryview(bytearray(400_000)) for key in ("large", "small", "missing")}
+        """A store need not say so (`GetOp.arrived`); if it does, then once, and the truth. So it is with what has come
+        of a value until now (`GetOp.coming`)."""
+        sizes = {"large": 300_000, "small": 10, "vast": min(5_000_000, store.capabilities.max_value_bytes // 4)}
+        for key, size in sizes.items():
+            assert put(store, key, value(key, size)).code is Code.OK
+        targets = {key: memoryview(bytearray(size + 100_000)) for key, size in sizes.items()}
+        targets["missing"] = memoryview(bytearray(100))
         seen: dict[str, list[bytes]] = {key: [] for key in targets}
+        came: dict[str, list[bytes]] = {key: [] for key in targets}
 
-        def looking(key: str) -> Callable[[int], None]:
-            return lambda nbytes: seen[key].append(bytes(targets[key][:nbytes]))
+        def looking(key: str, told: dict[str, list[bytes]]) -> Callable[[int], None]:
+            return lambda nbytes: told[key].append(bytes(targets[key][:nbytes]))
 
-        results = store.get([GetOp(key, (targets[key],), looking(key)) for key in targets], DEADLINE_S).result()
-        for (key, target), result in zip(targets.items(), results, strict=True):
-            there = [bytes(target[: result.nbytes])] if result.code is Code.OK else []
-            assert seen[key] in ([], there)
+        ops = [GetOp(key, (targets[key],), looking(key, seen), looking(key, came)) for key in targets]
+        for (key, target), result in zip(targets.items(), store.get(ops, DEADLINE_S).result(), strict=True):
+            there = bytes(target[: result.nbytes])
+            assert seen[key] in ([], [there] if result.code is Code.OK else [])
+            parts = came[key]
+            assert not parts or parts[0] == b""
+            last = max((at for at, part in enumerate(parts) if not part), default=0)  # where it began for good
+            assert all(there.startswith(part) for part in parts[last:]) or result.code is not Code.OK
+            assert [len(part) for part in parts[last:]] == sorted(len(part) for part in parts[last:])
 
     def test_a_value_of_elements_larger_than_bytes_is_stored_as_bytes(self, store: KVStore) -> None:
         wanted = value("words", 80_000)

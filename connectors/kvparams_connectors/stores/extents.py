@@ -4,11 +4,13 @@ Units instead of size classes: no page size can starve another, and any page may
 a value's bytes lie in its runs in order, each run full but the last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from kvparams_connectors.arrival import step_bytes
 
 __all__ = ["SKEW", "Bytes", "Extents", "Run", "copy", "copy_in", "copy_out", "stretches", "units_for"]
 
@@ -90,10 +92,28 @@ def copy_in(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequen
         _copy(inside, outside)
 
 
-def copy_out(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:
-    """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`."""
+def copy_out(
+    memory: Bytes,
+    unit_bytes: int,
+    runs: Sequence[Run],
+    buffers: Sequence[memoryview],
+    nbytes: int,
+    coming: Callable[[int], None] | None = None,
+) -> None:
+    """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`; `coming` is told, see `GetOp`."""
+    step = step_bytes(nbytes)
+    if coming is None or step >= nbytes:
+        for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
+            _copy(outside, inside)
+        return
+    done = 0
+    coming(0)
     for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
-        _copy(outside, inside)
+        for start in range(0, inside.size, step):
+            part = inside[start : start + step]
+            _copy(outside[start : start + step], part)
+            done += part.size
+            coming(done)
 
 
 def stretches(memory: Bytes, unit_bytes: int, runs: Sequence[Run], nbytes: int) -> list[Bytes]:

@@ -22,6 +22,8 @@ __all__ = ["Held", "MemoryStore", "open_url"]
 
 _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
+_DEFAULT_THREADS: Final = 2
+"""One copies while the other looks at what has come."""
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(Code.MISS)
 _AT_ONCE: Final = 64
@@ -199,7 +201,7 @@ class MemoryStore(LaneStore):
         if time.monotonic() >= deadline:
             return Result(Code.TIMEOUT)
         try:
-            copy_out(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes)
+            copy_out(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes, op.coming)
         except ValueError:  # the caller released a buffer that it had leased to us
             return Result(Code.INVALID)
         if op.arrived is not None:
@@ -339,12 +341,12 @@ class MemoryStore(LaneStore):
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`memory:?size=1GiB&unit=64KiB&threads=1`."""
+    """`memory:?size=1GiB&unit=64KiB&threads=2`."""
     url.only("size", "unit", "threads")
     if url.place or url.path:
         raise StoreError(f"memory store: {url.text!r} names a place; a memory store has none: memory:?size=1GiB")
     return MemoryStore(
         url.size("size") or _DEFAULT_SIZE,
         unit_bytes=url.size("unit") or _DEFAULT_UNIT,
-        threads=url.number("threads", 1, low=1, high=64),
+        threads=url.number("threads", _DEFAULT_THREADS, low=1, high=64),
     )

@@ -13,16 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
 
-from kvparams import plugins
-from kvparams.errors import KVParamsError
+from kvparams.errors import KVParamsError, PluginError
 from kvparams.keys import Rectangle
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.advice import Advice, advice_of
+from kvparams_connectors.settings import StoreUnreachable
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.tools.opening import refuse_new_file
 
-__all__ = ["examine_machine", "examine_store", "shown"]
+__all__ = ["examine_machine", "examine_store"]
 
 _DEADLINE_S: Final = 10.0
 _PAGE: Final = 1 << 20
@@ -33,16 +33,6 @@ _SLOW: Final = 0.2
 """GB/s. Prefill of a prompt of a small model is about as fast; slower KV is not worth its fetching."""
 _SLOW_LOOKUP_S: Final = 0.02
 _PART: Final = Rectangle(0, 1, 0, 1)
-
-
-def shown(url: str) -> str:
-    """A URL without what could be a secret in it."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(no URL)"
-    place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"...@{place[2]}")) if place[1] else url
 
 
 def examine_machine() -> Iterator[Advice]:
@@ -92,9 +82,10 @@ def examine_store(url: str) -> Iterator[Advice]:
     """Reachable, of the right version, set up well, right, fast."""
     start = time.monotonic()
     try:
+        refuse_new_file(url)
         store = open_store(url)
     except KVParamsError as error:
-        yield Advice("error", str(error).replace(url, shown(url)), _opening(url))
+        yield Advice("error", str(error), _opening(error))
         return
     except Exception as error:  # noqa: BLE001 - somebody else's code; the other stores are still to be examined
         yield Advice("error", f"it cannot be opened ({type(error).__name__})", "a defect in the store: report it")
@@ -116,12 +107,12 @@ def examine_store(url: str) -> Iterator[Advice]:
         store.close()
 
 
-def _opening(url: str) -> str:
-    scheme = url.partition(":")[0]
-    known = plugins.names("stores")
-    if scheme not in known:
-        return f"the stores that are known here: {', '.join(known)}"
-    return "correct the URL, or start the server and see that this machine reaches it"
+def _opening(error: KVParamsError) -> str:
+    if isinstance(error, PluginError):
+        return "correct the word before the colon, or install the package that brings this store"
+    if isinstance(error, StoreUnreachable):
+        return "start the server, and see that this machine reaches it"
+    return ""  # a StoreError says itself what to do
 
 
 def _capabilities(store: KVStore) -> Iterator[Advice]:

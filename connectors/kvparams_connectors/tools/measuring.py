@@ -21,12 +21,15 @@ from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
 from kvparams_connectors.tools.loopback import Loopback
 
-__all__ = ["KEY_PREFIX", "Measured", "Plan", "lookup_s", "measure"]
+__all__ = ["KEY_PREFIX", "Measured", "Plan", "lookup_s", "measure", "size_text"]
 
 KEY_PREFIX: Final = "kvparams-bench"
 """How the keys begin that are put here, and deleted again."""
 
-_DEADLINE_S: Final = 30.0
+_PATIENCE_S: Final = 5.0
+"""For an operation, beside the time that its bytes take."""
+_SLOWEST: Final = 50e6
+"""Bytes a second: a store that is slower has stopped, or is of no use."""
 _LOOKUP: Final = 1000
 _PART: Final = Rectangle(0, 1, 0, 1)
 
@@ -44,6 +47,11 @@ class Plan:
     batch: int
     """Pages per operation."""
     rounds: int
+
+    @property
+    def deadline_s(self) -> float:
+        """Of each operation; a server that stops is told from one that is slow."""
+        return _PATIENCE_S + self.batch * self.page_bytes / _SLOWEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +99,13 @@ class _Caller:
             for source, identity in zip(self.sources[here], self._identities[here], strict=True):
                 seal(source, identity)
             ops = [PutOp(key, (source,)) for key, source in zip(self.keys[here], self.sources[here], strict=True)]
-            _all_ok("put", [result.code for result in self._store.put(ops, _DEADLINE_S).result()])
+            _all_ok("put", [result.code for result in self._store.put(ops, self._plan.deadline_s).result()])
 
     def get(self) -> None:
         for at in range(0, len(self.keys), self._plan.batch):
             here = slice(at, at + self._plan.batch)
             ops = [GetOp(key, (target,)) for key, target in zip(self.keys[here], self.targets[here], strict=True)]
-            _all_ok("get", [result.code for result in self._store.get(ops, _DEADLINE_S).result()])
+            _all_ok("get", [result.code for result in self._store.get(ops, self._plan.deadline_s).result()])
             for target, identity in zip(self.targets[here], self._identities[here], strict=True):
                 refusal = verify(target, identity)
                 if refusal is not None:
@@ -105,7 +113,7 @@ class _Caller:
 
     def delete(self) -> None:
         with suppress(StoreError):
-            self._store.delete(self.keys, _DEADLINE_S).result()
+            self._store.delete(self.keys, _PATIENCE_S).result()
 
 
 def measure(store: KVStore, floor: Loopback, plan: Plan, progress: Callable[[str], None]) -> Measured:
@@ -171,12 +179,17 @@ def lookup_s(store: KVStore, rounds: int = 5) -> float:
     found: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
-        results = store.exists(keys, _DEADLINE_S).result()
+        results = store.exists(keys, _PATIENCE_S).result()
         found.append(time.perf_counter() - start)
         if any(result.code is not Code.MISS for result in results):
             code = next(result.code for result in results if result.code is not Code.MISS)
-            raise StoreError(f"a lookup of keys that are not there ended with {code.value}")
+            raise StoreError(f"a lookup of keys that are not there ended with {code.value}: {_hint(code)}")
     return median(found)
+
+
+def size_text(nbytes: int) -> str:
+    """`"256 KiB"`, `"1 MiB"`."""
+    return f"{nbytes >> 20} MiB" if nbytes % (1 << 20) == 0 else f"{nbytes / 1024:g} KiB"
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
@@ -215,9 +228,13 @@ def _all_ok(what: str, codes: Sequence[Code]) -> None:
     bad = next((code for code in codes if code is not Code.OK), None)
     if bad is None:
         return
-    hint = {
+    raise StoreError(f"{what} ended with {bad.value}: {_hint(bad)}")
+
+
+def _hint(code: Code) -> str:
+    return {
         Code.FULL: "it has no room: give it more, or measure with a smaller --working-set",
         Code.MISS: "pages were evicted while they were measured: give it more room, or a smaller --working-set",
         Code.TOO_LARGE: "it does not take pages of this size: measure with smaller --sizes",
-    }.get(bad, "`kvparams doctor` may know why")
-    raise StoreError(f"{what} ended with {bad.value}: {hint}")
+        Code.TIMEOUT: "it has stopped, or is slower than 50 MB/s; `kvparams doctor` may know why",
+    }.get(code, "`kvparams doctor` may know why")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvparams_connectors.settings import StoreError
-from kvparams_connectors.tools.measuring import Measured
+from kvparams_connectors.tools.measuring import Measured, size_text
 
 __all__ = ["check_plotting", "plot"]
 
@@ -33,22 +33,25 @@ def plot(path: Path, name: str, measured: Sequence[Measured]) -> None:
     axes: Any = figure.add_subplot()
     for threads in sorted({one.plan.threads for one in measured}):
         mine = [one for one in measured if one.plan.threads == threads]
-        sizes = [one.plan.page_bytes / 1024 for one in mine]
+        sizes = [one.plan.page_bytes for one in mine]
         callers = "1 caller" if threads == 1 else f"{threads} callers"
         axes.plot(sizes, [one.put for one in mine], marker="o", label=f"put, {callers}")
         axes.plot(sizes, [one.get for one in mine], marker="s", label=f"get, {callers}")
     first = [one for one in measured if one.plan.threads == measured[0].plan.threads]
-    sizes = [one.plan.page_bytes / 1024 for one in first]
+    sizes = [one.plan.page_bytes for one in first]
     axes.plot(sizes, [one.socket_put for one in first], linestyle="--", color="gray", label="bare socket, put")
     axes.plot(sizes, [one.socket_get for one in first], linestyle=":", color="gray", label="bare socket, get")
     axes.plot(sizes, [one.memory for one in first], linestyle="-", color="lightgray", label="memory")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("page, KiB")
+    axes.set_xticks(sizes, [size_text(size) for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("page")
     axes.set_ylabel("GB/s")
     axes.set_title(name)
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

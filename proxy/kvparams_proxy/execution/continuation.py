@@ -108,6 +108,11 @@ def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> d
     return changes
 
 
+_UNREAD: Final = 1024
+"""Events of one stream that are kept without a look into them: most streams never break, and looking takes twice as
+long as parsing."""
+
+
 class Recorder:
     """One stream's."""
 
@@ -119,10 +124,13 @@ class Recorder:
         "_counted",
         "_finished",
         "_keep",
+        "_lost",
         "_marked",
         "_mixed",
         "_prompt",
         "_template",
+        "_unread",
+        "_unread_before",
         "_unsaid",
         "resumed",
     )
@@ -140,21 +148,27 @@ class Recorder:
         self._finished = False
         self._mixed = False
         """Whether there was more in it than plain content."""
+        self._lost = False
+        """Whether its token ids are not what they should be."""
         self._template: dict[str, Any] | None = None
+        self._unread: list[dict[str, Any]] = []
+        self._unread_before = 0
         self._marked: tuple[int, list[int], bool, bool] = 0, [], False, False
         self.resumed = False
 
     def sent(self) -> Sent | None:
         """From where another engine can go on; None where the stream has said too little, or everything."""
-        if self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
+        self._read()
+        if self._lost or self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
             return None
         return Sent(self._prompt, list(self._answer))
 
     def ending(self) -> bytes | None:
         """What the client lacks of a stream whose last token it has: only its end, which no engine is needed for. None
         where tokens are missing."""
+        self._read()
         template = self._template
-        if self._prompt is None or template is None or not self._finished:
+        if self._lost or self._prompt is None or template is None or not self._finished:
             return None
         if self._counted or not self._count:
             return b"data: [DONE]\n\n"
@@ -164,6 +178,7 @@ class Recorder:
 
     def resume(self) -> None:
         """Another engine goes on from `sent()`."""
+        self._read()
         self.resumed = True
         self._unsaid.clear()
         self._base = len(self._answer)
@@ -174,31 +189,40 @@ class Recorder:
         Raises:
             JSONTextError: an event is not what it should be.
         """
-        self._marked = len(self._answer), self._unsaid.copy(), self._finished, self._counted
-        try:
-            return self._recorded(raw)
-        except JSONTextError:
-            self.undo()
-            raise
+        if self.resumed:
+            self._marked = len(self._answer), self._unsaid.copy(), self._finished, self._counted
+            try:
+                return b"".join(self._rewritten(event) for event in split_events(raw))
+            except JSONTextError:
+                self.undo()
+                raise
+        if len(self._unread) >= _UNREAD:
+            self._read()
+        self._unread_before = len(self._unread)
+        self._unread += [document for event in split_events(raw) if (document := _document(event)) is not None]
+        return raw if self._keep or b"token_ids" not in raw else _STRIPPED.sub(b"", raw)
 
     def undo(self) -> None:
         """What `events` has given last was not sent."""
+        if not self.resumed:
+            del self._unread[self._unread_before :]
+            return
         answered, self._unsaid, self._finished, self._counted = self._marked
         del self._answer[answered:]
 
-    def _recorded(self, raw: bytes) -> bytes:
-        if self.resumed:
-            return b"".join(self._rewritten(event) for event in split_events(raw))
-        for event in split_events(raw):
-            document = _document(event)
-            if document is None:
-                continue
-            if error_in(document) is not None:  # nothing behind it is sent
+    def _read(self) -> None:
+        """Look into the events that have come."""
+        unread, self._unread = self._unread, []
+        for document in unread:
+            if error_in(document) is not None:  # nothing behind it was sent
                 break
-            self._record(document)
+            try:
+                self._record(document)
+            except JSONTextError:
+                self._lost = True
+                break
             if next(_choices(document), None) is not None:
                 self._template = document
-        return raw if self._keep or b"token_ids" not in raw else _STRIPPED.sub(b"", raw)
 
     def _record(self, document: dict[str, Any]) -> None:
         nothing: dict[str, Any] = {}
@@ -270,9 +294,12 @@ def _event(document: Mapping[str, Any]) -> bytes:
 
 def _document(event: bytes) -> dict[str, Any] | None:
     """The JSON of one event; None for a comment or the last event."""
-    data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-    if not data.startswith(b"{"):
-        return None
+    if event.startswith(b"data: {") and event.count(b"\n") == 2:  # nearly always: one line
+        data = event[6:]
+    else:
+        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+        if not data.startswith(b"{"):
+            return None
     try:
         return cast("dict[str, Any]", from_json(data, allow_inf_nan=False))
     except ValueError as error:

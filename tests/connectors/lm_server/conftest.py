@@ -10,13 +10,14 @@ from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from tests.connectors.lmcache_server import LMCacheServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    """One for all: it takes seconds to start."""
     with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as started:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def numbers() -> Iterator[int]:
     return count()
 
@@ -25,14 +26,6 @@ def numbers() -> Iterator[int]:
 def prefix(numbers: Iterator[int]) -> str:
     """Nothing can be flushed, so that every test has a place of its own."""
     return f"test-{next(numbers)}"
-
-
-@pytest.fixture
-def opened() -> Iterator[list[KVStore]]:
-    stores: list[KVStore] = []
-    yield stores
-    for store in stores:
-        store.close()
 
 
 @pytest.fixture

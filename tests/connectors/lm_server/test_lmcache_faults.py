@@ -14,28 +14,13 @@ from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from kvparams_connectors.stores.lmcache.wire import Kind, Names
 from tests.connectors.lmcache_server import BareClient, LMCacheServer
-from tests.connectors.lmcache_steps import (
-    DEADLINE_S,
-    SIZE,
-    break_off,
-    delete,
-    exists,
-    get,
-    put,
-    resident_mib,
-    sockets,
-)
+from tests.connectors.lmcache_steps import break_off, delete, exists, resident_mib, sockets
+from tests.connectors.steps import DEADLINE_S, SIZE, get, in_thread, put
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import wait_until
 
 HUGE = 250 << 20
 LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
-
-
-def in_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
 
 
 def through(relay: Relay, prefix: str, opened: list[KVStore]) -> LMCacheStore:
@@ -231,19 +216,18 @@ def leaves_nothing(server: LMCacheServer, name: bytes) -> bool:
         return client.exist(name) == 400
 
 
-def test_a_server_that_is_killed_and_comes_back_is_used_again(tmp_path: Path, opened: list[KVStore]) -> None:
-    with LMCacheServer(tmp_path) as server:
-        store = open_store(server.url)
-        opened.append(store)
-        assert put(store, range(4)) == [Code.OK] * 4
-        server.kill()
+def test_a_server_that_is_killed_and_comes_back_is_used_again(server: LMCacheServer, store: LMCacheStore) -> None:
+    assert put(store, range(4)) == [Code.OK] * 4
+    server.kill()
+    try:
         assert set(get(store, range(4))) == {Code.UNAVAILABLE}
         assert set(put(store, range(4))) == {Code.UNAVAILABLE}
         assert set(exists(store, range(4))) == set(delete(store, range(4))) == {Code.UNAVAILABLE}
-        server.start()
-        assert get(store, range(4)) == [Code.MISS] * 4
-        assert put(store, range(4)) == [Code.OK] * 4
-        assert get(store, range(4)) == [Code.OK] * 4
+    finally:
+        server.start()  # other tests use it too
+    assert get(store, range(4)) == [Code.MISS] * 4
+    assert put(store, range(4)) == [Code.OK] * 4
+    assert get(store, range(4)) == [Code.OK] * 4
 
 
 @pytest.mark.slow

@@ -14,26 +14,21 @@ import pytest
 
 from benchmarks.processes import free_ports
 from kvparams_connectors.advice import advice_of
-from kvparams_connectors.conformance import Opener, StoreConformance
+from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from kvparams_connectors.stores.lmcache.wire import Names
 from tests.connectors.lmcache_server import BareClient, LMCacheServer
-from tests.connectors.lmcache_steps import DEADLINE_S, resident_mib
+from tests.connectors.lmcache_steps import resident_mib
+from tests.connectors.steps import DEADLINE_S, found, value
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer
 
 
-def value(size: int, seed: int = 0) -> memoryview:
-    return memoryview(bytearray((seed + number) % 251 for number in range(997)) * (size // 997 + 1))[:size]
-
-
-def codes(store: KVStore, *keys: str) -> list[Code]:
-    return [result.code for result in store.exists(keys, DEADLINE_S).result()]
-
-
 class TestLMCacheStore(StoreConformance):
+    at_least = Floors(put=0.002, get=0.002)
+
     @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3])
     def opener(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pytest.FixtureRequest, server: LMCacheServer, prefix: str, opened: list[KVStore]
@@ -55,13 +50,13 @@ def test_a_lookup_of_a_thousand_keys_is_one_round_trip(
     with Relay(server.port, delay_s=0.2) as relay:
         store = open_store(f"lmcache://127.0.0.1:{relay.port}?prefix={prefix}")
         opened.append(store)
-        codes(store, "connected")
+        found(store, "connected")
         before = relay.round_trips
         assert store.exists(keys, DEADLINE_S).result() == [
             Result(Code.OK, number % 3) if number < 700 else Result(Code.MISS) for number in range(1000)
         ]
         assert relay.round_trips == before + 1
-        assert codes(store, "another") == [Code.MISS]
+        assert found(store, "another") == [Code.MISS]
         assert relay.round_trips == before + 2  # the control
         store.close()
 
@@ -99,9 +94,9 @@ def test_deployments_with_prefixes_do_not_meet(server: LMCacheServer, prefix: st
     opened += stores
     key = f"{prefix}-key"
     one.put([PutOp(key, (value(10),))], DEADLINE_S).result()
-    assert [codes(store, key) for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
+    assert [found(store, key) for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
     assert other.delete([key], DEADLINE_S).result() == [Result(Code.MISS)]
-    assert codes(one, key) == [Code.OK]
+    assert found(one, key) == [Code.OK]
 
 
 def test_what_is_deleted_frees_the_servers_memory(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> None:
@@ -114,7 +109,7 @@ def test_what_is_deleted_frees_the_servers_memory(server: LMCacheServer, prefix:
         keys = [f"{number}-{one}" for one in range(4)]
         assert {r.code for r in store.put([PutOp(key, (content,)) for key in keys], DEADLINE_S).result()} == {Code.OK}
         assert {r.code for r in store.delete(keys, DEADLINE_S).result()} == {Code.OK}
-        assert set(codes(store, *keys)) == {Code.MISS}
+        assert set(found(store, *keys)) == {Code.MISS}
 
     turn(0)
     before = resident_mib(server.pid)
@@ -148,7 +143,7 @@ def test_connections_are_used_again(server: LMCacheServer, prefix: str, opened: 
     assert isinstance(store, LMCacheStore)
     for number in range(50):
         store.put([PutOp(f"key-{number}", (value(1000),))], DEADLINE_S).result()
-        codes(store, f"key-{number}")
+        found(store, f"key-{number}")
     assert 1 <= store.connections <= 2
 
 

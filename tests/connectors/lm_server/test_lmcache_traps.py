@@ -11,7 +11,8 @@ from kvparams_connectors.store import Code
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from kvparams_connectors.stores.lmcache.wire import Kind, Names
 from tests.connectors.lmcache_server import BINARY, PUT, BareClient, LMCacheServer
-from tests.connectors.lmcache_steps import SIZE, break_off, delete, exists, get, put
+from tests.connectors.lmcache_steps import break_off, delete, exists
+from tests.connectors.steps import SIZE, get, put
 
 
 def test_a_put_has_no_answer_and_exist_confirms_it(server: LMCacheServer, prefix: str) -> None:

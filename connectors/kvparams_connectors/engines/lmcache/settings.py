@@ -11,7 +11,7 @@ key file for authenticated pages. The one rule: a setting that is not known here
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +35,7 @@ _MAX_MS: Final = 600_000
 class PluginSettings:
     """What was configured."""
 
-    store: str
+    store: str = field(repr=False)
     """The store's URL."""
     revision: str = ""
     deadline_s: float = _DEADLINE_S

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvparams_connectors.engines.vllm.interface import (
+    BlockPool,
     CacheConfig,
     EngineConfig,
     KVBlocks,
@@ -23,8 +24,8 @@ from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm.statistics import (
     CountsMetrics,
-    Measurements,
     TransferCounts,
+    WorkerNews,
     changes,
 )
 from kvparams_connectors.engines.vllm.worker_half import WorkerHalf
@@ -99,7 +100,7 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is saved has left the blocks when the step is over."""
+        """No: what is not saved in time is computed by whoever wants it."""
         return False
 
     # ---- in the scheduler
@@ -111,6 +112,10 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.bind(kv_cache_manager)
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._planner.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self._planner.new_request(request)
@@ -125,10 +130,15 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata(self._planner.orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        measured = connector_output.kv_connector_worker_meta
-        if isinstance(measured, Measurements):
-            for nbytes, seconds in measured.loads:
-                self._planner.book.measured(nbytes, seconds)
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._planner.news(news.loads, news.copied)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.copying
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.keeps_others_waiting
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._planner.finished(request)
@@ -172,14 +182,15 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._mover.bad_blocks
 
-    def build_connector_worker_meta(self) -> Measurements | None:
-        return Measurements(self._mover.measured) if self._mover.measured else None
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        mover = self._mover
+        return WorkerNews(mover.measured, mover.copied) if mover.measured or mover.copied else None
 
     # ---- in both
 
     def get_kv_connector_stats(self) -> TransferCounts | None:
         now = self._planner.counts() if self._scheduler is not None else self._mover.counts()
-        return changes(self._reported, now)
+        return None if now is None else changes(self._reported, now)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):

@@ -1,4 +1,4 @@
-"""What is used of vLLM 0.32, with the file that each part stands in.
+"""What is used of vLLM 0.28 to 0.32, with the file that each part stands in.
 
 The one rule: nothing of vLLM is used that does not stand here; `tests/vllm/test_vllm_contract.py` holds it against the
 vLLM that is installed.
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = [
+    "Block",
+    "BlockPool",
     "CacheConfig",
     "CacheGroup",
     "EngineConfig",
@@ -169,8 +171,6 @@ class Request(Protocol):
     @property
     def num_computed_tokens(self) -> int: ...
     @property
-    def num_in_flight_tokens(self) -> int: ...
-    @property
     def num_preemptions(self) -> int: ...
 
 
@@ -180,9 +180,26 @@ class KVBlocks(Protocol):
     def get_block_ids(self) -> tuple[list[int], ...]: ...
 
 
+class Block(Protocol):
+    """vllm/v1/core/kv_cache_utils.py, `KVCacheBlock`."""
+
+    ref_cnt: int
+
+
+class BlockPool(Protocol):
+    """vllm/v1/core/block_pool.py."""
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+
+
 class KVCacheManager(Protocol):
     """vllm/v1/core/kv_cache_manager.py."""
 
+    @property
+    def block_pool(self) -> BlockPool: ...
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
 
 
@@ -192,6 +209,8 @@ class _NewRequest(Protocol):
     @property
     def req_id(self) -> str: ...
     @property
+    def block_ids(self) -> tuple[list[int], ...]: ...
+    @property
     def num_computed_tokens(self) -> int: ...
 
 
@@ -200,6 +219,10 @@ class _CachedRequests(Protocol):
 
     @property
     def req_ids(self) -> list[str]: ...
+    @property
+    def resumed_req_ids(self) -> set[str]: ...
+    @property
+    def new_block_ids(self) -> Sequence[tuple[list[int], ...] | None]: ...
     @property
     def num_computed_tokens(self) -> list[int]: ...
 

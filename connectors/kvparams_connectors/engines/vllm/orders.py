@@ -44,6 +44,9 @@ class SaveOrder:
     end: int
     required: bool
     """Somebody has been promised them, so wait for room rather than drop some."""
+    number: int | None = None
+    """The engine keeps the blocks as they are until every worker has said that this order is copied. None: it keeps
+    none, so they must be copied before the step ends."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ The one rule: no decision is made here.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -12,8 +12,10 @@ from kvparams.keys import Extra
 from kvparams.params import Endpoint
 from kvparams_connectors.engines.vllm.documents import Handoff, new_incarnation, read_handoff
 from kvparams_connectors.engines.vllm.engine import cache_group, group_spec, read_share
+from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.identity import Adapters
 from kvparams_connectors.engines.vllm.interface import (
+    BlockPool,
     CacheConfig,
     EngineConfig,
     KVBlocks,
@@ -26,6 +28,7 @@ from kvparams_connectors.engines.vllm.orders import StepOrders
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.engines.vllm.tables import BlockTables
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.settings import StoreError
 
@@ -34,6 +37,8 @@ __all__ = ["SchedulerHalf"]
 _LOGGER: Final = logging.getLogger(__name__)
 _ALL_TOKENS: Final = 1 << 40
 """Behind the last token of every sequence."""
+_LOOKUP_WAIT_S: Final = 0.0004
+"""Of a step. vLLM's engine sleeps for 0.001 s where nothing could be scheduled (vllm/v1/engine/core.py, 0.32)."""
 
 
 class SchedulerHalf:
@@ -60,6 +65,7 @@ class SchedulerHalf:
             fails=fails,
             promise_s=settings.promise_s,
             block_tokens=group_spec(config, cache_group(cache)).block_size,
+            wait_s=_LOOKUP_WAIT_S,
         )
         address = lookup.address
         prefixes = Prefixes(self._store, share.namespace, share.grid, settings.deadline_s, own=address)
@@ -71,11 +77,35 @@ class SchedulerHalf:
         )
         self._adapters: Final = Adapters()
         self._requests: dict[str, Request] = {}
-        self._manager: KVCacheManager | None = None
+        self._tables: Final = BlockTables()
+        self._ranks: Final = ranks
+        self._holds: Holds | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
         """Who knows the blocks of a request."""
-        self._manager = manager
+        self._tables.bind(manager)
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Who keeps blocks from being given to others; without it workers copy before a step ends."""
+        self._holds = Holds(pool, self._ranks)
+        self.book.hold = self._holds.hold
+
+    @property
+    def copying(self) -> bool:
+        """Whether blocks are held: the engine must go on, to hear that they are copied."""
+        return bool(self._holds)
+
+    @property
+    def keeps_others_waiting(self) -> bool:
+        """Whether blocks that others could use are held."""
+        return bool(self._holds) and self._holds.keeps_others_waiting
+
+    def news(self, loads: Iterable[tuple[int, float]], copied: Iterable[int]) -> None:
+        """What workers say: loads that have ended, in bytes and seconds, and save orders that are copied."""
+        for nbytes, seconds in loads:
+            self.book.measured(nbytes, seconds)
+        if self._holds is not None:
+            self._holds.copied(copied)
 
     def new_request(self, request: Request) -> None:
         """A request has come."""
@@ -119,6 +149,7 @@ class SchedulerHalf:
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """vLLM's `build_connector_meta`."""
+        self._tables.follow(output)
         counts = output.num_scheduled_tokens
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -134,6 +165,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> dict[str, object] | None:
         """vLLM's `request_finished`: what the answer says."""
         self._requests.pop(request.request_id, None)
+        self._tables.forget(request.request_id)
         return self.book.finish(request.request_id, computed=request.num_computed_tokens)
 
     def counts(self) -> dict[str, int]:
@@ -145,11 +177,7 @@ class SchedulerHalf:
         self._store.close()
 
     def _blocks_of(self, name: str) -> Callable[[], Sequence[int]]:
-        def blocks() -> Sequence[int]:
-            assert self._manager is not None
-            return self._manager.get_block_ids(name)[0]
-
-        return blocks
+        return lambda: self._tables.of(name)
 
 
 def _off(request: Request) -> str | None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -49,6 +50,9 @@ class Rules:
     """How long to wait for promised pages."""
     block_tokens: int = 1
     """Of the engine's block: where it has the rest itself, fewer tokens than that are not worth a load."""
+    wait_s: float = 0.0
+    """How long a step may wait for lookups, all of its requests together. A store that is near answers within it; put
+    off to the next step, a request loses more, and alone an engine that has nothing to do sleeps in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,10 @@ class Book:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._search, self._rules, self._producer, self._clock = search, rules, producer, clock
+        self.hold: Callable[[Tokens[int]], int] | None = None
+        """Keeps blocks as they are for a save that has not copied them yet; returns its number. None: nobody can."""
+        self._wait_s = rules.wait_s
+        """Left in this step."""
         self._rate = rate or LoadRate(None, None)
         self._promise_s = rules.promise_s
         self._entries: dict[str, _Entry] = {}
@@ -166,6 +174,7 @@ class Book:
         """The orders of a step in which these requests compute; loads are those since the last step."""
         orders = StepOrders(self._loads)
         self._loads = []
+        self._wait_s = self._rules.wait_s
         for one in running:
             entry = self._entries.get(one.request_id)
             if entry is None:
@@ -215,7 +224,7 @@ class Book:
 
     def _found(self, entry: _Entry) -> int | None:
         """Tokens that are stored, or promised where the engine shall not compute them; None: not known yet."""
-        if entry.lookup is not None and entry.lookup.done():
+        if entry.lookup is not None and (entry.lookup.done() or self._comes(entry.lookup)):
             entry.hit = entry.lookup.result(0)
             entry.lookup = None
             if entry.hit.failure is not None:
@@ -236,6 +245,16 @@ class Book:
             entry.again_at = self._clock() + _AGAIN_S
             entry.lookup = self._search.look(plan)
         return None
+
+    def _comes(self, lookup: Job[Hit]) -> bool:
+        """Whether the answer comes within what is left of the step's patience."""
+        if self._wait_s <= 0:
+            return False
+        since = self._clock()
+        with suppress(Exception):
+            lookup.result(self._wait_s)
+        self._wait_s -= self._clock() - since
+        return lookup.done()
 
     def _patient(self, entry: _Entry) -> bool:
         return entry.patient_until is not None and self._clock() < entry.patient_until
@@ -268,7 +287,13 @@ class Book:
 
     def _save(self, entry: _Entry, one: Running, span: Span) -> SaveOrder:
         sequence = entry.sequence(one.token_ids[: span.end])
-        return SaveOrder(sequence, tuple(one.block_ids()), span.start, span.end, entry.handoff.prefilling)
+        block_ids = tuple(one.block_ids())
+        number = None
+        if self.hold is not None:
+            rules = self._rules
+            first = span.start // rules.page_tokens * rules.page_tokens // rules.block_tokens
+            number = self.hold(block_ids[first : -(-span.end // rules.block_tokens)])
+        return SaveOrder(sequence, block_ids, span.start, span.end, entry.handoff.prefilling, number)
 
     def measured(self, nbytes: int, seconds: float) -> None:
         """A load took so long."""

@@ -9,7 +9,7 @@ The one rule: a setting that is not known here is refused, with the known ones l
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, cast
 
@@ -32,7 +32,7 @@ _VLLMS: Final = frozenset({"engine_id"})
 class VLLMSettings:
     """What was configured; every field is a setting of that name."""
 
-    store: str
+    store: str = field(repr=False)
     """The URL of a store that other processes reach."""
     page_tokens: int = PAGE_TOKENS
     """Tokens of a stored page; the same on all engines that share."""

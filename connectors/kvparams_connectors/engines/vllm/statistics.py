@@ -35,7 +35,7 @@ else:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["CountsMetrics", "Measurements", "TransferCounts", "changes"]
+__all__ = ["CountsMetrics", "TransferCounts", "WorkerNews", "changes"]
 
 _PREFIX: Final = "vllm:kvparams_"
 
@@ -69,16 +69,20 @@ class TransferCounts(KVConnectorStats):
         return not self.data
 
 
-class Measurements(KVConnectorWorkerMetadata):
-    """How long loads took, told to the scheduler."""
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What a worker tells the scheduler after a step."""
 
-    def __init__(self, loads: list[tuple[int, float]]) -> None:
-        """`loads`: bytes and seconds."""
+    def __init__(self, loads: list[tuple[int, float]], copied: list[int]) -> None:
+        """Args:
+        loads: bytes and seconds of loads that have ended.
+        copied: numbers of save orders that no longer need their blocks; from every rank once.
+        """
         self.loads: Final = loads
+        self.copied: Final = copied
 
-    def aggregate(self, other: "Measurements") -> "Measurements":
+    def aggregate(self, other: "WorkerNews") -> "WorkerNews":
         """Those of several ranks."""
-        return Measurements(self.loads + other.loads)
+        return WorkerNews(self.loads + other.loads, self.copied + other.copied)
 
 
 class CountsMetrics(KVConnectorPromMetrics):

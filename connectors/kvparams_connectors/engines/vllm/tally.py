@@ -17,6 +17,7 @@ COUNTERS: Final = {
     "promises_broken": "Decode legs whose promised pages did not come in time.",
     "requests_off": "Requests for which the store was left alone.",
     "saves_failed": "Saves that a defect ended; the log has it.",
+    "saves_late": "Saves that were left out because those before them took too long.",
     "tokens_claimed": "Tokens that the engine was told to count on.",
     "tokens_loaded": "Tokens loaded, by rank.",
     "pages_loaded": "Pages loaded, by rank.",

@@ -1,16 +1,17 @@
 """The workers' half, without an engine: orders become jobs of the store connector, and each load is reported once.
 
-The one rule: what went wrong is a load that did not reach its end, never an exception; its blocks are named in the same
-report as the request, so the engine neither uses nor keeps them.
+Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. The one rule: what went
+wrong is a load that did not reach its end or a save that stored nothing, never an exception; a load's bad blocks are
+named in the same report as the request, so the engine neither uses nor keeps them.
 """
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from kvparams.keys import Extra
 from kvparams.params import KVTransferParams
@@ -19,9 +20,11 @@ from kvparams_connectors.jobs import Job
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import LoadReport, SaveReport
 
-__all__ = ["Connector", "Finished", "Transfers"]
+__all__ = ["Aside", "Connector", "Finished", "Transfers"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Connector(Protocol):
@@ -34,6 +37,12 @@ class Connector(Protocol):
     ) -> Job[SaveReport]: ...
 
 
+class Aside(Protocol):
+    """Does what can wait, not in the engine's thread: `jobs.Lane`."""
+
+    def submit(self, work: Callable[[Job[T]], T], deadline_s: float, *, timed_out: T, refused: T) -> Job[T]: ...
+
+
 @dataclass(slots=True)
 class Finished:
     """What has ended since the last report."""
@@ -43,6 +52,8 @@ class Finished:
     """Of these requests: not filled, or filled in part."""
     loads: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """Bytes and seconds of each load."""
+    copied: list[int] = field(default_factory=list[int])
+    """Numbers of save orders whose blocks are no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +67,42 @@ class _Running:
 class Transfers:
     """One worker's loads and saves. Used by the engine's thread alone."""
 
-    def __init__(self, connector: Connector, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`block_size`: tokens of the engine's blocks."""
+    def __init__(
+        self,
+        connector: Connector,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        aside: Aside | None = None,
+        patience_s: float = 5.0,
+    ) -> None:
+        """Args:
+        block_size: tokens of the engine's blocks.
+        aside: where saves copy blocks that are kept for them, one after the other; None: in the engine's thread, as
+            for blocks on a device, where that only puts work on the engine's stream.
+        patience_s: a save that has not begun by then is left out, so that its blocks come free.
+        """
         self._connector, self._block_size, self._clock = connector, block_size, clock
+        self._aside, self._patience_s = aside, patience_s
         self._running: list[_Running] = []
+        self._copying = 0
+        """Saves that were put aside and not heard of since."""
+        self._copied: deque[tuple[int, Job[bool]]] = deque()
+        """Those that have ended; filled by the lane's thread."""
+        self._saving: deque[Job[SaveReport]] = deque()
+        """Saves on their way to the store; filled by whoever copies."""
         self.counts: Counter[str] = Counter()
         """What happened, by name, since the start."""
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self._running) + self._copying
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, so that no counter will change by itself."""
+        while self._saving and self._saving[0].done():
+            self._saving.popleft()
+        return not (self._running or self._copying or self._saving)
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads; returns at once."""
@@ -77,21 +115,46 @@ class Transfers:
             self._running.append(_Running(order, job, self._clock()))
 
     def save(self, orders: StepOrders) -> None:
-        """Make the step's saves: when this returns, the blocks may be used again."""
+        """Make the step's saves: when this returns, the blocks that are not kept for them may be used again."""
         for order in orders.saves:
+            if self._aside is None or order.number is None:
+                job = Job(self._clock() + self._patience_s, False)
+                try:
+                    job.finish(self._save(order))
+                except Exception as error:  # noqa: BLE001 - told with the others
+                    job.fail(error)
+            else:
+                job = self._aside.submit(
+                    lambda _, order=order: self._save(order), self._patience_s, timed_out=False, refused=False
+                )
+            self._copying += 1
+            number = order.number or 0
+            job.on_settled(lambda number=number, job=job: self._copied.append((number, job)))
+
+    def _save(self, order: SaveOrder) -> bool:
+        plan = self._plan(order.sequence)
+        self._saving.append(
+            self._connector.save(plan, order.block_ids, order.start, order.end, required=order.required)
+        )
+        return True
+
+    def _hear(self, seen: Finished) -> None:
+        """Which saves need their blocks no longer."""
+        while self._copied:
+            number, job = self._copied.popleft()
+            self._copying -= 1
+            if number:
+                seen.copied.append(number)
             try:
-                self._save(order)
+                self.counts["saves_late"] += not job.result(0)
             except Exception:
                 self.counts["saves_failed"] += 1
                 _LOGGER.exception("a save failed")
 
-    def _save(self, order: SaveOrder) -> None:
-        plan = self._plan(order.sequence)
-        self._connector.save(plan, order.block_ids, order.start, order.end, required=order.required)
-
     def finished(self) -> Finished:
-        """Loads that have ended, each once."""
+        """What has ended, each once."""
         seen = Finished()
+        self._hear(seen)
         if not self._running:
             return seen
         still: list[_Running] = []

@@ -19,6 +19,7 @@ from kvparams_connectors.engines.vllm.selftest import run_self_test
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm.tally import flat
 from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
+from kvparams_connectors.jobs import Lane
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.layout_forms import LayoutError
 from kvparams_connectors.seal_keys import read_seal_keys
@@ -47,8 +48,10 @@ class WorkerHalf:
         self._store: Final = open_guarded(settings.store)
         self._connector: KVStoreConnector | None = None
         self._transfers: Transfers | None = None
+        self._aside: Lane | None = None
         self._last = Finished()
         self._before: dict[str, int] = {}
+        self._told = False
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's `register_kv_caches`.
@@ -86,7 +89,9 @@ class WorkerHalf:
             )
         self._before = flat(connector.stats())  # the self-test is nobody's traffic
         self._connector = connector
-        self._transfers = Transfers(connector, spec.block_size)
+        if layout.device.type == "cpu":
+            self._aside = Lane("kvparams-copy")
+        self._transfers = Transfers(connector, spec.block_size, aside=self._aside, patience_s=settings.deadline_s)
         _LOGGER.info("KV is shared in pages of %d tokens, %s", settings.page_tokens, share.rectangle)
 
     def begin_loads(self, orders: StepOrders) -> None:
@@ -95,12 +100,12 @@ class WorkerHalf:
             self._ready().begin(orders)
 
     def save(self, orders: StepOrders) -> None:
-        """vLLM's `wait_for_save`: when it returns, the blocks may be used again."""
+        """vLLM's `wait_for_save`: when it returns, the blocks may be used again but for those that are kept."""
         if orders.saves:
             self._ready().save(orders)
 
     def finished(self) -> set[str]:
-        """Requests whose loads have ended; `bad_blocks` and `measured` then say more of these."""
+        """Requests whose loads have ended; `bad_blocks`, `measured` and `copied` then say more of what has ended."""
         self._last = Finished() if self._transfers is None else self._transfers.finished()
         return self._last.request_ids
 
@@ -114,16 +119,27 @@ class WorkerHalf:
         """Bytes and seconds of the loads that `finished` named last."""
         return self._last.loads
 
-    def counts(self) -> dict[str, int]:
-        """Counters of the connector and of the transfers, since the start."""
+    @property
+    def copied(self) -> list[int]:
+        """Save orders that have ended when `finished` was asked last."""
+        return self._last.copied
+
+    def counts(self) -> dict[str, int] | None:
+        """Counters of the connector and of the transfers, since the start; None: nothing has changed since."""
         if self._connector is None or self._transfers is None:
-            return {}
+            return None
+        idle = self._transfers.idle  # before the counters are read: what ends now is counted the next time
+        if idle and self._told:
+            return None
+        self._told = idle
         now = flat(self._connector.stats())
         ours = {name: count - self._before.get(name, 0) for name, count in now.items()}
         return {**ours, **self._transfers.counts}
 
     def shutdown(self) -> None:
         """Wait, within bounds, for what is under way, and let go of the store."""
+        if self._aside is not None:
+            self._aside.close()
         if self._connector is not None:
             self._connector.close()
         self._store.close()

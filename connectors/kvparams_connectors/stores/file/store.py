@@ -179,7 +179,7 @@ class FileStore(LaneStore):
     def _read(self, op: GetOp, entry: Entry) -> Result:
         if sum(buffer.nbytes for buffer in op.buffers) < entry.nbytes:
             return Result(Code.TOO_LARGE, entry.nbytes)
-        copy_out(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes)
+        copy_out(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes, op.coming)
         if not self._index.unchanged(entry):  # evicted meanwhile: the bytes may be another value's
             return Result(Code.MISS)
         if op.arrived is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.settings import StoreUnreachable, StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.lmcache.mp_memory import HEAD_BYTES, PoolMemory
 from kvparams_connectors.stores.lmcache.mp_native import Library, Link, NoAnswer
@@ -76,7 +76,8 @@ class LMCacheMPStore(LaneStore):
         try:
             self._session.ready(time.monotonic() + connect_s)
         except NoAnswer as error:
-            raise StoreError(f"lmcache-mp store: no LMCache server answers at {host}:{port}") from error
+            self._session.drop()
+            raise StoreUnreachable(f"lmcache-mp store: no LMCache server answers at {host}:{port}") from error
         except StoreError:
             self._session.drop()
             raise

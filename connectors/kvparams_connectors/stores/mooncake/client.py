@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.settings import StoreUnreachable
 from kvparams_connectors.stores.mooncake.codes import MASTER_IS_AWAY
 from kvparams_connectors.stores.mooncake.library import Copies, Native, load, replicate_config, set_up
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
@@ -35,18 +35,33 @@ class ClientClosedError(Exception):
     """The client was closed; nothing was called."""
 
 
+_NO_REQUEST: Final = bytes(64)
+"""A master that runs closes the connection on which it comes, at once (its frames begin with a magic number; seen with
+0.3.13)."""
+
+
 def master_address(settings: MooncakeSettings) -> str:
-    """This machine's own address towards the master, which must accept a connection.
+    """This machine's own address towards the master, which must not only accept a connection: the library's `setup`
+    waits for its answer with the interpreter's lock held, so with a master that is stopped the whole process would
+    stand still.
 
     Raises:
-        StoreError: it does not, within `connect_ms`.
+        StoreUnreachable: it does not answer within `connect_ms`.
     """
     try:
         where = (settings.host, settings.port)
         with closing(socket.create_connection(where, settings.connect_ms / 1000)) as connection:
-            return str(connection.getsockname()[0])
+            own = str(connection.getsockname()[0])
+            with suppress(ConnectionError):  # closed already
+                connection.sendall(_NO_REQUEST)
+                connection.recv(1)
+            return own
+    except TimeoutError as error:
+        raise StoreUnreachable(
+            f"mooncake store: whoever listens at {settings.master} does not answer: is it a master that is stopped?"
+        ) from error
     except OSError as error:
-        raise StoreError(
+        raise StoreUnreachable(
             f"mooncake store: no master answers at {settings.master}: {error}; start it with: "
             f"mooncake_master --rpc_port={settings.port}"
         ) from error
@@ -59,7 +74,7 @@ class Client:
         """Connect, within bounds.
 
         Raises:
-            StoreError: no master, no client library, or it could not be set up.
+            StoreError: no master (StoreUnreachable), no client library, or it could not be set up.
         """
         local = settings.local or master_address(settings)
         if settings.local:
@@ -106,11 +121,13 @@ class Client:
     def copies(self, keys: Sequence[str], deadline: float) -> dict[str, "Copies"]:
         """Where those values lie that are there, whole. Leases them. A failure looks like a miss: ask `exists`."""
         found = self._call(deadline, lambda native: native.batch_get_replica_desc(list(keys)))
-        return {key: copies for key, copies in found.items() if copies}
+        return (
+            cast("dict[str, Copies]", found) if all(found.values()) else {key: one for key, one in found.items() if one}
+        )
 
-    def remove(self, keys: Sequence[str], deadline: float) -> list[int]:
-        """Leased values too."""
-        return self._answers(deadline, lambda native: native.batch_remove(list(keys), True))
+    def remove(self, keys: Sequence[str], deadline: float, *, leased: bool = True) -> list[int]:
+        """Remove values; also those that somebody has leased, unless `leased` is False."""
+        return self._answers(deadline, lambda native: native.batch_remove(list(keys), leased))
 
     def put_start(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[int]:
         """Room for new values, each key once; EXISTS or INVALID for what is there or has been started."""

@@ -7,6 +7,7 @@ It has no types of its own. The one rule: nothing here calls it but to set it up
 import importlib
 import threading
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, Protocol, cast
 
 from kvparams_connectors.settings import StoreError
@@ -16,6 +17,9 @@ from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
 __all__ = ["Copies", "Native", "Placement", "load", "placement", "replicate_config", "set_up", "sizes_of"]
 
 _SETUP_S: Final = 20.0
+_FIRST: Final = itemgetter(0)
+_MEMORY: Final = methodcaller("get_memory_descriptor")
+_SIZE: Final = attrgetter("buffer_descriptor.size")
 
 Placement = list[tuple[str, int, int]]
 """Where the copies of one value lie: endpoint, address there, size in bytes."""
@@ -77,7 +81,7 @@ def placement(copies: Copies) -> Placement:
 def sizes_of(found: Mapping[str, Copies]) -> dict[str, int]:
     """How many bytes each value has; like `placement`, and quicker: it is done for all pages of a prompt."""
     try:
-        return {key: copies[0].get_memory_descriptor().buffer_descriptor.size for key, copies in found.items()}
+        return dict(zip(found, map(_SIZE, map(_MEMORY, map(_FIRST, found.values()))), strict=True))
     except (RuntimeError, TypeError, ValueError):  # one lies on a disk
         return {key: placement(copies)[0][2] for key, copies in found.items()}
 

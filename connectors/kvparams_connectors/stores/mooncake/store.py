@@ -7,7 +7,7 @@ worker makes it, and while one is stuck, or the master away, everything is refus
 
 Owners are processes of their own: see `owner.py`. The files: `client.py` guards the library
 (`library.py`), `stalls.py` is the breaker, `writing.py` and `reading.py` are put
-and get.
+and get, `advising.py` says which settings will hurt.
 """
 
 import logging
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvparams_connectors.advice import Advice
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import (
@@ -29,6 +30,7 @@ from kvparams_connectors.store import (
     Result,
     Results,
 )
+from kvparams_connectors.stores.mooncake.advising import advice_of, read_facts
 from kvparams_connectors.stores.mooncake.client import Client, ClientClosedError, master_address
 from kvparams_connectors.stores.mooncake.codes import Answer, code_of
 from kvparams_connectors.stores.mooncake.memory import Memory
@@ -44,6 +46,7 @@ __all__ = ["MooncakeSettings", "MooncakeStore", "open_url"]
 _LOGGER: Final = logging.getLogger(__name__)
 _REGISTER_S: Final = 5.0
 _CLOSE_S: Final = 2.0
+_ADVICE_S: Final = 8.0
 _PROBE_PAUSES_S: Final = (0.1, 1.0)
 
 
@@ -89,6 +92,18 @@ class MooncakeStore(LaneStore):
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    def advice(self) -> Sequence[Advice]:
+        """For `kvparams doctor`: what a value of a few bytes meets on its way, and what the settings are good for."""
+        if self._client.stalls.refuses(time.monotonic()):
+            return [Advice("error", f"the master at {self._settings.master} does not answer", "see that it runs")]
+        asked: Job[Sequence[Advice]] = self._lane.submit(
+            lambda job: advice_of(read_facts(self._client, self._writer, self._settings, job.deadline), self._settings),
+            _ADVICE_S,
+            timed_out=[Advice("error", f"no answer within {_ADVICE_S:.0f} s", "see that master and owners run")],
+            refused=[Advice("error", "it is closed, or has too much to do", "ask again later")],
+        )
+        return asked.result()
 
     @property
     def stalls(self) -> int:

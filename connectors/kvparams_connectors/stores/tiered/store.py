@@ -231,7 +231,7 @@ def open_url(url: StoreURL) -> KVStore:
     tiers: list[KVStore] = []
     try:
         for one in parsed:
-            tiers.append(open_guarded(one.text))
+            tiers.append(open_guarded(one.raw))
         return TieredStore(tiers, write_back=write_back, promote=promote, staging_bytes=staging)
     except BaseException:
         for tier in tiers:

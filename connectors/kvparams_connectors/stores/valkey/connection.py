@@ -4,7 +4,7 @@ The one rule: a connection is reusable only while no reply is owed on it; one th
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvparams_connectors.stores.stream import Stream
 from kvparams_connectors.stores.valkey.resp import Oversized, ReplyReader, ServerError
@@ -40,9 +40,11 @@ class Connection(Stream):
         self._owed -= count
         return replies
 
-    def value(self, buffers: Sequence[memoryview]) -> int | Oversized | ServerError | None:
+    def value(
+        self, buffers: Sequence[memoryview], coming: Callable[[int], None] | None = None
+    ) -> int | Oversized | ServerError | None:
         """The next reply that is owed, a value; see `ReplyReader.value`. Raises TimeoutError as well."""
-        reply = self._reader.value(buffers)
+        reply = self._reader.value(buffers, coming)
         self._owed -= 1
         return reply
 

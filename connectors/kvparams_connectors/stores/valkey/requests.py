@@ -7,10 +7,10 @@ Commands and error words: https://valkey.io/commands/ and `server.c` of Valkey 8
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvparams_connectors.store import Code, Result
+from kvparams_connectors.store import Code, GetOp, Result
 from kvparams_connectors.stores.valkey.connection import Connection
 from kvparams_connectors.stores.valkey.resp import Oversized, ServerError, command, flat
 
@@ -101,8 +101,7 @@ class PutRequest:
         """
         self.key = key
         self.nbytes: Final = _nbytes(buffers)
-        # Less than its size: what is sent takes no room at the server before it is stored, and the answer is short.
-        self.weight = _SMALL + self.nbytes // 16
+        self.weight = _SMALL + self.nbytes
         self._buffers = buffers
         self._ttl_ms = ttl_ms
 
@@ -129,33 +128,32 @@ class GetRequest:
 
     replies = 1
 
-    def __init__(self, key: bytes, buffers: Sequence[memoryview], arrived: Callable[[int], None] | None = None) -> None:
+    def __init__(self, key: bytes, op: GetOp) -> None:
         """Args:
-        arrived: see `GetOp`.
+        key: as the server knows it.
         """
         self.key = key
-        self.weight = _SMALL + _nbytes(buffers)
-        self._buffers = buffers
-        self._arrived = arrived
+        self.weight = _SMALL + _nbytes(op.buffers)
+        self._op = op
         self._targets: list[memoryview] = []
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
-        self._targets = flat(self._buffers)
+        self._targets = flat(self._op.buffers)
         get = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         return [_ASKING + get if asking else get]
 
     def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
         if asking:
             connection.reply()
-        reply = connection.value(self._targets)
+        reply = connection.value(self._targets, self._op.coming)
         if reply is None:
             return Result(Code.MISS)
         if isinstance(reply, Oversized):
             return Result(Code.TOO_LARGE, reply.nbytes)
         if isinstance(reply, ServerError):
             return reply
-        if self._arrived is not None:
-            self._arrived(reply)
+        if self._op.arrived is not None:
+            self._op.arrived(reply)
         return Result(Code.OK, reply)
 
 

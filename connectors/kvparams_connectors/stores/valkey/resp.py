@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvparams_connectors.arrival import step_bytes
+
 __all__ = ["Oversized", "ProtocolError", "ReplyReader", "ServerError", "command", "flat"]
 
 _SCRATCH: Final = 64 << 10
@@ -111,11 +113,14 @@ class ReplyReader:
             self._start += sum(map(len, lines)) + 2 * len(lines)
         return found
 
-    def value(self, buffers: Sequence[memoryview]) -> int | Oversized | ServerError | None:
+    def value(
+        self, buffers: Sequence[memoryview], coming: Callable[[int], None] | None = None
+    ) -> int | Oversized | ServerError | None:
         """A value, received into `buffers` one after the other.
 
         Args:
             buffers: flat bytes, writable; see `flat`.
+            coming: see `GetOp`.
 
         Returns:
             its size in bytes; None if there is none; `Oversized` if it is larger than the buffers together, after it
@@ -136,12 +141,22 @@ class ReplyReader:
             self._end_of_value()
             return Oversized(line.nbytes)
         left = line.nbytes
+        step = left
+        if coming is not None:
+            step = step_bytes(left)  # equal parts: a small last one would go through the scratch memory
+            if step >= left:
+                coming = None  # what comes in one part is looked at when it has arrived
+            else:
+                coming(0)
         for buffer in buffers:
-            if not left:
-                break
-            part = buffer[:left]
-            self._exactly(part)
-            left -= part.nbytes
+            at = 0
+            while left and at < buffer.nbytes:
+                part = buffer[at : at + min(step, left)]
+                self._exactly(part)
+                at += part.nbytes
+                left -= part.nbytes
+                if coming is not None:
+                    coming(line.nbytes - left)
         self._end_of_value()
         return line.nbytes
 

@@ -125,7 +125,7 @@ class ValkeyStore(LaneStore):
         return results
 
     def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
-        return self._run([GetRequest(self._key(op.key), op.buffers, op.arrived) for op in ops], deadline)
+        return self._run([GetRequest(self._key(op.key), op) for op in ops], deadline)
 
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
         return self._done(run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline), deadline)

@@ -1,0 +1,98 @@
+"""The demo with real vLLM engines: KV that one computed is used by another, and the tokens are those of one alone.
+
+The one rule: the engines are vLLM as it is published; nothing of it is patched, and what it counts is its own.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from demo.client import JSON
+from demo.conversations import VLLM, Fleet
+from demo.display import Display
+from demo.processes import ProcessError, Processes, Server
+from demo.stores import KINDS, start_store
+from demo.vllm_engines import (
+    ENGINE_BYTES,
+    MODEL,
+    Transfer,
+    free_bytes,
+    make_model,
+    nixl_transfer,
+    start_vllm,
+    store_transfer,
+)
+from kvparams_connectors.settings import shown
+
+__all__ = ["NIXL", "start_vllm_fleet"]
+
+NIXL: Final = "nixl"
+"""In the place of a store: the engines move KV between them, with vLLM's own NixlConnector."""
+_GREEDY: Final[JSON] = {"model": MODEL, "temperature": 0, "ignore_eos": True, "max_tokens": 32, "min_tokens": 0}
+_MORE: Final[JSON] = {**_GREEDY, "return_token_ids": True}
+"""Answers are compared by their token ids."""
+_ROOMY_BYTES: Final = 8 << 30
+"""For five engines, and what else a machine does."""
+_READY_S: Final = 600.0
+"""On two cores five engines take a minute to start, on a busy machine several."""
+_PATIENCE_S: Final = 15.0
+
+
+def start_vllm_fleet(
+    processes: Processes, directory: Path, wanted: str, port: int | None, display: Display, each: int | None = None
+) -> Fleet:
+    """Make the model, start everything and wait until it is ready.
+
+    Args:
+        processes: what is started belongs to it.
+        directory: takes files.
+        wanted: `NIXL`, one of `KINDS`, or the URL of a store.
+        port: the proxy's; None is a free one.
+        display: shows how it goes.
+        each: engines of each role; None is as many as memory allows, one or two.
+
+    Raises:
+        ProcessError: something is not installed, does not fit, ended, or was not ready in time.
+    """
+    display.step("making a tiny model with random weights: answers mean nothing, but depend on every token")
+    model = make_model(directory / "model")
+    free = free_bytes()
+    if free < 3 * ENGINE_BYTES:
+        raise ProcessError(f"{free >> 20} MiB of memory are free; three vLLM engines need {3 * ENGINE_BYTES >> 20}")
+    each = each or (2 if free >= _ROOMY_BYTES else 1)
+    store = wanted if wanted not in KINDS else start_store(wanted, processes, directory)
+    display.step(
+        f"starting {each} prefill and {each} decode vLLM engines and 1 that does all the work; KV by {shown(store)}"
+    )
+
+    def transfer(name: str, role: str) -> Transfer:
+        return nixl_transfer(name, role) if wanted == NIXL else store_transfer(name, role, store)
+
+    prefill = tuple(
+        start_vllm(processes, f"p{at}", model, transfer(f"p{at}", "kv_producer"), core=0) for at in range(each)
+    )
+    decode = tuple(
+        start_vllm(processes, f"d{at}", model, transfer(f"d{at}", "kv_consumer"), core=1) for at in range(each)
+    )
+    single = start_vllm(processes, "single", model, core=1)
+    _wait(processes, (*prefill, *decode, single), display)
+    proxy = processes.proxy(prefill, decode, connector=NIXL if wanted == NIXL else "store", port=port)
+    processes.wait_ready(proxy)
+    display.step(f"{proxy.name} is ready at {proxy.url}")
+    return Fleet(prefill, decode, single, proxy, VLLM, _MORE)
+
+
+def _wait(processes: Processes, servers: tuple[Server, ...], display: Display) -> None:
+    """Until all are ready, saying now and then who is not."""
+    waiting = list(servers)
+    until_s = display.elapsed_s + _READY_S
+    while waiting:
+        server = waiting[0]
+        try:
+            processes.wait_ready(server, within_s=_PATIENCE_S)
+        except ProcessError:
+            if server.process.poll() is not None or display.elapsed_s > until_s:
+                raise
+            display.step(f"still starting: {', '.join(one.name for one in waiting)}")
+            continue
+        waiting.remove(server)
+        display.step(f"{server.name} is ready at {server.url}")

@@ -1,0 +1,135 @@
+"""A page that is verified while it comes: the verdict is always about what lies there in the end."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.keys import Rectangle
+from kvparams.pages import HEADER_BYTES, PageIdentity, Refusal, seal, verify
+from kvparams_connectors.arrival import Arrival, step_bytes
+from kvparams_connectors.conformance.toy_engine import WAIT_S
+from kvparams_connectors.store import Code, GetOp, PutOp, Result
+from kvparams_connectors.stores.memory import MemoryStore
+
+PAYLOAD = 3000
+PAGE = HEADER_BYTES + PAYLOAD
+IDENTITY = PageIdentity(b"n" * 32, b"c" * 32, 8, Rectangle(0, 1, 0, 1), PAYLOAD)
+
+
+def good_page() -> bytes:
+    page = bytearray(bytes(HEADER_BYTES) + Random(1).randbytes(PAYLOAD))
+    seal(memoryview(page), IDENTITY)
+    return bytes(page)
+
+
+GOOD = good_page()
+SOURCES = st.sampled_from([GOOD, GOOD[:-1] + bytes([GOOD[-1] ^ 1]), GOOD[:300] + bytes(PAGE - 300), bytes(PAGE)])
+ATTEMPTS = st.lists(st.tuples(SOURCES, st.lists(st.integers(1, PAGE), max_size=6), st.booleans()), max_size=4)
+
+
+def arrival_in(slot: memoryview) -> Arrival:
+    def judge(nbytes: int, payload_checksum: int | None) -> Refusal | None:
+        return verify(slot[:nbytes], IDENTITY, payload_checksum=payload_checksum)
+
+    return Arrival(slot, judge)
+
+
+def bring(slot: memoryview, source: bytes, steps: list[int], coming: Callable[[int], None] | None) -> None:
+    """Fill the slot up to each step, in order, and say so."""
+    done = 0
+    if coming is not None:
+        coming(0)
+    for end in sorted(set(steps)):
+        slot[done:end] = source[done:end]
+        done = end
+        if coming is not None:
+            coming(end)
+
+
+@given(ATTEMPTS, SOURCES, st.lists(st.integers(1, PAGE), max_size=8), st.booleans(), st.integers(0, PAGE))
+def test_the_verdict_is_about_what_lies_there_in_the_end(
+    before: list[tuple[bytes, list[int], bool]], last: bytes, steps: list[int], told: bool, nbytes: int
+) -> None:
+    """However often a store began, how far it came, and whether it said so."""
+    slot = memoryview(bytearray(PAGE))
+    arrival = arrival_in(slot)
+    for source, to, said in before:
+        bring(slot, source, to, arrival.coming)
+        if said:
+            arrival.arrived(max(to, default=0))
+    if told:
+        bring(slot, last, [step for step in steps if step <= nbytes], arrival.coming)
+    elif before:
+        arrival.coming(0)  # a store that says so once says so whenever it begins
+    slot[:nbytes] = last[:nbytes]
+    arrival.arrived(nbytes)
+    assert arrival.seen is not None
+    size, refusal = arrival.seen
+    assert (size, refusal) == (nbytes, verify(slot[:nbytes], IDENTITY))
+    assert (refusal is None) == (last == GOOD and nbytes == PAGE)
+
+
+def test_more_than_what_has_arrived_was_said_to_come() -> None:
+    slot = memoryview(bytearray(PAGE))
+    arrival = arrival_in(slot)
+    bring(slot, GOOD, [PAGE], arrival.coming)
+    arrival.arrived(PAGE - 1)
+    assert arrival.seen is not None
+    assert arrival.seen[1] is not None
+
+
+def test_a_store_that_begins_again_takes_its_word_back() -> None:
+    slot = memoryview(bytearray(PAGE))
+    arrival = arrival_in(slot)
+    bring(slot, GOOD, [1000, PAGE], arrival.coming)
+    arrival.arrived(PAGE)
+    assert arrival.seen == (PAGE, None)
+    arrival.coming(0)
+    assert arrival.seen is None
+
+
+def test_bytes_that_change_after_they_were_said_to_stay_are_believed() -> None:
+    """The control: the checksum is of the bytes that came, so a store must not touch them again."""
+    slot = memoryview(bytearray(PAGE))
+    arrival = arrival_in(slot)
+    bring(slot, GOOD, [2000], arrival.coming)
+    slot[1000] ^= 1
+    slot[2000:] = GOOD[2000:]
+    arrival.arrived(PAGE)
+    assert arrival.seen == (PAGE, None)
+
+
+@given(st.integers(0, 40 << 20))
+def test_steps_are_about_a_mebibyte_and_equal(nbytes: int) -> None:
+    step = step_bytes(nbytes)
+    assert step >= 1
+    assert step * (nbytes // step) <= nbytes <= step * max(1, -(-nbytes // step))
+    assert nbytes < (2 << 20) or (1 << 20) <= step < (2 << 20)
+    assert nbytes >= (2 << 20) or step >= nbytes
+    assert nbytes % step in (0, *range(step - 40, step))
+
+
+@pytest.mark.parametrize("unit", [4096, 64 << 10])
+def test_a_large_value_comes_in_steps_whatever_its_buffers_are(unit: int) -> None:
+    store = MemoryStore(12 << 20, unit_bytes=unit)
+    content = Random(2).randbytes(5_000_000)
+    assert store.put([PutOp("key", (memoryview(content),))], WAIT_S).result() == [Result(Code.OK, len(content))]
+    memory = memoryview(bytearray(6_000_000))
+    steps: list[tuple[int, bool]] = []
+
+    def coming(nbytes: int) -> None:
+        steps.append((nbytes, bytes(memory[:nbytes]) == content[:nbytes]))
+
+    op = GetOp("key", (memory[:3], memory[3:2_500_000], memory[2_500_000:]), lambda _: None, coming)
+    assert store.get([op], WAIT_S).result() == [Result(Code.OK, len(content))]
+    sizes = [nbytes for nbytes, _ in steps]
+    assert sizes[0] == 0
+    assert sizes[-1] == len(content)
+    assert sizes == sorted(set(sizes))
+    assert max(after - before for before, after in pairwise(sizes)) < 2 << 20
+    assert all(there for _, there in steps)
+    store.close()

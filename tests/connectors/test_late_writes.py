@@ -1,0 +1,53 @@
+"""A deadline that passes while a load writes to the blocks: what is reported is written, and nothing else is."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from kvparams_connectors.conformance.toy_engine import SPACE, WAIT_S, a_toy, saved, table
+from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.devices import Event
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.layout import PagedKVLayout
+from kvparams_connectors.reports import LoadReport
+from kvparams_connectors.staging import Copy, HostMover
+from kvparams_connectors.store import Code
+from kvparams_connectors.stores.memory import MemoryStore
+
+
+class OvertakenMover(HostMover):
+    """While it writes the second page, the deadline of the load passes."""
+
+    def __init__(self, layout: PagedKVLayout) -> None:
+        super().__init__(layout)
+        self.loads: queue.Queue[Job[LoadReport]] = queue.Queue()
+        self.writes = 0
+
+    def scatter(self, block_ids: Sequence[int], copies: Sequence[Copy], fence: Event | None) -> None:
+        super().scatter(block_ids, copies, fence)
+        self.writes += 1
+        if self.writes == 2:
+            load = self.loads.get(timeout=WAIT_S)
+            threading.Event().wait(load.remaining_s() + 0.01)
+
+
+def test_the_pages_behind_the_one_that_was_written_at_the_deadline_are_not_written() -> None:
+    """All eight pages are there, whole and verified, when the deadline passes; six of them are too late."""
+    store = MemoryStore(4 << 20, unit_bytes=4096)
+    plan, wanted = saved(store, 64)
+    with a_toy(store) as engine:
+        layout = PagedKVLayout.from_stacked(engine.tensor)
+        mover = OvertakenMover(layout)
+        connector = KVStoreConnector(store, SPACE, layout, ConnectorSettings(deadline_s=1.0), mover=mover)
+        load = connector.load(plan, table(2), 0, 64)
+        mover.loads.put(load)
+        report = load.result()
+        assert report.failure is Code.TIMEOUT
+        assert load.wait_settled(WAIT_S)
+        assert (report.end_token, report.pages, mover.writes) == (16, 2, 2)
+        assert torch.equal(engine.sequence(table(2))[:, :, :16], wanted[:, :, :16])
+        assert int((engine.tensor != 0).sum()) == wanted[:, :, :16].numel()
+        connector.close()
+    store.close()

@@ -1,0 +1,150 @@
+"""vLLM's scheduler half without vLLM: what it is configured by, requests as vLLM makes them, and one step of them."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+
+__all__ = [
+    "PROMPT",
+    "FullAttentionSpec",
+    "Manager",
+    "Pool",
+    "SlidingWindowSpec",
+    "key_of",
+    "make_cache",
+    "make_config",
+    "make_image",
+    "make_request",
+    "saves_of",
+]
+
+PROMPT: Final = list(range(300))
+
+
+class FullAttentionSpec:
+    """As vLLM's, as far as it is read."""
+
+    block_size, num_kv_heads, head_size, dtype = 32, 2, 64, "torch.float32"
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """The same."""
+
+
+def make_config(folder: Path, **transfer: object) -> Any:
+    """`VllmConfig`, as far as it is read."""
+    model = SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        quantization=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1}),
+        use_mla=False,
+        get_total_num_kv_heads=lambda: 2,
+        get_total_num_hidden_layers=lambda: 2,
+    )
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+    )
+    told: dict[str, object] = {"engine_id": "E", "kv_load_failure_policy": "recompute"}
+    told |= {"is_kv_producer": True, "is_kv_consumer": True, **transfer}
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
+        kv_transfer_config=SimpleNamespace(**told),
+    )
+
+
+def make_cache(*specs: object) -> Any:
+    """`KVCacheConfig` with a group of each spec."""
+    groups = [SimpleNamespace(layer_names=["l.0", "l.1"], kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(num_blocks=100, kv_cache_groups=groups)
+
+
+def make_request(name: str, **more: Any) -> Any:
+    """`Request`, with the prompt of 300 tokens."""
+    told: dict[str, Any] = {
+        "request_id": name,
+        "kv_transfer_params": None,
+        "prompt_token_ids": list(PROMPT),
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "pooling_params": None,
+        "resumable": False,
+        "all_token_ids": list(PROMPT),
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "num_computed_tokens": 0,
+        "num_preemptions": 0,
+        **more,
+    }
+    return SimpleNamespace(**told)
+
+
+class Pool:
+    """`BlockPool`: each block has one user."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=block, ref_cnt=1) for block in range(10)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+
+
+class Manager:
+    """`KVCacheManager`: every request has blocks 0 to 9."""
+
+    def __init__(self) -> None:
+        self.block_pool: Any = Pool()
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (list(range(10)),)
+
+
+class _Blocks:
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return ([],)
+
+
+def make_image(identifier: str, offset: int = 10, length: int = 20) -> Any:
+    """`MultiModalFeatureSpec`."""
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def saves_of(half: SchedulerHalf, asked: Any) -> list[Any]:
+    """What is saved when the whole prompt is computed in one step."""
+    half.new_request(asked)
+    give_up = time.monotonic() + 20
+    while (found := half.matched(asked, 0)) == (None, False):
+        assert time.monotonic() < give_up
+    assert found == (0, False)
+    half.allocated(asked, _Blocks(), 0)
+    new = SimpleNamespace(req_id=asked.request_id, num_computed_tokens=0, block_ids=(list(range(10)),))
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[])
+    counts = {asked.request_id: len(PROMPT)}
+    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
+    found_saves = half.orders(output).saves  # pyright: ignore[reportArgumentType]
+    half.finished(asked)
+    assert not len(half.book)
+    return list(found_saves)
+
+
+def key_of(half: SchedulerHalf, asked: Any) -> str:
+    """Of the first page that is saved."""
+    (save,) = saves_of(half, asked)
+    assert (save.start, save.end) == (0, 256)
+    sequence = save.sequence
+    return half.book.plan_of(sequence.token_ids, sequence.shared, sequence.extras).keys[0]

@@ -1,0 +1,177 @@
+"""What a step waits for and what it does not: lookups within bounds, copies not at all."""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+
+from kvparams.params import Endpoint
+from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.orders import SaveOrder, StepOrders
+from kvparams_connectors.engines.vllm.orders import Sequence as Tokens
+from kvparams_connectors.engines.vllm.scheduling import Book, Rules
+from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
+from kvparams_connectors.jobs import Job, Lane
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.reports import Hit, LoadReport, SaveReport
+from tests.connectors.valkey_server import wait_until
+from tests.vllm.engine_model import EngineModel
+
+_SOON_S = 0.02
+_LONG_S = 20.0
+T = TypeVar("T")
+
+
+class _Slow:
+    """A search whose answers come after a while; one prompt is looked up for each `begin`."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._plans = EngineModel(1)
+
+    def plan(self, token_ids: Sequence[int], shared: Any, extras: Any) -> Plan:
+        return self._plans.plan(token_ids, shared, extras)
+
+    def look(self, plan: Plan) -> Job[Hit]:
+        job = Job(time.monotonic() + _LONG_S, Hit(0, 0, 0))
+        timer = threading.Timer(self._after_s, job.finish, [Hit(12, 2, 100)])
+        timer.daemon = True
+        timer.start()
+        return job
+
+
+def _book(after_s: float, wait_s: float) -> Book:
+    rules = Rules(page_tokens=6, loads=True, saves=True, fails=False, promise_s=1.0, wait_s=wait_s)
+    book = Book(_Slow(after_s), rules, Endpoint(id="E"))
+    for name in ("r1", "r2"):
+        book.begin(name, [1] * 20, Handoff(None, None))
+    return book
+
+
+def test_an_answer_that_comes_soon_is_waited_for() -> None:
+    book = _book(_SOON_S, _LONG_S)
+    assert book.ask("r1", 0, [1] * 20, 0) == 12
+    assert book.ask("r2", 0, [1] * 20, 0) == 12
+
+
+def test_a_step_waits_once_for_all_its_requests() -> None:
+    book = _book(_LONG_S, 0.05)
+    since = time.monotonic()
+    for _ in range(20):
+        assert book.ask("r1", 0, [1] * 20, 0) is None
+        assert book.ask("r2", 0, [1] * 20, 0) is None
+    took = time.monotonic() - since
+    assert 0.05 <= took < 20 * 0.05
+    book.step([])
+    since = time.monotonic()
+    assert book.ask("r1", 0, [1] * 20, 0) is None
+    assert time.monotonic() - since >= 0.05
+
+
+class _Store:
+    """A store connector whose saves do what a test says."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save = save
+        self._plans = EngineModel(1)
+        self.saved: list[Job[SaveReport]] = []
+
+    def plan(self, token_ids: Sequence[int], params: Any, extras: Any) -> Plan:
+        return self._plans.plan(token_ids, params, extras)
+
+    def load(self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[LoadReport]:
+        raise AssertionError
+
+    def save(
+        self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int, *, required: bool = False
+    ) -> Job[SaveReport]:
+        self._save()
+        self.saved.append(Job(time.monotonic() + _LONG_S, SaveReport()))
+        return self.saved[-1]
+
+
+def _is(what: bool) -> None:
+    assert what
+
+
+def _orders(*numbers: int | None) -> StepOrders:
+    tokens = Tokens((1,) * 12, None, ())
+    return StepOrders(saves=[SaveOrder(tokens, (0, 1, 2), 0, 12, False, number) for number in numbers])
+
+
+@contextmanager
+def _transfers(save: Callable[[], None]) -> Generator[tuple[Transfers, _Store]]:
+    store, lane = _Store(save), Lane("test")
+    try:
+        yield Transfers(store, 4, aside=lane), store
+    finally:
+        lane.close()
+
+
+def _heard(transfers: Transfers) -> Finished:
+    """What has ended, once something has."""
+    found: list[Finished] = []
+
+    def heard() -> bool:
+        found.append(transfers.finished())
+        return bool(found[-1].copied)
+
+    wait_until(heard)
+    return found[-1]
+
+
+def test_a_step_does_not_wait_for_copies() -> None:
+    go = threading.Event()
+    with _transfers(lambda: _is(go.wait(_LONG_S))) as (transfers, store):
+        transfers.save(_orders(1))
+        assert transfers.finished().copied == []
+        assert not transfers.idle
+        go.set()
+        assert _heard(transfers).copied == [1]
+        assert len(transfers) == 0
+        assert not transfers.idle  # it is on its way to the store
+        store.saved[0].finish(SaveReport(saved=2))
+        assert transfers.idle
+
+
+def test_blocks_that_nobody_keeps_are_copied_at_once() -> None:
+    here = threading.get_ident()
+    seen: list[int] = []
+    with _transfers(lambda: seen.append(threading.get_ident())) as (transfers, _):
+        transfers.save(_orders(None))
+        assert seen == [here]
+        assert transfers.finished().copied == []
+        assert len(transfers) == 0
+
+
+class _TooLate:
+    """A lane in which nothing gets its turn in time."""
+
+    def submit(self, work: Callable[[Job[T]], T], deadline_s: float, *, timed_out: T, refused: T) -> Job[T]:
+        job = Job(time.monotonic() + deadline_s, timed_out)
+        job.finish(timed_out)
+        return job
+
+
+def test_saves_that_come_too_late_keep_no_blocks() -> None:
+    transfers = Transfers(_Store(lambda: None), 4, aside=_TooLate())
+    transfers.save(_orders(1, 2))
+    assert transfers.finished().copied == [1, 2]
+    assert transfers.counts["saves_late"] == 2
+    assert transfers.idle
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_a_save_with_a_defect_keeps_no_blocks(number: int | None) -> None:
+    def defect() -> None:
+        raise RuntimeError("a defect")
+
+    with _transfers(defect) as (transfers, _):
+        transfers.save(_orders(number))
+        wait_until(lambda: transfers.finished().copied == [3] if number else len(transfers.finished().copied) == 0)
+        wait_until(lambda: len(transfers) == 0)
+        assert transfers.counts["saves_failed"] == 1
+        assert transfers.idle

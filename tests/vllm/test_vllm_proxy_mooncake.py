@@ -1,0 +1,101 @@
+"""Our proxy before stock vLLM engines that move KV with MooncakeConnector, over TCP; and what the proxy asks of vLLM's
+own bootstrap server and scheduler code.
+
+Without a GPU the connector's worker does not start as it is: `without_gpu.py` answers which device is its own.
+"""
+
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from demo.processes import Processes
+from kvparams.dialects import HandoffMissing
+from kvparams.dialects.mooncake import MOONCAKE
+from tests.vllm.engines import complete, counters
+from tests.vllm.own_connectors import Alone, Pair, external, installed, mooncake, start_pair
+from tests.vllm.traffic import answers
+
+pytest_plugins = ["tests.vllm.alone"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
+
+
+def test_its_own_bootstrap_server_says_what_the_dialect_reads() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import MooncakeBootstrapServer
+
+    assert MOONCAKE.bootstrap is not None
+    server = MooncakeBootstrapServer("127.0.0.1", 0)
+    server.start()
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        with pytest.raises(HandoffMissing, match="no worker yet"):
+            MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+        worker = {"engine_id": "P", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://127.0.0.1:9"}
+        assert httpx.post(f"{url}/register", json=worker).json() == {"status": "ok"}
+        place = MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+        assert place == {"remote_engine_id": "P", "remote_bootstrap_addr": url}
+        assert httpx.post(f"{url}/register", json={**worker, "dp_rank": 1}).status_code == 200
+        with pytest.raises(HandoffMissing, match="2 data-parallel ranks"):
+            MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+    finally:
+        server.shutdown()
+
+
+def test_its_own_metadata_takes_our_keys() -> None:
+    """What the scheduler half asks of a request's parameters, with those that the dialect makes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnectorMetadata
+
+    place = {"remote_engine_id": "P", "remote_bootstrap_addr": "http://127.0.0.1:8998"}
+    told = dict(MOONCAKE.decode_keys({}, "transfer-1", place))
+    asked: dict[str, Any] = json.loads(MOONCAKE.prefill_keys("transfer-1"))
+    meta = MooncakeConnectorMetadata()
+    meta.add_new_req(request_id="d", local_block_ids=[[1]], kv_transfer_params=told)
+    meta.add_new_req(request_id="p", local_block_ids=[[1]], kv_transfer_params=asked, load_remote_cache=False)
+    (pulled,) = meta.reqs_to_recv["P"].values()
+    assert (pulled.transfer_id, pulled.remote_bootstrap_addr) == ("transfer-1", "http://127.0.0.1:8998")
+    assert meta.reqs_to_send == {"p": ("transfer-1", [[1]])}
+
+
+def test_the_reason_why_it_does_not_start_without_a_gpu_still_holds() -> None:
+    """When this fails, `without_gpu.py` is not needed any more."""
+    if torch.accelerator.is_available():
+        pytest.fail("there is an accelerator here: start MooncakeConnector as it is, without without_gpu.py")
+    with pytest.raises(RuntimeError):
+        torch.accelerator.current_device_index()
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    installed("mooncake")
+    with Processes(tmp_path_factory.mktemp("logs")) as processes:
+        yield start_pair(processes, model, "mooncake", mooncake("P", "kv_producer"), mooncake("D", "kv_consumer"))
+
+
+def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
+    pair: Pair, alone: Alone, record: Callable[[dict[str, object]], None]
+) -> None:
+    assert answers(pair.proxy.url, alone.asks) == alone.answers
+    seen = counters(pair.decode)
+    loaded = external(pair.decode)
+    assert seen["vllm:external_prefix_cache_hits_total"] > 0
+    assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
+    assert not counters(pair.prefill)["vllm:kv_cache_usage_perc"]
+    record({"prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+
+
+def test_a_stop_token_first_does_not_take_the_kv_away(pair: Pair) -> None:
+    """A prefill whose one token was the client's stop token would free its KV: the leg does not stop there."""
+    prompt = random.Random(9).choices(range(300, 2000), k=200)
+    first = complete(pair.prefill.url, prompt, 1, return_token_ids=True)["choices"][0]["token_ids"]
+    before = external(pair.decode)
+    answer = complete(pair.proxy.url, prompt, 8, return_token_ids=True, stop_token_ids=first)["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert answer["token_ids"][:1] == first
+    assert external(pair.decode) - before >= len(prompt) - 1

@@ -1,0 +1,79 @@
+"""vLLM's own requests and our keys: equal token ids with other images, embeddings or adapters share nothing."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from tests.vllm.half_steps import PROMPT, FullAttentionSpec, Manager, key_of, make_cache, make_config, saves_of
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Iterator[SchedulerHalf]:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB"})
+    made = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
+    made.bind(Manager())
+    yield made
+    made.shutdown()
+
+
+def _request(name: str, **more: Any) -> Any:
+    """A request as vLLM's engine makes it."""
+    sampling = import_module("vllm.sampling_params").SamplingParams(max_tokens=4)
+    told: dict[str, Any] = {"prompt_token_ids": list(PROMPT), "sampling_params": sampling, **more}
+    return import_module("vllm.v1.request").Request(request_id=name, pooling_params=None, **told)
+
+
+def _image(content: int, offset: int = 10) -> Any:
+    """An image in a prompt, named by vLLM's hash of its content."""
+    inputs: Any = import_module("vllm.multimodal.inputs")
+    hasher: Any = import_module("vllm.multimodal.hasher").MultiModalHasher
+    picture: Any = import_module("PIL.Image").fromarray(np.full((8, 8, 3), content, np.uint8))
+    name = hasher.hash_kwargs("blake3", model_id="tiny", image=picture)
+    position = inputs.PlaceholderRange(offset=offset, length=20)
+    return inputs.MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=position)
+
+
+def test_equal_ids_with_other_images_share_nothing(half: SchedulerHalf) -> None:
+    keys = [
+        key_of(half, _request("none")),
+        key_of(half, _request("one", mm_features=[_image(1)])),
+        key_of(half, _request("another", mm_features=[_image(2)])),
+        key_of(half, _request("elsewhere", mm_features=[_image(1, 11)])),
+        key_of(half, _request("salted", mm_features=[_image(1)], cache_salt="s")),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key_of(half, _request("again", mm_features=[_image(1)])) == keys[1]
+
+
+def test_pages_before_an_image_are_shared(half: SchedulerHalf) -> None:
+    """The KV of a token depends on what stands before it, and on no more."""
+    (one,) = saves_of(half, _request("one", mm_features=[_image(1, 200)]))
+    (other,) = saves_of(half, _request("other", mm_features=[_image(2, 200)]))
+    first, second = (
+        half.book.plan_of(save.sequence.token_ids, save.sequence.shared, save.sequence.extras).keys
+        for save in (one, other)
+    )
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_embeds": torch.zeros(300, 8), "prompt_token_ids": None},
+        {"prompt_embeds": torch.zeros(300, 8), "prompt_is_token_ids": [True] * 100 + [False] * 200},
+    ],
+)
+def test_embeddings_are_not_cached(half: SchedulerHalf, more: dict[str, Any]) -> None:
+    """They have no ids to be named by: vLLM shows zeros in their place, which others may have as well."""
+    assert saves_of(half, _request("r", **more)) == []
