@@ -18,7 +18,7 @@ help:
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
-	@echo "make check        lint, types and the fast tests (3 min)"
+	@echo "make check        lint, types and the fast tests (7 min)"
 	@echo "make test         everything; what CI runs (25 min at most)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"

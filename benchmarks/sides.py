@@ -151,6 +151,9 @@ def in_turns(
         for name in names:
             keys = [f"{turn}.{number}" for number in range(len(sources))]
             put_s = _seconds(sides[name].put, keys, sources)
+            if not turn:  # what the side before has read is not this one's
+                for target in targets:
+                    target.cast("B")[:] = bytes(target.nbytes)
             get_s = _seconds(sides[name].get, keys, targets)
             if not turn and targets != sources:
                 sys.exit(f"{name}: what was read is not what was put")

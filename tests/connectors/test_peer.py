@@ -63,7 +63,7 @@ class TestThroughTheNetwork(StoreConformance):
         ("peer://", "does not say where to listen"),
         ("peer://127.0.0.1:70000", "is not a host and a port"),
         ("peer://127.0.0.1/path", "does not say where to listen"),
-        ("peer://user@127.0.0.1:1", "does not say where to listen"),
+        ("peer://user@127.0.0.1:1", "has a user or a password before its host"),
         ("peer://127.0.0.1?sise=1GiB", "unknown setting sise"),
         ("peer://10.0.0.5:7400", "whom may it ask"),
         ("peer://0.0.0.0:7400?peers=10.0.0.0/8", "say with local="),

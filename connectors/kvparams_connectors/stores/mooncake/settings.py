@@ -45,7 +45,7 @@ class MooncakeSettings:
     """A value that was put is evicted last for so long. 0: the master's default."""
     prefix: str = "kvparams:"
     """Before every key."""
-    threads: int = 2
+    threads: int = 1
     connect_ms: int = 1000
     """How long to wait for the master's port."""
 
