@@ -49,7 +49,7 @@ class Actor:
         """How many of the next legs go wrong as `fault` says."""
         self.breaks_after: int | None = None
         """So many events of the next streams are sent; then the connection is lost ..."""
-        self.breaks_with: dict[str, Any] | None = None
+        self.breaks_with: dict[str, Any] | bytes | None = None
         """... or this event and the end follow, as if it were whole."""
         self.broke: Callable[[], None] | None = None
         """Hears that a stream is about to break."""

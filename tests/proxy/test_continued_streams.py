@@ -109,6 +109,26 @@ async def test_whoever_goes_on_may_fail_before_its_first_byte(stage: StartStage,
     assert await found.settled()
 
 
+async def test_an_event_that_could_not_be_corrected_is_computed_again(stage: StartStage) -> None:
+    """It is JSON, but what must change in it stands there twice."""
+    found = await stage(continuation=True)
+    want = events_of(await found.ask(stream=True))
+    details = b'"usage":{"prompt_tokens":1,"prompt_tokens_details":{"cached_tokens":1}}'
+    choice = b'{"index":0,"text":"?","token_ids":[63],"finish_reason":null}'
+
+    def mend() -> None:
+        for actor in found.decode:
+            actor.breaks_after = None
+
+    for actor in found.decode:
+        actor.breaks_after = 2
+        actor.breaks_with = b'{"id":"x","choices":[%b],%b,%b}' % (choice, details, details)
+        actor.broke = mend
+    got = await found.ask(stream=True)
+    assert events_of(got) == want
+    assert await found.settled()
+
+
 async def test_an_error_of_whoever_goes_on_is_not_lost(stage: StartStage) -> None:
     """It says so in an event of the stream, as engines do: that must not be taken for the end of the answer."""
     found = await stage(continuation=True, retries=1)

@@ -1,0 +1,61 @@
+"""What is remembered of a stream: only what the client has."""
+
+import json
+
+import pytest
+
+from kvparams.errors import JSONTextError
+from kvparams_proxy.execution.continuation import Recorder
+
+GARBLED = b'data: {"choices":[\n\n'
+
+
+def event(token: int, **more: object) -> bytes:
+    choice = {"index": 0, "text": chr(token), "token_ids": [token], "finish_reason": None, **more}
+    return b"data: %b\n\n" % json.dumps({"id": "x", "choices": [choice]}).encode()
+
+
+def answered(recorder: Recorder) -> list[int]:
+    sent = recorder.sent()
+    assert sent is not None
+    assert list(sent.prompt_ids) == [1, 2]
+    return list(sent.answer_ids)
+
+
+def begun() -> Recorder:
+    recorder = Recorder(chat=False, keep_ids=False, count=True)
+    recorder.events(event(65, prompt_token_ids=[1, 2]))
+    return recorder
+
+
+@pytest.mark.parametrize("looked", [False, True], ids=["never looked into", "looked into"])
+def test_what_was_not_sent_is_not_counted(looked: bool) -> None:
+    recorder = begun()
+    recorder.events(event(66))
+    if looked:
+        assert answered(recorder) == [65, 66]
+    recorder.events(event(67) + event(68))
+    recorder.undo()
+    recorder.events(event(69))
+    assert answered(recorder) == [65, 66, 69]
+
+
+def test_what_stands_before_a_garbled_event_is_not_counted() -> None:
+    recorder = begun()
+    with pytest.raises(JSONTextError):
+        recorder.events(event(66) + GARBLED)
+    assert answered(recorder) == [65]
+
+
+def test_whoever_goes_on_is_counted_as_far_as_the_client_has_it() -> None:
+    recorder = begun()
+    assert answered(recorder) == [65]
+    recorder.resume()
+    recorder.events(event(66))
+    with pytest.raises(JSONTextError):
+        recorder.events(event(67) + GARBLED)
+    assert answered(recorder) == [65, 66]
+    recorder.events(event(68, finish_reason="length"))
+    recorder.undo()
+    assert answered(recorder) == [65, 66]
+    assert recorder.ending() is None
