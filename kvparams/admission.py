@@ -58,8 +58,10 @@ class DrainRate:
 
     def note(self, now: float) -> None:
         """One has left."""
-        self._per_s = self.per_s(now) + 1 / self._tau_s
-        self._at = now
+        if now - self._at > self._tau_s / 200:  # what is younger than that has lost nothing that counts
+            self._per_s = self.per_s(now)
+            self._at = now
+        self._per_s += 1 / self._tau_s
 
     def per_s(self, now: float) -> float:
         """As of now."""

@@ -55,8 +55,8 @@ def test_a_key_says_whose_it_is(path: Path) -> None:
     ring = KeyRing(path)
     for number, (tenant, key) in enumerate(keys.items()):
         assert len(key) == KEY_BYTES
-        assert ring.authenticate(bearer(key)) == Client(key[4:16], tenant, number)
-        assert ring.authenticate(b"bEaReR " + key.encode()) == Client(key[4:16], tenant, number)
+        assert ring.authenticate(bearer(key)) == Client(key[4:16], tenant, number, bind_salt(tenant, None))
+        assert ring.authenticate(b"bEaReR " + key.encode()) == Client(key[4:16], tenant, number, bind_salt(tenant, None))
 
 
 def test_whatever_is_not_a_valid_key_is_nobody(path: Path) -> None:
@@ -323,7 +323,7 @@ def test_the_command_makes_shows_and_revokes(path: Path, capsys: pytest.CaptureF
     key = out.strip()
     assert key not in err
     ring = KeyRing(path)
-    assert ring.authenticate(bearer(key)) == Client(key[4:16], "acme", 7)
+    assert ring.authenticate(bearer(key)) == Client(key[4:16], "acme", 7, bind_salt("acme", None))
     assert main(["keys", "list", str(path)]) == 0
     listed = capsys.readouterr().out
     assert key[4:16] in listed

@@ -40,11 +40,18 @@ def test_what_was_not_sent_is_not_counted(looked: bool) -> None:
     assert answered(recorder) == [65, 66, 69]
 
 
-def test_what_stands_before_a_garbled_event_is_not_counted() -> None:
+def test_nobody_goes_on_behind_a_garbled_event_that_the_client_has() -> None:
     recorder = begun()
-    with pytest.raises(JSONTextError):
-        recorder.events(event(66) + GARBLED)
-    assert answered(recorder) == [65]
+    assert recorder.events(event(66) + GARBLED).endswith(GARBLED)
+    assert recorder.sent() is None
+    assert recorder.ending() is None
+
+
+def test_a_long_stream_is_looked_into_as_it_comes() -> None:
+    recorder = begun()
+    for token in range(1000, 6000):
+        recorder.events(event(token))
+    assert answered(recorder) == [65, *range(1000, 6000)]
 
 
 def test_whoever_goes_on_is_counted_as_far_as_the_client_has_it() -> None:

@@ -35,6 +35,8 @@ class Client(NamedTuple):
     tenant: str
     priority: int
     """For `RequestFacts.priority`."""
+    salt: str
+    """The cache salt of its requests that bring none of their own: see `bind_salt`."""
 
 
 class Unauthorized(ProxyError):
@@ -74,7 +76,7 @@ class KeyRing:
         """
         self._path = path
         self._now = now
-        self._nobody = _Entry(token_bytes(32), _FOREVER, Client("", "", 0))
+        self._nobody = _Entry(token_bytes(32), _FOREVER, Client("", "", 0, ""))
         """What an unknown id is compared with, so that it takes as long as a known one. Nothing hashes to it."""
         records, seen = read_keys(path)
         self._seen: Signature | None = seen
@@ -137,7 +139,7 @@ def _entries(records: dict[str, KeyRecord]) -> dict[bytes, _Entry]:
         id.encode(): _Entry(
             record.digest,
             _FOREVER if record.expires is None else record.expires.timestamp(),
-            Client(id, record.tenant, record.priority),
+            Client(id, record.tenant, record.priority, bind_salt(record.tenant, None)),
         )
         for id, record in records.items()
     }

@@ -72,6 +72,8 @@ class Inbound(NamedTuple):
     """The client's body without what was stripped, otherwise byte for byte."""
     spans: Mapping[str, Field]
     """Where the members of `body` stand."""
+    changes: Mapping[str, bytes | None]
+    """What every leg changes in it, whatever it changes beside: cheaper than to change it here, and walk it again."""
     stream: bool
     document: Mapping[str, object] | None = None
     """The body, parsed, where it is needed after this: what was stripped is still in it."""
@@ -116,13 +118,14 @@ def read(
     except ProxyError as error:
         error.model = model
         raise
-    changes: dict[str, bytes | None] = {}
+    changes = _UNCHANGED
     tenant, priority, salt = "", 0, rare.salt
     if client is not None:
         tenant, priority = client.tenant, client.priority
-        salt = bind_salt(tenant, rare.salt)
-        changes["cache_salt"] = b'"%b"' % salt.encode()
-    body, spans = _strip(document, body, spans, changes)
+        salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
+        changes = {"cache_salt": b'"%b"' % salt.encode()}
+    if not _SUSPICIOUS.isdisjoint(document):
+        body, spans = _strip(document, body, spans)
     tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
     facts = RequestFacts(
         request_id,
@@ -137,7 +140,7 @@ def read(
         tokens,
         rare.prompt_scored,
     )
-    return Inbound(facts, body, spans, stream, document if keep_document else None)
+    return Inbound(facts, body, spans, changes, stream, document if keep_document else None)
 
 
 class _Rare(NamedTuple):
@@ -151,6 +154,7 @@ class _Rare(NamedTuple):
 
 
 _ORDINARY: Final = _Rare()
+_UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
 def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
@@ -258,12 +262,10 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
 
 
 def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], changes: dict[str, bytes | None]
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
 ) -> tuple[bytes, Mapping[str, Field]]:
-    """The body with `changes` and without what only the proxy may say."""
-    if not changes and _SUSPICIOUS.isdisjoint(document):
-        return body, spans
-    changes.update((name, None) for name in STRIPPED if name in document)
+    """The body without what only the proxy may say."""
+    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
     for name, path in _CARRIERS.items():
         if isinstance(document.get(name), dict):
             before = body[spans[name].value : spans[name].end]

@@ -37,7 +37,7 @@ def leg_request(endpoint: Endpoint, inbound: Inbound, leg: Leg, recorder: Record
     """The path and the body of one leg."""
     body, spans = inbound.body, inbound.spans
     path = endpoint.path.encode()
-    changes = leg.changes
+    changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes
     if recorder is not None and leg.answers_client:
         changes = {**_IDS, **changes}
     if leg.resumed is not None and inbound.document is not None:

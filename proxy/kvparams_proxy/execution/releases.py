@@ -101,7 +101,7 @@ class Releases:
         if not pool.keyed:
             headers += credentials
         if abandon.leg:
-            changes = {**one_token, "kv_transfer_params": abandon.native}
+            changes = {**inbound.changes, **one_token, "kv_transfer_params": abandon.native}
             request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
         else:
             request = pool.request(_PATH, headers, _release_body(lease, inbound))

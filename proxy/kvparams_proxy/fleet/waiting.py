@@ -56,6 +56,7 @@ class WaitingRoom:
         """`by_tokens`: whether shares are counted in tokens or in legs; `expired` is called when some had to go."""
         self._role = role
         self._wait_s = limits.wait_s
+        self._waits = limits.waiting > 0
         self._by_tokens = by_tokens
         self._now = now
         self._call_later = call_later
@@ -108,6 +109,8 @@ class WaitingRoom:
 
     def refuses(self, facts: RequestFacts) -> ProxyError | None:
         """What whoever entered now and found no room would be told by `settle`; None where it might wait."""
+        if self._waits and not self._tickets:
+            return None
         full = self._queue.refuses(facts.tenant, facts.priority)
         return None if full is None else self._full(full, facts.tenant)
 
