@@ -18,6 +18,7 @@ from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy import app as proxy_app
 from kvparams_proxy.clients.auth import Client as KnownClient
+from kvparams_proxy.clients.auth import bind_salt
 from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.settings import Settings
@@ -386,7 +387,8 @@ class _Counted:
 
         for prompt, ask in world.asks.items():
             if prompt.encode() in body or str(tokenize(prompt)).encode() in body:
-                admission = admission._replace(client=KnownClient("key", ask.tenant, ask.priority))
+                known = KnownClient("key", ask.tenant, ask.priority, bind_salt(ask.tenant, None))
+                admission = admission._replace(client=known)
         self._endpoint.begin(admission, body, downstream, done)
 
 

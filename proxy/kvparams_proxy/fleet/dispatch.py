@@ -48,6 +48,8 @@ class Dispatcher:
         """Whether anything but the policy has a say now: a limit, a slow start, a breaker that is not closed."""
         self.limited: Final = limits.requests is not None or limits.tokens is not None
         """Whether anybody ever waits here."""
+        self._careful = False
+        """Whether a slow start, or a breaker that is not closed, has a say now."""
         self._policy = policy
         self._members = members
         self._requests = limits.requests
@@ -98,12 +100,14 @@ class Dispatcher:
 
     def acquire(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
         """See `Fleet.acquire`."""
-        if self.guarded or avoid:
+        if self._careful or avoid or (self.limited and self._room):
             return self._acquire_with_care(facts, avoid, waiter)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
         turn = self._turn
         self._turn = turn + 1
         chosen = self._policy.choose(candidates, facts, turn)
+        if self.limited and not self._fits(chosen, facts.tokens):
+            return self._acquire_with_care(facts, avoid, waiter)
         chosen.in_flight += 1
         chosen.tokens += facts.tokens
         return chosen.instance
@@ -121,7 +125,8 @@ class Dispatcher:
         """A leg was released, while guarded."""
         if self.limited:
             self._room.freed()
-            self._serve()
+            if self._room:
+                self._serve()
 
     def starts_slowly(self, member: Member) -> None:
         """A member is about to become ready."""
@@ -209,7 +214,8 @@ class Dispatcher:
 
     def _guard(self, mine: list[Member]) -> None:
         troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
-        self.guarded = self.limited or troubled or self._slow.active
+        self._careful = troubled or self._slow.active
+        self.guarded = self.limited or self._careful
 
     # those who wait
 
