@@ -55,8 +55,9 @@ def test_a_key_says_whose_it_is(path: Path) -> None:
     ring = KeyRing(path)
     for number, (tenant, key) in enumerate(keys.items()):
         assert len(key) == KEY_BYTES
-        assert ring.authenticate(bearer(key)) == Client(key[4:16], tenant, number, bind_salt(tenant, None))
-        assert ring.authenticate(b"bEaReR " + key.encode()) == Client(key[4:16], tenant, number, bind_salt(tenant, None))
+        client = Client(key[4:16], tenant, number, bind_salt(tenant, None))
+        assert ring.authenticate(bearer(key)) == client
+        assert ring.authenticate(b"bEaReR " + key.encode()) == client
 
 
 def test_whatever_is_not_a_valid_key_is_nobody(path: Path) -> None:

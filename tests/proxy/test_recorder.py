@@ -7,7 +7,8 @@ import pytest
 from kvparams.errors import JSONTextError
 from kvparams_proxy.execution.continuation import Recorder
 
-GARBLED = b'data: {"choices":[\n\n'
+CUT_OFF = b'data: {"choices":[\n\n'
+GARBLED = b'data: {"choices":,}\n\n'
 
 
 def event(token: int, **more: object) -> bytes:
@@ -38,6 +39,13 @@ def test_what_was_not_sent_is_not_counted(looked: bool) -> None:
     recorder.undo()
     recorder.events(event(69))
     assert answered(recorder) == [65, 66, 69]
+
+
+def test_what_stands_before_an_event_that_was_cut_off_is_not_counted() -> None:
+    recorder = begun()
+    with pytest.raises(JSONTextError):
+        recorder.events(event(66) + CUT_OFF)
+    assert answered(recorder) == [65]
 
 
 def test_nobody_goes_on_behind_a_garbled_event_that_the_client_has() -> None:

@@ -187,7 +187,7 @@ class Recorder:
         """Whole events of the engine: recorded, and as the client is to have them.
 
         Raises:
-            JSONTextError: an event of an engine that goes on is not what it should be.
+            JSONTextError: an event is not what it should be: one that was cut off, or any of an engine that goes on.
         """
         if self.resumed:
             self._marked = len(self._answer), self._unsaid.copy(), self._finished, self._counted
@@ -196,6 +196,9 @@ class Recorder:
             except JSONTextError:
                 self.undo()
                 raise
+        if raw.count(b"}\n\n") != raw.count(b"\n\n"):  # the last one, a comment, or one that was cut off
+            for event in split_events(raw):
+                _document(event)
         if self._unread_bytes > _UNREAD_BYTES:
             self._read()
         self._unread.append(raw)
