@@ -161,6 +161,7 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution._end_leg: self._leg = None": "who ends well was heard, too; else one that runs is meant",
     "executor:Execution._finish: self._exchange = None": _FAULT,
     "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
+    "continuation:Recorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "continuation:Recorder.undo: self._unread.pop()": f"{_LIMIT}no event is JSON and yet cannot be corrected; "
     "tests/proxy/test_recorder.py holds it",
     "continuation:Recorder.undo: del self._answer[answered:]": f"{_LIMIT}no stream breaks twice, once by an event that "
