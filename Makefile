@@ -5,23 +5,28 @@ STORE ?= file
 ENGINE ?= reference
 DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
+# Two tests at a time; those of a group in one process (tests/conftest.py).
+TWO := -n 2 --dist loadgroup
+# Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-store clean
+.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-protocol bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.4 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (10 min; 3.4 GB into .venv-vllm)"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
-	@echo "make check        lint, types and the fast tests (7 min)"
-	@echo "make test         everything; what CI runs (25 min at most)"
+	@echo "make check        lint, types and the fast tests (under 3 min)"
+	@echo "make test         all but those two (under 25 min); CI runs make test test-vllm test-sglang"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
+	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
 	@echo "make bench-store  speed of the stores, against memcpy"
 	@echo "make lint         ruff and types alone"
 	@echo "make clean        removes .venv and caches"
@@ -95,17 +100,22 @@ lint: $(READY)
 	$(BIN)/basedpyright
 
 check: lint servers install-lmcache
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest -m "not slow" $(TWO)
 
-# The slow ones start processes of their own and measure: one after the other.
+# Then what was looked for with few examples, with more; what takes long; and what measures or fills the machine, alone.
 test: check
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=thorough $(TWO)
+	$(BIN)/pytest -m "slow and not alone" $(TWO)
+	$(BIN)/pytest -m "slow and alone"
 
 soak: $(READY) servers install-lmcache
 	$(BIN)/pytest -m slow --soak --timeout 3600
 
 bench-proxy: $(READY)
 	$(BIN)/python benchmarks/proxy_bench.py
+
+bench-protocol: $(READY)
+	$(BIN)/python -m benchmarks.protocol_bench
 
 bench-store: $(READY)
 	$(BIN)/python -m benchmarks.store_bench

@@ -147,7 +147,7 @@ def lookups(master: str, rounds: int) -> None:
             bare.append(1000 * (time.perf_counter() - start))
         print(
             f"lookup of 1,000 pages, {there} there, ms: {median_interval(spent)}, at best {min(spent):.2f}; "
-            f"bare, without sizes: {median_interval(bare)}"
+            f"bare: {median_interval(bare)}"
         )
     store.close()
     native.close()

@@ -2,8 +2,9 @@
 
     .venv-vllm/bin/python -m benchmarks.vllm_bench [--rounds 30] [--only hit|miss] [--json FILE]
 
-On a CPU with a tiny model: ratios mean something, seconds do not. All engines of a comparison run at the same time on
-one core, and one of them works at a time; within a round each of them has its turn, in an order that changes.
+On a CPU with a tiny model: ratios mean something, seconds do not. All engines of a comparison run at the same time,
+each with one thread that computes, and one of them works at a time: within a round each has its turn, in an order that
+changes.
 
 - hit: a prompt of 1,500 tokens whose prefix is stored, on engines whose own cache is off, against the same prompt with
   another salt, which is found nowhere and computed; with the rule that skips loads slower than computing off and on,
@@ -32,11 +33,12 @@ from demo.processes import Processes, Server
 from tests.vllm.engines import counters, start_engine, transfer_config
 from tests.vllm.tiny_model import make_model
 
-__all__ = ["Rounds", "body_of", "in_rounds", "main", "timed", "together"]
+__all__ = ["Rounds", "body_of", "engine_cpu_s", "in_rounds", "main", "timed", "together"]
 
 _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
-_MISS_REQUESTS: Final = 24
+_MISS: Final = ((200, 64), (1000, 16))
+"""Tokens of a prompt, and how many requests are timed at once."""
 _AT_ONCE: Final = 8
 _ROOT: Final = str(Path(__file__).parents[1])
 Rounds = dict[str, list[float]]
@@ -127,6 +129,18 @@ def _hit(folder: Path, model: Path, rounds: int) -> dict[str, object]:
     return told
 
 
+def engine_cpu_s(server: Server) -> float:
+    """Seconds of processor that vLLM's engine process has used: its computing, and our threads in it."""
+    pid = server.process.pid
+    children = [
+        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    ]
+    cores = [child for child in children if "Engine" in Path(f"/proc/{child}/comm").read_text()]
+    assert cores, "vLLM's engine has no process of its own"
+    stats = (file.read_text().split() for core in cores for file in Path(f"/proc/{core}/task").glob("*/schedstat"))
+    return sum(int(stat[0]) for stat in stats) / 1e9
+
+
 async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
     """Seconds of all, some at a time."""
     gate = asyncio.Semaphore(_AT_ONCE)
@@ -162,32 +176,45 @@ def _miss(folder: Path, model: Path, rounds: int) -> dict[str, object]:
         }
         processes.wait_ready(*engines.values(), within_s=_READY_S)
 
-        def run(server: Server) -> Callable[[int], float]:
-            """200 tokens in, 16 out."""
+        def run(server: Server, tokens: int, requests: int) -> Callable[[int], float]:
+            """16 tokens out."""
 
             def once(_: int) -> float:
-                prompts = [[chance.randrange(300, 2000) for _ in range(200)] for _ in range(_MISS_REQUESTS)]
-                return asyncio.run(together(server.url, [body_of(prompt, 16) for prompt in prompts]))
+                prompts = [[chance.randrange(300, 2000) for _ in range(tokens)] for _ in range(requests)]
+                before = engine_cpu_s(server)
+                seconds = asyncio.run(together(server.url, [body_of(prompt, 16) for prompt in prompts]))
+                spent[server.name].append(engine_cpu_s(server) - before)
+                return seconds
 
             return once
 
-        sides = {name: run(server) for name, server in engines.items()}
-        in_rounds(2, sides)
-        found = in_rounds(rounds, sides)
+        found: dict[int, Rounds] = {}
+        used: dict[int, Rounds] = {}
+        for tokens, requests in _MISS:
+            sides = {name: run(server, tokens, requests) for name, server in engines.items()}
+            spent: Rounds = {name: [] for name in engines}
+            in_rounds(2, sides)
+            for warm in spent.values():
+                warm.clear()
+            found[tokens], used[tokens] = in_rounds(rounds, sides), spent
         saved = counters(engines["both"])["vllm:kvparams_pages_saved_total"]
         loads = sum(counters(engines[name])["vllm:kvparams_loads_total"] for name in ("consumer", "both"))
     assert not loads, "what should be found nowhere was found"
     told: dict[str, object] = {"pages_saved": saved}
-    for name in ("consumer", "both", "nothing"):
-        told[name] = _told(found, name, "bare")
-        ratio = _ratio(found, name, "bare")
-        throughput = Interval(1 / ratio.median, 1 / ratio.high, 1 / ratio.low)
-        print(
-            f"nothing found, {name}: throughput / without a connector: {throughput.median:.3f} [{throughput.low:.3f}, "
-            f"{throughput.high:.3f}] ({_MISS_REQUESTS / statistics.median(found[name]):.1f} / "
-            f"{_MISS_REQUESTS / statistics.median(found['bare']):.1f} requests/s)"
-        )
-    print(f"ours as a consumer / a connector that does nothing, seconds: {_ratio(found, 'consumer', 'nothing')}")
+    for tokens, requests in _MISS:
+        seen = found[tokens]
+        print(f"prompts of {tokens} tokens, none of them found:")
+        for name, other in (("consumer", "bare"), ("both", "bare"), ("nothing", "bare"), ("consumer", "nothing")):
+            ratio, cpu = _ratio(seen, other, name), _ratio(used[tokens], name, other)
+            told[f"{tokens} tokens, throughput of {name} / {other}"] = {
+                **_told(seen, other, name),
+                "cpu": asdict(cpu),
+            }
+            print(
+                f"  throughput of {name} / {other}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
+                f"({requests / statistics.median(seen[name]):.1f} / {requests / statistics.median(seen[other]):.1f} "
+                f"requests/s), CPU of the engine's process {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}] of it"
+            )
     return told
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,22 +98,42 @@ def _ask(url: str, prompts: int) -> None:
                 client.post(f"{url}/v1/completions", json=body).raise_for_status()
 
 
-def _report(times: Path) -> dict[str, dict[str, float]]:
-    """By half and kind of step: how many, median and p99 in ms."""
-    seen: dict[str, list[tuple[float, float]]] = {}
-    longest: dict[str, Counter[str]] = {}
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """By the hooks of one half in one step, or of both."""
+
+    wall_ms: float
+    cpu_ms: float
+    longest: str
+
+
+def _read(times: Path) -> dict[str, list[_Spent]]:
+    """By kind of step and half; `both` are on one thread, for there is one worker, in the scheduler's process."""
+    seen: dict[str, list[_Spent]] = {}
+    last: _Spent | None = None
     for line in times.read_text().splitlines():
         half, kind, seconds, cpu, hook = line.split(",")
-        name = f"{half} {kind}"
-        seen.setdefault(name, []).append((float(seconds) * 1e3, float(cpu) * 1e3))
-        longest.setdefault(name, Counter())[hook] += 1
+        spent = _Spent(float(seconds) * 1e3, float(cpu) * 1e3, hook)
+        seen.setdefault(f"{kind} {half}", []).append(spent)
+        if half == "worker" and last is not None:
+            longest = max(last, spent, key=lambda one: one.wall_ms).longest
+            both = _Spent(last.wall_ms + spent.wall_ms, last.cpu_ms + spent.cpu_ms, longest)
+            seen.setdefault(f"{kind} both", []).append(both)
+        last = spent if half == "scheduler" else None
+    return seen
+
+
+def _report(times: Path) -> dict[str, dict[str, float]]:
+    """By kind of step and half: how many, median and p99 in ms."""
     found: dict[str, dict[str, float]] = {}
-    for name, values in sorted(seen.items()):
-        wall, cpu = (statistics.quantiles(column, n=100) for column in zip(*values, strict=True))
-        found[name] = {"steps": len(values), "median_ms": wall[49], "p99_ms": wall[98], "cpu_p99_ms": cpu[98]}
+    for name, spent in sorted(_read(times).items()):
+        wall = statistics.quantiles([one.wall_ms for one in spent], n=100)
+        cpu = statistics.quantiles([one.cpu_ms for one in spent], n=100)
+        found[name] = {"steps": len(spent), "median_ms": wall[49], "p99_ms": wall[98], "cpu_p99_ms": cpu[98]}
+        slow = Counter(one.longest for one in spent if one.wall_ms >= wall[94])
         print(
-            f"{name:15} {len(values):5} steps: median {wall[49]:.3f} ms, p99 {wall[98]:.3f} ms; CPU {cpu[49]:.3f}, "
-            f"{cpu[98]:.3f} ms; most of it in {longest[name].most_common(1)[0][0]}"
+            f"{name:15} {len(spent):5} steps: median {wall[49]:.3f} ms, p95 {wall[94]:.3f}, p99 {wall[98]:.3f}; CPU "
+            f"{cpu[49]:.3f}, {cpu[94]:.3f}, {cpu[98]:.3f}; the slowest in {dict(slow.most_common(3))}"
         )
     return found
 

@@ -2,15 +2,17 @@
 
     .venv-vllm/bin/python -m benchmarks.vllm_side_by_side [--rounds 30] [--sides NAME,NAME] [--json FILE]
 
-Each side is an engine of its own without a prefix cache; all run at the same time on one core and work in turns, in an
+Each side is an engine of its own without a prefix cache; all run at the same time and work in turns, in an
 order that changes from round to round. `bare` has no connector. A side that does not start is told with its error.
 
 - mooncake-store: vLLM's MooncakeStoreConnector, over TCP; where it asks CUDA for a device it is answered
   (tests/vllm/without_gpu.py). ours-mooncake: ours with a store on a cluster like it.
 - offloading: vLLM's OffloadingConnector; vLLM refuses it on a CPU, so it runs with the stand-ins of
   tests/vllm/offloading_on_cpu.py, which copy while the engine waits. `offloading-plain` is what vLLM says without them.
+- lmcache: vLLM's LMCacheConnectorV1 with memory of the host; it needs the package lmcache beside vLLM.
 - hit: 1,500 stored tokens and one of its own, one token asked for; its ratio to computing them on `bare`.
-- throughput: 16 requests, 8 at a time, of 600 tokens each; every second round meets the first 512 of the one before.
+- throughput: 16 requests, 8 at a time, of 600 tokens each; every second round meets the first 512 of the one before,
+  and is told apart from the others.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -42,10 +45,9 @@ __all__ = ["main"]
 _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
 _ROOT: Final = str(Path(__file__).parents[1])
-_BYTES: Final = (
-    "vllm:kvparams_bytes_saved_total",
-    "vllm:mooncake_store_operation_bytes_total",
-    "vllm:kv_offload_total_bytes_total",
+_ERROR: Final = re.compile(r"\b[A-Z]\w*Error: .+$", re.MULTILINE)
+_BYTES: Final = re.compile(
+    r"vllm:(kvparams_bytes_saved_total|kv_offload_store_bytes_total|mooncake_store_operation_bytes_total\{.*put.*\})"
 )
 """Counters of bytes that were stored, by whoever has them."""
 
@@ -78,6 +80,8 @@ def _sides(folder: Path, memory: str, stack: ExitStack, wanted: Callable[[str], 
         sides["mooncake-store"] = _Side(own.transfer, own.environment)
     sides["offloading"] = _Side(_offloading(stand_ins=True))
     sides["offloading-plain"] = _Side(_offloading(stand_ins=False))
+    lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "engine_id": "lmcache"}
+    sides["lmcache"] = _Side(json.dumps(lmcache), {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5"})
     return {name: side for name, side in sides.items() if wanted(name)}
 
 
@@ -100,18 +104,16 @@ def _start(processes: Processes, model: Path, sides: Mapping[str, _Side]) -> dic
         try:
             processes.wait_ready(server, within_s=_READY_S)
         except ProcessError:
-            said = [line for line in server.log.read_text("utf-8", "replace").splitlines() if "Error" in line]
+            said = _ERROR.findall(server.log.read_text("utf-8", "replace"))
             print(f"{name} does not start: {said[0] if said else server.tail()}")
         else:
             found[name] = server
     return found
 
 
-def _stored_bytes(server: Server) -> float | None:
-    """What an engine says it has stored; None: nothing is said."""
-    seen = counters(server)
-    found = [value for name, value in seen.items() if name.split("{")[0] in _BYTES and "load" not in name]
-    return sum(found) if found else None
+def _stored_bytes(server: Server) -> float:
+    """What an engine says it has stored."""
+    return sum(value for name, value in counters(server).items() if _BYTES.match(name))
 
 
 def _measure(servers: Mapping[str, Server], rounds: int) -> dict[str, object]:
@@ -141,21 +143,22 @@ def _measure(servers: Mapping[str, Server], rounds: int) -> dict[str, object]:
     work = in_rounds(rounds, {name: requests(server) for name, server in servers.items()})
     for name, server in servers.items():
         hit = median_interval([a / b for a, b in zip(hits[name], hits["bare"], strict=True)])
-        throughput = median_interval([b / a for a, b in zip(work[name], work["bare"], strict=True)])
-        first, then = before[name], after[name]
-        stored = None if first is None or then is None else then - first
+        ratios = [b / a for a, b in zip(work[name], work["bare"], strict=True)]
+        new, met = median_interval(ratios[::2]), median_interval(ratios[1::2])
+        stored = after[name] - before[name]
         external = counters(server).get("vllm:external_prefix_cache_hits_total", 0.0)
         told[name] = {
             "hit": asdict(hit),
             "hit_ms": statistics.median(hits[name]) * 1e3,
-            "throughput": asdict(throughput),
+            "throughput_new": asdict(new),
+            "throughput_met": asdict(met),
             "bytes_of_prefix": stored,
             "tokens_found": external,
         }
-        kib = "" if stored is None else f", {stored / 1024:.0f} KiB stored of the prefix"
         print(
             f"{name}: first token / bare {hit} ({statistics.median(hits[name]) * 1e3:.1f} ms), throughput / bare "
-            f"{throughput}, {external:.0f} tokens found{kib}"
+            f"{new} where all is new, {met} where prefixes are met again, {external:.0f} tokens found, "
+            f"{stored / 1024:.0f} KiB stored of the prefix"
         )
     return told
 

@@ -22,6 +22,7 @@ from kvparams.params import (
     Mode,
     OnLoadFailure,
     Phase,
+    Signature,
     Transfer,
     Usage,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "PluginError",
     "Problem",
     "ProblemKind",
+    "Signature",
     "TokenPrefix",
     "Transfer",
     "UnsupportedVersion",

@@ -4,12 +4,13 @@ A command is an object with `summary`, `add_arguments(parser)` and `run(argument
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
 from kvparams import plugins
-from kvparams.errors import KVParamsError
+from kvparams.errors import KVParamsError, PluginError
 from kvparams.version import __version__
 
 __all__ = ["Command", "main"]
@@ -38,13 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvparams {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    broken: dict[str, KVParamsError] = {}
-    for name in plugins.names("commands"):
-        try:
-            command = cast("Command", plugins.load("commands", name))
-        except KVParamsError as error:  # one missing extra must not take the other commands away
-            broken[name] = error
+    broken: dict[str, PluginError] = {}
+    for name, found in plugins.load_each("commands").items():
+        if isinstance(found, PluginError):  # one missing extra must not take the other commands away
+            broken[name] = found
             continue
+        command = cast("Command", found)
         child = subparsers.add_parser(
             name,
             help=command.summary,
@@ -67,3 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 141

@@ -17,7 +17,17 @@ from kvparams.fields import MAX_LABEL, MAX_MEMBERS, Part
 from kvparams.params import VERSION_FORM, KVTransferParams
 from kvparams.problems import invalid, json_object
 
-__all__ = ["DOCUMENT_KEY", "Template", "dump", "dump_json", "parse", "read_request", "write"]
+__all__ = [
+    "DOCUMENT_KEY",
+    "Template",
+    "check_ids",
+    "dump",
+    "dump_json",
+    "isolation_text",
+    "parse",
+    "read_request",
+    "write",
+]
 
 DOCUMENT_KEY: Final = "kvparams"
 """The key inside `kv_transfer_params` under which the document travels, beside an engine's native keys."""
@@ -82,21 +92,37 @@ class Template:
             InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128;
                 or the salt has not 1 to 256 characters.
         """
-        if _TWO_IDENTIFIERS.fullmatch(f"{request_id} {transfer_id}") is None:
-            wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
-            raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
+        check_ids(request_id, transfer_id)
         before, between, after = self._pieces
         text = b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
-        if cache_salt is None:
-            return text
-        try:
-            salt = to_json(cache_salt) if 0 < len(cache_salt) <= MAX_LABEL else b""
-        except PydanticSerializationError:  # half a surrogate pair
-            salt = b""
-        if not salt:
-            said = f"is not a text of 1 to {MAX_LABEL} characters"
-            raise InvalidParams((Problem(("isolation", "cache_salt"), "value", said),))
-        return b'%b,"isolation":{"cache_salt":%b}}' % (text[:-1], salt)
+        return text if cache_salt is None else b"%b,%b}" % (text[:-1], isolation_text(cache_salt))
+
+
+def check_ids(request_id: str, transfer_id: str) -> None:
+    """Refuse what `Template.fill` does not fill in.
+
+    Raises:
+        InvalidParams: see there.
+    """
+    if _TWO_IDENTIFIERS.fullmatch(f"{request_id} {transfer_id}") is None:
+        wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
+        raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
+
+
+def isolation_text(cache_salt: str) -> bytes:
+    """The member `isolation` of one who has this salt, name included.
+
+    Raises:
+        InvalidParams: it has not 1 to 256 characters.
+    """
+    try:
+        salt = to_json(cache_salt) if 0 < len(cache_salt) <= MAX_LABEL else b""
+    except PydanticSerializationError:  # half a surrogate pair
+        salt = b""
+    if not salt:
+        said = f"is not a text of 1 to {MAX_LABEL} characters"
+        raise InvalidParams((Problem(("isolation", "cache_salt"), "value", said),))
+    return b'"isolation":{"cache_salt":%b}' % salt
 
 
 def read_request(

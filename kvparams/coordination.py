@@ -3,20 +3,22 @@
 The one rule: no I/O here. A manager is a generator of steps; it is told how each ended and says what comes next.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from pydantic_core import to_json
 
-from kvparams.codec import DOCUMENT_KEY, Template, dump_json, parse, read_request
+from kvparams.codec import Template, parse, read_request
 from kvparams.dialects import Dialect, HandoffMissing
-from kvparams.params import PROTOCOL_VERSION, Isolation, KVTransferParams, Mode, Phase
+from kvparams.outline import Outline, beside, member, prefix_by_digest, sent_member, sent_prefix
+from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
 from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams.tokens import TokenPrefix
+from kvparams.trust.canonical import NotCanonical
+from kvparams.trust.signing import Signer
 
 __all__ = ["OneEngine", "PrefillThenDecode"]
 
-_SALTED: Final = {"isolation"}
 _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 """What a decode leg is told of prefill's result."""
 _REMEMBERED: Final = 4096
@@ -38,8 +40,10 @@ class PrefillThenDecode:
 
     roles = (Role.PREFILL, Role.DECODE)
 
-    def __init__(self) -> None:
-        self._templates: dict[tuple[Phase, Mode, int, Instance, Instance | None], Template] = {}
+    def __init__(self, signer: Signer | None = None) -> None:
+        """`signer`: signs the documents of all legs."""
+        self._signer = signer
+        self._templates: dict[tuple[bool, Phase, Mode, int, Instance, Instance | None], Template | Outline] = {}
 
     def legs(self, request: RequestFacts, context: Context) -> Plan:
         """See `RequestManager.legs`."""
@@ -58,9 +62,14 @@ class PrefillThenDecode:
                 return
             place = None if speech.bootstrap is None else context.place(prefill)
             known = _known(request, sent)
-            asked = self._document(request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
+            asked = speech.prefill_keys(transfer)
+            if self._signer is not None:
+                asked = self._signer.native(asked)
+            params = self._document(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:
-                answer: LegAnswer = yield _prefill_leg(prefill, context, speech, asked, transfer, sent)  # pyright: ignore[reportAssignmentType]
+                answer: LegAnswer = yield Leg(  # pyright: ignore[reportAssignmentType]
+                    prefill, {**context.one_token(), **params}, answers_client=False, resumed=sent
+                )
             except GeneratorExit:  # the client has left
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
@@ -74,7 +83,7 @@ class PrefillThenDecode:
                 continue
 
             try:
-                native = to_json(speech.decode_keys(answer.kv_transfer_params, transfer, place))
+                native = self._native(speech.decode_keys(answer.kv_transfer_params, transfer, place))
             except HandoffMissing:
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
@@ -98,11 +107,11 @@ class PrefillThenDecode:
                     if not context.may_retry():
                         raise LegFailed("the KV was given up before a decode engine had room", another=False)
                     break
-                wanted = self._document(request, transfer, attempt, "decode", speech.mode, prefill, decode, known)
+                params = self._document(
+                    native, request, transfer, attempt, "decode", speech.mode, prefill, decode, known
+                )
                 try:
-                    yield Leg(
-                        decode, {"kv_transfer_params": _beside(native, wanted)}, answers_client=True, resumed=sent
-                    )
+                    yield Leg(decode, params, answers_client=True, resumed=sent)
                 except LegFailed as failure:
                     if not failure.another or (failure.begun and failure.sent is None) or not context.may_retry():
                         raise
@@ -118,8 +127,18 @@ class PrefillThenDecode:
                     return
             transfer, attempt = context.next_transfer(), attempt + 1
 
+    def _native(self, keys: Mapping[str, object]) -> bytes:
+        """Native keys of a decode leg, as text; canonical where they are signed."""
+        if self._signer is None:
+            return to_json(keys)
+        try:
+            return self._signer.native(keys)
+        except NotCanonical as error:
+            raise HandoffMissing(f"what the prefill engine answered cannot be signed: {error}") from error
+
     def _document(
         self,
+        native: bytes,
         request: RequestFacts,
         transfer: str,
         attempt: int,
@@ -128,19 +147,27 @@ class PrefillThenDecode:
         producer: Instance,
         consumer: Instance | None,
         known: dict[str, object],
-    ) -> bytes:
-        """Our document for one leg, as JSON text; `known` are the members that this request alone has."""
-        if known and known.keys() != _SALTED:  # a salt is what every request has where clients have keys
-            return dump_json(_params(request, transfer, attempt, phase, mode, producer, consumer, known))
-        kind = phase, mode, attempt, producer, consumer
+    ) -> dict[str, bytes | None]:
+        """What changes in the client's body so that one leg has native keys and our document; `known` are the members
+        that this request alone has, but for the salt: that one all have where clients have keys."""
+        signer = self._signer
+        plain = signer is None and not known
+        kind = plain, phase, mode, attempt, producer, consumer
         template = self._templates.get(kind)
         if template is None:
             if len(self._templates) >= _REMEMBERED:
                 self._templates.clear()
-            template = self._templates[kind] = Template(
-                _params(request, transfer, attempt, phase, mode, producer, consumer, {})
-            )
-        return template.fill(request.request_id, transfer, request.cache_salt)
+            params = _params(request, transfer, attempt, phase, mode, producer, consumer)
+            template = self._templates[kind] = Template(params) if plain else Outline(params)
+        if isinstance(template, Template):
+            text = template.fill(request.request_id, transfer, request.cache_salt)
+            return {"kv_transfer_params": beside(native, text)}
+        members = template.members(request.request_id, transfer, request.cache_salt)
+        if signer is None:
+            members.update((name, sent_member(name, value)) for name, value in known.items())
+            return {"kv_transfer_params": beside(native, b"{%b}" % b",".join(members.values()))}
+        members.update((name, member(name, value)) for name, value in known.items())
+        return {"kv_transfer_params": signer.carrier(native, members, sent_prefix(known.get("prefix")))}
 
 
 class OneEngine:
@@ -169,9 +196,7 @@ def _known(request: RequestFacts, sent: Sent | None) -> dict[str, object]:
     known: dict[str, object] = {}
     ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
     if ids is not None:
-        known["prefix"] = TokenPrefix.by_digest(ids)
-    if request.cache_salt is not None:
-        known["isolation"] = Isolation(cache_salt=request.cache_salt)
+        known["prefix"] = prefix_by_digest(ids)
     return known
 
 
@@ -182,13 +207,6 @@ def _drop(prefill: Instance, context: Context, speech: Dialect, transfer: str, a
         context.hold(KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, abandon))
 
 
-def _prefill_leg(
-    prefill: Instance, context: Context, speech: Dialect, document: bytes, transfer: str, sent: Sent | None
-) -> Leg:
-    changes = {**context.one_token(), "kv_transfer_params": _beside(speech.prefill_keys(transfer), document)}
-    return Leg(prefill, changes, answers_client=False, resumed=sent)
-
-
 def _params(
     request: RequestFacts,
     transfer: str,
@@ -197,7 +215,6 @@ def _params(
     mode: Mode,
     producer: Instance,
     consumer: Instance | None,
-    known: dict[str, object],
 ) -> KVTransferParams:
     members: dict[str, object] = {
         "version": PROTOCOL_VERSION,
@@ -209,9 +226,4 @@ def _params(
     }
     if consumer is not None:
         members["consumer"] = {"id": consumer.id}
-    return parse(members | known)
-
-
-def _beside(native: bytes, document: bytes) -> bytes:
-    """The text of `kv_transfer_params`: our document beside native members."""
-    return b'%b%b"%b":%b}' % (native[:-1], b"" if native == b"{}" else b",", DOCUMENT_KEY.encode(), document)
+    return parse(members)

@@ -26,6 +26,7 @@ __all__ = [
     "Key",
     "Keys",
     "Label",
+    "Moment",
     "Name",
     "Part",
     "Token",
@@ -123,6 +124,8 @@ Key = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^
 """A store key: 1 to 128 visible ASCII characters."""
 Keys = Annotated[tuple[Key, ...], Field(max_length=MAX_KEYS), BeforeValidator(freeze)]
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Moment = Annotated[int, Field(ge=0, le=253_402_300_799)]
+"""Whole seconds since 1970, up to the end of the year 9999."""
 Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 

@@ -10,8 +10,21 @@ from typing import Annotated, Final, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvparams.fields import MAX_MEMBERS, Address, Count, Identifier, Json, Keys, Label, Name, Part, Visible, freeze
-from kvparams.tokens import TokenPrefix
+from kvparams.fields import (
+    MAX_MEMBERS,
+    Address,
+    Count,
+    Identifier,
+    Json,
+    Keys,
+    Label,
+    Moment,
+    Name,
+    Part,
+    Visible,
+    freeze,
+)
+from kvparams.tokens import Digest, TokenPrefix
 
 __all__ = [
     "KNOWN_PATHS",
@@ -24,6 +37,7 @@ __all__ = [
     "Mode",
     "OnLoadFailure",
     "Phase",
+    "Signature",
     "Transfer",
     "Usage",
 ]
@@ -96,6 +110,27 @@ class Usage(Part, frozen=True):
         return self
 
 
+class Signature(Part, frozen=True):
+    """Who vouches for the document and for the native keys beside it: see `kvparams.trust`."""
+
+    alg: Annotated[str, StringConstraints(max_length=64, pattern=r"^[a-z0-9-]+$")]
+    """How `value` is made; `hmac-sha256` is what is known here."""
+    kid: Identifier
+    """The name of the key."""
+    aud: Visible
+    """For whom it is: the name of a pool of engines."""
+    iat: Moment
+    """When it was made."""
+    exp: Moment
+    """From when on it is worth nothing."""
+    nonce: Identifier
+    """Never the same twice under one key."""
+    native: Digest
+    """Of the native keys beside the document, in canonical form."""
+    value: Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[!-~]*$")]
+    """Over everything else in the document, in canonical form."""
+
+
 def _understood(path: str) -> str:
     if path not in KNOWN_PATHS:
         raise PydanticCustomError("critical", "must be understood, but is not known to this version of kvparams")
@@ -135,6 +170,8 @@ class KVTransferParams(Part, frozen=True):
     usage: Usage | None = None
     must_understand: Annotated[tuple[CriticalPath, ...], Field(max_length=64), BeforeValidator(freeze)] | None = None
     """Dotted paths of members, e.g. `lease.ttl_ms`. A reader that does not know one of them refuses the document."""
+    signature: Signature | None = None
+    """Who vouches for it."""
     extensions: Annotated[dict[ExtensionName, Extension], Field(max_length=64)] | None = None
     """What others add, by reversed domain name."""
 

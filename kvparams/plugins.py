@@ -8,11 +8,12 @@ A third party adds one in its own `pyproject.toml`, without touching this projec
 The one rule: nothing is imported before it is asked for by name.
 """
 
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
 from kvparams.errors import PluginError
 
-__all__ = ["load", "names"]
+__all__ = ["load", "load_all", "load_each", "names"]
 
 
 def names(kind: str) -> list[str]:
@@ -27,13 +28,48 @@ def load(kind: str, name: str) -> object:
         PluginError: the name is unknown (the message lists the known ones), registered twice for different objects,
             or its module cannot be imported (the message says what is missing).
     """
-    group = f"kvparams.{kind}"
-    found: dict[str, EntryPoint] = {point.value: point for point in entry_points(group=group, name=name)}
+    found = tuple(entry_points(group=f"kvparams.{kind}", name=name))
     if not found:
         known = ", ".join(names(kind)) or "none"
-        raise PluginError(f"no {name!r} is registered in {group!r}; known: {known}")
+        raise PluginError(f"no {name!r} is registered in 'kvparams.{kind}'; known: {known}")
+    return _loaded(kind, name, found)
+
+
+def load_all(kind: str) -> dict[str, object]:
+    """Everything that is registered in the group `kvparams.<kind>`, by name, sorted.
+
+    Raises:
+        PluginError: as `load`.
+    """
+    found = load_each(kind)
+    for one in found.values():
+        if isinstance(one, PluginError):
+            raise one
+    return found
+
+
+def load_each(kind: str) -> dict[str, object]:
+    """As `load_all`; what cannot be loaded is there as its `PluginError`.
+
+    What is installed is looked through once, which takes some milliseconds; a `load` of every name would do so
+    every time.
+    """
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=f"kvparams.{kind}"):
+        found.setdefault(point.name, []).append(point)
+    loaded: dict[str, object] = {}
+    for name in sorted(found):
+        try:
+            loaded[name] = _loaded(kind, name, found[name])
+        except PluginError as error:
+            loaded[name] = error
+    return loaded
+
+
+def _loaded(kind: str, name: str, registered: Iterable[EntryPoint]) -> object:
+    found = {point.value: point for point in registered}
     if len(found) > 1:
-        raise PluginError(f"{name!r} is registered more than once in {group!r}: {', '.join(sorted(found))}")
+        raise PluginError(f"{name!r} is registered more than once in 'kvparams.{kind}': {', '.join(sorted(found))}")
     (point,) = found.values()
     try:
         return point.load()

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from kvparams.fields import Part, Token, freeze
 
-__all__ = ["MAX_TOKENS", "TokenPrefix", "pack", "token_digest", "unpack"]
+__all__ = ["MAX_TOKENS", "Digest", "TokenPrefix", "counted_digest", "pack", "token_digest", "unpack"]
 
 MAX_TOKENS: Final = 2_097_152
 """Token ids in one prefix; packed they fill 11 MB of text."""
@@ -46,12 +46,7 @@ def pack(ids: Iterable[int]) -> bytes:
     Raises:
         OverflowError: an id is negative or larger than 2^32 - 1.
     """
-    packed = (
-        ids
-        if isinstance(ids, array) and ids.typecode == "I"
-        else array("I", ids if isinstance(ids, list) else list(ids))
-    )
-    return _swapped(packed).tobytes()
+    return _swapped(_packed(ids)).tobytes()
 
 
 def unpack(packed: bytes) -> "array[int]":
@@ -59,9 +54,21 @@ def unpack(packed: bytes) -> "array[int]":
     return _swapped(array("I", packed))
 
 
-def token_digest(packed: bytes) -> str:
+def token_digest(packed: "bytes | array[int]") -> str:
     """`"sha256:"` and 64 lower-case hexadecimal digits over packed ids."""
     return f"sha256:{sha256(packed).hexdigest()}"
+
+
+def counted_digest(ids: Iterable[int]) -> tuple[int, str]:
+    """How many ids there are, and their digest."""
+    packed = _swapped(_packed(ids))
+    return len(packed), token_digest(packed)
+
+
+def _packed(ids: Iterable[int]) -> "array[int]":
+    if isinstance(ids, array) and ids.typecode == "I":
+        return ids
+    return array("I", ids if isinstance(ids, list) else list(ids))
 
 
 def _swapped(ids: "array[int]") -> "array[int]":
@@ -99,8 +106,8 @@ class TokenPrefix(Part, frozen=True):
     @classmethod
     def by_digest(cls, ids: Iterable[int]) -> Self:
         """With 71 characters in place of the ids, for readers that have the prompt anyway."""
-        raw = pack(ids)
-        return cls(count=len(raw) // 4, digest=token_digest(raw))
+        count, digest = counted_digest(ids)
+        return cls(count=count, digest=digest)
 
     @classmethod
     def listed(cls, ids: Iterable[int]) -> Self:
@@ -117,6 +124,8 @@ class TokenPrefix(Part, frozen=True):
         """The digest, computed where the document holds the ids themselves."""
         if self.digest is not None:
             return self.digest
+        if self.packed is not None:
+            return token_digest(a2b_base64(self.packed))
         return token_digest(pack(cast("array[int]", self.token_ids())))
 
     def covers(self, ids: Iterable[int]) -> bool:

@@ -9,8 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "soak.jsonl"
+
+# No example is judged by the clock. `make check` looks for what has just been broken; `make test` looks longer, with
+# `--hypothesis-profile=thorough`. Who needs more examples than others says so in multiples of these.
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=100)
+settings.load_profile("quick")
+
+
+_TOGETHER = {
+    ("tests/reference_engine/", "servers"): "engines",
+    ("tests/connectors/lm_server/", "server"): "lmcache",
+    ("tests/connectors/test_mooncake.py", "cluster"): "mooncake",
+}
+"""Fixtures whose servers take seconds to start: all tests that use one of them run in one worker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        used: list[str] = getattr(item, "fixturenames", [])
+        for (path, fixture), group in _TOGETHER.items():
+            if fixture in used and item.nodeid.startswith(path):
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -91,7 +91,7 @@ class KVStoreConnector:
         return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras, self._units)
 
     def lookup(self, plan: Plan) -> Job[Hit]:
-        """How much of the sequence is stored without a gap. A part of the wrong size counts as not stored."""
+        """How much of the sequence is stored without a gap; see `stored_prefix`."""
         self._locate(plan)
         found = self._store.exists(plan.keys, self._settings.deadline_s)
         return found.then(lambda results: stored_prefix(plan, results))

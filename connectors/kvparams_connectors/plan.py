@@ -98,13 +98,13 @@ def make_plan(
 
 def stored_prefix(plan: Plan, results: Results) -> Hit:
     """The pages without a gap whose parts are all there, by what `exists` said of `plan.keys`. A part of the wrong size
-    counts as not stored."""
+    counts as not stored, if the store tells sizes; else the load finds it out."""
     nbytes = 0
     for page in plan.pages:
         parts = plan.parts(page.index)
         expected = [plan.identity(part).stored_bytes for part in parts]
         found = results[parts.start : parts.stop]
-        if any(one.code is not Code.OK or one.nbytes != size for one, size in zip(found, expected, strict=True)):
+        if not all(one.found(size) for one, size in zip(found, expected, strict=True)):
             failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
             return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
         nbytes += sum(expected)

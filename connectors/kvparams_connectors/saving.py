@@ -122,8 +122,7 @@ class Save:
         return all(self._is_stored(part, results) for part in parts)
 
     def _is_stored(self, part: int, found: Results) -> bool:
-        result = found[self._offset[part]]
-        return result.code is Code.OK and result.nbytes == self._plan.identity(part).stored_bytes
+        return found[self._offset[part]].found(self._plan.identity(part).stored_bytes)
 
     def _lease(self, count: int, ahead: int, *, required: bool) -> list[Slot]:
         """Slots for a page; none if there is no room. `ahead`: copies that will take room before these."""

@@ -83,7 +83,14 @@ class Result:
 
     code: Code
     nbytes: int = 0
-    """put, get: bytes moved. exists: the value's size. TOO_LARGE on get: the value's size. Otherwise 0."""
+    """put, get: bytes moved. exists: the value's size, if `sized`. TOO_LARGE on get: the value's size. Otherwise 0."""
+    sized: bool = True
+    """exists: False if the store has not asked how large the value is (`Capabilities.tells_sizes`). `nbytes` is 0 then,
+    so that whoever compares it takes the value for none of his."""
+
+    def found(self, nbytes: int) -> bool:
+        """exists: whether a value is there that has `nbytes`, as far as the store can tell. A get says for certain."""
+        return self.code is Code.OK and (not self.sized or self.nbytes == nbytes)
 
 
 Results = list[Result]
@@ -137,6 +144,8 @@ class Capabilities:
     one_winner: bool = True
     """Of several who put one key at the same time exactly one is told OK, and its value stays. False: a server without
     a put that spares what is there; several may be told OK, and the value of any one of them stays, whole."""
+    tells_sizes: bool = True
+    """exists says how large every value is. False: it may leave that out (`Result.sized`), to answer sooner."""
 
 
 class KVStore(ABC):
@@ -170,7 +179,15 @@ class KVStore(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        """OK with the value's size, or MISS."""
+        """OK with the value's size, if the store tells it (`Result.sized`), or MISS."""
+
+    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+        """What `exists` would answer, for callers that cannot afford to wait for another thread; None: ask `exists`.
+
+        Only where the answer lies in this process's memory: no lock is taken that anybody holds while he works, nobody
+        is asked, and what is wrong is None.
+        """
+        return None
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:

@@ -20,6 +20,8 @@ from typing import Final, Literal, Self
 
 import httpx
 
+from demo.client import NO_CERTIFICATES
+
 __all__ = ["ProcessError", "Processes", "Server", "free_port", "proxy_command"]
 
 _STOP_S: Final = 10.0
@@ -175,6 +177,6 @@ def proxy_command(prefill: Sequence[Server], decode: Sequence[Server], connector
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=1.0, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", timeout=1.0, trust_env=False, verify=NO_CERTIFICATES).status_code == 200
     except httpx.HTTPError:
         return False

@@ -33,6 +33,7 @@ _ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a second process: slower to start, and larger
     "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # with the executor of one process vLLM binds nothing, and each engine would take all cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTHONWARNINGS": "ignore",
 }

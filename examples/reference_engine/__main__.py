@@ -7,13 +7,16 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, cast
 
 import torch
 import uvicorn
 
 from kvparams.errors import KVParamsError
+from kvparams.trust.gate import Gate
 from reference_engine.api import create_app
 from reference_engine.cache import PagedCache
 from reference_engine.embeddings import Embedder
@@ -68,6 +71,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
             page_tokens=cast("int", arguments.page_tokens),
             verify=not cast("bool", arguments.no_verify),
             metrics=metrics,
+            gate=_gate(arguments),
         )
     except (KVParamsError, ValueError) as error:
         print(f"reference_engine: cannot share KV: {error}", file=sys.stderr)
@@ -90,6 +94,21 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     )
     uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _gate(arguments: argparse.Namespace) -> Gate | None:
+    """Lets only signed documents in, where keys are given.
+
+    Raises:
+        KeyringError: they cannot be used.
+        ValueError: nobody says which pool this engine belongs to.
+    """
+    keys, audience = cast("str | None", arguments.verify_with), cast("str | None", arguments.audience)
+    if keys is None:
+        return None
+    if audience is None:
+        raise ValueError("--verify-with needs --audience, the pool that this engine belongs to")
+    return Gate(Path(keys), audience, time.time, instance=cast("str | None", arguments.id))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -119,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--id", help="the instance's name (default: role and process id)")
     parser.add_argument("--model-name", default="reference")
     parser.add_argument("--store", metavar="URL", help="share KV through this store, e.g. file:///dev/shm/kv?size=1GiB")
+    parser.add_argument("--verify-with", metavar="FILE", help="believe only documents signed with a key of this file")
+    parser.add_argument("--audience", metavar="POOL", help="... and made for this pool")
     parser.add_argument("--no-verify", action="store_true", help="use stored pages unchecked (to show what that does)")
     parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")

@@ -16,6 +16,8 @@ from kvparams.errors import InvalidParams
 from kvparams.keys import Geometry, Namespace
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
 from kvparams.tokens import TokenPrefix
+from kvparams.trust.gate import Gate
+from kvparams.trust.verifying import Untrusted
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.stores.guard.store import open_guarded
@@ -50,6 +52,7 @@ class KVSharing:
         page_tokens: int,
         verify: bool,
         metrics: Metrics,
+        gate: Gate | None = None,
     ) -> None:
         """Args:
             role: what legs this engine takes.
@@ -61,11 +64,13 @@ class KVSharing:
             page_tokens: tokens of a stored page; the same on all engines that share.
             verify: False uses stored pages unchecked.
             metrics: is told where to read the connector's counters.
+            gate: lets only signed documents in.
 
         Raises:
             KVParamsError: the store cannot be opened.
         """
         self.role: Final = role
+        self._gate = gate
         self.instance: Final = Endpoint(id=instance_id, incarnation=uuid4().hex)
         self._page_tokens = page_tokens
         self._store = None if store_url is None else open_guarded(store_url)
@@ -94,10 +99,7 @@ class KVSharing:
         Raises:
             RequestError: the document is wrong, or asks for what this engine does not do.
         """
-        try:
-            params = read_request(kv_transfer_params, request_id=request_id)
-        except InvalidParams as error:
-            raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
+        params = self._admit(kv_transfer_params, request_id)
         if params is not None:
             self._check(params, prompts)
         shared = params
@@ -119,16 +121,24 @@ class KVSharing:
         Raises:
             RequestError: there is none, it is wrong, or is of another phase.
         """
-        try:
-            params = read_request(kv_transfer_params)
-        except InvalidParams as error:
-            raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
+        params = self._admit(kv_transfer_params)
         if params is None or params.phase not in ("release", "cancel"):
             raise RequestError(
                 "kv_transfer_params: a document of the phase release or cancel is needed here",
                 param="kv_transfer_params",
             )
         return params
+
+    def _admit(
+        self, kv_transfer_params: Mapping[str, object] | str | None, request_id: str | None = None
+    ) -> KVTransferParams | None:
+        """The document of a request, from somebody who may send one."""
+        try:
+            if self._gate is not None:
+                return self._gate.admit(kv_transfer_params)
+            return read_request(kv_transfer_params, request_id=request_id)
+        except (InvalidParams, Untrusted) as error:
+            raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
     def session(self, prompt: list[int], handoff: Handoff) -> KVSession | None:
         """One sequence's dealings with the store; None where there is none."""

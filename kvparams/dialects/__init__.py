@@ -1,7 +1,9 @@
 """How one kind of KV connector is spoken to: what its engines read and write beside our document.
 
-A dialect is one small object in one file, registered under its name in the entry-point group `kvparams.dialects`. The
-one rule: what an engine wrote about its own KV is carried to the decode engine as it came.
+A dialect is one small file: a table of native keys (`kvparams.dialects.table`), which is all that translation needs,
+and where a proxy can route with it an object as below, which takes what it writes from its `table`. Either is
+registered under the dialect's name in the entry-point group `kvparams.dialects`. The one rule: what an engine wrote
+about its own KV is carried to the decode engine as it came.
 """
 
 from collections.abc import Mapping

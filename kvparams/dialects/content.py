@@ -10,16 +10,40 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.dialects import Abandon, Bootstrap, Place
+from kvparams.dialects.forms import ANYTHING, OBJECT, WHOLE
+from kvparams.dialects.shared import CACHE_SALT
+from kvparams.dialects.table import Row, Table
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts
 
-__all__ = ["CONTENT", "Content"]
+__all__ = ["CONTENT", "CONTENT_TABLE", "Content"]
+
+CONTENT_TABLE: Final = Table(
+    name="content",
+    title="Found by content: MooncakeStore, LMCache, LMCacheMP, FlexKV, HF3FS, Example, Offloading",
+    extension="ai.vllm.content",
+    mode="store",
+    order="prefill first",
+    carried=dict.fromkeys("PRD", "kv_transfer_params"),
+    mints="nobody: the content of the prompt is the key",
+    software="vLLM",
+    source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/factory.py, lmcache_mp_connector.py and mooncake/store/; "
+    "LMCache 0.5.6 integration/vllm/",
+    rows=(
+        Row("num_lmcache_extra_cached_tokens", WHOLE, "PDR", "asked for by its presence: hits beyond vLLM's own"),
+        Row("cached_token_stats", OBJECT, "R", "LMCache's own count of hits"),
+        Row("lmcache.*", ANYTHING, "PD", "settings of LMCache for this request"),
+        CACHE_SALT,
+    ),
+    notes=("Most requests carry nothing; decode computes what it does not find.",),
+)
 
 
 class Content:
     """See the module."""
 
-    mode: Mode = "store"
+    table = CONTENT_TABLE
+    mode: Mode = CONTENT_TABLE.mode
     reusable = True
     lease_s = 600.0
     """What has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""

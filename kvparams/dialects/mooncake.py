@@ -1,19 +1,51 @@
 """vLLM's MooncakeConnector: both legs carry a transfer id of ours, and decode finds the prefill engine by its bootstrap
 server.
 
-Prefill's answer says nothing. Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/mooncake/
-mooncake_connector.py and mooncake_utils.py. The one rule: an engine id is believed only from the bootstrap server that
-the operator named.
+Prefill's answer says nothing. The one rule: an engine id is believed only from the bootstrap server that the operator
+named.
 """
 
 from collections.abc import Mapping
 from typing import Final, cast
 
 from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
+from kvparams.dialects.asking import Asking, always
+from kvparams.dialects.forms import ID, URL
+from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, flags
+from kvparams.dialects.table import Row, Table
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["MOONCAKE", "Mooncake", "MooncakeBootstrap"]
+__all__ = ["MOONCAKE", "MOONCAKE_TABLE", "Mooncake", "MooncakeBootstrap"]
+
+MOONCAKE_TABLE: Final = Table(
+    name="mooncake",
+    title="vLLM MooncakeConnector",
+    extension="ai.vllm.mooncake",
+    mode="rendezvous",
+    order="together",
+    carried=dict.fromkeys("PRD", "kv_transfer_params"),
+    mints="the router: transfer_id",
+    software="vLLM",
+    since="0.14",
+    source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py and mooncake_utils.py",
+    rows=(
+        *flags("P", "D"),
+        Row("transfer_id", ID, "PD", "by which both engines know the transfer", "PD", member="transfer.id"),
+        Row("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
+        Row("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D"),
+        PROMPT_TOKEN_IDS,
+        KV_HINT,
+        CACHE_SALT,
+        DATA_PARALLEL_RANK,
+    ),
+    notes=(
+        "Prefill answers without native keys; who it is, its bootstrap server says (GET /query).",
+        "KV is kept only if prefill's one token ended by length: a stop frees it, and decode fails.",
+        "Behind one URL there must be one data-parallel rank, or both legs are pinned to the same one.",
+        "Prefill waits for decode for 480 s, and nothing extends that.",
+    ),
+)
 
 _LONGEST: Final = 256
 """Characters of an engine id: a UUID by default, and what an operator may choose instead."""
@@ -50,11 +82,16 @@ class MooncakeBootstrap:
 class Mooncake:
     """See the module."""
 
-    mode: Mode = "rendezvous"
+    table = MOONCAKE_TABLE
+    mode: Mode = MOONCAKE_TABLE.mode
     reusable = False
     lease_s = 480.0
     """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, which nothing extends."""
     bootstrap: Bootstrap | None = MooncakeBootstrap()
+
+    def __init__(self) -> None:
+        self._prefill = Asking(MOONCAKE_TABLE, "prefill")
+        self._decode = always(MOONCAKE_TABLE, "decode")
 
     def splits(self, request: RequestFacts) -> bool:
         """A transfer id stands for the blocks of one sequence, sent once."""
@@ -62,13 +99,13 @@ class Mooncake:
 
     def prefill_keys(self, transfer_id: str) -> bytes:
         """Prefill keeps its blocks under this id, if its one token ends because of its length."""
-        return b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % transfer_id.encode()
+        return self._prefill.fill(transfer_id)
 
     def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """The id, and where to ask for it."""
         if place is None:
             raise HandoffMissing("the prefill engine's bootstrap server has not been asked")
-        return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id, **place}
+        return {**self._decode, "transfer_id": transfer_id, **place}
 
     def abandon(self, native: bytes | None) -> Abandon | None:
         """As with NIXL: an engine that sees its client leave frees what it has; later a decode leg of one token has the

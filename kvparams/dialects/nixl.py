@@ -1,7 +1,6 @@
 """vLLM's NixlConnector: the decode engine pulls blocks that the prefill engine holds under a lease.
 
 Prefill is asked with six keys; its answer names engine, address, request and blocks, and goes to decode verbatim.
-Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py.
 """
 
 from collections.abc import Mapping
@@ -9,26 +8,81 @@ from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
+from kvparams.dialects.asking import Asking, wanted
+from kvparams.dialects.forms import BLOCK_GROUPS, BLOCKS, HOST, ID, NUMBER, PORT, SIZE, WHOLE, OneOf
+from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, flags
+from kvparams.dialects.table import Row, Table
 from kvparams.params import Mode
 from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["NIXL", "Nixl"]
+__all__ = ["NIXL", "NIXL_TABLE", "Nixl"]
 
-_PREFILL: Final = (
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+_NULL: Final = {"P": None}
+
+NIXL_TABLE: Final = Table(
+    name="nixl",
+    title="vLLM NixlConnector / NixlPullConnector",
+    extension="ai.vllm.nixl",
+    mode="pull",
+    order="prefill first",
+    family="nixl",
+    carried=dict.fromkeys("PRDA", "kv_transfer_params"),
+    mints="the prefill engine: remote_request_id, its internal id",
+    software="vLLM",
+    since="0.9",
+    source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py (request_finished)",
+    rows=(
+        *flags(),
+        Row("remote_engine_id", ID, "PRDA", "who holds the KV", "RDA", member="producer.id", of="RD", usual=_NULL),
+        Row("remote_block_ids", BLOCKS, "PRDA", "the blocks that hold it", "RDA", usual=_NULL, until="0.20"),
+        Row(
+            "remote_block_ids", BLOCK_GROUPS, "PRDA", "the blocks, by KV-cache group", "RDA", usual=_NULL, since="0.20"
+        ),
+        Row("remote_host", HOST, "PRDA", "where its side channel listens", "RDA", usual=_NULL),
+        Row("remote_port", PORT, "PRDA", "where its side channel listens", "RDA", usual=_NULL),
+        Row("remote_request_id", ID, "RDA", "under which id it holds the KV", "RDA", since="0.14"),
+        Row("tp_size", SIZE, "RDA", "its tensor-parallel ranks"),
+        Row("dcp_size", SIZE, "RDA", "its decode-context-parallel ranks", since="0.32"),
+        Row("pp_size", SIZE, "RDA", "its pipeline stages", since="0.32"),
+        Row("remote_block_size", WHOLE, "D", "tokens of its blocks, where they differ", since="0.32"),
+        Row("remote_num_tokens", WHOLE, "RDA", "tokens whose KV it holds", since="0.26"),
+        Row("remote_blocks_expiry_time", NUMBER, "RDA", "until when, on its own clock", since="0.26"),
+        Row("transfer_mode", OneOf(("pull",)), "RDA", "who moves the blocks", since="0.32"),
+        Row(
+            "remote_prefill_cached_tokens",
+            WHOLE,
+            "RD",
+            "prompt tokens that prefill had cached",
+            member="usage.cached_tokens",
+            since="0.32",
+        ),
+        PROMPT_TOKEN_IDS,
+        KV_HINT,
+        CACHE_SALT,
+        DATA_PARALLEL_RANK,
+    ),
+    notes=(
+        "An answer that is streamed loses the keys: the prefill leg must not be streamed.",
+        "Only prompt 0 of a request is answered for, and only if it ended by length or a stop.",
+        "The lease is 30 s; a decode engine that waits extends it, a proxy cannot.",
+        "Decode computes the first token again.",
+    ),
 )
-_NEEDED: Final = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 
 
 class Nixl:
     """See the module."""
 
-    mode: Mode = "pull"
+    table = NIXL_TABLE
+    mode: Mode = NIXL_TABLE.mode
     reusable = False
     lease_s = 30.0
     """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""
     bootstrap: Bootstrap | None = None
+
+    def __init__(self) -> None:
+        self._prefill = Asking(NIXL_TABLE, "prefill")
+        self._needed = wanted(NIXL_TABLE, "decode")
 
     def splits(self, request: RequestFacts) -> bool:
         """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
@@ -36,11 +90,11 @@ class Nixl:
 
     def prefill_keys(self, transfer_id: str) -> bytes:
         """The six keys that routers conventionally send."""
-        return _PREFILL
+        return self._prefill.fill(transfer_id)
 
     def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """What prefill said, as it said it, without our own document."""
-        missing = [name for name in _NEEDED if answer.get(name) is None]
+        missing = [name for name in self._needed if answer.get(name) is None]
         if missing:
             raise HandoffMissing(
                 f"the prefill engine's answer lacks {', '.join(missing)} in kv_transfer_params: "

@@ -41,6 +41,7 @@ from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.settings import Settings, known_dialects
+from kvparams_proxy.signing import FollowedSigner
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
 from kvparams_proxy.telemetry.journal import Journal
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 _KEYS_S: Final = 1.0
-"""How often the file of client keys is looked at."""
+"""How often files of keys are looked at."""
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -69,11 +70,14 @@ def create_app(settings: Settings) -> Starlette:
         PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
             `tracing` is not installed.
         KeysError: the file of client keys cannot be used.
+        KeyringError: that of signing keys cannot.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
-    manager = cast("type[RequestManager]", plugins.load("managers", settings.manager))
+    manager = cast("Callable[..., RequestManager]", plugins.load("managers", settings.manager))
     dialects = known_dialects()
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
+    signing = None if settings.signing is None else FollowedSigner(settings.signing)
+    signer = None if signing is None else signing.signer
     make_spans = _span_export(settings.trace)
 
     @asynccontextmanager
@@ -96,7 +100,7 @@ def create_app(settings: Settings) -> Starlette:
         fleet.listen(addresses)
         watch = Watch(loop)
         metrics = Metrics()
-        releases = Releases(fleet, pools, watch, loop.time)
+        releases = Releases(fleet, pools, watch, loop.time, signer)
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
         spans = make_spans()
         ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
@@ -121,7 +125,7 @@ def create_app(settings: Settings) -> Starlette:
             addresses=addresses,
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
         )
-        split = manager()
+        split = manager() if signer is None else manager(signer)
         generate = {
             each.path: Generate(resources, split if each.role is None else OneEngine(each.role), keys, each)
             for each in ENDPOINTS
@@ -129,7 +133,8 @@ def create_app(settings: Settings) -> Starlette:
         async with (
             supplied(registry, settings.instances, settings.providers),
             Prober(fleet, settings.probe_s, pools, Bootstraps(dialects, settings.upstream)),
-            _following(keys),
+            _following(keys, "client keys"),
+            _following(signing, "signing keys"),
         ):
             fleet.settled()
             direct = {path.encode(): endpoint for path, endpoint in generate.items()}
@@ -172,12 +177,12 @@ def _pool(registry: Registry, limits: UpstreamLimits, instance: Instance) -> Poo
 
 
 @asynccontextmanager
-async def _following(keys: KeyRing | None) -> AsyncGenerator[None]:
-    """Client keys are read again whenever their file has changed."""
+async def _following(keys: KeyRing | FollowedSigner | None, what: str) -> AsyncGenerator[None]:
+    """Keys are read again whenever their file has changed."""
     if keys is None:
         yield
         return
-    task = asyncio.create_task(keys.follow(_KEYS_S), name="follow client keys")
+    task = asyncio.create_task(keys.follow(_KEYS_S), name=f"follow {what}")
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from kvparams.errors import KVParamsError
 from kvparams.jsontext import edit, fields
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.trust.signing import Signer
 from kvparams_proxy.clients.endpoints import one_token
 from kvparams_proxy.fleet.bootstraps import Bootstraps, BootstrapServer
 from kvparams_proxy.registry.entries import Entry
@@ -70,7 +71,7 @@ class _Refused(LegFailed):
 
 
 async def check_fleet(
-    entries: Sequence[Entry], dialects: Mapping[str, Dialect], limits: UpstreamLimits
+    entries: Sequence[Entry], dialects: Mapping[str, Dialect], limits: UpstreamLimits, signer: Signer | None = None
 ) -> AsyncGenerator[Finding]:
     """Look at every engine, then at every pair; what is found, as it is found.
 
@@ -78,6 +79,7 @@ async def check_fleet(
         entries: the engines, their keys and certificates loaded.
         dialects: by name.
         limits: of their answers and connections.
+        signer: signs what they are told of KV.
     """
     async with _opened(entries, limits) as engines:
         known: dict[Instance, _Known] = {}
@@ -101,7 +103,7 @@ async def check_fleet(
                 said = f"no decode engine has the connector {prefill.dialect}: nothing could be handed on"
                 yield Finding("error", prefill.id, said)
             elif prefill in known and decode in known:
-                trial = _Trial(engines, dialects, places, prefill, decode, known)
+                trial = _Trial(engines, dialects, places, prefill, decode, known, signer)
                 yield await trial.run()
 
 
@@ -196,7 +198,9 @@ class _Trial:
         prefill: Instance,
         decode: Instance,
         known: Mapping[Instance, _Known],
+        signer: Signer | None,
     ) -> None:
+        self._signer = signer
         self._engines = engines
         self._dialects = dialects
         self._places = places
@@ -246,7 +250,7 @@ class _Trial:
         decode = self._pair[Role.DECODE]
         before = await self._external()
         facts = RequestFacts(self._id, self._id, self._model, 1, 1, self._prompt, None)
-        plan = PrefillThenDecode().legs(facts, self)
+        plan = PrefillThenDecode(self._signer).legs(facts, self)
         try:
             step = next(plan)
             while True:

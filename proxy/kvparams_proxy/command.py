@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Final
 
-from kvparams import plugins
+from kvparams.dialects.registry import route_names
 from kvparams.scheduling import Role
 from kvparams_proxy import production_stack
 from kvparams_proxy.app import create_app
@@ -17,6 +17,7 @@ from kvparams_proxy.registry.entries import entry_of
 from kvparams_proxy.registry.problems import ConfigError
 from kvparams_proxy.server import listen, serve
 from kvparams_proxy.settings import known_dialects
+from kvparams_proxy.signing import FollowedSigner
 
 __all__ = ["COMMAND"]
 
@@ -69,7 +70,7 @@ class ProxyCommand:
             metavar="FILE",
             help="engines and settings in YAML; its engines are followed while the proxy runs",
         )
-        known = ", ".join(plugins.names("dialects"))
+        known = ", ".join(route_names())
         engines.add_argument(
             "--connector",
             default="nixl",
@@ -148,7 +149,8 @@ async def _check(asked: Configuration) -> int:
     given = [entry_of(instance, settings.rules) for instance in settings.instances]
     entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
     errors = 0
-    async for grade, who, said in check_fleet(entries, known_dialects(), settings.upstream):
+    signer = None if settings.signing is None else FollowedSigner(settings.signing).signer
+    async for grade, who, said in check_fleet(entries, known_dialects(), settings.upstream, signer):
         errors += grade == "error"
         print(f"{_GRADES[grade]} {who}: {said}", flush=True)
     if errors:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.jsontext import JSONLimits
 from kvparams.scheduling import Role
+from kvparams.trust.keyring import KeyringError
 from kvparams_proxy import production_stack
 from kvparams_proxy.clients.keys_file import KeysError, read_keys
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
@@ -28,6 +29,7 @@ from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
 from kvparams_proxy.settings import Settings, known_rules
+from kvparams_proxy.signing import FollowedSigner, Signing
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, server_context
 
 __all__ = ["Configuration", "configure"]
@@ -79,6 +81,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     admin = _admin(values, problems)
     tls = _tls(values, problems)
     _check_keys(values["client-keys"], problems)
+    signing = _signing(values, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
@@ -90,6 +93,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             providers=() if provider is None else (provider,),
             admin=admin,
             client_keys=values["client-keys"],
+            signing=signing,
             policy=values["policy"],
             prefill_timeout_s=values["prefill-timeout"],
             decode_timeout_s=values["decode-timeout"],
@@ -223,6 +227,23 @@ def _tls(values: Mapping[str, Any], problems: Problems) -> ssl.SSLContext | None
     except TLSError as error:
         problems.add("https for clients", str(error))
         return None
+
+
+def _signing(values: Mapping[str, Any], problems: Problems) -> Signing | None:
+    path, audience = values["sign-with"], values["audience"]
+    if path is None and audience is None:
+        return None
+    if path is None or audience is None:
+        problems.add("--sign-with, --audience", "signed documents need both")
+        return None
+    signing = Signing(path, audience)
+    try:
+        FollowedSigner(signing)
+    except KeyringError as error:
+        problems.add("--sign-with", str(error))
+    except ValueError as error:
+        problems.add("--audience", str(error))
+    return signing
 
 
 def _check_keys(path: Path | None, problems: Problems) -> None:

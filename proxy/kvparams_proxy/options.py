@@ -176,6 +176,11 @@ OPTIONS: Final = (
         ("queue-wait", _SECONDS, 60.0, "for how long one may wait"),
     ),
     *_group(
+        "signed documents, for engines that verify them",
+        ("sign-with", _PATH, None, "sign what engines are told of KV; `kvparams signing-keys` makes this file"),
+        ("audience", _NAME, None, "... for the engines of the pool of this name"),
+    ),
+    *_group(
         "admin API, under /admin",
         ("admin-token-file", _PATH, None, "there is one, and this file holds the token that it asks for"),
         ("admin-token-env", _NAME, None, "... or this environment variable does"),

@@ -3,29 +3,29 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
-from kvparams import plugins
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Dialect
+from kvparams.dialects.registry import routes
 from kvparams.jsontext import JSONLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.registry.entries import Rules
 from kvparams_proxy.registry.providers import Provider
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.signing import Signing
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 __all__ = ["Settings", "known_dialects", "known_rules"]
 
 
 def known_dialects() -> dict[str, Dialect]:
-    """Every dialect that is registered, by name.
+    """Every registered dialect that a proxy can speak, by name.
 
     Raises:
         PluginError: one of them cannot be loaded.
     """
-    return {name: cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")}
+    return routes()
 
 
 def known_rules() -> Rules:
@@ -49,6 +49,8 @@ class Settings:
     """The token of the admin API; without one there is none."""
     client_keys: Path | None = None
     """The file of client keys (`kvparams keys`); without one anybody may ask."""
+    signing: Signing | None = None
+    """Documents are signed, for engines that verify them."""
     policy: str = "round_robin"
     """A name in the entry-point group `kvparams.policies`; both roles use it."""
     manager: str = "prefill_then_decode"

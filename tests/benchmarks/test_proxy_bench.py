@@ -52,6 +52,7 @@ def test_every_scenario_asks_for_what_its_name_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_bench_measures_the_shipped_proxy_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +70,7 @@ def test_the_bench_measures_the_shipped_proxy_and_writes_what_it_found(
     assert "| ns-s-64 | proxy |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_bench_that_is_interrupted_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     options = ["--scenarios", "ns-s-64", "--rounds", "100", "--share", "0.02", "--results", str(tmp_path)]
     command = [sys.executable, proxy_bench.__file__, *options]

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from benchmarks.stub_engine import Counters, Delays, Engine, StubEngines
+from demo.client import NO_CERTIFICATES
 
 NIXL_ASK = {
     "do_remote_decode": True,
@@ -26,7 +27,7 @@ async def stub() -> AsyncIterator[StubEngines]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=10, trust_env=False, verify=NO_CERTIFICATES) as http:
         yield http
 
 

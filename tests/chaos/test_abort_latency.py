@@ -176,6 +176,7 @@ def milliseconds(times: list[float]) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 async def test_engines_hear_at_once_that_a_client_has_left(
     tmp_path: Path, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]

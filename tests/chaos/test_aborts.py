@@ -67,6 +67,7 @@ async def left_from(cluster: Cluster) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("connector", ["store", "store-drop"])
 async def test_who_leaves_leaves_nothing_behind(

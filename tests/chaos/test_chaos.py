@@ -97,6 +97,7 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kind", "continuation"),

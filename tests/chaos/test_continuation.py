@@ -80,6 +80,7 @@ def broken_off(text: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 async def test_nobody_can_tell_a_stream_that_was_continued(
     tmp_path: Path, store: Path, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]

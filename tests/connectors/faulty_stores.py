@@ -1,10 +1,11 @@
-"""Stores that break one promise each, and one that breaks none, for `test_conformance_faults.py`."""
+"""Stores that break one promise each, and some that break none, for `test_conformance_faults.py`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
+from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, PutOp, Result, Results
 from kvparams_connectors.stores.memory import MemoryStore
 
 Judge = Callable[[Operation, str], Fault | None]
@@ -66,6 +67,22 @@ class Foretelling(Wrapped):
         return super().get_now(ops, deadline)
 
 
+class Silent(Wrapped):
+    """Looks whether values are there, not how large they are."""
+
+    def __init__(self, *, said: bool) -> None:
+        super().__init__()
+        self.said = said
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, tells_sizes=not self.said)
+
+    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+        found = super().exists_now(keys, deadline)
+        return [Result(Code.OK, sized=False) if one.code is Code.OK else one for one in found]
+
+
 class Raising(Wrapped):
     """One missing key takes the whole batch with it."""
 
@@ -112,6 +129,8 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "deletes nothing": faulty(when("delete", Fault("drop"))),
     "finds nothing": faulty(when("exists", Fault("drop"))),
     "tells wrong sizes": faulty(when("exists", Fault("truncate", at=100))),
+    "tells no sizes": lambda _: Silent(said=False),
+    "tells no sizes and says so": lambda _: Silent(said=True),
     "fails to read one key": faulty(when("get", Fault("fail", code=Code.INTERNAL), "key-3")),
     "writes after it has settled": faulty(when("get", Fault("after", at=1))),
     "keeps the last value": lambda _: Overwriting(),

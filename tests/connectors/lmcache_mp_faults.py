@@ -251,7 +251,7 @@ def test_a_flipped_byte_in_the_pool_is_left_to_whoever_reads_pages(case: Case, s
     ("settings", "words"),
     [
         ("?vaule=1MiB", "unknown setting vaule"),
-        ("?value=2GiB", "is more than"),
+        ("?max_value=2GiB", "is more than"),
         ("?prefix=a/b", "prefix='a/b'"),
         ("/path", "names no server"),
         ("?connect_ms=300", "no LMCache server answers"),

@@ -38,7 +38,7 @@ class MPServer:
 
     def url(self, **settings: object) -> str:
         """A store's URL."""
-        query = "&".join(f"{name}={value}" for name, value in {"value": "1MiB", **settings}.items())
+        query = "&".join(f"{name}={value}" for name, value in {"max_value": "1MiB", **settings}.items())
         return f"lmcache-mp://127.0.0.1:{self.port}?http={self.http}&{query}"
 
     @property
@@ -58,9 +58,16 @@ class MPServer:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
+        try:
+            self._await(self._process)
+        except BaseException:  # whoever starts it has nothing to end
+            self._end()
+            raise
+
+    def _await(self, process: "subprocess.Popen[bytes]") -> None:
         give_up = time.monotonic() + _START_S
         while http_get(f"http://127.0.0.1:{self.http}/")[0] == 0:
-            if self._process.poll() is not None or time.monotonic() > give_up:
+            if process.poll() is not None or time.monotonic() > give_up:
                 raise AssertionError(f"lmcache server did not start:\n{self.said[-4000:]}")
             time.sleep(0.05)
 
@@ -94,11 +101,7 @@ class MPServer:
             return json.loads(answer.read())
 
     def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self._end()
-            raise
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:

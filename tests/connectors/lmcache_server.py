@@ -127,10 +127,16 @@ class LMCacheServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
             )
+        try:
+            self._await(self._process)
+        except BaseException:  # whoever starts it has nothing to end
+            self.kill()
+            raise
+
+    def _await(self, process: "subprocess.Popen[bytes]") -> None:
         give_up = time.monotonic() + _START_S
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > give_up:
-                self.kill()
+            if process.poll() is not None or time.monotonic() > give_up:
                 raise AssertionError(f"lmcache_server did not start:\n{self._log.read_text()}")
             time.sleep(0.02)
 

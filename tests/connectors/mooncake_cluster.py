@@ -130,9 +130,13 @@ class Cluster:
         log = self._folder / f"owner-{len(self.owners)}.log"
         module = "kvparams_connectors.stores.mooncake.owner"
         owner = Process([sys.executable, "-m", module, "--master", self.address, "--size", size], log)
+        try:
+            until(lambda: b"ready\n" in log.read_bytes() or not owner.running())
+            assert owner.running(), log.read_text()
+        except BaseException:
+            owner.end()
+            raise
         self.owners.append(owner)
-        until(lambda: b"ready\n" in log.read_bytes() or not owner.running())
-        assert owner.running(), log.read_text()
         return owner
 
     def url(self, **settings: str | int) -> str:

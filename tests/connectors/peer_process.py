@@ -49,7 +49,11 @@ class PeerProcess:
         self._process = subprocess.Popen(
             [sys.executable, __file__, self.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.address: str = self._answer()
+        try:
+            self.address: str = self._answer()
+        except BaseException:  # whoever starts it has nothing to end
+            self.kill()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -55,6 +55,7 @@ def blocks_of_the_guide() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_store_in_the_guide_is_short_and_passes_every_level(tmp_path: Path) -> None:
     store, factory, *_ = blocks_of_the_guide()
     assert sum(1 for line in store.splitlines() if line.strip()) < 60
@@ -86,7 +87,7 @@ def test_a_store_that_is_slower_than_it_says_fails_level_5_alone(tmp_path: Path)
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ("nowhere", "write package.module:factory"),
+        pytest.param("nowhere", "write package.module:factory", marks=pytest.mark.slow),
         ("nowhere:factory", "No module named 'nowhere'"),
         pytest.param("json:nothing", "no attribute 'nothing'", marks=pytest.mark.slow),
         pytest.param("json:__name__", "cannot be called", marks=pytest.mark.slow),

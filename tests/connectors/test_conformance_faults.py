@@ -131,6 +131,8 @@ FAILING: dict[str, set[str]] = {
         "test_of_a_sequence_of_pages_the_tail_is_evicted_before_the_head",
     },
     "tells wrong sizes": SIZES | {"test_a_thousand_pages_are_looked_up_at_once"},
+    "tells no sizes": SIZES | {"test_a_thousand_pages_are_looked_up_at_once"},
+    "tells no sizes and says so": set(),
     "fails to read one key": {
         "test_a_batch_has_one_result_per_key_in_its_order",
         "test_a_store_that_is_full_gives_up_what_was_not_used_for_longest",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import Extra
@@ -54,7 +54,6 @@ def params(
 # ---- round trips
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(1, 60),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12)),

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import Namespace, Rectangle, page_chain
@@ -27,6 +27,8 @@ from kvparams_connectors.connector import ConnectorSettings
 from kvparams_connectors.reports import LoadReport
 from kvparams_connectors.store import Code, KVStore, PutOp
 from kvparams_connectors.stores.memory import MemoryStore
+
+from .faulty_stores import Silent, memory
 
 
 @pytest.fixture
@@ -93,6 +95,22 @@ def test_a_bad_page_is_refused_and_deleted_unless_others_can_use_it(
         assert engine.connector.load(plan, table(2), 0, 20).result().end_token == 20
 
 
+@pytest.mark.parametrize("said", [False, True], ids=["sized", "not-sized"])
+def test_a_page_of_the_wrong_size_is_missing_or_refused_when_it_is_read(said: bool) -> None:
+    """A store that leaves out sizes finds it; the load does not use it, and it goes."""
+    store = Silent(said=True) if said else memory()
+    plan, wanted = saved(store, 20)
+    store.delete([plan.keys[1]]).result()
+    store.put([PutOp(plan.keys[1], (memoryview(GOOD[:-1]),))]).result()
+    with a_toy(store) as engine:
+        assert engine.connector.lookup(plan).result().tokens == (20 if said else 8)
+        report = engine.connector.load(plan, table(2), 0, 20).result()
+        assert (report.end_token, [one.reason for one in report.refused]) == (8, ["torn"])
+        assert torch.equal(engine.sequence(table(2))[:, :, :8], wanted[:, :, :8])
+        assert engine.connector.lookup(plan).result().tokens == 8
+    store.close()
+
+
 @pytest.mark.parametrize("verified", [True, False], ids=["verified", "control-not-verified"])
 def test_without_verification_the_same_flipped_bit_reaches_the_blocks(store: KVStore, verified: bool) -> None:
     plan, wanted = saved(store, 20)
@@ -152,7 +170,6 @@ def harmless(fault: Fault | None, key: str, stored_bytes: int) -> bool:
     return behind.get(fault.kind, False)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_random_faults_never_put_a_wrong_byte_into_a_block(data: st.DataObject) -> None:
     store = MemoryStore(1 << 20, unit_bytes=4096)

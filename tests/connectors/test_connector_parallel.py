@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import DTYPE_BYTES, Geometry, Namespace, Rectangle
@@ -134,7 +134,6 @@ def settings_for(grid: Grid | None, **more: bool) -> ConnectorSettings:
     )
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     dtype=st.sampled_from(list(DTYPE_BYTES)),
     sizes=st.tuples(*[st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 3)])] * 2),
@@ -166,7 +165,10 @@ def test_any_parallelism_form_and_block_size_serves_any_other(
     store.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(one, marks=() if one in ("bfloat16", "float8_e5m2") else pytest.mark.slow) for one in DTYPE_BYTES],
+)
 def test_tensor_parallelism_1_2_4_8_and_back(dtype: str) -> None:
     """Each store is filled with what was loaded from the one before: what was wrong once would stay wrong."""
     geometry = Geometry(layers=2, kv_heads=8, k_dim=4, v_dim=4)

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import Geometry, Namespace, Rectangle
@@ -68,7 +68,6 @@ def test_gather_and_scatter_agree_with_a_plain_loop(dtype: torch.dtype, block_si
     assert written <= 10 * 2 * 6  # ten tokens, two heads, six tensors: not one row more
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 30), st.integers(1, 30), st.integers(0, 99))
 def test_any_two_block_sizes_share_pages(first: int, second: int, start: int, tokens: int, seed: int) -> None:
     def layout(block_size: int) -> tuple[torch.Tensor, PagedKVLayout, list[int]]:

@@ -230,7 +230,7 @@ DEATHS = st.one_of(st.just(1 << 30), st.integers(0, 2000))
 CLIENTS = st.lists(st.tuples(STEPS, DEATHS, st.booleans()), min_size=2, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(CLIENTS, st.lists(st.integers(0, 5), max_size=60))
 def test_whatever_clients_do_at_the_same_time_values_are_whole_and_one_read_puts_the_rest_right(
     drawn: list[tuple[list[str], int, bool]], order: list[int]

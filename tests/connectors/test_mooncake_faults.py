@@ -1,6 +1,5 @@
 """What the Mooncake store does while the processes behind it are killed, stopped and started again."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -139,6 +138,7 @@ def test_an_owner_that_is_stopped_costs_one_deadline_and_no_buffer(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
     tmp_path: Path, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
     wrong: list[str] = []
     slow: list[float] = []
     ended = threading.Event()
-    rounds = effort(2, 20)
+    rounds = effort(2, 10)
 
     with Cluster(tmp_path, "64MiB", "64MiB", options=("--default_kv_lease_ttl=500", "--client_ttl=3")) as cluster:
         stores = [cluster.open(), cluster.open(replicas=2)]
@@ -254,47 +254,12 @@ def test_closing_a_store_with_memory_of_its_own_does_not_stop_the_process_with_t
         for way, fine in (("ours", "True\n"), ("bare", "False\n")):
             command = [sys.executable, "-c", dedent(code), cluster.url(segment="16MiB"), str(cluster.master.pid), way]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(18.0)
-            cluster.master.send(signal.SIGCONT)
-            assert process.communicate(timeout=60)[0] == fine
-            assert process.returncode == 0
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow(
-    tmp_path: Path, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
-) -> None:
-    operations = effort(4_000, 40_000)
-    with Cluster(tmp_path, "64MiB", options=("--default_kv_lease_ttl=10",)) as cluster:
-        store = cluster.open()
-        arena = Arena(4 << 20, 65_536)
-        store.register(arena)
-        slots = [arena.lease() for _ in range(8)]
-        buffers = [slot.view for slot in slots if slot is not None]
-        elsewhere = memoryview(bytearray(65_536))
-
-        def work(numbers: range) -> None:
-            for number in numbers:
-                keys = [f"key-{number}-{index}" for index in range(8)]
-                ops = [PutOp(key, (buffer,)) for key, buffer in zip(keys, buffers, strict=True)]
-                store.put([*ops, PutOp(f"key-{number}", (elsewhere,))]).result()
-                store.exists(keys).result()
-                store.get([GetOp(op.key, op.buffers) for op in ops]).result()
-                store.get([GetOp(keys[0], (elsewhere,))]).result()
-                if number % 4 == 0:
-                    store.delete(keys).result()
-
-        quarter = operations // 4 // 4  # four operations each time
-        resident: list[int] = []
-        for turn in range(4):
-            work(range(turn * quarter, (turn + 1) * quarter))
-            resident.append(_resident_bytes())
-        store.close()
-    record({"operations": operations, "resident": resident})
-    assert resident[-1] - resident[1] < 2 << 20
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(18.0)
+                cluster.master.send(signal.SIGCONT)
+                assert process.communicate(timeout=60)[0] == fine
+                assert process.returncode == 0
+            finally:
+                process.kill()
+                process.wait(20)

@@ -1,7 +1,5 @@
 """Peers that die, stop, restart, lie or are cut off: nothing wrong is read, nothing hangs, nothing stays pinned."""
 
-import gc
-import resource
 import socket
 import struct
 import threading
@@ -11,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+from kvparams_connectors.store import Code, GetOp, KVStore, Result
 from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.peer.channel import Channel
 from kvparams_connectors.stores.peer.handshake import greet
@@ -114,7 +112,7 @@ def test_a_stopped_peer_keeps_nobody_from_the_others(opened: list[KVStore], owne
         assert stuck.result()[0].code is Code.OK
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, *(pytest.param(more, marks=pytest.mark.slow) for more in (2, 4))])
 def test_one_batch_over_a_stopped_peer_loses_nothing_else(
     opened: list[KVStore], owner: PeerProcess, threads: int
 ) -> None:
@@ -192,7 +190,7 @@ def test_what_came_whole_and_in_time_counts(opened: list[KVStore], owner: PeerPr
         assert found[-1] is Code.MISS
 
 
-@pytest.mark.parametrize("deadline_s", [WAIT_S, 0.2])
+@pytest.mark.parametrize("deadline_s", [pytest.param(WAIT_S, marks=pytest.mark.slow), 0.2])
 def test_a_guard_stays_closed_whatever_becomes_of_peers(
     opened: list[KVStore], owner: PeerProcess, deadline_s: float
 ) -> None:
@@ -489,32 +487,6 @@ def test_readers_while_pages_come_and_go(opened: list[KVStore]) -> None:
         thread.join(WAIT_S)
     assert failures == []
     assert min(hits) > 0
-
-
-def test_resident_memory_does_not_grow(
-    opened: list[KVStore], effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
-) -> None:
-    owner, reader = peer(opened, size="16MiB"), peer(opened, "127.0.0.1:0")
-    assert owner.address is not None
-    sources = [page(seed, SIZE) for seed in range(8)]
-    targets = [memoryview(bytearray(SIZE)) for _ in range(8)]
-
-    def rounds(count: int) -> None:
-        for number in range(count):
-            keys = [f"{number % 37}-{at}" for at in range(8)]
-            owner.put([PutOp(key, (source,)) for key, source in zip(keys, sources, strict=True)], WAIT_S).result()
-            reader.locate(keys, str(owner.address))
-            reader.get([GetOp(key, (target,)) for key, target in zip(keys, targets, strict=True)], WAIT_S).result()
-
-    rounds(200)
-    gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    operations = effort(2_000, 10_000)
-    rounds(operations // 16)
-    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    record({"operations": operations, "grown_kib": grown_kib})
-    assert grown_kib < 8_000
-    assert targets == sources
 
 
 def test_a_number_too_large_for_memory_is_never_allocated(owner: PeerProcess) -> None:

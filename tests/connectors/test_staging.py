@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.keys import Geometry, Namespace, Rectangle
@@ -95,7 +95,6 @@ def a_round_trip(seed: int, count: int, *, bounce_pages: int, heads: int, forget
     return right
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 90),

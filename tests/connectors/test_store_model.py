@@ -95,7 +95,7 @@ class GrudgingMachine(MemoryMachine):
         return MemoryStore(15 * 4096, unit_bytes=4096)
 
 
-BUDGET = settings(max_examples=60, stateful_step_count=40, deadline=None)
+BUDGET = settings(stateful_step_count=40)
 
 TestMemoryStore = MemoryMachine.TestCase
 TestMemoryStore.settings = BUDGET

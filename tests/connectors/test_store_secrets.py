@@ -129,7 +129,7 @@ def test_no_engines_settings_show_the_url(settings: type) -> None:
         ("memory:?size=512MiB", None),
         ("valkey:///run/valkey.sock", None),
         ("valkeys://[2001:db8::1]:6379?ttl=5&prefix=a.b-c", None),
-        ("lmcache-mp://127.0.0.1:5555?http=8080&value=4MiB", None),
+        ("lmcache-mp://127.0.0.1:5555?http=8080&max_value=4MiB", None),
         ("", None),
         ("valkey://u:hunter2@h:6379?ttl=5&user=me", "valkey://...@h:6379?ttl=5&user=..."),
         ("valkey://h?password_file=/etc/kv", "valkey://h?password_file=..."),

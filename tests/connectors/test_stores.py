@@ -1,5 +1,6 @@
 """The stores that are shipped, held to the conformance suite, and what their URLs say."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,6 +97,22 @@ def test_a_url_that_cannot_be_meant_is_refused_in_words(url: str) -> None:
 def test_an_unknown_setting_is_refused_and_the_known_ones_are_named() -> None:
     with pytest.raises(StoreError, match=r"sise.*known: size, unit, threads"):
         open_store("memory:?sise=1GiB")
+
+
+SCHEMES = ["memory", "file", "valkey", "valkeys", "mooncake", "tiered", "lmcache", "lmcache-mp", "peer"]
+
+
+def test_every_setting_of_every_store_stands_in_the_guides_table() -> None:
+    """One thing has one name: whoever adds a setting meets the table."""
+    known: set[str] = set()
+    for scheme in SCHEMES:
+        with pytest.raises(StoreError) as refused:
+            open_store(f"{scheme}://127.0.0.1:1/?no_such_setting=1")
+        known |= set(str(refused.value).partition("known: ")[2].split(", "))
+    guide = (Path(__file__).parents[2] / "connectors" / "STORES.md").read_text()
+    table = guide.partition("| setting |")[2].partition("\n\n")[0]
+    names = {name for row in table.splitlines()[2:] for name in re.findall("`([a-z0-9_]+)`", row.split("|")[1])}
+    assert known == names | {"l2", "l3"}
 
 
 def test_an_unknown_store_is_refused_and_the_known_ones_are_named() -> None:

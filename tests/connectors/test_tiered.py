@@ -63,6 +63,7 @@ class TestWriteBack(Tiers):
     write_back = True
 
 
+@pytest.mark.slow
 class TestWriteBackSmallFirstTier(Tiers):
     first_bytes = 1 << 20
     write_back = True

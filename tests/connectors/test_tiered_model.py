@@ -246,7 +246,7 @@ def test_many_random_faults(
     effort: Callable[[int, int], int],
     record: Callable[[dict[str, object]], None],
 ) -> None:
-    examples = effort(60, 1_500)
+    examples = effort(60, 800)
     run_state_machine_as_test(machine, settings=settings(BUDGET, max_examples=examples, stateful_step_count=50))
     record({"sequences": examples, "steps each, at most": 50})
 

@@ -1,14 +1,13 @@
 """The Valkey store when its server is killed, stopped, full or cut off: nothing wrong is read, nothing hangs."""
 
-import gc
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvparams_connectors.advice import advice_of
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
 from kvparams_connectors.stores.valkey.store import ValkeyStore
 from tests.connectors.steps import DEADLINE_S, SIZE, get, in_thread, page, put
@@ -96,33 +95,6 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(
     finally:
         server.go_on()
     assert get(store, range(3))[1:] == [Code.OK] * 2  # late answers to what was abandoned are nobody's
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_server_may_be_stopped_for_long(
-    server: ValkeyServer,
-    opened: list[KVStore],
-    effort: Callable[[int, int], int],
-    record: Callable[[dict[str, object]], None],
-) -> None:
-    store = open_store(f"{server.url}?threads=2")
-    opened.append(store)
-    put(store, range(3))
-    stopped_s = effort(5, 40)
-    longest, calls = 0.0, 0
-    server.stop()
-    try:
-        until = time.monotonic() + stopped_s
-        while time.monotonic() < until:
-            start = time.monotonic()
-            assert set(get(store, range(3), 0.5)) <= LOST
-            longest, calls = max(longest, time.monotonic() - start), calls + 1
-    finally:
-        server.go_on()
-    assert longest < 1.5
-    assert get(store, range(3)) == [Code.OK] * 3
-    record({"stopped_s": stopped_s, "deadline_s": 0.5, "longest_wait_s": round(longest, 3), "calls": calls})
 
 
 def test_a_full_server_says_so_and_keeps_what_it_has(tmp_path: Path, opened: list[KVStore]) -> None:
@@ -266,56 +238,78 @@ def test_an_idle_connection_that_the_server_has_closed_is_not_used(server: Valke
     assert store.connections == 3
 
 
-def test_a_replica_is_read_and_not_written(tmp_path: Path, server: ValkeyServer, opened: list[KVStore]) -> None:
+# ---- outside a cluster: replicas, and those that take the place of their primary
+
+
+@pytest.fixture
+def replica(tmp_path: Path, server: ValkeyServer) -> Iterator[ValkeyServer]:
+    server.ask("CONFIG", "SET", "repl-diskless-sync-delay", "0")
+    with ValkeyServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(server.port)) as started:
+        wait_until(lambda: "master_link_status:up" in started.ask("INFO", "replication"))
+        wait_until(lambda: "state=online" in server.ask("INFO", "replication"))
+        yield started
+
+
+def promote(replica: ValkeyServer, primary: ValkeyServer | None = None) -> None:
+    """The replica is a primary now, and what was one is its replica."""
+    assert replica.ask("REPLICAOF", "NO", "ONE").startswith("+OK")
+    if primary is not None:
+        assert primary.ask("REPLICAOF", "127.0.0.1", str(replica.port)).startswith("+OK")
+        wait_until(lambda: "master_link_status:up" in primary.ask("INFO", "replication"))
+
+
+def test_a_replica_is_read_and_its_primary_is_written(
+    server: ValkeyServer, replica: ValkeyServer, opened: list[KVStore]
+) -> None:
+    store, other = open_store(server.url), open_store(replica.url)
+    opened += [store, other]
+    put(store, range(2))
+    wait_until(lambda: get(other, range(2)) == [Code.OK] * 2)
+    [advice] = advice_of(other)
+    assert (advice.grade, f"127.0.0.1:{server.port}" in advice.found) == ("warning", True)
+    assert put(other, range(5, 6)) == [Code.OK]
+    assert get(store, range(5, 6)) == [Code.OK]
+    assert [one.todo for one in advice_of(other) if one.grade == "warning"] == [f"name 127.0.0.1:{server.port}"]
+
+
+def test_a_replica_whose_primary_is_away_says_that_it_cannot_be_written_to(
+    server: ValkeyServer, replica: ValkeyServer, opened: list[KVStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = open_store(replica.url)
+    opened.append(other)
+    server.kill()
+    assert put(other, range(1)) == [Code.UNAVAILABLE]
+    assert f"127.0.0.1:{replica.port} cannot be written to" in caplog.text
+    assert get(other, range(1)) == [Code.MISS]  # it is read all the same
+
+
+def test_a_primary_that_was_made_a_replica_is_left_for_the_new_one(
+    server: ValkeyServer, replica: ValkeyServer, opened: list[KVStore]
+) -> None:
     store = open_store(server.url)
     opened.append(store)
-    put(store, range(2))
-    server.ask("CONFIG", "SET", "repl-diskless-sync-delay", "0")
-    with ValkeyServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(server.port)) as replica:
-        wait_until(lambda: "master_link_status:up" in replica.ask("INFO", "replication"))
-        other = open_store(replica.url)
-        opened.append(other)
-        assert get(other, range(2)) == [Code.OK] * 2
-        assert put(other, range(5, 6)) == [Code.UNAVAILABLE]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_memory_does_not_grow_over_many_operations(
-    server: ValkeyServer,
-    opened: list[KVStore],
-    effort: Callable[[int, int], int],
-    record: Callable[[dict[str, object]], None],
-) -> None:
-    store = open_store(f"{server.url}?threads=2")
-    opened.append(store)
-    source, target = page(1), memoryview(bytearray(SIZE))
-    small = target[:1000]
-
-    def work(operations: int) -> None:
-        for number in range(operations // 4):
-            key = f"key-{number % 50}"
-            store.put([PutOp(key, (source,))], DEADLINE_S).result()
-            store.get([GetOp(key, (target,)), GetOp(key, (small,)), GetOp("none", (small,))], DEADLINE_S).result()
-            store.exists([key, "none"], DEADLINE_S).result()
-            store.delete([key], DEADLINE_S).result()
-
-    work(400)
-    gc.collect()
-    before = _resident()
-    operations = effort(4_000, 10_000)
-    work(operations)
-    gc.collect()
-    grown = _resident() - before
-    assert grown < 2 << 20
-    record({"operations": operations, "resident_growth_bytes": grown, "connections": _connections(store)})
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def _connections(store: KVStore) -> int:
+    assert put(store, range(3)) == [Code.OK] * 3
+    promote(replica, server)
+    assert put(store, range(6)) == [Code.EXISTS] * 3 + [Code.OK] * 3
+    assert get(store, range(6)) == [Code.OK] * 6
     assert isinstance(store, ValkeyStore)
-    return store.connections
+    assert replica.ask("DBSIZE").startswith(":6")
+    server.kill()
+    assert put(store, range(7)) == [Code.EXISTS] * 6 + [Code.OK]
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_replica_that_takes_the_place_of_a_dead_primary_is_used(
+    server: ValkeyServer, replica: ValkeyServer, opened: list[KVStore], end: str
+) -> None:
+    store = open_store(f"{server.url}?connect_ms=300")
+    opened.append(store)
+    assert put(store, range(3)) == [Code.OK] * 3
+    wait_until(lambda: replica.ask("DBSIZE").startswith(":3"))
+    server.kill() if end == "killed" else server.stop()
+    found = {result.code for result in store.exists(["key-0"], 0.3).result()}
+    assert found <= LOST  # the control: it is a replica still, and nobody's primary
+    promote(replica)
+    wait_until(lambda: {result.code for result in store.exists(["key-0"], 1.0).result()} == {Code.OK})
+    assert put(store, range(6)) == [Code.EXISTS] * 3 + [Code.OK] * 3
+    assert get(store, range(6)) == [Code.OK] * 6

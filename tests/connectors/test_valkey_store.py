@@ -4,6 +4,7 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -14,8 +15,16 @@ from benchmarks.processes import free_ports
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.valkey.control import ServerFacts, TLSFiles, advice_of, facts_of, tls_context
+from kvparams_connectors.stores.valkey.control import (
+    ServerFacts,
+    TLSFiles,
+    advice_of,
+    facts_of,
+    find_primary,
+    tls_context,
+)
 from kvparams_connectors.stores.valkey.store import ValkeyStore
+from kvparams_connectors.stores.valkey.topology import Node
 from tests.connectors.steps import DEADLINE_S, found, value
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
@@ -98,6 +107,7 @@ def test_empty_values_among_missing_ones_are_found(empty: ValkeyServer, opened: 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_fastest_of_200_lookups_of_a_thousand_keys_takes_less_than_three_milliseconds(
     empty: ValkeyServer, opened: list[KVStore]
 ) -> None:
@@ -315,7 +325,10 @@ def test_settings_of_a_server_that_will_hurt_are_warned_of(
     assert "volatile" in bad(facts_of({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=False)
     assert bad(facts_of({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=True) == ""
     assert "maxmemory" in bad(facts_of({**info, "maxmemory": 0}, {}), ttl=True)
-    assert "replica" in bad(facts_of({**info, "role": "slave"}, {}), ttl=True)
+    assert "does not say of whom" in bad(facts_of({**info, "role": "slave"}, {}), ttl=True)
+    known = {**info, "role": "slave", "master_host": "10.0.0.1", "master_port": 6379}
+    assert "10.0.0.1:6379 is asked in its place" in bad(facts_of(known, {}), ttl=True)
+    assert bad(facts_of({**known, "cluster_enabled": 1}, {}), ttl=True) == ""  # it says itself whom to ask
     assert "INFO" in bad(ServerFacts(), ttl=False)
     assert facts_of(info, {"proto-max-bulk-len": "50"}).max_value_bytes == 50
     with caplog.at_level(logging.WARNING):
@@ -327,6 +340,36 @@ def test_settings_of_a_server_that_will_hurt_are_warned_of(
         finally:
             server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     assert "noeviction" in caplog.text
+
+
+A, B, C, D = (Node(f"10.0.0.{number}", 6379) for number in range(1, 5))
+
+
+def test_the_primary_is_found_among_those_that_are_known_and_those_that_they_name() -> None:
+    one = ServerFacts(version="8.0.1")
+    said = {A: replace(one, replica=True, primary=B), B: replace(one, replicas=(A,)), C: one, D: ServerFacts()}
+    asked: list[Node] = []
+
+    def ask(node: Node) -> ServerFacts | None:
+        asked.append(node)
+        return said.get(node)
+
+    assert find_primary([A, C], ask) == (B, said[B])  # it is believed who its primary is before another is asked
+    assert find_primary([D, C], ask) == (C, one)  # D may not be asked for INFO
+    del said[B]
+    assert find_primary([A, D], ask) is None
+    assert asked == [A, B, D, C, A, B, D]
+    for start, end in ((A, B), (B, A)):  # two that name each other
+        said[start] = replace(one, replica=True, primary=end)
+    assert find_primary([A], ask) is None
+    chain = {Node("h", port): replace(one, replica=True, primary=Node("h", port + 1)) for port in range(1, 100)}
+    assert find_primary([Node("h", 1)], chain.get) is None  # it does not go on for ever
+
+
+def test_replicas_are_those_that_info_lists() -> None:
+    info: dict[str, object] = {"connected_slaves": 3, "slave0": {"ip": "10.0.0.1", "port": 6379, "state": "online"}}
+    info |= {"slave1": "odd", "slave2": {"ip": "", "port": 0}}
+    assert facts_of(info, {}).replicas == (A,)
 
 
 def test_the_context_for_tls_checks_names() -> None:

@@ -66,9 +66,16 @@ class ValkeyServer:
         """Start it, and wait until it answers."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            self._await(self._process)
+        except BaseException:  # whoever starts it has nothing to end
+            self.kill()
+            raise
+
+    def _await(self, process: "subprocess.Popen[bytes]") -> None:
         give_up = time.monotonic() + _START_S
         while b"PONG" not in (answer := self._ping()) and b"NOAUTH" not in answer and b"NOPERM" not in answer:
-            if self._process.poll() is not None or time.monotonic() > give_up:
+            if process.poll() is not None or time.monotonic() > give_up:
                 raise AssertionError(f"valkey-server did not start:\n{self._log.read_text()}")
             time.sleep(0.01)
 

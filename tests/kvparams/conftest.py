@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import settings
 from jsonschema import Draft202012Validator, ValidationError, validators
-
-settings.register_profile("kvparams", deadline=None)  # a test here never judges by the clock
-settings.load_profile("kvparams")
 
 SPEC = Path(__file__).parents[2] / "spec" / "draft"
 

@@ -220,4 +220,4 @@ class BreakerMachine(RuleBasedStateMachine):
 
 
 TestBreaker = BreakerMachine.TestCase
-TestBreaker.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBreaker.settings = settings(stateful_step_count=40)

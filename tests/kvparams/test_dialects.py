@@ -2,18 +2,21 @@
 
 import json
 from contextlib import suppress
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams import parse, plugins
+from kvparams import PluginError, parse, plugins
 from kvparams.codec import DOCUMENT_KEY
 from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.dialects.content import CONTENT
 from kvparams.dialects.mooncake import MOONCAKE
+from kvparams.dialects.nixl import NIXL
+from kvparams.dialects.registry import route_names, routes, table, tables
+from kvparams.dialects.trio import TRIO_TABLE
 from kvparams.params import Mode
 from kvparams.plan import Leg, LegAnswer, LegFailed
 from kvparams.scheduling import RequestFacts, Role
@@ -40,11 +43,29 @@ PLACE = {"remote_engine_id": "9a1d", "remote_bootstrap_addr": URL}
 
 
 def every_dialect() -> list[Dialect]:
-    return [cast("Dialect", plugins.load("dialects", name)) for name in plugins.names("dialects")]
+    return list(routes().values())
 
 
 def test_the_dialects_that_the_documents_name_are_there() -> None:
     assert {"nixl", "store", "store-drop", "content", "mooncake"} <= set(plugins.names("dialects"))
+
+
+def test_who_routes_and_who_translates_look_into_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table alone can be translated; a proxy needs an object that routes, which brings its table."""
+    assert set(routes()) == {"nixl", "store", "store-drop", "content", "mooncake"}
+    assert set(tables()) | {"store", "store-drop"} == set(plugins.names("dialects"))
+    assert all(one.name == name for name, one in tables().items())
+    for name, route in routes().items():
+        if name in tables():
+            assert route.mode == table(name).mode
+    with pytest.raises(PluginError, match="our document"):
+        table("store")
+
+    def broken(kind: str) -> dict[str, object]:
+        return {"theirs": PluginError("no such module"), "nixl": NIXL, "trio": TRIO_TABLE}
+
+    monkeypatch.setattr(plugins, "load_each", broken)
+    assert route_names() == ["nixl"], "what is broken does not take the others away"
 
 
 @pytest.mark.parametrize("dialect", every_dialect())

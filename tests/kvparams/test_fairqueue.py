@@ -210,10 +210,11 @@ def kept(queue: FairQueue[Any]) -> int:
     return len(inside._deadlines) + len(flows) + tickets + levels
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("machine", [QueueMachine, SharedMachine])
 def test_it_is_what_a_naive_queue_is(machine: type[QueueMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fairqueue, "_SLACK", 2)  # so that what is given up is swept out often
-    budget = settings(max_examples=70, stateful_step_count=40, deadline=None)
+    budget = settings(stateful_step_count=40)
     run_state_machine_as_test(machine, settings=budget)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -227,6 +227,7 @@ def best_s(work: Callable[[], object], rounds: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_what_a_tag_costs(effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]) -> None:
     """GB/s of sealing and verifying a page of 1 MiB, beside its checksum alone, all in one run."""
     payload_bytes = (1 << 20) - HEADER_BYTES

@@ -34,12 +34,21 @@ def test_a_broken_registration_says_what_is_wrong(
 ) -> None:
     found = EntryPoints(EntryPoint(name, value, "kvparams.things") for name, value in points)
 
-    def registered(group: str, name: str) -> EntryPoints:
+    def registered(group: str, name: str = "x") -> EntryPoints:
         return found.select(group=group, name=name)
 
     monkeypatch.setattr("kvparams.plugins.entry_points", registered)
     with pytest.raises(PluginError, match=words):
         plugins.load("things", "x")
+    with pytest.raises(PluginError, match=words):
+        plugins.load_all("things")
+    assert isinstance(plugins.load_each("things")["x"], PluginError)
+
+
+def test_all_of_a_kind_are_what_each_is_by_its_name() -> None:
+    found = plugins.load_all("dialects")
+    assert list(found) == plugins.names("dialects")
+    assert all(one is plugins.load("dialects", name) for name, one in found.items())
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +90,9 @@ def test_a_port_that_is_taken_is_one_line_and_status_1(capsys: pytest.CaptureFix
 def test_a_command_whose_extra_is_missing_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(kind: str, name: str) -> object:
-        raise PluginError(f"{name} cannot be imported: pip install 'kvparams[proxy]'")
+    def missing(kind: str) -> dict[str, object]:
+        return {"proxy": PluginError("proxy cannot be imported: pip install 'kvparams[proxy]'")}
 
-    monkeypatch.setattr("kvparams.plugins.load", missing)
+    monkeypatch.setattr("kvparams.plugins.load_each", missing)
     assert main(["proxy", "--help"]) == 2
     assert "pip install 'kvparams[proxy]'" in capsys.readouterr().err

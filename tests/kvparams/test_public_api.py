@@ -23,7 +23,7 @@ def test_importing_opens_nothing_heavy() -> None:
     """Ours: an engine pays for pydantic and for nothing else."""
     code = (
         "import sys, kvparams;"
-        "heavy = {'torch', 'numpy', 'starlette', 'uvicorn', 'httpx', 'asyncio', 'xxhash',"
+        "heavy = {'torch', 'numpy', 'starlette', 'uvicorn', 'httpx', 'asyncio', 'xxhash', 'msgspec',"
         " 'kvparams_proxy', 'kvparams_connectors'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

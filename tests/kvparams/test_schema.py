@@ -109,7 +109,7 @@ def model_accepts(document: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 @given(document=documents())
 def test_schema_and_model_judge_alike(document: dict[str, Any], schema_accepts: Callable[[object], bool]) -> None:
     """Spec-mandated: what only the model can say (draft#3.5, draft#8.3, 32 levels) is not in these documents."""
@@ -146,6 +146,7 @@ def test_schema_and_model_name_the_same_members(schema: dict[str, Any]) -> None:
         "lease": "lease",
         "isolation": "isolation",
         "usage": "usage",
+        "signature": "signature",
     }.items():
         annotation: Any = KVTransferParams.model_fields[member].annotation
         compare(next(one for one in getattr(annotation, "__args__", (annotation,)) if one is not type(None)), name)

@@ -1,5 +1,7 @@
 """spec.md and engine.md: examples are run, numbers are in order, every MUST has a proof or a stated reason."""
 
+import hashlib
+import hmac
 import json
 import re
 from collections.abc import Callable
@@ -15,6 +17,10 @@ from kvparams.jsontext import edit, fields
 from kvparams.params import KNOWN_PATHS
 from kvparams.plan import LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.trust.canonical import canonical, canonical_json, native_members
+from kvparams.trust.keyring import Keyring, SigningKey
+from kvparams.trust.replay import ReplayWindow
+from kvparams.trust.verifying import REASONS, verify
 from kvparams_proxy.clients.endpoints import one_token
 from tests.kvparams.planning import Table
 
@@ -49,7 +55,9 @@ def fences(kind: str) -> list[str]:
 
 
 def test_every_example_says_what_it_is() -> None:
-    assert {info for info, _ in FENCES} == {"json document", "json request", "json trio"}
+    assert {info for info, _ in FENCES} == {
+        *("json document", "json request", "json trio", "json signed", "text native", "text canonical"),
+    }
 
 
 @pytest.mark.parametrize("text", fences("document"))
@@ -77,6 +85,26 @@ def test_every_trio_in_the_text_is_valid(text: str) -> None:
     found = trio.read(text)
     written = trio.write(found.to_params("r", "t"), batched=found.batched, native=found.native)
     assert written == json.loads(text)
+
+
+def test_the_signed_example_is_what_it_says_step_by_step() -> None:
+    (text,) = fences("signed")
+    forms = {info: found for info, found in FENCES if info.startswith("text ")}
+    native, document = forms["text native"].rstrip("\n").encode(), forms["text canonical"].rstrip("\n").encode()
+    carrier = json.loads(text)
+    signature = carrier["kvparams"]["signature"]
+    assert canonical_json(native_members(carrier)) == native
+    assert canonical(carrier["kvparams"]) == document
+    assert signature["native"] == f"sha256:{hashlib.sha256(native).hexdigest()}"
+    tag = hmac.new(bytes(range(32)), b"kvparams signature 1\n" + document, "sha256").hexdigest()
+    assert signature["value"] == tag
+    keyring = Keyring([SigningKey("a", bytes(range(32)), signature["iat"])])
+    assert verify(carrier, keyring, "pool-a", signature["iat"], ReplayWindow(0)) is not None
+
+
+def test_the_reasons_stand_in_the_text_in_the_order_in_which_they_are_looked_for() -> None:
+    section = SPEC.split("## 13. Signature")[1]
+    assert tuple(re.findall(r"^[0-9]+\. `(\w+)`: ", section, re.MULTILINE)) == REASONS
 
 
 def test_requirements_are_numbered_in_order() -> None:

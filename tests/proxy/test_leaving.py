@@ -51,7 +51,7 @@ def live(stub: StubEngines) -> int:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
 async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngines, stubbed: Any, phase: str) -> None:
-    delays = {"prefill": ("prefill_ms", 5000.0), "decode": ("ttft_ms", 5000.0), "stream": ("itl_ms", 50.0)}
+    delays = {"prefill": ("prefill_ms", 60_000.0), "decode": ("ttft_ms", 60_000.0), "stream": ("itl_ms", 50.0)}
     setattr(stub.delays, *delays[phase])
     reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
     writer.write(request(BODY | {"stream": phase == "stream"}))
@@ -87,7 +87,7 @@ async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: Stub
 async def test_a_request_given_up_from_outside_ends_its_leg(stub: StubEngines, stubbed: Any) -> None:
     """A server at its shutdown, or a middleware with a time-out, cancels the app's task: it ends, and so does the leg
     that ran for it, although its client is still there."""
-    stub.delays.prefill_ms = 5000.0
+    stub.delays.prefill_ms = 60_000.0  # longer than anything here waits
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

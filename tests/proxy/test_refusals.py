@@ -3,8 +3,17 @@
 import json
 from typing import Any
 
+import pytest
+
 from benchmarks.stub_engine import StubEngines
 from kvparams.jsontext import JSONLimits
+
+
+@pytest.fixture(params=["direct", "plain"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Both ways to write an answer, here in `make check` too."""
+    return request.param == "direct"
+
 
 GOOD: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import trustme
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.scheduling import Instance, Role, RoundRobin
@@ -120,7 +120,6 @@ class NoAliases(yaml.SafeDumper):
         return True
 
 
-@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=10), PLAIN, max_size=4), st.sampled_from([None, True, False]))
 def test_plain_documents_are_read_as_they_were_written(document: dict[str, object], flow: bool | None) -> None:
     text = yaml.dump(document, Dumper=NoAliases, default_flow_style=flow)
@@ -318,7 +317,6 @@ ENTRIES = st.builds(entry, st.sampled_from("abcd"), st.integers(1, 2), st.sample
 WORDS = st.tuples(st.sampled_from(["flags", "file", "admin"]), st.lists(ENTRIES, unique_by=lambda one: one.id))
 
 
-@settings(max_examples=60)
 @given(st.lists(WORDS, max_size=12))
 def test_the_fleet_is_what_the_sources_want(words: list[tuple[str, list[Entry]]]) -> None:
     """After every word: nobody else's instances have changed, and every id that is wanted is there."""

@@ -9,6 +9,13 @@ from benchmarks.stub_engine import StubEngines
 from kvparams.jsontext import JSONLimits
 from kvparams_proxy.clients.intake import read
 
+
+@pytest.fixture(params=["direct", "plain"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Both ways to write an answer, here in `make check` too."""
+    return request.param == "direct"
+
+
 BODY: dict[str, Any] = {"model": "stub", "prompt": "Who is there?", "max_tokens": 5, "temperature": 0.25}
 CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "Who is there?"}], "max_tokens": 5}
 

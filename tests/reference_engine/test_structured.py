@@ -5,7 +5,7 @@ import random
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import validate
 
@@ -73,7 +73,6 @@ def test_expressions_match_what_they_say(expression: Expression, texts: list[str
     assert not any(matches(expression, text) for text in others)
 
 
-@settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_whatever_a_schema_allows_is_valid(draw: random.Random) -> None:
     text = written(from_schema(SCHEMA), draw)
@@ -82,7 +81,6 @@ def test_whatever_a_schema_allows_is_valid(draw: random.Random) -> None:
     assert text == json.dumps(json.loads(text), separators=(",", ":")) or "." in text or '"size":-0' in text
 
 
-@settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_any_object_is_json(draw: random.Random) -> None:
     text = written(any_object(), draw, most=400)

@@ -102,6 +102,7 @@ def config() -> uvicorn.Config:
 def prepare() -> None:
     """Make this process one that only simulates: ids in order, plugins found once, faults heard."""
     plugins.load = functools.cache(plugins.load)
+    plugins.load_each = functools.cache(plugins.load_each)
     plugins.names = functools.cache(plugins.names)
     numbers = itertools.count()
 

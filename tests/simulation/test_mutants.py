@@ -18,6 +18,7 @@ def test_every_equivalent_is_a_mutant_and_has_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, object]], None]) -> None:
     count = effort(3_000, 6_000)

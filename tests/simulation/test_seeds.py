@@ -13,6 +13,7 @@ Record = Callable[[dict[str, object]], None]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_whatever_goes_wrong_nothing_leaks_and_nobody_is_told_a_lie(effort: Effort, record: Record) -> None:
     count = effort(2_000, 100_000)
     began = time.perf_counter()
@@ -31,6 +32,7 @@ def test_whatever_goes_wrong_nothing_leaks_and_nobody_is_told_a_lie(effort: Effo
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_seed_repeats_to_the_letter_in_another_process() -> None:
     first, second = simulate(("traces", 0, 60), ("traces", 0, 60))
     assert first == second

@@ -3,11 +3,17 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from demo.processes import Processes, Server
+from tests.vllm.engines import start_engine
+from tests.vllm.own_connectors import Alone
+from tests.vllm.traffic import answers, mixed
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm_*.py"]
 
@@ -36,9 +42,38 @@ def model(make_tiny: Callable[..., Path]) -> Path:
     return make_tiny()
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[Path]:
-    """A folder in memory for a store's file, where there is one."""
+@pytest.fixture(scope="session")
+def bare(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM without a connector, for all tests: what it answers is right."""
+    with Processes(tmp_path_factory.mktemp("bare")) as processes:
+        engine = start_engine(processes, "bare", model)
+        processes.wait_ready(engine, within_s=400)
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def alone(bare: Server, request: pytest.FixtureRequest) -> Alone:
+    """Requests, and what one engine alone answers; 200 of them in a soak run."""
+    asks = mixed(200 if request.config.getoption("--soak") else 60)
+    return Alone(asks, answers(bare.url, asks))
+
+
+@contextmanager
+def _in_memory() -> Generator[Path]:
     parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=parent, prefix="kvparams-test-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder in memory for a store's file, where there is one."""
+    with _in_memory() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def modules_memory() -> Iterator[Path]:
+    """The same for all tests of a module."""
+    with _in_memory() as folder:
+        yield folder

@@ -2,9 +2,10 @@
 
 It does what vLLM does in the order in which vLLM does it, and complains where vLLM would compute on wrong KV, leak a
 block or free one twice. A block that nobody uses any more is overwritten at once. Loads end when a test says so, as far
-as it says, and so does the copying of what is saved.
+as it says, and so does the copying of what is saved. Weights have lives: what was computed in one is wrong in others.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -30,7 +31,14 @@ BLOCK = 4
 PAGE = 6
 NAMESPACE = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), PAGE)
 
+_MIXED = -1
+"""The life of what was computed on KV of an earlier one."""
+
 T = TypeVar("T")
+
+
+def _life_of(extras: Sequence[Extra]) -> int:
+    return int.from_bytes(extras[0].digest, "big") if extras else 0
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +84,8 @@ class ModelRequest:
     claims: int = 0
     """Since the last preemption."""
     result: dict[str, object] | None = None
+    mixed: bool = False
+    """Its blocks hold KV of several lives."""
 
 
 class _Search:
@@ -124,7 +134,9 @@ class EngineModel:
         self.transfers = Transfers(self, BLOCK, clock=lambda: self.now, aside=self.aside)
         self.free = list(range(blocks))
         self.holds: dict[int, list[tuple[int, ...] | None]] = {block: [None] * BLOCK for block in range(blocks)}
-        """By block and place: the tokens up to and with the one whose KV stands there; None: nothing good."""
+        """By block and place: the life of the weights, and the tokens up to and with the one whose KV stands there.
+        None: nothing good."""
+        self.life = 0
         self.requests: dict[str, ModelRequest] = {}
         self.reported: set[str] = set()
         self.failed: set[str] = set()
@@ -148,7 +160,7 @@ class EngineModel:
     # ---- what the transfers see of a store connector
 
     def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
-        self._saving = tuple(token_ids)
+        self._saving = (_life_of(extras), *token_ids)
         return _Search(self).plan(token_ids, params, extras)
 
     def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
@@ -165,7 +177,7 @@ class EngineModel:
             if start_token < page.end <= end_token:
                 for at in range(page.start, page.end):
                     held = self.holds[block_ids[at // BLOCK]][at % BLOCK]
-                    assert held == tokens[: at + 1], "a page of something else would be stored"
+                    assert held == tokens[: at + 2], "a page of something else would be stored"
                 self.stored.add(page.chain)
         job = Job(1e18, SaveReport())
         job.finish(SaveReport())
@@ -196,12 +208,16 @@ class EngineModel:
         self._orders = orders.loads
         for one, start, count in running:  # the forward
             for at in range(start):
-                assert self._held(one, at) == tuple(one.tokens[: at + 1]), "computed on wrong KV"
+                held = self._held(one, at)
+                assert held is not None, "computed on wrong KV"
+                assert held[1:] == tuple(one.tokens[: at + 1]), "computed on wrong KV"
+                assert held[0] == self.life or one.mixed, "computed on KV of other weights"
             for at in range(start, start + count):
-                self.holds[one.blocks[at // BLOCK]][at % BLOCK] = tuple(one.tokens[: at + 1])
+                life = _MIXED if one.mixed else self.life
+                self.holds[one.blocks[at // BLOCK]][at % BLOCK] = (life, *one.tokens[: at + 1])
             one.computed = start + count
         for order in orders.saves:
-            for page in self.plan(order.sequence.token_ids, None, ()).pages:
+            for page in self.plan(order.sequence.token_ids, None, order.sequence.extras).pages:
                 if order.start < page.end <= order.end:
                     self.ordered.add(page.chain)
                     for chains in self.damaged.values():
@@ -266,8 +282,25 @@ class EngineModel:
     def preempt(self, one: ModelRequest) -> None:
         assert one.status == "running"
         self._free(one)
-        one.status, one.computed, one.claims = "waiting", 0, 0
+        one.status, one.computed, one.claims, one.mixed = "waiting", 0, 0, False
         one.preemptions += 1
+
+    def reset(self, *, preempting: bool) -> None:
+        """Other weights, and vLLM's `reset_prefix_cache` with `reset_connector`; `preempting` is its
+        `reset_running_requests`, which vLLM refuses while anything is loaded."""
+        active = [one for one in self.requests.values() if one.blocks]
+        if preempting and all(one.status == "running" for one in active):
+            for one in active:
+                self.preempt(one)
+        for one in self.requests.values():
+            one.mixed = bool(one.blocks)
+        self.life += 1
+        self.book.renew(self.extras[0].digest)
+
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """What page keys say of the life."""
+        return (Extra(0, 1 << 40, self.life.to_bytes(16, "big")),) if self.life else ()
 
     def finish(self, one: ModelRequest) -> None:
         """Its last token, a stop word, or a client that left."""
@@ -279,8 +312,10 @@ class EngineModel:
         self.failed.discard(one.name)
         one.status = "gone"
         one.result = self.book.finish(one.name, computed=one.computed)
-        if one.handoff.prefilling and one.computed >= one.prompt_tokens and not loading:
-            plan = self.plan(one.tokens[: one.prompt_tokens], None, ())
+        if one.handoff.prefilling and one.mixed:
+            assert '"load_keys": []' in json.dumps(one.result), "KV of several lives is promised"
+        elif one.handoff.prefilling and one.computed >= one.prompt_tokens and not loading:
+            plan = self.plan(one.tokens[: one.prompt_tokens], None, self.extras)
             good = self.ordered - self.damaged.get(one.name, set())
             missing = [page.index for page in plan.pages if page.chain not in good]
             assert not missing, "what is promised was never to be stored"
@@ -299,9 +334,9 @@ class EngineModel:
         end = order.end if end is None else min(order.end, order.start + end)
         tokens = order.sequence.token_ids
         for at in range(order.start, end):
-            self.holds[order.block_ids[at // BLOCK]][at % BLOCK] = tokens[: at + 1]
+            self.holds[order.block_ids[at // BLOCK]][at % BLOCK] = (_life_of(order.sequence.extras), *tokens[: at + 1])
         if end < order.end:  # a page was damaged: it is put away
-            plan = self.plan(tokens, None, ())
+            plan = self.plan(tokens, None, order.sequence.extras)
             damaged = next(page.chain for page in plan.pages if page.start <= end < page.end)
             self.stored.discard(damaged)
             self.damaged.setdefault(order.request_id, set()).add(damaged)

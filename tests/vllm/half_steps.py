@@ -84,6 +84,7 @@ def make_request(name: str, **more: Any) -> Any:
         "mm_features": [],
         "num_computed_tokens": 0,
         "num_preemptions": 0,
+        "arrival_time": time.time(),
         **more,
     }
     return SimpleNamespace(**told)

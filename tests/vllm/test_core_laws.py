@@ -1,14 +1,18 @@
 """The laws of the core, held by an engine that behaves like vLLM's scheduler and a store that fails at will."""
 
+# pyright: reportPrivateUsage=false
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from kvparams.keys import Extra
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.entries import Entry
 from kvparams_connectors.engines.vllm.holding import Holds
 from tests.vllm.engine_model import EngineModel, ModelRequest
 from tests.vllm.half_steps import Pool
@@ -50,7 +54,7 @@ class _Machine(RuleBasedStateMachine):
         if kind == "prefill":
             handoff = _document("prefill")
         elif kind == "decode":
-            handoff = _document("decode", self.engine.plan(tokens, None, ()).keys)
+            handoff = _document("decode", self.engine.plan(tokens, None, self.engine.extras).keys)
         self.names += 1
         self.engine.add(f"r{self.names}", tokens, handoff)
 
@@ -90,6 +94,10 @@ class _Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def page_goes(self, which: int) -> None:
         self.engine.stored.discard(sorted(self.engine.stored)[which % len(self.engine.stored)])
+
+    @rule(preempting=st.booleans())
+    def weights_change(self, preempting: bool) -> None:
+        self.engine.reset(preempting=preempting)
 
     @rule(seconds=st.sampled_from([0.01, 2.0]))
     def time_passes(self, seconds: float) -> None:
@@ -131,7 +139,15 @@ class _FailingMachine(_Machine):
 
 TestRecompute = _Machine.TestCase
 TestFail = _FailingMachine.TestCase
-TestRecompute.settings = TestFail.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestRecompute.settings = TestFail.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", [_Machine, _FailingMachine])
+def test_the_laws_at_length(machine: type[_Machine], effort: Callable[[int, int], int]) -> None:
+    told = settings(max_examples=effort(200, 5000), stateful_step_count=50, deadline=None)
+    run_state_machine_as_test(machine, settings=told)
 
 
 def _saved_too_late(*, holding: bool) -> EngineModel:
@@ -161,6 +177,34 @@ def test_without_holding_blocks_it_is_noticed() -> None:
     assert not engine.stored
     with pytest.raises(AssertionError, match="of something else"):
         engine.step()
+
+
+def _saved_across_lives(engine: EngineModel) -> EngineModel:
+    """A request is computed, the weights change, it goes on, and its next page is to be saved."""
+    engine.add("r1", [3] * 10, Handoff(None, None))
+    engine.end_lookup(0)
+    engine.step()
+    engine.reset(preempting=False)
+    for _ in range(3):
+        engine.step()
+    while engine.aside.waiting:
+        engine.end_copy()
+    engine.step()
+    return engine
+
+
+def test_what_was_begun_with_other_weights_is_not_stored() -> None:
+    engine = _saved_across_lives(EngineModel(_BLOCKS))
+    assert len(engine.stored) == 1  # of the first life
+
+
+def test_if_it_were_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renew(self: Entry, life: tuple[Extra, ...]) -> None:
+        self._life = life
+
+    monkeypatch.setattr(Entry, "renew", renew)
+    with pytest.raises(AssertionError, match="of something else"):
+        _saved_across_lives(EngineModel(_BLOCKS))
 
 
 def test_an_engine_waits_for_what_is_held_rather_than_preempt() -> None:

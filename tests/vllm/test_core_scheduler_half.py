@@ -1,18 +1,26 @@
 """The scheduler's half against a store on disk, with requests as vLLM makes them, without vLLM."""
 
+# pyright: reportPrivateUsage=false
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from kvparams.codec import parse
+from kvparams.trust.keyfile import create_keyring, read_keyring
+from kvparams.trust.keyring import Keyring, SigningKey
+from kvparams.trust.signing import Signer
 from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm.tables import BlockTables
 from kvparams_connectors.layout_forms import LayoutError
+from kvparams_connectors.reports import Hit
 from kvparams_connectors.settings import StoreError
 from tests.vllm.half_steps import (
+    PROMPT,
     FullAttentionSpec,
     Manager,
     Pool,
@@ -123,6 +131,104 @@ def test_blocks_are_held_until_they_are_copied(half: SchedulerHalf) -> None:
     assert not half.copying
     assert not half.keeps_others_waiting
     assert [block.ref_cnt for block in pool.blocks] == [0] * 10
+
+
+def test_after_a_reset_nothing_that_is_stored_is_used(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+    before = key_of(half, make_request("before"))
+    waiting = make_request("waiting", prompt_token_ids=[7] * 300, all_token_ids=[7] * 300)
+    half.new_request(waiting)  # its lookup is under way
+    half.reset()
+    half.finished(waiting)
+    after, again = key_of(half, make_request("after")), key_of(half, make_request("again"))
+    assert before != after == again
+    half.reset()
+    assert key_of(half, make_request("later")) not in (before, after)
+    assert half.counts()["resets"] == 2
+    assert caplog.text.count("set keep_on_reset") == 1
+
+
+def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerHalf) -> None:
+    asked = make_request("r")
+    half.new_request(asked)
+    first = half.book.plan_of(PROMPT, None, ())
+    half.book._entries["r"].hit = Hit(256, 2, 100)  # stored, under the first weights
+    half.book._entries["r"].lookup = None
+    half.reset()
+    give_up = time.monotonic() + 20
+    while (found := half.matched(asked, 0)) == (None, False):
+        assert time.monotonic() < give_up
+    assert found == (0, False)
+    plan = half.book._entries["r"].plan
+    assert plan is not None
+    assert not set(plan.keys) & set(first.keys)
+
+
+def test_where_weights_never_change_a_reset_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "keep_on_reset": True})
+    half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
+    half.bind(Manager())
+    try:
+        before = key_of(half, make_request("before"))
+        half.reset()
+        assert key_of(half, make_request("after")) == before
+        assert half.counts()["resets"] == 1
+    finally:
+        half.shutdown()
+
+
+_DOCUMENT = {
+    "version": "1.0",
+    "request_id": "r",
+    "transfer": {"id": "t", "attempt": 1},
+    "phase": "prefill",
+    "mode": "store",
+}
+
+
+def test_only_what_was_signed_for_this_pool_is_acted_on_and_only_once(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    keys = tmp_path / "signing-keys.json"
+    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 60)]))
+    told = {"store": f"file://{tmp_path}/kv?size=16MiB", "verify_with": str(keys), "audience": "pool"}
+    half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
+    half.bind(Manager())
+    try:
+        signer = Signer(read_keyring(keys), "pool", time.time)
+        good = signer.sign(parse(_DOCUMENT))
+        other = Signer(read_keyring(keys), "other", time.time).sign(parse(_DOCUMENT))
+        forged = {**good, "kvparams": {**cast("dict[str, object]", good["kvparams"]), "request_id": "s"}}
+        saves = [
+            len(saves_of(half, make_request(name, kv_transfer_params=params)))
+            for name, params in {"good": good, "again": good, "other": other, "forged": forged}.items()
+        ]
+        assert saves[0] >= 1
+        assert saves[1:] == [0, 0, 0]
+        assert saves_of(half, make_request("unsigned", kv_transfer_params={"kvparams": _DOCUMENT})) == []
+        assert saves_of(
+            half, make_request("plain", all_token_ids=list(range(1, 301)), prompt_token_ids=list(range(1, 301)))
+        )
+        counts = {name: count for name, count in half.counts().items() if name.startswith("requests_untrusted")}
+        assert counts == {f"requests_untrusted/{why}": 1 for why in ("replayed", "audience", "forged", "unsigned")}
+    finally:
+        half.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"audience": "pool"}, "verify_with and audience go together"),
+        ({"verify_with": "/nowhere/keys", "audience": "pool"}, "kv_connector_extra_config.verify_with"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_refused(tmp_path: Path, told: dict[str, object], words: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(StoreError, match=words):
+        SchedulerHalf(
+            make_config(tmp_path),
+            make_cache(FullAttentionSpec()),
+            VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", **told}),
+        )
 
 
 def _scheduled(new: dict[str, list[int]], more: dict[str, list[int] | None], resumed: set[str]) -> Any:

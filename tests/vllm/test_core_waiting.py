@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -13,12 +14,16 @@ from kvparams_connectors.engines.vllm.documents import Handoff
 from kvparams_connectors.engines.vllm.orders import SaveOrder, StepOrders
 from kvparams_connectors.engines.vllm.orders import Sequence as Tokens
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules
+from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
+from kvparams_connectors.grid import Grid
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import Hit, LoadReport, SaveReport
+from kvparams_connectors.store import Code, PutOp, Result
+from kvparams_connectors.stores.guard.store import open_guarded
 from tests.connectors.valkey_server import wait_until
-from tests.vllm.engine_model import EngineModel
+from tests.vllm.engine_model import NAMESPACE, EngineModel
 
 _SOON_S = 0.02
 _LONG_S = 20.0
@@ -175,3 +180,22 @@ def test_a_save_with_a_defect_keeps_no_blocks(number: int | None) -> None:
         wait_until(lambda: len(transfers) == 0)
         assert transfers.counts["saves_failed"] == 1
         assert transfers.idle
+
+
+def test_a_store_that_can_say_at_once_is_asked_without_another_thread(tmp_path: Path) -> None:
+    store = open_guarded(f"file://{tmp_path}/kv?size=1MiB")
+    try:
+        value = bytearray(b"a page")
+        assert store.put([PutOp("there", (memoryview(value),))]).result()[0].code is Code.OK
+        for keys in (["there", "away"], ["away"], []):
+            assert store.exists_at_once(keys) == store.exists(keys).result()
+        assert store.exists_at_once(["a bad key"]) is None
+        store.quarantine(["there"])
+        assert store.exists_at_once(["there"]) is None
+        assert store.exists_at_once(["away"]) == [Result(Code.MISS)]
+        prefixes = Prefixes(store, NAMESPACE, Grid(1, 1), 1.0)
+        look = prefixes.look(prefixes.plan([1] * 20, None, ()))
+        assert (look.settled(), look.result(0).tokens) == (True, 0)
+    finally:
+        store.close()
+    assert store.exists_at_once(["there"]) is None

@@ -378,7 +378,7 @@ class AskingMachine(RuleBasedStateMachine):
         self.store.close()
 
 
-AskingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AskingMachine.TestCase.settings = settings(stateful_step_count=40)
 test_questions: Final = AskingMachine.TestCase
 
 
@@ -479,7 +479,6 @@ def _judge(plan: dict[tuple[Operation, str], Fault]) -> Callable[[Operation, str
     return lambda operation, name: plan.get((operation, name))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 12),
     faults=st.dictionaries(

@@ -28,6 +28,7 @@ _HOOKS = {
     "build_connector_meta": ["scheduler_output"],
     "update_connector_output": ["connector_output"],
     "request_finished": ["request", "block_ids"],
+    "reset_cache": [],
     "register_kv_caches": ["kv_caches"],
     "start_load_kv": ["forward_context", "kwargs"],
     "wait_for_layer_load": ["layer_name"],
@@ -68,7 +69,7 @@ _MEMBERS = {
 _ATTRIBUTES = [
     *("request_id", "kv_transfer_params", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "pooling_params"),
     *("resumable", "all_token_ids", "cache_salt", "lora_request", "mm_features", "num_computed_tokens"),
-    *("num_preemptions",),
+    *("num_preemptions", "arrival_time"),
 ]
 """That `Request.__init__` sets."""
 
@@ -100,7 +101,7 @@ def test_hooks_that_are_new_are_looked_at() -> None:
         *("get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_loaded_kv_cache_group_ids"),
         *("get_mem_pool_context", "get_required_kvcache_layout", "get_transfer_results", "handle_preemptions"),
         *("has_connector_metadata",),
-        *("register_finished_partial_tail", "requires_kv_delivery", "requires_piecewise_for_cudagraph", "reset_cache"),
+        *("register_finished_partial_tail", "requires_kv_delivery", "requires_piecewise_for_cudagraph"),
         *("reset_capture_state", "role", "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata"),
         *("set_xfer_handshake_metadata_pp_aware", "supports_divergent_local_hybrid_hits", "take_events"),
     }

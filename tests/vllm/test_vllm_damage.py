@@ -55,6 +55,8 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
             world.engines[policy] = start_engine(
                 processes, policy, model, "--no-enable-prefix-caching", transfer=transfer, core=core
             )
+        blind = transfer_config(server.url, role="kv_consumer", engine_id="blind", extra={"verify": False})
+        world.engines["blind"] = start_engine(processes, "blind", model, transfer=blind)
         processes.wait_ready(*world.engines.values(), within_s=400)
         producer = world.engines["recompute"]
         for name in _NAMES:
@@ -175,15 +177,11 @@ def test_a_page_that_is_too_short(world: _World, policy: str) -> None:
     assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
 
 
-def test_without_verification_a_flipped_byte_is_believed(world: _World, model: Path, tmp_path: Path) -> None:
-    case = world.cases["unverified"]
+def test_without_verification_a_flipped_byte_is_believed(world: _World) -> None:
+    case, blind = world.cases["unverified"], world.engines["blind"]
     flip(world.store, case.found["load_keys"][1])
-    with Processes(tmp_path) as processes:
-        transfer = transfer_config(world.server.url, role="kv_consumer", extra={"verify": False})
-        blind = start_engine(processes, "blind", model, transfer=transfer)
-        processes.wait_ready(blind, within_s=240)
-        assert tokens_of(decode(blind.url, case.prompt, case.found)) != case.expected
-        assert counters(blind)["vllm:kvparams_tokens_loaded_total"] == _LENGTH - 1
+    assert tokens_of(decode(blind.url, case.prompt, case.found)) != case.expected
+    assert counters(blind)["vllm:kvparams_tokens_loaded_total"] == _LENGTH - 1
     status, tokens, _ = _ask(world, "recompute", "unverified")
     assert (status, tokens) == (200, case.expected)
 

@@ -1,25 +1,31 @@
 """Prefill on one real vLLM, decode on another, our proxy in front and a store between: the tokens of one vLLM alone.
 
 On a budget some stores are tested two at a time, each with one engine without a cache of its own that is both: it
-computes for a prefill leg, and loads what it has stored for the decode leg.
+computes for a prefill leg, and loads what it has stored for the decode leg. Over `file` both engines do both, and a
+conversation moves between them.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.own_connectors import Alone
 from tests.vllm.real_stores import KINDS, running_store
-from tests.vllm.traffic import Ask, answers, mixed
+from tests.vllm.traffic import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-_ON_A_BUDGET: Final = (("file",), ("peer",), ("valkey", "mooncake"), ("lmcache", "tiered"))
+_FILE: Final = ("file",)
+_ON_A_BUDGET: Final = (_FILE, ("peer",), ("valkey", "mooncake"), ("lmcache", "tiered"))
+_AT_LENGTH: Final = (_FILE, *((kind,) for kind in KINDS if kind != "file"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +41,17 @@ class _Fleet:
         return self.prefill.url == self.decode.url
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    asks: list[Ask]
-    answers: list[str]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fleets" in metafunc.fixturenames:
-        stores = [(kind,) for kind in KINDS] if metafunc.config.getoption("--soak") else _ON_A_BUDGET
+        stores = _AT_LENGTH if metafunc.config.getoption("--soak") else _ON_A_BUDGET
+        if "moves" in metafunc.function.__name__:
+            stores = (_FILE,)
         metafunc.parametrize("fleets", stores, indirect=True, ids=["+".join(kinds) for kinds in stores], scope="module")
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> _Expected:
-    """Requests, and what one engine without a connector answers."""
-    asks = mixed(200 if request.config.getoption("--soak") else 60)
-    with Processes(tmp_path_factory.mktemp("single")) as processes:
-        single = start_engine(processes, "single", model)
-        processes.wait_ready(single, within_s=240)
-        return _Expected(asks, answers(single.url, asks))
-
-
-@pytest.fixture(scope="module")
 def fleets(
-    request: pytest.FixtureRequest, model: Path, expected: _Expected, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: Path, alone: Alone, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[_Fleet]]:
     """With one store a prefill and a decode engine, with two stores an engine each."""
     kinds: tuple[str, ...] = request.param
@@ -74,7 +66,9 @@ def fleets(
 
         for core, kind in enumerate(kinds):
             urls = stack.enter_context(running_store(kind, tmp_path_factory.mktemp(kind)))
-            if len(kinds) == 1:
+            if kinds == _FILE:
+                prefill, decode = (engine(name, urls.writing, "kv_both", at) for at, name in enumerate("PD"))
+            elif len(kinds) == 1:
                 prefill = engine("P", urls.writing, "kv_producer", 0)
                 decode = engine("D", urls.reading, "kv_consumer", 1)
             else:
@@ -88,16 +82,16 @@ def fleets(
 
 
 def test_tokens_are_those_of_one_engine(
-    fleets: list[_Fleet], expected: _Expected, record: Callable[[dict[str, object]], None]
+    fleets: list[_Fleet], alone: Alone, record: Callable[[dict[str, object]], None]
 ) -> None:
     for fleet in fleets:
-        assert answers(fleet.proxy.url, expected.asks) == expected.answers, fleet.store
-        record({"store": fleet.store, "prompts": len(expected.asks), "different": 0})
+        assert answers(fleet.proxy.url, alone.asks) == alone.answers, fleet.store
+        record({"store": fleet.store, "prompts": len(alone.asks), "different": 0})
 
 
-def test_the_prompt_came_from_outside(fleets: list[_Fleet], expected: _Expected) -> None:
+def test_the_prompt_came_from_outside(fleets: list[_Fleet], alone: Alone) -> None:
     for fleet in fleets:
-        assert answers(fleet.proxy.url, expected.asks[-3:]) == expected.answers[-3:]
+        assert answers(fleet.proxy.url, alone.asks[-3:]) == alone.answers[-3:]
         seen = counters(fleet.decode)
         assert seen["vllm:external_prefix_cache_hits_total"] > 0
         loaded = seen["vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"]
@@ -107,4 +101,39 @@ def test_the_prompt_came_from_outside(fleets: list[_Fleet], expected: _Expected)
         assert loaded > 0
         if not fleet.one_engine:
             assert loaded > seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
-            assert seen["vllm:kvparams_pages_saved_total"] == 0  # it is a consumer
+            if fleet.store != "file":
+                assert seen["vllm:kvparams_pages_saved_total"] == 0  # it is a consumer
+
+
+def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server, tmp_path: Path) -> None:
+    """Each turn is answered by another engine, which fetches the turns before it."""
+    (fleet,) = fleets
+    engines = [fleet.prefill, fleet.decode]
+    with Processes(tmp_path) as processes:
+        proxy = processes.proxy(engines, [replace(engine, name=f"{engine.name}-decode") for engine in engines])
+        processes.wait_ready(proxy, within_s=60)
+        chance = random.Random(21)
+        history: list[int] = []
+        routes: list[str] = []
+        seen = {engine.name: 0 for engine in engines}
+        for _ in range(4):
+            stored = len(history) // 128 * 128
+            history += [chance.randrange(300, 2000) for _ in range(150)]
+            before = {engine.name: _external(engine) for engine in engines}
+            body = {"model": "tiny", "prompt": history, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+            response = httpx.post(f"{proxy.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120)
+            assert response.status_code == 200, response.text
+            routes.append(response.headers["x-kvparams-prefill"])
+            answer = response.json()["choices"][0]["token_ids"]
+            assert answer == complete(bare.url, history, 20, return_token_ids=True)["choices"][0]["token_ids"]
+            (engine,) = (engine for engine in engines if engine.name == routes[-1])
+            fetched = _external(engine) - before[engine.name]
+            assert fetched >= stored - seen[engine.name] // 32 * 32  # the full pages, but for blocks of its own
+            assert fetched > 0 or not stored
+            history += answer
+            seen[engine.name] = len(history)
+        assert routes in (["P", "D"] * 2, ["D", "P"] * 2)
+
+
+def _external(engine: Server) -> float:
+    return counters(engine)["vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"]

@@ -12,7 +12,6 @@ from tests.vllm.engines import counters
 from tests.vllm.own_connectors import Alone, Pair, example, external, installed, mooncake_store, start_pair
 from tests.vllm.traffic import answers
 
-pytest_plugins = ["tests.vllm.alone"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 

@@ -23,7 +23,6 @@ from tests.vllm.engines import complete, counters
 from tests.vllm.own_connectors import Alone, Pair, external, installed, mooncake, start_pair
 from tests.vllm.traffic import answers
 
-pytest_plugins = ["tests.vllm.alone"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
 

@@ -3,7 +3,8 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,77 +33,99 @@ def _ids(found: dict[str, Any]) -> list[int]:
     return found["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_of_other_block_sizes_share(model: Path, shared_memory: Path, tmp_path: Path, dtype: str) -> None:
-    """One has blocks of 32, the other of 128 (64 in bfloat16), no cache of its own, and computes in small chunks."""
-    store = f"file://{shared_memory}/kv?size=256MiB"
-    # In bfloat16 rounding depends on where a computation is cut, so both are asked where their caches end alike.
-    exact = dtype == "float32"
-    sizes = (129, 257, 200, 300, 700, 513) if exact else (129, 257, 513)
-    first, second = _prompts(2, *sizes), _prompts(3, *sizes)
-    with Processes(tmp_path) as processes:
-        small = start_engine(processes, "small", model, transfer=transfer_config(store), dtype=dtype)
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two engines that share a store."""
+
+    small: Server
+    """With blocks of 32, and a cache of its own."""
+    large: Server
+    """With blocks of 128, none of its own, and a prompt computed in small chunks."""
+
+
+@pytest.fixture(scope="module")
+def pair(
+    model: Path, make_tiny: Callable[..., Path], modules_memory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[_Pair]:
+    """Their adapters have the same names and weights, but the other way round."""
+    first, second = make_tiny(1, "adapter"), make_tiny(2, "adapter")
+    transfer = transfer_config(f"file://{modules_memory}/kv?size=256MiB")
+    told = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules")
+    with Processes(tmp_path_factory.mktemp("logs")) as processes:
+        small = start_engine(processes, "small", model, *told, f"a={first}", f"b={second}", transfer=transfer)
         large = start_engine(
             processes,
             "large",
             model,
+            *(*told, f"a={second}", f"b={first}"),
             *("--no-enable-prefix-caching", "--max-num-batched-tokens", "160", "--enable-chunked-prefill"),
-            transfer=transfer_config(store),
-            block_size=128 if exact else 64,
+            transfer=transfer,
+            block_size=128,
             core=1,
-            dtype=dtype,
         )
-        processes.wait_ready(small, large, within_s=240)
-        expected = answers(small.url, first)
-        if not exact:
-            expected = answers(small.url, first)  # from its own cache
-            assert counters(small)["vllm:prefix_cache_hits_total"] > 0
-        assert _loaded(small) == 0
-        assert answers(large.url, first) == expected
-        assert _loaded(large) > sum(sizes) * 0.7
-        if exact:
-            expected = answers(large.url, second)
-            assert answers(small.url, second) == expected
-            assert _loaded(small) > sum(sizes) * 0.7
-            _salted(small, large)
-            _answers_are_shared(small, large)
-            _what_cannot_be_read_is_left_alone(small)
+        processes.wait_ready(small, large, within_s=400)
+        yield _Pair(small, large)
 
 
-def _salted(one: Server, other: Server) -> None:
-    """Two requests of equal ids and other salts share nothing."""
+def test_engines_of_other_block_sizes_share(pair: _Pair) -> None:
+    sizes = (129, 257, 200, 300, 700, 513)
+    for seed, one, other in ((2, pair.small, pair.large), (3, pair.large, pair.small)):
+        asks = _prompts(seed, *sizes)
+        before = _loaded(one), _loaded(other)
+        expected = answers(one.url, asks)
+        assert answers(other.url, asks) == expected
+        assert _loaded(one) == before[0]
+        assert _loaded(other) - before[1] > sum(sizes) * 0.7
+
+
+def test_requests_of_equal_ids_and_other_salts_share_nothing(pair: _Pair) -> None:
     prompt = _prompts(4, 300)[0].prompt
     told = {"return_token_ids": True}
-    first = complete(one.url, prompt, cache_salt="a", **told)
-    before = _loaded(other)
-    assert _ids(complete(other.url, prompt, cache_salt="b", **told)) == _ids(first)
-    assert _ids(complete(other.url, prompt, **told)) == _ids(first)
-    assert _loaded(other) == before
-    assert _ids(complete(other.url, prompt, cache_salt="a", **told)) == _ids(first)
-    assert _loaded(other) == before + 256
+    first = complete(pair.small.url, prompt, cache_salt="a", **told)
+    before = _loaded(pair.large)
+    assert _ids(complete(pair.large.url, prompt, cache_salt="b", **told)) == _ids(first)
+    assert _ids(complete(pair.large.url, prompt, **told)) == _ids(first)
+    assert _loaded(pair.large) == before
+    assert _ids(complete(pair.large.url, prompt, cache_salt="a", **told)) == _ids(first)
+    assert _loaded(pair.large) == before + 256
 
 
-def _answers_are_shared(one: Server, other: Server) -> None:
+def test_answers_are_shared(pair: _Pair) -> None:
     """The pages that decode fills are found by whoever goes on with the conversation elsewhere."""
     (ask,) = _prompts(5, 100)
     assert isinstance(ask.prompt, list)
-    answer = _ids(complete(one.url, ask.prompt, max_tokens=200, return_token_ids=True))
-    before = _loaded(other)
-    complete(other.url, [*ask.prompt, *answer])
-    assert _loaded(other) == before + 256
+    answer = _ids(complete(pair.small.url, ask.prompt, max_tokens=200, return_token_ids=True))
+    before = _loaded(pair.large)
+    complete(pair.large.url, [*ask.prompt, *answer])
+    assert _loaded(pair.large) == before + 256
 
 
-def _what_cannot_be_read_is_left_alone(server: Server) -> None:
+def test_what_cannot_be_read_is_left_alone(pair: _Pair) -> None:
     """A document that is none, or not of this request: it is answered, and shares nothing."""
+    url = pair.small.url
     prompt = _prompts(6, 300)[0].prompt
-    before = counters(server)
+    before = counters(pair.small)
     for document in ({"version": "1.0"}, {"version": "9.0"}, "x", _of_another_adapter()):
-        complete(server.url, prompt, kv_transfer_params={"kvparams": document})
-    complete(server.url, prompt, kv_transfer_params={"do_remote_prefill": True})
-    complete(server.url, prompt[:5])  # what is saved is counted in a later step
-    after = counters(server)
+        complete(url, prompt, kv_transfer_params={"kvparams": document})
+    complete(url, prompt, kv_transfer_params={"do_remote_prefill": True})
+    complete(url, prompt[:5])  # what is saved is counted in a later step
+    after = counters(pair.small)
     assert after["vllm:kvparams_requests_off_total"] == before["vllm:kvparams_requests_off_total"] + 4
     assert after["vllm:kvparams_pages_saved_total"] == before["vllm:kvparams_pages_saved_total"] + 2  # of the last
+
+
+def test_adapters_share_nothing_with_each_other(pair: _Pair) -> None:
+    prompt = _prompts(11, 300)[0].prompt
+
+    def asked(server: Server, *names: str) -> list[list[int]]:
+        return [_ids(complete(server.url, prompt, model=name, return_token_ids=True)) for name in names]
+
+    before = _loaded(pair.small), _loaded(pair.large)
+    answered = asked(pair.small, "tiny", "a", "b")
+    assert len({tuple(ids) for ids in answered}) == 3
+    assert _loaded(pair.small) == before[0]
+    assert asked(pair.large, "tiny", "b", "a") == answered
+    assert _loaded(pair.large) == before[1] + 256  # of the bare model; an adapter's pages are of its name and weights
 
 
 def _of_another_adapter() -> dict[str, object]:
@@ -184,27 +207,6 @@ def _values(url: str, keys: Sequence[str]) -> list[bytes]:
         store.close()
 
 
-def test_adapters_share_nothing_with_each_other(
-    model: Path, make_tiny: Callable[..., Path], shared_memory: Path, tmp_path: Path
-) -> None:
-    first, second = make_tiny(1, "adapter"), make_tiny(2, "adapter")
-    transfer = transfer_config(f"file://{shared_memory}/kv?size=64MiB")
-    told = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules")
-    prompt = _prompts(11, 300)[0].prompt
-    with Processes(tmp_path) as processes:
-        one = start_engine(processes, "one", model, *told, f"a={first}", f"b={second}", transfer=transfer)
-        other = start_engine(  # here the names are the other way round
-            processes, "other", model, *told, f"a={second}", f"b={first}", transfer=transfer, core=1
-        )
-        processes.wait_ready(one, other, within_s=400)
-        answered = [_ids(complete(one.url, prompt, model=name, return_token_ids=True)) for name in ("tiny", "a", "b")]
-        assert len({tuple(ids) for ids in answered}) == 3
-        assert _loaded(one) == 0
-        swapped = [_ids(complete(other.url, prompt, model=name, return_token_ids=True)) for name in ("tiny", "b", "a")]
-        assert swapped == answered
-        assert _loaded(other) == 256  # of the bare model; an adapter's pages are those of its name and weights
-
-
 def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_path: Path) -> None:
     transfer = transfer_config(f"file://{shared_memory}/kv?size=256MiB", extra={"tensor_parallel_sizes": [1, 2]})
     asks, more = _prompts(8, 129, 300, 700), _prompts(9, 129, 300, 700)
@@ -228,29 +230,17 @@ def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_pa
 
 
 def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -> None:
-    """Groups of layers of several kinds are refused in words; where vLLM keeps all layers alike, they are shared."""
-    mixed, sliding = tmp_path / "mixed", tmp_path / "sliding"
-    for folder, kinds in ((mixed, ["sliding_attention", "full_attention"]), (sliding, ["sliding_attention"] * 2)):
-        shutil.copytree(model, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "layer_types": kinds, "sliding_window": 64}))
-    transfer = transfer_config(f"file://{shared_memory}/kv?size=64MiB")
+    """Where vLLM keeps all layers alike, they are shared; `test_what_cannot_work` has the rest."""
+    folder = _windows(model, tmp_path, ["sliding_attention", "full_attention"])
     asks = _prompts(13, 129, 300, 513)
     with Processes(tmp_path) as processes:
-        for name, folder, words in (
-            ("groups", mixed, "start vLLM with --disable-hybrid-kv-cache-manager"),
-            ("windows", sliding, "a cache of the kind SlidingWindowSpec is not known"),
-        ):
-            refused = start_engine(processes, name, folder, transfer=transfer)
-            refused.process.wait(300)
-            assert words in refused.log.read_text()
-        alone = start_engine(processes, "alone", mixed, "--no-enable-prefix-caching")
+        alone = start_engine(processes, "alone", folder, "--no-enable-prefix-caching")
         ours = start_engine(
             processes,
             "ours",
-            mixed,
+            folder,
             *("--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching"),
-            transfer=transfer,
+            transfer=transfer_config(f"file://{shared_memory}/kv?size=64MiB"),
             core=1,
         )
         processes.wait_ready(alone, ours, within_s=400)
@@ -260,18 +250,39 @@ def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -
         assert _loaded(ours) == 128 + 256 + 512
 
 
+def _windows(model: Path, tmp_path: Path, kinds: Sequence[str]) -> Path:
+    """A model whose layers are of these kinds."""
+    folder = tmp_path / "-".join(kinds)
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "layer_types": kinds, "sliding_window": 64}))
+    return folder
+
+
 def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> None:
     """A real engine ends with the sentence; every other such sentence is tested without one."""
     store = f"file://{tmp_path}/kv?size=16MiB"
-    cases = {
-        "vLLM's scheduler and workers are several": transfer_config("memory:?size=1MiB"),
-        "cannot be divided over 3 ranks": transfer_config(store, extra={"tensor_parallel_sizes": [3]}),
-    }
+    cases = (
+        ("vLLM's scheduler and workers are several", model, transfer_config("memory:?size=1MiB")),
+        ("cannot be divided over 3 ranks", model, transfer_config(store, extra={"tensor_parallel_sizes": [3]})),
+        (
+            "start vLLM with --disable-hybrid-kv-cache-manager",
+            _windows(model, tmp_path, ["sliding_attention", "full_attention"]),
+            transfer_config(store),
+        ),
+        (
+            "a cache of the kind SlidingWindowSpec is not known",
+            _windows(model, tmp_path, ["sliding_attention"] * 2),
+            transfer_config(store),
+        ),
+    )
     with Processes(tmp_path) as processes:
-        engines = {
-            words: start_engine(processes, f"E{number}", model, transfer=transfer)
-            for number, (words, transfer) in enumerate(cases.items())
-        }
-        for words, engine in engines.items():
-            engine.process.wait(300)
-            assert words in engine.log.read_text()
+        for two in (cases[:2], cases[2:]):
+            engines = [
+                (words, start_engine(processes, f"E{cases.index(case)}", folder, transfer=transfer))
+                for case in two
+                for words, folder, transfer in (case,)
+            ]
+            for words, engine in engines:
+                engine.process.wait(400)
+                assert words in engine.log.read_text()

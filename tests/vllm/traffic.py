@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import httpx
 
+from demo.client import NO_CERTIFICATES
+
 __all__ = ["BOUNDARIES", "Ask", "answer", "answers", "mixed"]
 
 BOUNDARIES: Final = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130, 160, 255, 256, 257, 300, 383, 384, 385, 512, 700)
@@ -91,5 +93,5 @@ def _words(event: dict[str, Any]) -> str:
 
 def answers(url: str, asks: Sequence[Ask]) -> list[str]:
     """One after the other."""
-    with httpx.Client(timeout=120) as client:
+    with httpx.Client(timeout=120, verify=NO_CERTIFICATES) as client:
         return [answer(client, url, ask) for ask in asks]

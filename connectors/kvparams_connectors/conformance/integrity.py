@@ -9,7 +9,17 @@ from typing import Final
 import pytest
 
 from kvparams.pages import verify
-from kvparams_connectors.conformance.steps import DEADLINE_S, Level, Prompt, codes, get, put, sealed_page, value
+from kvparams_connectors.conformance.steps import (
+    DEADLINE_S,
+    Level,
+    Prompt,
+    check_lookup,
+    codes,
+    get,
+    put,
+    sealed_page,
+    value,
+)
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
 
 __all__ = ["IntegrityLevel"]
@@ -60,8 +70,7 @@ class IntegrityLevel(Level):
         for number, size in enumerate((70_000, 5, 0, 66_000, 4096, 1)):
             wanted = value(number, size)
             assert put(store, "key", wanted).code is Code.OK
-            assert codes(store.exists(["key"], DEADLINE_S).result()) == [Code.OK]
-            assert store.exists(["key"], DEADLINE_S).result()[0].nbytes == size
+            check_lookup(store, [("key", size)])
             assert get(store, "key", 80_000)[1] == bytes(wanted)
             assert codes(store.delete(["key"], DEADLINE_S).result()) == [Code.OK]
 
@@ -98,8 +107,7 @@ class IntegrityLevel(Level):
                 hits = [key in model for key in keys]
                 assert [result.code is Code.OK for result, _ in found] == hits, f"step {step}"
             elif action == "exists":
-                sizes = [result.nbytes for result in store.exists(keys, DEADLINE_S).result()]
-                assert sizes == [len(model.get(key, b"")) for key in keys], f"step {step}"
+                check_lookup(store, [(key, len(model[key]) if key in model else None) for key in keys])
             else:
                 wanted = [Code.OK if key in model else Code.MISS for key in keys]
                 assert codes(store.delete(keys, DEADLINE_S).result()) == wanted, f"step {step}"

@@ -3,7 +3,7 @@
 The one rule: a step waits no longer than `DEADLINE_S`, so that a store that hangs fails a test instead of a night.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Final
@@ -20,6 +20,7 @@ __all__ = [
     "Level",
     "Opener",
     "Prompt",
+    "check_lookup",
     "codes",
     "get",
     "put",
@@ -81,6 +82,20 @@ def get(store: KVStore, key: str, size: int) -> tuple[Result, bytes]:
     buffer = memoryview(bytearray(size))
     result = store.get([GetOp(key, (buffer,))], DEADLINE_S).result()[0]
     return result, bytes(buffer[: result.nbytes]) if result.code is Code.OK else b""
+
+
+def check_lookup(store: KVStore, wanted: Sequence[tuple[str, int | None]]) -> None:
+    """Look keys up: each is there and has so many bytes, or, where that is None, is missing. A size may be left out by
+    a store that says so; what it says is right."""
+    found = store.exists([key for key, _ in wanted], DEADLINE_S).result()
+    at_once = store.exists_at_once([key for key, _ in wanted])
+    assert at_once is None or at_once == found
+    always = store.capabilities.tells_sizes
+    assert codes(found) == [Code.MISS if size is None else Code.OK for _, size in wanted]
+    assert [one.nbytes for one in found] == [
+        (size or 0) if one.sized else 0 for one, (_, size) in zip(found, wanted, strict=True)
+    ]
+    assert all(one.sized or (one.code is Code.OK and not always) for one in found), "a size is missing"
 
 
 def codes(results: Results) -> list[Code]:

@@ -7,7 +7,7 @@ the body is read.
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
@@ -15,17 +15,14 @@ from kvparams.plan import RequestManager
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
-from kvparams_proxy.clients.intake import harmless, read
+from kvparams_proxy.clients.intake import read
+from kvparams_proxy.clients.strip_list import FORWARDED, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.telemetry.account import Refusal
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
-
-_FORWARDED: Final = frozenset((b"traceparent", b"tracestate"))
-"""The only client headers that engines see, beside Authorization where nobody here has use for it: others can steer an
-engine's KV connector (`x-data-parallel-rank`, ...)."""
 
 
 class Admission(NamedTuple):
@@ -66,7 +63,7 @@ class Generate:
                 if authorization is not None:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
                 authorization = value
-            elif name in _FORWARDED:
+            elif name in FORWARDED:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
         client: Client | None = None
         if self._keys is not None:
@@ -161,7 +158,7 @@ class Generating:
             await downstream.finished()
         finally:
             downstream.close()
-            if not done.done():  # the server has cancelled this task
+            if not done.done() or done.cancelled():  # the server has cancelled this task, and what it waited for
                 downstream.drop()
 
 

@@ -4,7 +4,6 @@ The one rule: what the proxy itself acts on is checked here, with the member nam
 untouched for the engine to judge.
 """
 
-import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
@@ -15,40 +14,12 @@ from kvparams.scheduling import RequestFacts
 from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.strip_list import CARRIERS, STRIPPED, SUSPICIOUS, steering_hint
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Inbound", "harmless", "read"]
+__all__ = ["Inbound", "read"]
 
 T = TypeVar("T")
-
-STRIPPED: Final = (
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "kv_hints",
-    "kv_hint",
-    "disaggregated_params",
-    "disagg_prefill_resp",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "decode_tp_size",
-    "request_id",
-    "rid",
-)
-"""Members by which an engine can be told to fetch KV from somewhere, or that name a transfer. Only the proxy says that.
-Source: vLLM 0.32.0 entrypoints/openai/*/protocol.py; SGLang 0.5.23 entrypoints/openai/protocol.py."""
-
-_CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext": ()}
-"""Members whose own members reach an engine's KV connector too (vLLM 0.32.0 chat_completion/protocol.py)."""
-
-_SUSPICIOUS: Final = frozenset((*STRIPPED, *_CARRIERS))
-
-_SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Engines have parsed addresses out of request ids (vLLM <= 0.20 P2pNcclConnector: `___prefill_addr_...`)."""
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _RARE: Final = frozenset(
@@ -77,11 +48,6 @@ class Inbound(NamedTuple):
     stream: bool
     document: Mapping[str, object] | None = None
     """The body, parsed, where it is needed after this: what was stripped is still in it."""
-
-
-def harmless(request_id: bytes) -> bool:
-    """Whether a client's X-Request-Id may reach engines as it is."""
-    return _SAFE_ID.fullmatch(request_id) is not None
 
 
 def read(
@@ -124,7 +90,7 @@ def read(
         tenant, priority = client.tenant, client.priority
         salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
-    if not _SUSPICIOUS.isdisjoint(document):
+    if not SUSPICIOUS.isdisjoint(document):
         body, spans = _strip(document, body, spans)
     tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
     facts = RequestFacts(
@@ -266,10 +232,10 @@ def _strip(
 ) -> tuple[bytes, Mapping[str, Field]]:
     """The body without what only the proxy may say."""
     changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
-    for name, path in _CARRIERS.items():
+    for name, path in CARRIERS.items():
         if isinstance(document.get(name), dict):
             before = body[spans[name].value : spans[name].end]
-            after = _strip_inside(before, path)
+            after = _strip_inside(before, path, hints=name == "nvext")
             if after != before:
                 changes[name] = after
     if not changes:
@@ -278,10 +244,13 @@ def _strip(
     return body, fields(body)
 
 
-def _strip_inside(raw: bytes, path: tuple[str, ...]) -> bytes:
-    """The object `raw` without what is stripped, in itself and in the object that `path` leads to."""
+def _strip_inside(raw: bytes, path: tuple[str, ...], *, hints: bool = False) -> bytes:
+    """The object `raw` without what is stripped, in itself and in the object that `path` leads to; `hints`: it is
+    `nvext`."""
     spans = fields(raw)
-    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in spans}
+    changes: dict[str, bytes | None] = {name: None for name in spans if name in STRIPPED}
+    if hints:
+        changes.update((name, None) for name in steering_hint(spans))
     if path and (field := spans.get(path[0])) is not None and raw[field.value] == 0x7B:
         inner = raw[field.value : field.end]
         changed = _strip_inside(inner, path[1:])

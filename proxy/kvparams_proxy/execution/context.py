@@ -144,4 +144,6 @@ class PlanContext:
             trace = self._account.trace
             headers = self.lines if trace is None else self.lines + trace.line()
             path = self._endpoint.path.encode()
-            releases.start(Held(lease, lease.abandon, path, self._inbound, self.one_token(), headers, self.credentials))
+            mode = self._resources.dialects[lease.producer.dialect].mode
+            cut = self.one_token()
+            releases.start(Held(lease, lease.abandon, mode, path, self._inbound, cut, headers, self.credentials))

@@ -11,6 +11,8 @@ from kvparams.dialects import HandoffMissing
 from kvparams.errors import InvalidParams, JSONTextError
 from kvparams.plan import LegFailed, Sent
 from kvparams.scheduling import Instance
+from kvparams.trust.canonical import NotCanonical
+from kvparams.trust.signing import NoSigningKey
 from kvparams_proxy.errors import ProxyError, engine_refusal, reported_error
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
@@ -128,7 +130,11 @@ def refusal(error: Exception) -> ProxyError:
         return ProxyError(503, "service_unavailable", str(error), code="kv_expired", retry_after_s=_RETRY_S)
     if isinstance(error, HandoffMissing):
         return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
-    if isinstance(error, InvalidParams | JSONTextError):
+    if isinstance(error, NoSigningKey):
+        _log.error("%s", error)
+        said = "what engines are told cannot be signed now; the proxy's log says why"
+        return ProxyError(503, "service_unavailable", said, code="no_signing_key", retry_after_s=_RETRY_S)
+    if isinstance(error, InvalidParams | JSONTextError | NotCanonical):
         said = "the prefill engine's answer is not what the protocol asks for"
         return ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
     _log.error("a request ended with a fault of the proxy", exc_info=error)

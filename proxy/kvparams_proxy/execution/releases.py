@@ -8,12 +8,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from kvparams.codec import DOCUMENT_KEY, dump_json, parse
+from kvparams.codec import dump_json, parse
 from kvparams.dialects import Abandon
 from kvparams.jsontext import edit
-from kvparams.params import PROTOCOL_VERSION
+from kvparams.outline import beside
+from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
+from kvparams.trust.canonical import NotCanonical, fragments
+from kvparams.trust.signing import NoSigningKey, Signer
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
@@ -38,6 +41,8 @@ class Held(NamedTuple):
 
     lease: KVLease
     abandon: Abandon
+    mode: Mode
+    """How the KV travels."""
     path: bytes
     """Of the request's legs, as are the next two."""
     inbound: Inbound
@@ -51,7 +56,11 @@ class Held(NamedTuple):
 class Releases:
     """All that run now, and those that wait for their turn."""
 
-    def __init__(self, fleet: Fleet, pools: Pools, watch: Watch, now: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: Fleet, pools: Pools, watch: Watch, now: Callable[[], float], signer: Signer | None = None
+    ) -> None:
+        """`signer`: signs what is sent, where documents are signed."""
+        self._signer = signer
         self._fleet = fleet
         self._pools = pools
         self._watch = watch
@@ -92,7 +101,7 @@ class Releases:
             self._tell(self._waiting.popleft())
 
     def _tell(self, held: Held) -> None:
-        lease, abandon, path, inbound, one_token, headers, credentials = held
+        lease, abandon, _, path, inbound, one_token, headers, credentials = held
         instance = self._producer(lease) if abandon.role is Role.PREFILL else self._anyone(abandon.role, held)
         pool = self._pools.get(instance.id) if instance is not None else None
         if pool is None or instance is None or self._now() >= lease.until_s:
@@ -100,15 +109,31 @@ class Releases:
             return
         if not pool.keyed:
             headers += credentials
+        params = self._params(held)
+        if params is None:
+            self.orphaned += 1
+            return
         if abandon.leg:
-            changes = {**inbound.changes, **one_token, "kv_transfer_params": abandon.native}
+            changes = {**inbound.changes, **one_token, "kv_transfer_params": params}
             request = pool.request(path, headers, edit(inbound.body, inbound.spans, changes))
         else:
-            request = pool.request(_PATH, headers, _release_body(lease, inbound))
+            request = pool.request(_PATH, headers, b'{"kv_transfer_params":%b}' % params)
         release = _Release(self, instance.id, lease)
         self._running.add(release)
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
+
+    def _params(self, held: Held) -> bytes | None:
+        """The text of `kv_transfer_params`; None where it should be signed, and cannot."""
+        abandon = held.abandon
+        if self._signer is None:
+            return abandon.native if abandon.leg else beside(b"{}", dump_json(_document(held)))
+        try:
+            native = self._signer.native(abandon.native if abandon.leg else b"{}")
+            return self._signer.carrier(native, fragments(_document(held)))
+        except (NoSigningKey, NotCanonical) as error:
+            _log.error("%s", error)
+            return None
 
     def _producer(self, lease: KVLease) -> Instance | None:
         """The one that holds it, unless it has left: another may have its name."""
@@ -151,12 +176,15 @@ class _Release:
         self._owner.ended(self, error is None and head.status == 200)
 
 
-def _release_body(lease: KVLease, inbound: Inbound) -> bytes:
-    document = {
-        "version": PROTOCOL_VERSION,
-        "request_id": inbound.facts.request_id,
-        "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
-        "phase": "release",
-        "mode": "store",
-    }
-    return b'{"kv_transfer_params":{"%b":%b}}' % (DOCUMENT_KEY.encode(), dump_json(parse(document)))
+def _document(held: Held) -> KVTransferParams:
+    """The release of a transfer; on a leg that fetches the KV once more, what it says of itself."""
+    lease = held.lease
+    return parse(
+        {
+            "version": PROTOCOL_VERSION,
+            "request_id": held.inbound.facts.request_id,
+            "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
+            "phase": "decode" if held.abandon.leg else "release",
+            "mode": held.mode,
+        }
+    )

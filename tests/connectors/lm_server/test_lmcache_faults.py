@@ -5,8 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -228,66 +226,6 @@ def test_a_server_that_is_killed_and_comes_back_is_used_again(server: LMCacheSer
     assert get(store, range(4)) == [Code.MISS] * 4
     assert put(store, range(4)) == [Code.OK] * 4
     assert get(store, range(4)) == [Code.OK] * 4
-
-
-@pytest.mark.slow
-def test_a_server_may_be_killed_in_the_middle_of_batches(
-    tmp_path: Path, opened: list[KVStore], effort: Callable[[int, int], int]
-) -> None:
-    with LMCacheServer(tmp_path) as server:
-        store = open_store(f"{server.url}?threads=2")
-        opened.append(store)
-        seen: set[Code] = set()
-        over = threading.Event()
-        failures: list[AssertionError] = []
-
-        def work() -> None:
-            try:
-                while not over.is_set():
-                    seen.update(put(store, range(30)))
-                    seen.update(get(store, range(30)))
-            except AssertionError as error:
-                failures.append(error)
-
-        threads = [in_thread(work) for _ in range(2)]
-        for _ in range(effort(2, 6)):
-            wait_until(lambda: Code.OK in seen)
-            server.kill()
-            wait_until(lambda: bool(seen & LOST))
-            server.start()
-            seen.clear()
-        wait_until(lambda: Code.OK in seen)
-        over.set()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert failures == []
-        assert seen <= {Code.OK, Code.EXISTS, Code.MISS, *LOST}
-        assert put(store, range(3, 4)) in ([Code.OK], [Code.EXISTS])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_server_may_be_stopped_for_long(
-    server: LMCacheServer,
-    store: LMCacheStore,
-    effort: Callable[[int, int], int],
-    record: Callable[[dict[str, object]], None],
-) -> None:
-    put(store, range(3))
-    stopped_s = effort(5, 40)
-    longest, calls = 0.0, 0
-    server.stop()
-    try:
-        until = time.monotonic() + stopped_s
-        while time.monotonic() < until:
-            start = time.monotonic()
-            assert set(get(store, range(3), 0.5)) <= LOST
-            longest, calls = max(longest, time.monotonic() - start), calls + 1
-    finally:
-        server.go_on()
-    assert longest < 1.5
-    assert get(store, range(3)) == [Code.OK] * 3
-    record({"stopped_s": stopped_s, "deadline_s": 0.5, "longest_wait_s": round(longest, 3), "calls": calls})
 
 
 # ---- several at a time

@@ -1,6 +1,5 @@
 """The store on real `lm://` servers: the conformance suite, what its URLs say, and what is its own."""
 
-import resource
 import socket
 import threading
 import time
@@ -282,6 +281,7 @@ def test_the_doctor_is_told_what_such_a_server_does_not_do(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_lookup_of_a_thousand_keys_is_measured(
     server: LMCacheServer, prefix: str, opened: list[KVStore], record: Callable[[dict[str, object]], None]
 ) -> None:
@@ -297,30 +297,3 @@ def test_a_lookup_of_a_thousand_keys_is_measured(
         times.append(1000 * (time.perf_counter() - start))
     assert min(times) < 200
     record({"lookup_of_1000_ms": round(median(times), 1), "at_best_ms": round(min(times), 1)})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_memory_does_not_grow_over_many_operations(
-    server: LMCacheServer,
-    prefix: str,
-    opened: list[KVStore],
-    effort: Callable[[int, int], int],
-    record: Callable[[dict[str, object]], None],
-) -> None:
-    store = open_store(f"{server.url}?threads=2&prefix={prefix}")
-    opened.append(store)
-    source, target = value(200_000), memoryview(bytearray(200_000))
-    rounds = effort(600, 10_000)
-    grown = peak = 0
-    for number in range(rounds):
-        key = f"key-{number % 50}"
-        store.put([PutOp(key, (source,))], DEADLINE_S).result()
-        store.get([GetOp(key, (target,))], DEADLINE_S).result()
-        if number % 50 == 49:
-            store.delete([f"key-{one}" for one in range(50)], DEADLINE_S).result()
-        if number == rounds // 10:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
-    assert grown < 4096  # KiB
-    record({"operations": 2 * rounds, "grown_kib": grown})

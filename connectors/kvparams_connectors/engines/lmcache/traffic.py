@@ -77,7 +77,7 @@ class Traffic:
 
         def leading(results: Results) -> int:
             for number, (chunk, found) in enumerate(zip(chunks, results, strict=True)):
-                if found.code is not Code.OK or not chunk.holds(found.nbytes):
+                if found.code is not Code.OK or (found.sized and not chunk.holds(found.nbytes)):
                     return number
             return len(chunks)
 

@@ -78,7 +78,7 @@ class Traffic:
         """How many of these pages are stored, counted until the first that is not. One of another size is not."""
         results = self._store.exists([self._form.page(name).key for name in names], self._lookup_s).result()
         for number, found in enumerate(results):
-            if found.code is not Code.OK or found.nbytes != self._stored_bytes:
+            if not found.found(self._stored_bytes):
                 if found.code not in (Code.OK, Code.MISS):
                     self._tally.add(f"store_failures.{found.code.value}")
                 return number

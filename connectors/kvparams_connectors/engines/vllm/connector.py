@@ -148,6 +148,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._planner.finished(request)
 
+    def reset_cache(self) -> bool:
+        """True: done, for vLLM takes False for a failure and ends the update of its weights with an error."""
+        self._planner.reset()
+        return True
+
     # ---- in a worker
 
     @property

@@ -4,7 +4,7 @@ The one rule: nothing a request says raises in the engine's loop, where one bad 
 wrong or in doubt is said in the log, and the store is left alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
@@ -13,9 +13,12 @@ from kvparams.codec import read_request, write
 from kvparams.errors import InvalidParams
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
 from kvparams.tokens import TokenPrefix
+from kvparams.trust.verifying import Untrusted
 
-__all__ = ["LEASE_MS", "Handoff", "new_incarnation", "prefill_result", "read_handoff"]
+__all__ = ["LEASE_MS", "Admit", "Handoff", "new_incarnation", "prefill_result", "read_handoff"]
 
+Admit = Callable[[Mapping[str, object] | str | None], KVTransferParams | None]
+"""Raises `Untrusted` or `InvalidParams`."""
 LEASE_MS: Final = 60_000
 """For how long the proxy may count on saved pages. The store evicts what was not used for longest, so in a store of
 sensible size they live much longer; should one be gone nevertheless, vLLM's load failure policy says what follows."""
@@ -50,6 +53,7 @@ def read_handoff(
     prompt: Sequence[int],
     cache_salt: str | None,
     lora: str | None,
+    admit: Admit | None = None,
 ) -> Handoff:
     """What a request says about its KV.
 
@@ -59,10 +63,14 @@ def read_handoff(
         prompt: token ids.
         cache_salt: the request's own.
         lora: the adapter that the engine uses for it.
+        admit: whether what it says may be acted on (`kvparams.trust.gate`); None: whoever says it is believed.
     """
     try:
-        params = read_request(kv_transfer_params, request_id=request_id)
-    except InvalidParams as error:
+        if admit is None:
+            params = read_request(kv_transfer_params, request_id=request_id)
+        else:
+            params = admit(kv_transfer_params)
+    except (InvalidParams, Untrusted) as error:
         return Handoff(None, None, f"kv_transfer_params: {error}")
     isolation = None if params is None else params.isolation
     if params is not None:

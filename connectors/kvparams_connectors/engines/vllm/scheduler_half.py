@@ -4,14 +4,20 @@ The one rule: no decision is made here.
 """
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Final
 
 from kvparams.keys import Extra
 from kvparams.params import Endpoint
+from kvparams.trust.gate import Gate
+from kvparams.trust.keyring import KeyringError
 from kvparams_connectors.engines.vllm.documents import Handoff, new_incarnation, read_handoff
 from kvparams_connectors.engines.vllm.engine import cache_group, group_spec, read_share
+from kvparams_connectors.engines.vllm.entries import ALL_TOKENS
 from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.identity import Adapters
 from kvparams_connectors.engines.vllm.interface import (
@@ -29,14 +35,13 @@ from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm.tables import BlockTables
+from kvparams_connectors.engines.vllm.tally import UNTRUSTED
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.settings import StoreError
 
 __all__ = ["SchedulerHalf"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_ALL_TOKENS: Final = 1 << 40
-"""Behind the last token of every sequence."""
 _LOOKUP_WAIT_S: Final = 0.0004
 """Of a step. vLLM's engine sleeps for 0.001 s where nothing could be scheduled (vllm/v1/engine/core.py, 0.32)."""
 
@@ -72,9 +77,12 @@ class SchedulerHalf:
         producer = Endpoint(id=_visible(transfer.engine_id or "vllm"), incarnation=new_incarnation())
         if address is not None:
             producer = producer.model_copy(update={"address": address})
-        self.book: Final = Book(
-            prefixes, rules, producer, LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
-        )
+        rate = None  # every load is worth it
+        if settings.recompute_tokens_per_s is not None:
+            rate = LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
+        self.book: Final = Book(prefixes, rules, producer, rate)
+        self._keep_on_reset: Final = settings.keep_on_reset
+        self._gate: Final = _gate(settings)
         self._adapters: Final = Adapters()
         self._requests: dict[str, Request] = {}
         self._tables: Final = BlockTables()
@@ -125,7 +133,7 @@ class SchedulerHalf:
         lora = request.lora_request
         if lora is not None:
             try:
-                extras += (Extra(0, _ALL_TOKENS, self._adapters.digest(lora.lora_path)),)
+                extras += (Extra(0, ALL_TOKENS, self._adapters.digest(lora.lora_path)),)
             except (StoreError, OSError) as error:
                 return Handoff(None, None, str(error)), ()
         handoff = read_handoff(
@@ -134,6 +142,7 @@ class SchedulerHalf:
             prompt=request.prompt_token_ids or (),
             cache_salt=request.cache_salt,
             lora=None if lora is None else lora.lora_name,
+            admit=None if self._gate is None else partial(self._gate.admit, arrived=request.arrival_time),
         )
         return handoff, extras
 
@@ -168,9 +177,26 @@ class SchedulerHalf:
         self._tables.forget(request.request_id)
         return self.book.finish(request.request_id, computed=request.num_computed_tokens)
 
+    def reset(self) -> None:
+        """vLLM resets its caches: see `VLLMSettings.keep_on_reset`."""
+        first = not self.book.counts["resets"]
+        self.book.counts["resets"] += 1
+        if self._keep_on_reset:
+            return
+        if first:
+            _LOGGER.warning(
+                "vLLM has reset its caches, perhaps for other weights: what is stored is left alone from now on, and "
+                "this engine shares with no other until it is started again. Where weights never change set "
+                "keep_on_reset in kv_connector_extra_config"
+            )
+        self.book.renew(os.urandom(32))
+
     def counts(self) -> dict[str, int]:
         """Of decisions, since the start."""
-        return dict(self.book.counts)
+        counts = dict(self.book.counts)
+        if self._gate is not None:
+            counts |= {UNTRUSTED + reason: count for reason, count in self._gate.refused.items()}
+        return counts
 
     def shutdown(self) -> None:
         """Let go of the store."""
@@ -178,6 +204,16 @@ class SchedulerHalf:
 
     def _blocks_of(self, name: str) -> Callable[[], Sequence[int]]:
         return lambda: self._tables.of(name)
+
+
+def _gate(settings: VLLMSettings) -> Gate | None:
+    """Raises StoreError: the keys cannot be used."""
+    if settings.verify_with is None or settings.audience is None:
+        return None
+    try:
+        return Gate(settings.verify_with, settings.audience, time.time)
+    except KeyringError as error:
+        raise StoreError(f"kv_connector_extra_config.verify_with: {error}") from error
 
 
 def _off(request: Request) -> str | None:

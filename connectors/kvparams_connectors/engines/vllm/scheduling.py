@@ -15,7 +15,8 @@ from typing import Final, Protocol
 from kvparams.keys import Extra
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff, prefill_result
-from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, Sequence, StepOrders
+from kvparams_connectors.engines.vllm.entries import ALL_TOKENS, Entry
+from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, StepOrders
 from kvparams_connectors.engines.vllm.requests import Span, Stage, Tracked
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.plan import Plan
@@ -70,25 +71,6 @@ class Running:
     """The block table from token 0, if anybody wants to know."""
 
 
-class _Entry:
-    """One request."""
-
-    def __init__(self, handoff: Handoff, extras: tuple[Extra, ...], prompt: Tokens[int], tracked: Tracked) -> None:
-        self.handoff: Final = handoff
-        self.extras: Final = extras
-        self.prompt: Final = tuple(prompt)
-        self.tracked: Final = tracked
-        self.patient_until: float | None = None
-        self.again_at = 0.0
-        self.plan: Plan | None = None
-        self.lookup: Job[Hit] | None = None
-        self.hit: Hit | None = None
-        self.worth = True
-
-    def sequence(self, token_ids: Tokens[int]) -> Sequence:
-        return Sequence(tuple(token_ids), self.handoff.shared, self.extras)
-
-
 class Book:
     """All requests of an engine. Used by the scheduler's thread alone."""
 
@@ -105,10 +87,11 @@ class Book:
         """Keeps blocks as they are for a save that has not copied them yet; returns its number. None: nobody can."""
         self._wait_s = rules.wait_s
         """Left in this step."""
-        self._rate = rate or LoadRate(None, None)
+        self._rate = rate
         self._promise_s = rules.promise_s
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._loads: list[LoadOrder] = []
+        self._life: tuple[Extra, ...] = ()
         self.counts: Counter[str] = Counter()
         """What was decided, by name, since the start."""
 
@@ -126,7 +109,7 @@ class Book:
         tracked = Tracked(
             prompt_tokens=len(prompt), page_tokens=rules.page_tokens, saves=rules.saves, saves_tail=saves_tail
         )
-        entry = _Entry(handoff, extras, prompt, tracked)
+        entry = Entry(handoff, extras, prompt, tracked, self._life)
         try:
             entry.plan = self._plan(entry, entry.prompt)
         except ValueError as error:  # a token id that no key can hold
@@ -146,10 +129,13 @@ class Book:
             return 0
         tracked = entry.tracked
         if tracked.preempted(preemptions):
-            entry.patient_until = None
-            self._look(entry, token_ids)
+            entry.outdated = True
         if tracked.stage not in (Stage.WAITING, Stage.OFFERED):
             return 0
+        if entry.outdated:
+            entry.outdated = False
+            entry.patient_until = None
+            self._look(entry, token_ids)
         found = self._found(entry)
         if found is None:
             return None
@@ -179,8 +165,9 @@ class Book:
             entry = self._entries.get(one.request_id)
             if entry is None:
                 continue
-            for span in entry.tracked.scheduled(one.start, one.count, len(one.token_ids)):
-                orders.saves.append(self._save(entry, one, span))
+            spans = entry.tracked.scheduled(one.start, one.count, len(one.token_ids))
+            if not entry.outdated:
+                orders.saves.extend(self._save(entry, one, span) for span in spans)
         return orders
 
     def finish(self, request_id: str, *, computed: int) -> dict[str, object] | None:
@@ -195,7 +182,8 @@ class Book:
             return None
         tracked = entry.tracked
         keys: Tokens[str] = ()
-        if entry.handoff.prefilling and computed >= tracked.prompt_tokens and self._rules.saves:
+        whole = computed >= tracked.prompt_tokens and not entry.outdated
+        if entry.handoff.prefilling and whole and self._rules.saves:
             if entry.plan is None or entry.plan.tokens != tracked.prompt_tokens:
                 entry.plan = self._plan(entry, entry.prompt)
             keys = entry.plan.keys
@@ -208,21 +196,31 @@ class Book:
             loaded_tokens=tracked.loaded_tokens,
         )
 
+    def renew(self, life: bytes) -> None:
+        """The engine's weights may be others from now on: nothing that was stored before is used or added to.
+
+        Args:
+            life: 16 to 64 bytes that no other engine has, and this one never had.
+        """
+        self._life = (Extra(0, ALL_TOKENS, life),)
+        for entry in self._entries.values():
+            entry.renew(self._life)
+
     def plan_of(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
         """The pages of a sequence, with the parts of all ranks."""
         return self._search.plan(token_ids, shared, extras)
 
     # ---- what is there
 
-    def _plan(self, entry: _Entry, token_ids: Tokens[int]) -> Plan:
+    def _plan(self, entry: Entry, token_ids: Tokens[int]) -> Plan:
         return self.plan_of(token_ids, entry.handoff.shared, entry.extras)
 
-    def _look(self, entry: _Entry, token_ids: Tokens[int]) -> None:
+    def _look(self, entry: Entry, token_ids: Tokens[int]) -> None:
         entry.plan = self._plan(entry, token_ids)
         entry.hit = None
         entry.lookup = self._search.look(entry.plan)
 
-    def _found(self, entry: _Entry) -> int | None:
+    def _found(self, entry: Entry) -> int | None:
         """Tokens that are stored, or promised where the engine shall not compute them; None: not known yet."""
         if entry.lookup is not None and (entry.lookup.done() or self._comes(entry.lookup)):
             entry.hit = entry.lookup.result(0)
@@ -256,10 +254,10 @@ class Book:
         self._wait_s -= self._clock() - since
         return lookup.done()
 
-    def _patient(self, entry: _Entry) -> bool:
+    def _patient(self, entry: Entry) -> bool:
         return entry.patient_until is not None and self._clock() < entry.patient_until
 
-    def _promised(self, entry: _Entry, plan: Plan) -> int:
+    def _promised(self, entry: Entry, plan: Plan) -> int:
         params = entry.handoff.params
         if params is None or not entry.handoff.decoding or not params.load_keys:
             return 0
@@ -268,10 +266,10 @@ class Book:
         good = (page.end for page in plan.pages if keys.issuperset(plan.keys[page.index * each :][:each]))
         return max(good, default=0)
 
-    def _worth(self, entry: _Entry, start: int, end: int) -> bool:
+    def _worth(self, entry: Entry, start: int, end: int) -> bool:
         """Whether loading is faster than computing. What is promised is not recomputed for that: it was asked for."""
         plan = entry.plan
-        if plan is None or entry.handoff.decoding:
+        if plan is None or entry.handoff.decoding or self._rate is None:
             return True
         if entry.worth:
             nbytes = sum(
@@ -285,7 +283,7 @@ class Book:
                 self.counts["loads_skipped"] += 1
         return entry.worth
 
-    def _save(self, entry: _Entry, one: Running, span: Span) -> SaveOrder:
+    def _save(self, entry: Entry, one: Running, span: Span) -> SaveOrder:
         sequence = entry.sequence(one.token_ids[: span.end])
         block_ids = tuple(one.block_ids())
         number = None
@@ -297,4 +295,5 @@ class Book:
 
     def measured(self, nbytes: int, seconds: float) -> None:
         """A load took so long."""
-        self._rate.observe(nbytes, seconds)
+        if self._rate is not None:
+            self._rate.observe(nbytes, seconds)

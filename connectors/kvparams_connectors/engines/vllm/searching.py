@@ -3,6 +3,7 @@
 The one rule: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -46,4 +47,10 @@ class Prefixes:
         source = plan.source or self._own
         if source is not None:
             self._store.locate(plan.keys, source)
+        at_once = self._store.exists_at_once(plan.keys)
+        if at_once is not None:
+            hit = stored_prefix(plan, at_once)
+            job = Job(time.monotonic() + self._deadline_s, hit)
+            job.finish(hit)
+            return job
         return self._store.exists(plan.keys, self._deadline_s).then(lambda results: stored_prefix(plan, results))

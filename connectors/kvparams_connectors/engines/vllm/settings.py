@@ -58,6 +58,14 @@ class VLLMSettings:
     """Send one page through the whole path before serving."""
     seal_keys: Path | None = None
     """A key file of authenticated pages."""
+    verify_with: Path | None = None
+    """A key file (`kvparams signing-keys`): a request's document and what stands beside it are acted on only if whoever
+    has these keys has signed them, for this pool, not long ago, and not used before. None: all are believed."""
+    audience: str | None = None
+    """The name of the pool that they must be signed for."""
+    keep_on_reset: bool = False
+    """vLLM resets its caches when it sleeps and when its weights are changed, and does not say which. Then what is
+    stored may be of other weights, so it is left alone from there on. True: the weights never change, it is used."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
@@ -85,12 +93,17 @@ class VLLMSettings:
             arena_bytes=_whole(found, "arena_bytes", 1) if "arena_bytes" in found else None,
             recompute_tokens_per_s=_number(found, "recompute_tokens_per_s"),
             store_bytes_per_s=_number(found, "store_bytes_per_s"),
-            verify=_switch(found, "verify"),
-            self_test=_switch(found, "self_test"),
+            verify=_switch(found, "verify", default=True),
+            self_test=_switch(found, "self_test", default=True),
             seal_keys=None if _text(found, "seal_keys") is None else Path(cast("str", found["seal_keys"])),
+            verify_with=None if _text(found, "verify_with") is None else Path(cast("str", found["verify_with"])),
+            audience=_text(found, "audience"),
+            keep_on_reset=_switch(found, "keep_on_reset", default=False),
         )
         if settings.promise_s > settings.deadline_s:
             raise StoreError(f"{_WHERE}: promise_s is longer than deadline_s")
+        if (settings.verify_with is None) != (settings.audience is None):
+            raise StoreError(f"{_WHERE}: verify_with and audience go together: whose signature, and for which pool")
         return settings
 
     def connector(self, grid: Grid, page_bytes: int) -> ConnectorSettings:
@@ -127,8 +140,8 @@ def _number(found: Mapping[str, object], name: str) -> float | None:
     return float(value)
 
 
-def _switch(found: Mapping[str, object], name: str) -> bool:
-    value = found.get(name, True)
+def _switch(found: Mapping[str, object], name: str, *, default: bool) -> bool:
+    value = found.get(name, default)
     if not isinstance(value, bool):
         raise StoreError(f"{_WHERE}.{name} is {value!r}; it is true or false")
     return value

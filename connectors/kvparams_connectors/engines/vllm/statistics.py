@@ -7,7 +7,7 @@ rule: every number is a change since the last report, so that sums over ranks an
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from kvparams_connectors.engines.vllm.tally import COUNTERS, FAILED, REFUSED
+from kvparams_connectors.engines.vllm.tally import COUNTERS, FAILED, REFUSED, UNTRUSTED
 
 if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
 
@@ -104,6 +104,11 @@ class CountsMetrics(KVConnectorPromMetrics):
             documentation="What the store answered other than yes or no, by code.",
             labelnames=[*labelnames, "code"],
         )
+        self._untrusted = self._counter_cls(
+            name=_PREFIX + "requests_untrusted",
+            documentation="Requests whose document was not acted on, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
         for labels in self.per_engine_labelvalues.values():
             for counter in self._counters.values():
                 counter.labels(*labels)
@@ -116,5 +121,7 @@ class CountsMetrics(KVConnectorPromMetrics):
                 self._refused.labels(*labels, name.removeprefix(REFUSED)).inc(count)
             elif name.startswith(FAILED):
                 self._failed.labels(*labels, name.removeprefix(FAILED)).inc(count)
+            elif name.startswith(UNTRUSTED):
+                self._untrusted.labels(*labels, name.removeprefix(UNTRUSTED)).inc(count)
             elif name in self._counters:
                 self._counters[name].labels(*labels).inc(count)

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvparams_connectors.reports import ConnectorStats
 
-__all__ = ["COUNTERS", "FAILED", "REFUSED", "flat"]
+__all__ = ["COUNTERS", "FAILED", "REFUSED", "UNTRUSTED", "flat"]
 
 COUNTERS: Final = {
     "loads": "Loads that were begun.",
@@ -16,6 +16,7 @@ COUNTERS: Final = {
     "lookups_failed": "Lookups that the store did not answer.",
     "promises_broken": "Decode legs whose promised pages did not come in time.",
     "requests_off": "Requests for which the store was left alone.",
+    "resets": "Times that vLLM has reset its caches.",
     "saves_failed": "Saves that a defect ended; the log has it.",
     "saves_late": "Saves that were left out because those before them took too long.",
     "tokens_claimed": "Tokens that the engine was told to count on.",
@@ -30,6 +31,7 @@ COUNTERS: Final = {
 """All that have no label."""
 REFUSED: Final = "pages_refused/"
 FAILED: Final = "store_failures/"
+UNTRUSTED: Final = "requests_untrusted/"
 
 
 def flat(stats: ConnectorStats) -> dict[str, int]:

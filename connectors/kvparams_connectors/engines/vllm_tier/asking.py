@@ -110,7 +110,7 @@ class Asking:
                 continue
             for key, result in zip(keys, _results(job, len(keys)), strict=True):
                 self.failed += result.code not in (Code.OK, Code.MISS)
-                there = result.code is Code.OK and result.nbytes == self._form.stored_bytes
+                there = result.found(self._form.stored_bytes)
                 for request in self._askers.pop(key):
                     self._told[request][key] = there
         self._jobs = waiting

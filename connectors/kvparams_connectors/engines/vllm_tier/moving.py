@@ -219,7 +219,7 @@ class Moving:
         there = self._store.exists(form.names([key for key, _ in chunks]), job.remaining_s()).result()
         absent: list[tuple[bytes, int]] = []
         for chunk, result in zip(chunks, there, strict=True):
-            if result.code is Code.OK and result.nbytes == form.stored_bytes:
+            if result.found(form.stored_bytes):
                 count.existing += 1
                 count.done.append(chunk[0])
             else:

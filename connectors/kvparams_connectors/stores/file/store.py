@@ -14,7 +14,18 @@ from typing import Final
 
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
+from kvparams_connectors.store import (
+    Capabilities,
+    Code,
+    GetOp,
+    KVStore,
+    LaneStore,
+    PutOp,
+    Result,
+    Results,
+    StoreError,
+    valid_key,
+)
 from kvparams_connectors.stores.extents import copy_in, copy_out, units_for
 from kvparams_connectors.stores.file.index import Entry, FileIndex
 from kvparams_connectors.stores.file.map import open_map
@@ -190,6 +201,12 @@ class FileStore(LaneStore):
         entries = [self._index.find(key) for key in keys]
         self._index.touch(entries)
         return [Result(Code.MISS) if entry is None else Result(Code.OK, entry.nbytes) for entry in entries]
+
+    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+        with self._closing:  # held for a moment only, by whoever closes
+            if self._released or not all(valid_key(key) for key in keys):
+                return None
+            return self.exists_now(keys, 0.0)
 
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
         results = [Result(Code.TIMEOUT)] * len(keys)

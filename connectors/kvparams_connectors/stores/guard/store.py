@@ -91,6 +91,11 @@ class GuardedStore(KVStore):
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._unless_held("exists", keys, keys, 0, self._inner.exists, deadline_s)
 
+    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+        with self._lock:
+            held = self._health.held(keys, time.monotonic())
+        return self._inner.exists_at_once(keys) if held is None else None
+
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._submit("delete", keys, keys, 0, self._inner.delete, deadline_s)
 

@@ -296,21 +296,22 @@ def _windows(items: list[Item]) -> Iterator[list[Item]]:
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`lmcache-mp://host:5555?http=8080&value=4MiB&prefix=...`, the server of this machine.
+    """`lmcache-mp://host:5555?http=8080&max_value=4MiB&prefix=...`, the server of this machine.
 
-    Settings: `http`, the port of its administration (8080); `value`, bytes of the largest value, whose room each takes
-    (4 MiB); `prefix`; `connect_ms` (5000). All who share values need the same `value` and `prefix`.
+    Settings: `http`, the port of its administration (8080); `max_value`, bytes of the largest value, whose room each
+    takes (4 MiB); `prefix`; `connect_ms` (5000). All who share values need the same `max_value` and `prefix`. There is
+    no `threads`: a session with that server takes one request after the other.
     """
-    url.only("http", "value", "prefix", "connect_ms")
+    url.only("http", "max_value", "prefix", "connect_ms")
     place = _PLACE.fullmatch(url.place)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(f"lmcache-mp store: {url.text!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080")
     prefix = url.settings.get("prefix", "")
     if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
         raise StoreError(f"lmcache-mp store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
-    value_bytes = url.size("value") or _VALUE
+    value_bytes = url.size("max_value") or _VALUE
     if value_bytes > _LARGEST:
-        raise StoreError(f"lmcache-mp store: value={value_bytes} is more than {_LARGEST} bytes")
+        raise StoreError(f"lmcache-mp store: max_value={value_bytes} is more than {_LARGEST} bytes")
     return LMCacheMPStore(
         place[1],
         int(place[2]),

@@ -6,20 +6,16 @@ It has no types of its own. The one rule: nothing here calls it but to set it up
 
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter, methodcaller
+from collections.abc import Sequence
 from typing import Any, Final, Protocol, cast
 
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.stores.mooncake.codes import Answer
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
 
-__all__ = ["Copies", "Native", "Placement", "load", "placement", "replicate_config", "set_up", "sizes_of"]
+__all__ = ["Copies", "Native", "Placement", "load", "placement", "replicate_config", "set_up"]
 
 _SETUP_S: Final = 20.0
-_FIRST: Final = itemgetter(0)
-_MEMORY: Final = methodcaller("get_memory_descriptor")
-_SIZE: Final = attrgetter("buffer_descriptor.size")
 
 Placement = list[tuple[str, int, int]]
 """Where the copies of one value lie: endpoint, address there, size in bytes."""
@@ -76,14 +72,6 @@ def placement(copies: Copies) -> Placement:
             disk = copy.get_disk_descriptor()
             found.append((disk.file_path, 0, disk.object_size))
     return found
-
-
-def sizes_of(found: Mapping[str, Copies]) -> dict[str, int]:
-    """How many bytes each value has; like `placement`, and quicker: it is done for all pages of a prompt."""
-    try:
-        return dict(zip(found, map(_SIZE, map(_MEMORY, map(_FIRST, found.values()))), strict=True))
-    except (RuntimeError, TypeError, ValueError):  # one lies on a disk
-        return {key: placement(copies)[0][2] for key, copies in found.items()}
 
 
 def load() -> Any:

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from kvparams_connectors.store import Code, GetOp, Result, Results
 from kvparams_connectors.stores.mooncake.client import Client
 from kvparams_connectors.stores.mooncake.codes import Answer, code_of
-from kvparams_connectors.stores.mooncake.library import Placement, placement, sizes_of
+from kvparams_connectors.stores.mooncake.library import Placement, placement
 from kvparams_connectors.stores.mooncake.memory import Memory, Piece, first_bytes, pieces_of
 from kvparams_connectors.stores.mooncake.writing import EMPTY
 
 __all__ = ["Reader"]
-
-_MISS: Final = Result(Code.MISS)
 
 
 @dataclass(slots=True)
@@ -70,43 +68,12 @@ class Reader:
         return results
 
     def exists(self, keys: Sequence[str], deadline: float) -> Results:
-        """See `KVStore.exists`. What is there is leased, the first key last."""
-        native = [self._prefix + key for key in reversed(keys)]
-        sizes: dict[str, int] = {}
-        absent = native
-        [last] = self._client.exists(native[:1], deadline)
-        if last < 0:
-            return [Result(code_of(last))] * len(keys)
-        if last > 0:
-            # The last page of a sequence is there, so most likely all are: one call says both, but it tells the log
-            # about every key that is not there, and cannot say that it failed.
-            sizes = self._sizes(native, deadline)
-            absent = [] if len(sizes) == len(native) else [key for key in native if key not in sizes]
-        answers: dict[str, int] = {}
-        if absent:
-            answers = dict(zip(absent, self._client.exists(absent, deadline), strict=True))
-            there = [key for key, answer in answers.items() if answer > 0]
-            if there:
-                sizes.update(self._sizes(there, deadline))
-        if len(EMPTY) in sizes.values():
-            short = [_Item(0, key, [], size=size) for key, size in sizes.items() if size == len(EMPTY)]
-            empty = self._short(short, deadline)
-            sizes.update((item.key, 0) for item, content in zip(short, empty, strict=True) if content == EMPTY)
-        of_size = {size: Result(Code.OK, size) for size in set(sizes.values())}
-        if len(of_size) == 1 and len(sizes) == len(native):  # all pages of a prompt are there, and alike
-            return list(of_size.values()) * len(native)
-        results: Results = []
-        for key in reversed(native):
-            size = sizes.get(key)
-            if size is not None:
-                results.append(of_size[size])
-            else:
-                answer = answers.get(key, 0)
-                results.append(_MISS if answer >= 0 else Result(code_of(answer)))
-        return results
-
-    def _sizes(self, keys: list[str], deadline: float) -> dict[str, int]:
-        return sizes_of(self._client.copies(keys, deadline))
+        """See `KVStore.exists`. One question to the master, without sizes: it answers these with all that it knows of
+        where values lie, which takes longer than the bar for a whole lookup. What is there is leased, the first key
+        last."""
+        answers = self._client.exists([self._prefix + key for key in reversed(keys)], deadline)
+        results = {answer: _found(answer) for answer in set(answers)}
+        return [results[answer] for answer in reversed(answers)]
 
     def _read_checked(self, items: list[_Item], deadline: float) -> list[_Item]:
         """Read what the caller checks itself, as it is; those that are left for `_read`."""
@@ -235,6 +202,10 @@ class Reader:
             item.result = copy.result
             contents.append(bytes(content) if copy.result.code is Code.OK else None)
         return contents
+
+
+def _found(answer: int) -> Result:
+    return Result(Code.OK, sized=False) if answer > 0 else Result(Code.MISS if answer == 0 else code_of(answer))
 
 
 def _same_place(before: Placement, after: Placement) -> bool:

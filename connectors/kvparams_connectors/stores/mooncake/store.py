@@ -84,6 +84,7 @@ class MooncakeStore(LaneStore):
             shared=True,
             max_value_bytes=settings.max_value_bytes,
             exact_use=False,
+            tells_sizes=False,
         )
         self._probing = threading.Lock()
         self._ending = threading.Event()

@@ -94,6 +94,7 @@ class TieredStore(KVStore):
             exact_use=all(one.exact_use for one in every),
             evicts=every[-1].evicts,
             one_winner=all(one.one_winner for one in every),
+            tells_sizes=all(one.tells_sizes for one in every),
         )
 
     @property

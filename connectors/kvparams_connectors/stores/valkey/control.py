@@ -25,6 +25,7 @@ __all__ = [
     "TLSFiles",
     "advice_of",
     "facts_of",
+    "find_primary",
     "read_facts",
     "read_password",
     "read_slots",
@@ -66,6 +67,10 @@ class ServerFacts:
     """Empty where it may not be asked."""
     cluster: bool = False
     replica: bool = False
+    primary: Node | None = None
+    """Whose replica it is, as it reaches it."""
+    replicas: tuple[Node, ...] = ()
+    """Its own, as they say that they are reached."""
     max_memory: int = 0
     """Bytes; 0: no limit."""
     policy: str = ""
@@ -153,10 +158,49 @@ def facts_of(info: Mapping[str, object], config: Mapping[str, str]) -> ServerFac
         version=str(info.get("valkey_version") or info.get("redis_version") or ""),
         cluster=str(info.get("cluster_enabled", 0)) == "1",
         replica=str(info.get("role", "")) == "slave",
+        primary=_node_of(info.get("master_host"), info.get("master_port")),
+        replicas=tuple(node for node in _replicas_of(info) if node is not None),
         max_memory=max_memory,
         policy=str(info.get("maxmemory_policy", "")),
         max_value_bytes=min(max_bulk, max_memory // 2) if max_memory else max_bulk,
     )
+
+
+def _replicas_of(info: Mapping[str, object]) -> list[Node | None]:
+    """`slave0` and so on, each of which valkey-py takes apart."""
+    found: list[Node | None] = []
+    for number in range(int(str(info.get("connected_slaves", 0)))):
+        one = info.get(f"slave{number}")
+        if isinstance(one, Mapping):
+            place = cast("Mapping[str, object]", one)
+            found.append(_node_of(place.get("ip"), place.get("port")))
+    return found
+
+
+def _node_of(host: object, port: object) -> Node | None:
+    """None if there is no such server, or it cannot be meant."""
+    text = str(port)
+    known = bool(host) and text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
+    return Node(str(host), int(text)) if known else None
+
+
+def find_primary(nodes: Sequence[Node], ask: Callable[[Node], ServerFacts | None]) -> tuple[Node, ServerFacts] | None:
+    """The first of these servers, or of the primaries that they name, that is no replica.
+
+    Args:
+        nodes: who may be asked, the most likely first.
+        ask: what a server says of itself; None if it says nothing. One that may not be asked for INFO is passed over.
+    """
+    left = list(nodes)
+    for node in left:  # it grows meanwhile
+        facts = ask(node)
+        if facts is None or facts.cluster or not facts.version:
+            continue
+        if not facts.replica:
+            return node, facts
+        if facts.primary is not None and facts.primary not in left and len(left) < 2 * len(nodes) + 2:
+            left.insert(left.index(node) + 1, facts.primary)
+    return None
 
 
 def advice_of(facts: ServerFacts, *, ttl: bool) -> list[Advice]:
@@ -166,8 +210,11 @@ def advice_of(facts: ServerFacts, *, ttl: bool) -> list[Advice]:
         facts: what it says of itself.
         ttl: whether our values have a time to live.
     """
-    if facts.replica:
-        return [Advice("error", "it is a replica: nothing can be put", "name the primary")]
+    if facts.replica and not facts.cluster and facts.primary is None:
+        return [Advice("error", "it is a replica, and does not say of whom: nothing can be put", "name the primary")]
+    if facts.replica and not facts.cluster:  # in a cluster it says itself whom to ask
+        found = f"it is a replica: with the first put {facts.primary} is asked in its place"
+        return [Advice("warning", found, "name the primary")]
     if not facts.version:
         return [Advice("warning", "it may not be asked for INFO", "allow the user `+info +config|get`")]
     found = [Advice("ok", f"Valkey {facts.version}, {'a cluster' if facts.cluster else 'a single server'}")]

@@ -7,7 +7,7 @@ connection ends that connection and the requests that were not answered on it, a
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvparams_connectors.store import Code, Result, Results
@@ -38,7 +38,11 @@ class Batch:
 
     results: Results
     stale: bool = False
-    """Whether the map of the cluster seems to be out of date."""
+    """Whether what is known of who has what seems to be out of date."""
+    late: bool = False
+    """Whether a server did not answer in time."""
+    read_only: list[int] = field(default_factory=list[int])
+    """What a replica refused, by index: nothing of it was done."""
 
 
 def run_batch(pool: Pool, topology: Topology, requests: Sequence[Request], deadline: float) -> Batch:
@@ -129,6 +133,7 @@ def _over(
     """A connection is over, and with it all that was not answered."""
     if isinstance(error, TimeoutError):
         result = Result(Code.TIMEOUT)
+        batch.late = True
     elif isinstance(error, Refused):
         result = result_of(error.error)
     else:
@@ -232,6 +237,8 @@ class _Exchange:
             self._redirects.append((index, redirect))
             return
         self._batch.stale |= answer.word in ("READONLY", "CLUSTERDOWN")
+        if answer.word == "READONLY":
+            self._batch.read_only.append(index)
         self._batch.results[index] = result_of(answer)
 
     def _fail(self, error: OSError | Refused) -> None:

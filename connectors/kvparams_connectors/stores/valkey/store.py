@@ -4,6 +4,10 @@ Values go over connections of our own (`resp.py`), straight from and into the ca
 server is (`control.py`). `benchmarks/valkey_bench.py` says why. The one rule: a put is `SET ... NX` of a whole
 value, so that what a key holds never changes and never is half there.
 
+Outside a cluster a replica may take the place of its primary (by Sentinel, or by hand). When a server refuses a put
+because it is a replica, or is away, it and the replicas that were seen are asked who the primary is, and that one has
+everything from then on. Two primaries do no harm: what is under a key is the same, or a miss.
+
 What Valkey does differently from the stores of our own: its clock for "least recently used" counts seconds and it
 evicts the oldest of a few samples, so that values used within the same second go in any order.
 """
@@ -20,8 +24,10 @@ from kvparams_connectors.advice import Advice
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.valkey.control import (
+    ServerFacts,
     TLSFiles,
     advice_of,
+    find_primary,
     read_facts,
     read_password,
     read_slots,
@@ -78,6 +84,8 @@ class ValkeyStore(LaneStore):
         self._topology = Topology(node)
         if facts.cluster:
             self._topology.replace(read_slots(node, access, tls))
+        else:
+            self._topology.follow(node, facts.replicas)
         for advice in advice_of(facts, ttl=bool(ttl_s)):
             if advice.grade != "ok":
                 _LOGGER.warning("valkey: %s: %s; %s", node, advice.found, advice.todo)
@@ -90,6 +98,9 @@ class ValkeyStore(LaneStore):
         self._pool = Pool(access)
         self._refreshing = threading.Lock()
         self._refreshed = time.monotonic()
+        self._followed = -_REFRESH_S
+        self._doubtful = False
+        """Outside a cluster: the server did not answer in time."""
         super().__init__("valkey", threads=threads)
 
     @property
@@ -98,11 +109,15 @@ class ValkeyStore(LaneStore):
 
     def advice(self) -> Sequence[Advice]:
         """For `kvparams doctor`: what the server says of itself now."""
+        asked = self._node if self._topology.cluster else self._topology.single
         try:
-            facts = read_facts(self._node, self._access, self._tls)
+            facts = read_facts(asked, self._access, self._tls)
         except StoreError as error:
             return [Advice("error", str(error), "start the server, or name another one")]
-        return advice_of(facts, ttl=bool(self._ttl_ms))
+        found = advice_of(facts, ttl=bool(self._ttl_ms))
+        if asked != self._node:
+            found.append(Advice("warning", f"{asked} has taken the place of {self._node}", f"name {asked}"))
+        return found
 
     @property
     def connections(self) -> int:
@@ -128,7 +143,10 @@ class ValkeyStore(LaneStore):
         return self._run([GetRequest(self._key(op.key), op) for op in ops], deadline)
 
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
-        return self._done(run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline), deadline)
+        self._settle_doubt(deadline)
+        batch = run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline)
+        self._learn(batch, deadline)
+        return batch.results
 
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
         return self._run([DeleteRequest(self._key(key)) for key in keys], deadline)
@@ -140,12 +158,58 @@ class ValkeyStore(LaneStore):
         return self._prefix + key.encode()
 
     def _run(self, requests: Sequence[Request], deadline: float) -> Results:
-        return self._done(run_batch(self._pool, self._topology, requests, deadline), deadline)
+        self._settle_doubt(deadline)
+        asked = self._topology.single
+        batch = run_batch(self._pool, self._topology, requests, deadline)
+        self._learn(batch, deadline)
+        if batch.read_only and self._topology.single != asked:
+            again = [requests[index] for index in batch.read_only]
+            for index, result in zip(
+                batch.read_only, run_batch(self._pool, self._topology, again, deadline).results, strict=True
+            ):
+                batch.results[index] = result
+        return batch.results
 
-    def _done(self, batch: Batch, deadline: float) -> Results:
+    def _learn(self, batch: Batch, deadline: float) -> None:
+        """Find out who has what, if a batch says that this has changed."""
         if batch.stale and self._topology.cluster:
             self._refresh(deadline)
-        return batch.results
+        elif batch.read_only or (batch.stale and len(self._topology.known()) > 1):
+            self._follow(deadline)
+        elif batch.late:
+            self._doubtful = True  # there is no time left to ask now
+
+    def _settle_doubt(self, deadline: float) -> None:
+        if self._doubtful and not self._topology.cluster:
+            self._doubtful = False
+            if len(self._topology.known()) > 1:
+                self._follow(deadline)
+
+    def _follow(self, deadline: float) -> None:
+        """Outside a cluster: ask who the primary is, at most once in a while and not behind the deadline."""
+        with self._refreshing:
+            if time.monotonic() - self._followed < _REFRESH_S:
+                return
+            self._followed = time.monotonic()
+            asked = self._topology.single
+            found = find_primary(self._topology.known(), lambda node: self._facts(node, deadline))
+            if found is None:
+                _LOGGER.warning("valkey: %s cannot be written to, and no primary in its place answers", asked)
+                return
+            primary, facts = found
+            self._topology.follow(primary, facts.replicas)
+            if primary != asked:
+                _LOGGER.warning("valkey: %s has taken the place of %s", primary, asked)
+
+    def _facts(self, node: Node, deadline: float) -> ServerFacts | None:
+        """What a server says of itself; None if it says nothing in time: others have to be asked as well."""
+        left_s = min(self._access.connect_s, (deadline - time.monotonic()) / 2)
+        if left_s < _SHORTEST_S:
+            return None
+        try:
+            return read_facts(node, replace(self._access, connect_s=left_s), self._tls)
+        except StoreError:
+            return None
 
     def _refresh(self, deadline: float) -> None:
         """Ask for the map of the cluster again, at most once in a while and not behind the deadline."""

@@ -1,7 +1,8 @@
 """Which server of a deployment holds which key. Pure.
 
-A cluster divides all keys into 16384 slots and says of each which primary has it; a single server has them all. The one
-rule: a map is replaced or gets one slot changed, in one step each, so that who reads it needs no lock.
+A cluster divides all keys into 16384 slots and says of each which primary has it; a single server has them all, until
+one of its replicas takes its place. The one rule: a map is replaced or gets one slot changed, in one step each, so that
+who reads it needs no lock.
 
 Source: the cluster specification, https://valkey.io/topics/cluster-spec/ (as of Valkey 8.0).
 """
@@ -15,6 +16,8 @@ __all__ = ["SLOTS", "Node", "Redirect", "Topology", "redirect_of", "slot_of"]
 
 SLOTS: Final = 16384
 _PORTS: Final = range(1, 65536)
+_MOST_REPLICAS: Final = 16
+"""So many are remembered, the latest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,15 @@ def redirect_of(text: str, asked: Node) -> Redirect | None:
 
 
 class Topology:
-    """The map of slots, or the one server there is."""
+    """The map of slots, or the one server that is asked, and those that may take its place."""
 
     def __init__(self, seed: Node) -> None:
         """Args:
-        seed: has everything until `replace` says otherwise.
+        seed: has everything until `replace` or `follow` says otherwise.
         """
+        self._named: Final = seed
         self._seed = seed
+        self._replicas: tuple[Node, ...] = ()
         self._nodes: list[Node] | None = None
 
     @property
@@ -86,8 +91,18 @@ class Topology:
         return self._seed if self._nodes is None else self._nodes[slot_of(key)]
 
     def known(self) -> list[Node]:
-        """Everyone who may be asked for the map: those that hold slots, then the seed."""
-        return list(dict.fromkeys([*(self._nodes or ()), self._seed]))
+        """Everyone who may be asked how things stand: those that are asked for values, then the others."""
+        return list(dict.fromkeys([*(self._nodes or ()), self._seed, self._named, *self._replicas]))
+
+    @property
+    def single(self) -> Node:
+        """Outside a cluster: who is asked."""
+        return self._seed
+
+    def follow(self, primary: Node, replicas: Iterable[Node]) -> None:
+        """Outside a cluster: `primary` has everything now, and these are its replicas."""
+        self._replicas = tuple(dict.fromkeys([*replicas, *self._replicas]))[:_MOST_REPLICAS]
+        self._seed = primary
 
     def moved(self, slot: int, node: Node) -> None:
         """`slot` is with `node` now."""

@@ -1,0 +1,70 @@
+"""One request in the book: what it brought, what was asked of the store for it, and which life of the weights it is of.
+
+vLLM may be given other weights while it runs, and then has its caches reset; what the engine computes from there on has
+another name, a life. The one rule: what a request began in one life is never stored under the name of another.
+"""
+
+from collections.abc import Sequence as Tokens
+from typing import Final
+
+from kvparams.keys import Extra
+from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.orders import Sequence
+from kvparams_connectors.engines.vllm.requests import Tracked
+from kvparams_connectors.jobs import Job
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.reports import Hit
+
+__all__ = ["ALL_TOKENS", "Entry"]
+
+ALL_TOKENS: Final = 1 << 40
+"""Behind the last token of every sequence."""
+
+
+class Entry:
+    """One request."""
+
+    def __init__(
+        self,
+        handoff: Handoff,
+        extras: tuple[Extra, ...],
+        prompt: Tokens[int],
+        tracked: Tracked,
+        life: tuple[Extra, ...],
+    ) -> None:
+        """Args:
+        handoff: what its document says.
+        extras: what its KV depends on besides token ids.
+        prompt: its token ids.
+        tracked: what it still wants of the store.
+        life: of the weights; nothing for those that the engine has started with.
+        """
+        self.handoff: Final = handoff
+        self.prompt: Final = tuple(prompt)
+        self.tracked: Final = tracked
+        self.patient_until: float | None = None
+        """It waits until then for promised pages; None: it does not."""
+        self.again_at = 0.0
+        self.plan: Plan | None = None
+        self.lookup: Job[Hit] | None = None
+        self.hit: Hit | None = None
+        self.worth = True
+        self.outdated = False
+        """What is known of it belongs to a life that is over, or to blocks that it has no more: before an offer the
+        store is asked again, and until then nothing of it is saved or promised."""
+        self._extras: Final = extras
+        self._life = life
+
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """What its KV depends on besides token ids, the weights' life included."""
+        return self._extras + self._life
+
+    def renew(self, life: tuple[Extra, ...]) -> None:
+        """The weights have another life."""
+        self._life = life
+        self.outdated = True
+
+    def sequence(self, token_ids: Tokens[int]) -> Sequence:
+        """These tokens of it, for an order."""
+        return Sequence(tuple(token_ids), self.handoff.shared, self.extras)

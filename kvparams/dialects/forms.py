@@ -1,0 +1,264 @@
+"""The values that native keys may have: types and bounds, each with words for people.
+
+The one rule: everything has a bound. Engines have none: a `tp_size` of a billion makes vLLM build a list of as many
+ranks (vLLM issue #51137), so it is refused here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from kvparams.dialects.message import Path
+from kvparams.errors import Problem, ProblemKind
+from kvparams.fields import Json
+from kvparams.problems import invalid
+from kvparams.tokens import MAX_TOKENS
+
+__all__ = [
+    "ADDRESSES",
+    "ANYTHING",
+    "BLOCKS",
+    "BLOCK_GROUPS",
+    "FLAG",
+    "HOST",
+    "ID",
+    "JSON",
+    "NUMBER",
+    "OBJECT",
+    "PORT",
+    "RANK",
+    "SIZE",
+    "TOKEN",
+    "TOKENS",
+    "URL",
+    "WHOLE",
+    "Anything",
+    "Digits",
+    "Each",
+    "Either",
+    "Flag",
+    "Form",
+    "Number",
+    "Object",
+    "OneOf",
+    "Text",
+    "Whole",
+]
+
+
+class Form(Protocol):
+    """Which values a native key may have."""
+
+    @property
+    def words(self) -> str:
+        """For people: what it is."""
+        ...
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        """The first thing that is wrong with it."""
+        ...
+
+
+def _fault(path: Path, kind: ProblemKind, words: str) -> Problem:
+    return Problem(path, kind, f"Input should be {words}")
+
+
+JSON: Final = TypeAdapter(Json)
+"""Judges JSON that nobody understands, by the bounds of the document."""
+
+
+def _bounded(value: object, path: Path) -> Problem | None:
+    try:
+        JSON.validate_python(value)
+    except ValidationError as error:
+        (found,) = invalid(error).problems
+        return Problem((*path, *found.path), found.kind, found.message)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An integer."""
+
+    low: int
+    high: int
+
+    @property
+    def words(self) -> str:
+        return f"an integer from {self.low} to {self.high}"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        if type(value) is not int:
+            return _fault(path, "type", self.words)
+        return None if self.low <= value <= self.high else _fault(path, "range", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    words: str = "true or false"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        return None if type(value) is bool else _fault(path, "type", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Any number that a double holds; a point in time on somebody's clock, for instance."""
+
+    words: str = "a number"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        return None if type(value) in (int, float) else _fault(path, "type", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of a length; of a form, where there is one."""
+
+    most: int = 256
+    pattern: str | None = None
+    what: str = "text"
+    least: int = 1
+
+    @property
+    def words(self) -> str:
+        return f"{self.what} of {self.least} to {self.most} characters"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        if not isinstance(value, str):
+            return _fault(path, "type", self.words)
+        if not self.least <= len(value) <= self.most:
+            return _fault(path, "length", self.words)
+        if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
+            return _fault(path, "value", self.words)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """An integer as a header carries it: as decimal text."""
+
+    low: int
+    high: int
+
+    @property
+    def words(self) -> str:
+        return f"text that spells an integer from {self.low} to {self.high}"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        if not isinstance(value, str):
+            return _fault(path, "type", self.words)
+        if re.fullmatch(r"0|-?[1-9][0-9]{0,18}", value) is None:
+            return _fault(path, "value", self.words)
+        return None if self.low <= int(value) <= self.high else _fault(path, "range", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words or numbers."""
+
+    choices: tuple[str | int, ...]
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(map(str, self.choices))}"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        if type(value) not in {type(choice) for choice in self.choices}:
+            return _fault(path, "type", self.words)
+        return None if value in self.choices else _fault(path, "value", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A list."""
+
+    inner: Form
+    most: int
+    least: int = 0
+    null: bool = False
+    """Whether an entry may be null."""
+
+    @property
+    def words(self) -> str:
+        return f"a list of at most {self.most}, each {self.inner.words}"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        if not isinstance(value, list):
+            return _fault(path, "type", self.words)
+        entries = cast("list[object]", value)
+        if not self.least <= len(entries) <= self.most:
+            return _fault(path, "length", self.words)
+        for index, entry in enumerate(entries):
+            if entry is None and self.null:
+                continue
+            found = self.inner.fault(entry, (*path, index))
+            if found is not None:
+                return found
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """One of several forms."""
+
+    forms: Sequence[Form]
+
+    @property
+    def words(self) -> str:
+        return ", or ".join(form.words for form in self.forms)
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        faults = [form.fault(value, path) for form in self.forms]
+        if None in faults:
+            return None
+        told = [fault for fault in faults if fault is not None and fault.kind != "type"]
+        return told[0] if told else _fault(path, "type", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object that only its engine understands."""
+
+    words: str = "an object"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        return _bounded(cast("object", value), path) if isinstance(value, dict) else _fault(path, "type", self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Anything:
+    """Any JSON; a key of which only the presence counts."""
+
+    words: str = "any JSON"
+
+    def fault(self, value: object, path: Path) -> Problem | None:
+        return _bounded(value, path)
+
+
+_MOST_BLOCKS: Final = 65_536
+
+ANYTHING: Final = Anything()
+FLAG: Final = Flag()
+NUMBER: Final = Number()
+OBJECT: Final = Object()
+WHOLE: Final = Whole(0, 2**63 - 1)
+SIZE: Final = Whole(1, 4096)
+"""How many ranks there are."""
+RANK: Final = Whole(0, 4095)
+PORT: Final = Whole(1, 65_535)
+HOST: Final = Text(255, r"[A-Za-z0-9._:%\[\]-]*", "a host name or address")
+ID: Final = Text(256, r"[!-~]*", "an id in visible ASCII")
+TOKEN: Final = Whole(0, 2**32 - 1)
+TOKENS: Final = Each(TOKEN, MAX_TOKENS)
+BLOCKS: Final = Each(Whole(0, 2**31 - 1), _MOST_BLOCKS)
+"""Block ids, of the one group there is."""
+BLOCK_GROUPS: Final = Each(BLOCKS, 64)
+"""Block ids, a list for each group of KV caches."""
+URL: Final = Text(512, r"https?://[A-Za-z0-9._:%\[\]-]+(?:/[!-~]*)?", "a URL with its scheme")
+ADDRESSES: Final = Text(2048, r"[A-Za-z0-9._:%\[\],/-]*", "addresses as host:port")

@@ -1,0 +1,36 @@
+"""llm-d: headers choose the pods; a sidecar beside the decode engine turns them into one of the other dialects.
+
+What it sends to the engines is NIXL (`nixlv2`), MoRIIO, Mooncake, the offload tier or SGLang.
+"""
+
+from typing import Final
+
+from kvparams.dialects.forms import ADDRESSES
+from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK
+from kvparams.dialects.table import Row, Table
+
+__all__ = ["LLM_D_TABLE"]
+
+LLM_D_TABLE: Final = Table(
+    name="llm-d",
+    title="llm-d headers",
+    extension="ai.llm-d.routing",
+    mode="pull",
+    order="prefill first",
+    carried=dict.fromkeys("PRD", "kv_transfer_params"),
+    mints="the sidecar, as its connector wants it",
+    software="llm-d-router",
+    source="llm-d-router ebab687 pkg/common/routing/common.go",
+    rows=(
+        Row("x-prefiller-host-port", ADDRESSES, "D", "the prefill pods to choose from", where="headers"),
+        Row("x-encoder-hosts-ports", ADDRESSES, "D", "the encoder pods", where="headers"),
+        Row("x-data-parallel-host-port", ADDRESSES, "D", "the rank of the decode pod", where="headers"),
+        Row("x-kv-cache-source-host-port", ADDRESSES, "D", "a pod that has a prefix of the prompt", where="headers"),
+        DATA_PARALLEL_RANK,
+        CACHE_SALT,
+    ),
+    notes=(
+        "The headers come with the one request that reaches the decode pod; the sidecar sends the prefill leg.",
+        "Which prefill pods a header may name, the sidecar checks only where that is switched on.",
+    ),
+)

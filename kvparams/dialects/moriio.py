@@ -1,0 +1,74 @@
+"""vLLM's MoRIIOConnector for AMD: decode reads (READ), or prefill writes while it computes (WRITE).
+
+The two modes carry the same keys; which one it is, the engines' settings say.
+"""
+
+from typing import Final
+
+from kvparams.dialects.forms import BLOCK_GROUPS, BLOCKS, FLAG, HOST, ID, PORT, RANK, SIZE, Each, Either, Whole
+from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, flags
+from kvparams.dialects.table import Row, Table
+
+__all__ = ["MORIIO_READ_TABLE", "MORIIO_WRITE_TABLE"]
+
+_SOURCE: Final = (
+    "vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/moriio/moriio_common.py (add_new_req) and "
+    "moriio_connector.py (request_finished)"
+)
+_ROWS: Final = (
+    *flags("P", "RD"),
+    Row("transfer_id", ID, "PRD", "by which both engines know the transfer", "RD", member="transfer.id"),
+    Row("remote_engine_id", ID, "PRD", "who holds the KV", "RD", member="producer.id", of="RD"),
+    Row("remote_block_ids", Either((BLOCK_GROUPS, BLOCKS)), "PRD", "the blocks that hold it; empty for WRITE", "RD"),
+    Row("remote_host", HOST, "PRD", "the other engine", "R"),
+    Row("remote_handshake_port", PORT, "PRD", "where it shakes hands", "R"),
+    Row("remote_notify_port", PORT, "PRD", "where it is told of blocks", "R"),
+    Row("remote_tp_size", Whole(0, 4096), "PD", "its tensor-parallel ranks; 0 is unknown"),
+    Row("tp_size", SIZE, "PRD", "the same under its older name"),
+    Row("remote_dp_size", SIZE, "PRD", "its data-parallel ranks"),
+    Row("remote_dp_size_local", Whole(0, 4096), "PRD", "of these in one pod; 0 where an outer balancer has them"),
+    Row("remote_dp_rank", RANK, "PRD", "the rank that holds the KV"),
+    Row("remote_dp_rank_override", FLAG, "PRD", "whether that rank is meant as it stands"),
+    Row("remote_hosts", Each(HOST, 4096), "PD", "its pods"),
+    Row("is_request_leader", FLAG, "PD", "whether this engine speaks for the others"),
+    PROMPT_TOKEN_IDS,
+    KV_HINT,
+    CACHE_SALT,
+    DATA_PARALLEL_RANK,
+)
+_NOTES: Final = (
+    "Where remote_host and the two ports are missing, the request id has to hold both addresses: "
+    "___prefill_addr_host:H,handshake:P,notify:P___decode_addr_..._ and 32 hexadecimal digits.",
+    "Both legs must be pinned to one rank, by x-data-parallel-rank and by remote_dp_rank, or decode hangs.",
+    "KV is kept only if prefill's one token ended by length.",
+)
+
+MORIIO_READ_TABLE: Final = Table(
+    name="moriio-read",
+    title="vLLM MoRIIOConnector, READ",
+    extension="ai.vllm.moriio",
+    mode="pull",
+    order="prefill first",
+    carried=dict.fromkeys("PRD", "kv_transfer_params"),
+    mints="the router: transfer_id; an engine that has none makes one up, another on each leg",
+    software="vLLM",
+    since="0.14",
+    source=_SOURCE,
+    rows=_ROWS,
+    notes=_NOTES,
+)
+
+MORIIO_WRITE_TABLE: Final = Table(
+    name="moriio-write",
+    title="vLLM MoRIIOConnector, WRITE",
+    extension="ai.vllm.moriio-write",
+    mode="push",
+    order="together",
+    carried=dict.fromkeys("PRD", "kv_transfer_params"),
+    mints="the router: transfer_id",
+    software="vLLM",
+    since="0.14",
+    source=f"{_SOURCE}; llm-d-router ebab687 pkg/sidecar/proxy/connector_nixlv2.go",
+    rows=_ROWS,
+    notes=("On the prefill leg remote_host and its ports are those of the decode engine.", *_NOTES),
+)

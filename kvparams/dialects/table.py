@@ -1,0 +1,253 @@
+"""A dialect as data: which native keys there are, where they stand, on which legs, and what they are in our document.
+
+A dialect is a `Table` of `Row`s, and each row reads like the engine's own documentation. The one rule: a native key is
+either one member of our document, or kept under the table's name in `extensions`; never both.
+
+Legs are letters: P the prefill request, R its answer, D the decode request, A its answer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, cast
+
+from pydantic import ValidationError
+
+from kvparams.dialects.forms import FLAG, JSON, Form
+from kvparams.dialects.message import ABSENT, Message, Path, look, place
+from kvparams.errors import InvalidParams, Problem
+from kvparams.params import Mode, Phase
+from kvparams.problems import invalid
+
+__all__ = ["LEGS", "PHASES", "Leg", "Order", "Row", "Table", "is_needed", "judge", "older"]
+
+Leg = Literal["P", "R", "D", "A"]
+Order = Literal["prefill first", "together", "either"]
+"""In which order the legs run: decode after prefill has answered; both at once; as the deployment likes."""
+
+LEGS: Final[Mapping[Phase, Leg]] = {"prefill": "P", "prefill_result": "R", "decode": "D", "decode_result": "A"}
+PHASES: Final[Mapping[Leg, Phase]] = {leg: phase for phase, leg in LEGS.items()}
+_VERSION: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6}){0,3}")
+_HEADER: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,128}")
+_VISIBLE: Final = re.compile(r"[!-~]{1,256}")
+_MOST_HEADERS: Final = 64
+
+
+def older(version: str, than: str) -> bool:
+    """Whether the release `version` came before `than`; both as `0.32.0`, further words (`.post1`) not counted."""
+    return _numbers(version) < _numbers(than)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = _VERSION.match(version)
+    if found is None:
+        raise InvalidParams((Problem(("engine",), "value", "is not a version such as 0.32.0"),))
+    numbers = [int(part) for part in found[0].split(".")]
+    return tuple(numbers + [0] * (4 - len(numbers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One native key."""
+
+    name: str
+    """As it is written; `lmcache.tag.*` stands for every key that begins like this."""
+    form: Form
+    legs: str = "PRD"
+    """Where engines or routers write it."""
+    says: str = ""
+    """In words: what it means."""
+    needed: str = ""
+    """The legs that are worth nothing without it."""
+    marks: Mapping[str, object] = field(default_factory=dict[str, object])
+    """By leg: the value by which it says which leg it is."""
+    tells: str = ""
+    """The leg that it is, where this has a value and nothing else decides."""
+    member: str | None = None
+    """Which member of our document it is, dotted; None where it has a meaning for the engine alone."""
+    of: str | None = None
+    """The legs on which it is that member; all of `legs` if not said."""
+    usual: Mapping[str, object] = field(default_factory=dict[str, object])
+    """By leg: what routers write where they have nothing to say."""
+    inside: tuple[str | int, ...] = ()
+    """Objects on the way to it."""
+    where: Literal["home", "body", "headers"] = "home"
+    """Inside what `Table.carried` says, in the body itself, or a header."""
+    since: str | None = None
+    """The release of the engine that brought it, in this form."""
+    until: str | None = None
+    """The release from which on it is no longer there, or no longer in this form."""
+
+    def fits(self, engine: str | None) -> bool:
+        """Whether an engine of this release knows it; None is any."""
+        if engine is None:
+            return True
+        return not (self.since and older(engine, self.since)) and not (self.until and not older(engine, self.until))
+
+    def is_member(self, leg: Leg) -> bool:
+        """Whether it is a member of our document on this leg."""
+        return self.member is not None and leg in (self.legs if self.of is None else self.of)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Table:
+    """A dialect."""
+
+    name: str
+    """As it is registered, in the entry-point group `kvparams.dialects`."""
+    title: str
+    extension: str
+    """A domain name backwards, under which `extensions` keeps what only this dialect knows."""
+    mode: Mode
+    order: Order
+    carried: Mapping[str, str]
+    """For each leg that exists the object that holds the native keys, dotted; empty for the body itself."""
+    mints: str
+    """Who makes the id by which both sides know the transfer, and which it is."""
+    software: str
+    """What speaks it; `since` and `until` are releases of this."""
+    source: str
+    """File and version."""
+    rows: Sequence[Row] = ()
+    since: str | None = None
+    """The first release that speaks it."""
+    until: str | None = None
+    """The first release that does not any more."""
+    request_id: str | None = None
+    """The form of the request id, where it carries more than an id."""
+    notes: Sequence[str] = ()
+    """What one has to know besides."""
+    family: str | None = None
+    """What the native keys of several dialects have in common: from one to the other they go as they are."""
+    like: "Table | None" = None
+    """Whose messages these are as well: nobody can tell the two apart."""
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r})"
+
+    @property
+    def fits(self) -> str:
+        """Which releases speak it, in words."""
+        words = [f"from {self.since}" if self.since else "", f"before {self.until}" if self.until else ""]
+        return " ".join([self.software, *filter(None, words)])
+
+    def home(self, leg: Leg) -> Path:
+        """The path to the object that holds the native keys."""
+        return place(self.carried[leg])
+
+    def path(self, row: Row, leg: Leg) -> Path:
+        """Where the row's key stands: a path that begins with `body` or `headers`."""
+        if row.where == "headers":
+            return ("headers", row.name)
+        before = self.home(leg) if row.where == "home" else ()
+        return ("body", *before, *row.inside, row.name)
+
+    def known(self, engine: str | None = None) -> Iterator[Row]:
+        """The rows of that release."""
+        return (row for row in self.rows if row.fits(engine))
+
+
+def judge(table: Table, message: Message, leg: Leg, engine: str | None = None) -> list[Problem]:
+    """Everything that is wrong with a message on this leg; paths begin with `request_id`, `headers`, or in the body."""
+    problems = _outline(table, message, leg)
+    if engine is not None and not Row("", FLAG, since=table.since, until=table.until).fits(engine):
+        problems.append(Problem(("engine",), "value", f"speaks no {table.name}: that is {table.fits}"))
+    if problems:
+        return problems
+    tree = {"body": message.body, "headers": message.headers}
+    blocked = _blocked(table, tree, leg)
+    problems += blocked.values()
+    found: dict[Path, list[Row]] = {}
+    for row in table.known(engine):
+        for path in _paths(table, row, tree, leg):
+            found.setdefault(path, []).append(row)
+    for path, rows in found.items():
+        value = look(tree, path)
+        shown = path[1:] if path[0] == "body" else path
+        if any(shown[:length] in blocked for length in range(1, len(shown))):
+            continue
+        if value is ABSENT or value is None:
+            if any(is_needed(row, leg, engine) for row in rows):
+                problems.append(Problem(shown, "missing", "Field required"))
+        else:
+            faults = [row.form.fault(value, shown) for row in rows]
+            if None not in faults:
+                problems.append(next(fault for fault in reversed(faults) if fault is not None))
+            elif any(leg in row.marks and row.marks[leg] != value for row in rows):
+                problems.append(Problem(shown, "value", "is of another leg"))
+    return problems
+
+
+def is_needed(row: Row, leg: Leg, engine: str | None) -> bool:
+    """Whether it must be there. What came with some release is asked for only of an engine that is known to have it."""
+    if leg in row.marks:
+        return True
+    return leg in row.needed and (row.since is None or engine is not None)
+
+
+def _outline(table: Table, message: Message, leg: Leg) -> list[Problem]:
+    problems: list[Problem] = []
+    if _VISIBLE.fullmatch(message.request_id) is None:
+        problems.append(Problem(("request_id",), "value", "is not 1 to 256 visible ASCII characters"))
+    elif table.request_id is not None and re.fullmatch(table.request_id, message.request_id) is None:
+        problems.append(Problem(("request_id",), "value", "is not of the form that this dialect gives it"))
+    if len(message.headers) > _MOST_HEADERS:
+        problems.append(Problem(("headers",), "length", f"at most {_MOST_HEADERS} headers"))
+    for name, value in message.headers.items():
+        if _HEADER.fullmatch(name) is None or not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            problems.append(Problem(("headers", name), "value", "a header has a name in lower case, and text"))
+    try:
+        JSON.validate_python(_unknown(table, message.body, leg))
+    except ValidationError as error:
+        problems += invalid(error).problems
+    return problems
+
+
+def _unknown(table: Table, body: Mapping[str, object], leg: Leg) -> dict[str, object]:
+    """The body without what the rows judge: a list of token ids may be longer than one that nobody understands."""
+    rest = dict(body)
+    for row in table.rows:
+        path = table.path(row, leg)
+        if path[0] != "body":
+            continue
+        holder: object = rest
+        for part in path[1:-1]:
+            inner = look(holder, (part,))
+            if isinstance(inner, dict):
+                inner = dict(cast("Mapping[str, object]", inner))
+            elif isinstance(inner, list):
+                inner = list(cast("list[object]", inner))
+            else:
+                break
+            cast("dict[str | int, object]", holder)[part] = inner
+            holder = inner
+        else:
+            if isinstance(holder, dict):
+                cast("dict[object, object]", holder).pop(path[-1], None)
+    return rest
+
+
+def _blocked(table: Table, tree: Mapping[str, object], leg: Leg) -> dict[Path, Problem]:
+    """Objects on the way to native keys that are no objects. Null is the same as nothing there."""
+    problems: dict[Path, Problem] = {}
+    ways = {table.home(leg), *(table.path(row, leg)[1:-1] for row in table.rows if row.where != "headers")}
+    for way in ways:
+        for length in range(1, len(way) + 1):
+            value = look(tree, ("body", *way[:length]))
+            if value is ABSENT or value is None:
+                break
+            listed = length < len(way) and isinstance(way[length], int)
+            if not isinstance(value, list if listed else dict):
+                words = "a list" if listed else "an object"
+                problems[way[:length]] = Problem(way[:length], "type", f"Input should be {words}")
+                break
+    return problems
+
+
+def _paths(table: Table, row: Row, tree: Mapping[str, object], leg: Leg) -> list[Path]:
+    path = table.path(row, leg)
+    if not row.name.endswith("*"):
+        return [path]
+    holder = look(tree, path[:-1])
+    names: Mapping[str, object] = cast("Mapping[str, object]", holder) if isinstance(holder, dict) else {}
+    return [(*path[:-1], name) for name in names if name.startswith(row.name[:-1])]

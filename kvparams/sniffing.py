@@ -1,0 +1,155 @@
+"""Which dialect a message is in, where nobody has said.
+
+The one rule: no guess. Many dialects share keys (a prefill request of NIXL is one of NixlPush as well); where more than
+one fits, the answer is to ask for the connector that the engine is declared with.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, cast
+
+from kvparams.dialects.message import ABSENT, Message, look
+from kvparams.dialects.table import LEGS, PHASES, Leg, Table, judge
+from kvparams.errors import KVParamsError
+from kvparams.params import Phase
+
+__all__ = ["Ambiguous", "Match", "Unrecognised", "matches", "pick", "sniff"]
+
+
+class Unrecognised(KVParamsError, ValueError):
+    """No registered dialect has these keys."""
+
+
+class Ambiguous(KVParamsError, ValueError):
+    """Several dialects say it with the same keys. `candidates` names them."""
+
+    def __init__(self, candidates: tuple[str, ...]) -> None:
+        super().__init__(candidates)
+        self.candidates = candidates
+
+    def __str__(self) -> str:
+        return f"this can be any of {', '.join(self.candidates)}; say which connector the engine is declared with"
+
+
+class Match(NamedTuple):
+    """A dialect in which the message is valid."""
+
+    table: Table
+    phases: tuple[Phase, ...]
+    """On which legs."""
+    known: int
+    """Keys that it knows on one of them."""
+    foreign: int
+    """Keys beside them that it does not."""
+
+
+def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None) -> Match:
+    """The one dialect that the message is in.
+
+    Args:
+        message: with the members of a dialect, and nothing of the client's own request (see `pick`).
+        tables: the dialects that there are.
+        phase: which leg it is, where that is known.
+
+    Raises:
+        Unrecognised: none has these keys, or with these values.
+        Ambiguous: several have.
+    """
+    found = matches(message, tables, phase)
+    if not found:
+        raise Unrecognised("no registered dialect has these keys with such values; name the dialect to learn why")
+    names = {one.table for one in found}
+    found = [one for one in found if one.table.like not in names]  # told apart by nobody, and needs not be
+    if len(found) > 1:
+        raise Ambiguous(tuple(one.table.name for one in found))
+    return found[0]
+
+
+def matches(message: Message, tables: Iterable[Table], phase: Phase | None = None) -> list[Match]:
+    """The dialects in which it is valid and that know most of its keys; none that knows none of them."""
+    found: list[Match] = []
+    for table in tables:
+        legs: dict[Phase, tuple[int, int]] = {}
+        for leg in _legs(table):
+            known, foreign = _count(table, message, leg)
+            if known and phase in (None, PHASES[leg]) and not judge(table, message, leg):
+                legs[PHASES[leg]] = known, foreign
+        if legs:
+            least = min(foreign for _, foreign in legs.values())
+            phases: tuple[Phase, ...] = tuple(one for one, (_, foreign) in legs.items() if foreign == least)
+            phases = _told(table, message, phases) or phases
+            found.append(Match(table, phases, max(known for known, _ in legs.values()), least))
+    least = min((one.foreign for one in found), default=0)
+    return [one for one in found if one.foreign == least]
+
+
+def _told(table: Table, message: Message, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The first of these legs that a value tells."""
+    tree = {"body": message.body, "headers": message.headers}
+    for phase in phases:
+        leg = LEGS[phase]
+        if any(leg in row.tells and look(tree, table.path(row, leg)) not in (ABSENT, None, []) for row in table.rows):
+            return (phase,)
+    return ()
+
+
+def pick(table: Table, message: Message) -> Message:
+    """Of a whole request or answer, what belongs to the dialect; on whichever leg."""
+    roots = {path[1] for path in _all_paths(table) if path[0] == "body"}
+    names = {path[1] for path in _all_paths(table) if path[0] == "headers"}
+    return Message(
+        message.request_id,
+        {name: value for name, value in message.body.items() if name in roots},
+        {name: value for name, value in message.headers.items() if name in names},
+    )
+
+
+def _all_paths(table: Table) -> set[tuple[str | int, ...]]:
+    homes = {("body", *table.home(leg)) for leg in _legs(table) if table.home(leg)}
+    return homes | {table.path(row, leg) for row in table.rows for leg in _legs(table)}
+
+
+def _legs(table: Table) -> list[Leg]:
+    return [leg for leg in PHASES if leg in table.carried]
+
+
+def _object(value: object) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+
+
+def _count(table: Table, message: Message, leg: Leg) -> tuple[int, int]:
+    """Keys that the dialect knows on this leg, and those that it does not."""
+    tree = {"body": message.body, "headers": message.headers}
+    known: set[tuple[str | int, ...]] = set()
+    if table.request_id is not None and re.fullmatch(table.request_id, message.request_id):
+        known.add(("request_id",))
+    for row in table.rows:
+        path = table.path(row, leg)
+        if leg not in row.legs:
+            continue
+        if row.name.endswith("*"):
+            names = [name for name in _object(look(tree, path[:-1])) if name.startswith(row.name[:-1])]
+            known |= {(*path[:-1], name) for name in names}
+        elif look(tree, path) is not ABSENT:
+            known.add(path)
+    ways = {path[:length] for path in known for length in range(1, len(path))}
+    return len(known), _foreign(tree, (), known, ways)
+
+
+def _foreign(value: object, path: tuple[str | int, ...], known: set[tuple[str | int, ...]], ways: object) -> int:
+    """Members that are neither known nor on the way to one that is."""
+    if path in known:
+        return 0
+    if path and path not in cast("set[tuple[str | int, ...]]", ways):
+        return _leaves(value)
+    if isinstance(value, list):
+        entries = cast("list[object]", value)
+        return sum(_foreign(inner, (*path, index), known, ways) for index, inner in enumerate(entries))
+    return sum(_foreign(inner, (*path, name), known, ways) for name, inner in _object(value).items())
+
+
+def _leaves(value: object) -> int:
+    """An object counts as many keys as it has, anything else as one."""
+    if isinstance(value, Mapping) and value:
+        return sum(_leaves(inner) for inner in _object(cast("object", value)).values())
+    return 0 if isinstance(value, Mapping) else 1

@@ -1,0 +1,1 @@
+"""What `kvparams validate`, `kvparams translate` and `kvparams explain` do."""

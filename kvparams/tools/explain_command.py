@@ -1,0 +1,65 @@
+"""`kvparams explain`: in words, what a document or a message means, and what is wrong with it."""
+
+import argparse
+from typing import Final
+
+from kvparams.codec import parse
+from kvparams.dialects.registry import tables
+from kvparams.errors import InvalidParams
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
+from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
+from kvparams.tools.words import explained, given_in_words, told
+
+__all__ = ["COMMAND"]
+
+_EPILOG: Final = f"""{FORMS}
+example:
+
+  kvparams explain answer.json
+  kvparams explain --dialect mooncake request.json
+  echo '{{"do_remote_prefill": true, "remote_port": 0}}' | kvparams explain --dialect nixl --phase decode
+  kvparams explain --dialect nixl --about
+
+With --about no file is read: the dialect itself is explained, every key of it.
+"""
+
+
+class ExplainCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Say in words what a KV-transfer document of any dialect means, and what is wrong with it."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The file, and what is known about it."""
+        parser.epilog = _EPILOG
+        add_file(parser)
+        parser.add_argument("--dialect", metavar="NAME", help=f"{OURS} for our document (default: what fits)")
+        add_phase(parser)
+        add_engine(parser, "the release of the engine; keys that it does not know are then said to be unknown")
+        parser.add_argument("--about", action="store_true", help="explain the dialect itself")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; the status is 1 where something is wrong."""
+        table = named(arguments.dialect)
+        if arguments.about:
+            for one in [table] if table else tables().values():
+                print("\n".join(explained(one)), end="\n\n")
+            return 0
+        found = load(arguments.file)
+        document = document_in(found)
+        if arguments.dialect == OURS or (table is None and document is not None):
+            try:
+                lines = told(parse(found if document is None else document))
+            except InvalidParams as error:
+                print("This is meant to be a document of ours, and it is not valid:")
+                print("\n".join(f"  {problem}" for problem in error.problems))
+                return 1
+            print("\n".join(lines))
+            return 0
+        given = recognise(message_of(found, arguments.request_id), tables().values(), table, arguments.phase, found)
+        lines, right = given_in_words(given, arguments.engine)
+        print("\n".join(lines))
+        return 0 if right else 1
+
+
+COMMAND: Final = ExplainCommand()

@@ -1,0 +1,84 @@
+"""`kvparams translate`: say in one dialect what was said in another, and name what cannot be said."""
+
+import argparse
+import json
+import sys
+from typing import Final
+
+from kvparams.codec import dump, parse
+from kvparams.dialects.registry import tables
+from kvparams.errors import InvalidParams
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
+from kvparams.tools.reading import OURS, Unreadable, document_in, load, message_of, recognise
+from kvparams.translation import LossyTranslation, Translated, decode, rephrase, translate
+
+__all__ = ["COMMAND"]
+
+_EPILOG: Final = f"""{FORMS}
+example:
+
+  kvparams translate --from nixl --to {OURS} answer.json       what it says, as our document
+  kvparams translate --from {OURS} --to mooncake document.json  and back
+  kvparams translate --from nixl --to sglang request.json      the same intent for another engine
+  kvparams translate --from nixl --to nixl --engine 0.14.0 answer.json
+
+The message goes to standard output as {{"request_id", "body", "headers"}}. What the other dialect has no words for is
+an error that names it (status 1); with --lossy it is written without, and that is named on standard error. Where KV
+lies is never translated: block ids and addresses are of use only to the connector that made them.
+"""
+
+
+class TranslateCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Translate between our document and what engines read and write."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The file, from what, to what."""
+        parser.epilog = _EPILOG
+        add_file(parser)
+        parser.add_argument(
+            "--from", dest="source", metavar="A", help=f"the dialect of FILE, or {OURS} (default: fits)"
+        )
+        parser.add_argument("--to", dest="target", metavar="B", required=True, help=f"the dialect wanted, or {OURS}")
+        add_phase(parser)
+        add_engine(parser, "the release of the engine that shall read it")
+        parser.add_argument("--lossy", action="store_true", help="write it although something is lost")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it."""
+        found = load(arguments.file)
+        source, target = named(arguments.source), named(arguments.target)
+        document = document_in(found)
+        try:
+            if arguments.source == OURS or (source is None and document is not None):
+                params = parse(found if document is None else document)
+            else:
+                message = message_of(found, arguments.request_id)
+                given = recognise(message, tables().values(), source, arguments.phase, found)
+                for line in given.guessed:
+                    print(line, file=sys.stderr)
+                source = given.table
+                params = decode(source, given.message, given.phase)
+            if target is None:
+                print(json.dumps(dump(params), indent=2, ensure_ascii=False))
+                return 0
+            if source is None:
+                written = rephrase(target, params, arguments.engine)
+            else:
+                written = translate(source, target, params, arguments.engine)
+        except InvalidParams as error:
+            raise Unreadable(str(error)) from error
+        return _say(written, target.name, lossy=arguments.lossy)
+
+
+def _say(written: Translated, name: str, *, lossy: bool) -> int:
+    if written.lost:
+        print(LossyTranslation(name, written.lost), file=sys.stderr)
+        if not lossy:
+            return 1
+    print(json.dumps(written.message.to_json(), indent=2, ensure_ascii=False))
+    return 0
+
+
+COMMAND: Final = TranslateCommand()

@@ -1,0 +1,67 @@
+"""`kvparams validate`: is this a document, or a message of a dialect, and what is wrong with it."""
+
+import argparse
+import sys
+from typing import Final
+
+from kvparams.codec import parse
+from kvparams.dialects.registry import tables
+from kvparams.dialects.table import LEGS, judge
+from kvparams.errors import InvalidParams
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
+from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
+
+__all__ = ["COMMAND"]
+
+_EPILOG: Final = f"""{FORMS}
+example:
+
+  kvparams validate request.json
+  kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
+
+Every problem is one line: where it is, what it is, and its kind in brackets. The status is 0 for what is valid, 1 for
+what is not, and 2 where that cannot be told.
+"""
+
+
+class ValidateCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Check a KV-transfer document, or what an engine reads or writes."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The file, and what is known about it."""
+        parser.epilog = _EPILOG
+        add_file(parser)
+        parser.add_argument("--dialect", metavar="NAME", help=f"{OURS} for our document (default: what fits)")
+        add_phase(parser)
+        add_engine(parser, "the release of the engine; without it, what any release accepts is valid")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it."""
+        found = load(arguments.file)
+        table, document = named(arguments.dialect), document_in(found)
+        if arguments.dialect == OURS or (table is None and document is not None):
+            try:
+                parse(found if document is None else document)
+            except InvalidParams as error:
+                return _refused(error)
+            print("valid: a document of ours")
+            return 0
+        given = recognise(message_of(found, arguments.request_id), tables().values(), table, arguments.phase, found)
+        for line in given.guessed:
+            print(line, file=sys.stderr)
+        problems = judge(given.table, given.message, LEGS[given.phase], arguments.engine)
+        if problems:
+            return _refused(InvalidParams(tuple(problems)))
+        print(f"valid: {given.table.title}, {given.phase}")
+        return 0
+
+
+def _refused(error: InvalidParams) -> int:
+    for problem in error.problems:
+        print(problem)
+    return 1
+
+
+COMMAND: Final = ValidateCommand()

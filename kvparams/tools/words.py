@@ -1,0 +1,157 @@
+"""Documents and messages in words, for people.
+
+The one rule: values are shown, because the reader has them anyway; a salt and an HMAC are not.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Final, cast
+
+from kvparams.dialects.message import ABSENT, look
+from kvparams.dialects.table import LEGS, Leg, Row, Table, judge
+from kvparams.params import Endpoint, KVTransferParams, Mode, Phase
+from kvparams.tools.reading import Given
+from kvparams.translation import decode
+
+__all__ = ["explained", "given_in_words", "told"]
+
+_LEGS: Final[dict[Leg, str]] = {
+    "P": "prefill request",
+    "R": "prefill answer",
+    "D": "decode request",
+    "A": "decode answer",
+}
+_PHASES: Final[dict[Phase, str]] = {
+    "prefill": "It asks a prefill engine to compute the KV of a prompt",
+    "prefill_result": "A prefill engine says that KV can be had",
+    "decode": "It asks a decode engine to use KV that was computed elsewhere, and to answer the client",
+    "decode_result": "A decode engine says what it has used",
+    "release": "It says that this transfer's KV is needed no more",
+    "cancel": "It says that nobody waits for the answer any more",
+}
+_MODES: Final[dict[Mode, str]] = {
+    "store": "the KV goes through a store that both sides reach",
+    "pull": "the decode side fetches the KV from the prefill side",
+    "push": "the prefill side sends the KV to the decode side",
+    "rendezvous": "the two sides find each other at a third place",
+}
+_ORDERS: Final = {
+    "prefill first": "decode is sent when prefill has answered",
+    "together": "both legs are sent at once",
+    "either": "the legs may be sent one after the other or at once",
+}
+_SECRET: Final = frozenset({"cache_salt", "x-trtllm-disagg-auth"})
+_LONGEST: Final = 60
+
+
+def given_in_words(given: Given, engine: str | None = None) -> tuple[list[str], bool]:
+    """What a message means, and whether nothing is wrong with it."""
+    table, leg = given.table, LEGS[given.phase]
+    problems = judge(table, given.message, leg, engine)
+    lines = [f"{table.title}: {_LEGS[leg]} of request {given.message.request_id}."]
+    lines += [f"({line})" for line in given.guessed]
+    lines += [f"{_PHASES[given.phase]}; {_MODES[table.mode]}.", ""]
+    said = list(_keys(given, leg, engine))
+    lines += [*said, ""] if said else ["It has no native keys on this leg.", ""]
+    if problems:
+        return [*lines, "What is wrong:", *(f"  {problem}" for problem in problems)], False
+    params = decode(table, given.message, given.phase, engine)
+    lines += ["As our document: " + "; ".join(_members(params)) + "."]
+    lines += ["", "Worth knowing:", *(f"  {note}" for note in table.notes)] if table.notes else []
+    return lines, True
+
+
+def explained(table: Table) -> list[str]:
+    """The dialect itself."""
+    lines = [
+        f"{table.name}: {table.title}",
+        f"  spoken by {table.fits}; {_MODES[table.mode]}; {_ORDERS[table.order]}",
+        f"  the id is minted by {table.mints}",
+        f"  kept in our document under extensions.{table.extension}",
+        f"  source: {table.source}",
+    ]
+    for leg in _LEGS:
+        path = table.carried.get(leg)
+        if path is None:
+            continue
+        rows = [row for row in table.rows if leg in row.legs]
+        lines.append(f"  {_LEGS[leg]}, in {path or 'the body'}:" + ("" if rows else " nothing"))
+        lines += [f"    {_about(row, leg)}" for row in rows]
+    return [*lines, *(f"  note: {note}" for note in table.notes)]
+
+
+def told(params: KVTransferParams) -> list[str]:
+    """What a document of ours means."""
+    head = f"{_PHASES[params.phase]}; {_MODES[params.mode]}."
+    lines = [f"A document of ours, version {params.version}.", head]
+    return lines + [f"  {line}" for line in _members(params)]
+
+
+def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
+    tree = {"body": given.message.body, "headers": given.message.headers}
+    seen: set[tuple[str | int, ...]] = set()
+    for row in given.table.known(engine):
+        path = given.table.path(row, leg)
+        value = look(tree, path)
+        if value is ABSENT or path in seen:
+            continue
+        seen.add(path)
+        where = ".".join(str(part) for part in (path[1:] if path[0] == "body" else path))
+        place = f" (our {row.member})" if row.is_member(leg) else ""
+        note = "" if leg in row.legs else " -- means nothing on this leg"
+        yield f"  {where} = {_shown(row.name, value)}: {row.says or row.form.words}{place}{note}"
+    home = look(given.message.body, given.table.home(leg))
+    if given.table.home(leg) and isinstance(home, dict):
+        firsts = {path[len(given.table.home(leg)) + 1] for path in seen if path[0] == "body" and len(path) > 2}
+        for name in cast("dict[str, object]", home):
+            known = any(row.name.endswith("*") and name.startswith(row.name[:-1]) for row in given.table.rows)
+            if name not in firsts and not known:
+                yield f"  {name}: not known to this dialect{f' of release {engine}' if engine else ''}; kept as it is"
+
+
+def _members(params: KVTransferParams) -> Iterator[str]:
+    yield f"request {params.request_id}, transfer {params.transfer.id}, attempt {params.transfer.attempt}"
+    if params.prefix is not None:
+        yield f"it speaks of {params.prefix.count} tokens"
+    for name, keys in (("stored under", params.store_keys), ("found under", params.load_keys)):
+        if keys is not None:
+            yield f"KV is {name} {len(keys)} {'key' if len(keys) == 1 else 'keys'}"
+    for name, endpoint in (("computed by", params.producer), ("used by", params.consumer)):
+        if endpoint is not None:
+            yield f"{name} {_instance(endpoint)}"
+    if params.lease is not None:
+        yield f"kept for {params.lease.ttl_ms / 1000:g} s from its arrival"
+    if params.on_load_failure is not None:
+        yield f"if the KV is missing: {params.on_load_failure}"
+    if params.isolation is not None and params.isolation.cache_salt is not None:
+        yield "shared only under its cache salt"
+    if params.usage is not None:
+        counted = params.usage.model_dump(exclude_none=True)
+        yield "counted: " + ", ".join(f"{name} {value}" for name, value in counted.items())
+    if params.must_understand:
+        yield f"to be refused by whoever does not know {', '.join(params.must_understand)}"
+    for name, extension in (params.extensions or {}).items():
+        yield f"{name} keeps {', '.join(extension) or 'nothing'}"
+
+
+def _instance(endpoint: Endpoint) -> str:
+    run = f", run {endpoint.incarnation}" if endpoint.incarnation is not None else ""
+    at = f", readable at {endpoint.address}" if endpoint.address is not None else ""
+    return f"{endpoint.id}{run}{at}"
+
+
+def _about(row: Row, leg: Leg) -> str:
+    name = ".".join(str(part) for part in (*row.inside, row.name))
+    since = f", from {row.since}" if row.since else ""
+    until = f", before {row.until}" if row.until else ""
+    where = {"home": "", "body": " (in the body)", "headers": " (header)"}[row.where]
+    needed = "; needed" if leg in row.needed or leg in row.marks else ""
+    member = f"; our {row.member}" if row.is_member(leg) else ""
+    return f"{name}{where}: {row.says or row.form.words}; {row.form.words}{since}{until}{needed}{member}"
+
+
+def _shown(name: str, value: object) -> str:
+    if name in _SECRET and value is not None:
+        return "(not shown)"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,0 +1,78 @@
+"""What an engine asks before it acts on a request's KV parameters: keys from a file, and what was used already.
+
+The one rule: an engine has one gate for all its requests, and asks it once for each.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from kvparams.params import KVTransferParams
+from kvparams.trust.keyfile import FollowedKeyring
+from kvparams.trust.keyring import KeyringError
+from kvparams.trust.replay import ReplayWindow
+from kvparams.trust.verifying import SKEW_S, Reason, Untrusted, verify
+
+__all__ = ["Gate"]
+
+_log: Final = logging.getLogger(__name__)
+_LOOK_S: Final = 5.0
+"""How often the file of keys is looked at."""
+
+
+class Gate:
+    """See the module. Not for several threads at once."""
+
+    def __init__(
+        self,
+        keys: Path,
+        audience: str,
+        now: Callable[[], float],
+        *,
+        instance: str | None = None,
+        skew_s: float = SKEW_S,
+    ) -> None:
+        """Args:
+            keys: the file; read again when it changes.
+            audience: the pool that this engine belongs to.
+            now: the time, in seconds since 1970.
+            instance: this engine's name in the deployment, where it knows it.
+            skew_s: by how much its clock and a proxy's may differ.
+
+        Raises:
+            KeyringError: the keys cannot be used.
+        """
+        self._keys = FollowedKeyring(keys)
+        self._audience = audience
+        self._now = now
+        self._instance = instance
+        self._skew_s = skew_s
+        self._replay = ReplayWindow(now())
+        self.refused: dict[Reason, int] = {}
+        """How many were, and why."""
+
+    def admit(
+        self, kv_transfer_params: Mapping[str, object] | str | None, *, arrived: float | None = None, part: str = ""
+    ) -> KVTransferParams | None:
+        """See `kvparams.trust.verifying.verify`, which raises what this does."""
+        now = self._now()
+        try:
+            return verify(
+                kv_transfer_params,
+                self._keys.fresh(now, _LOOK_S, _complain),
+                self._audience,
+                now,
+                self._replay,
+                instance=self._instance,
+                arrived=arrived,
+                part=part,
+                skew_s=self._skew_s,
+            )
+        except Untrusted as error:
+            self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
+            raise
+
+
+def _complain(error: KeyringError) -> None:
+    _log.error("%s; the keys stay as they were", error)

@@ -1,0 +1,176 @@
+"""Documents that are signed: by a proxy that has the keys, for engines that have them too.
+
+A signature covers the whole document and, by their digest, the native keys beside it: what the engine will really use.
+The one rule: what is signed is what is sent. The text that goes out is the canonical form itself, with the signature's
+value put into it, so there is no second writer that could say something else.
+"""
+
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from itertools import count
+from secrets import token_hex
+from typing import Final, cast
+
+from pydantic_core import from_json, to_json
+
+from kvparams.codec import DOCUMENT_KEY
+from kvparams.errors import KVParamsError
+from kvparams.outline import beside, joined, sent_prefix
+from kvparams.params import KVTransferParams
+from kvparams.trust.canonical import UNSIGNED, canonical_json, fragments, native_members
+from kvparams.trust.keyring import Keyring
+
+__all__ = ["ALGORITHM", "LIFETIME_S", "MAX_LIFETIME_S", "NoSigningKey", "Signer"]
+
+ALGORITHM: Final = "hmac-sha256"
+LIFETIME_S: Final = 300
+"""For how long a signed document may be used: an engine may let a request wait before it looks at it."""
+MAX_LIFETIME_S: Final = 3600
+"""Longer ones are refused everywhere: whoever remembers nonces must be able to forget them."""
+_REMEMBERED: Final = 256
+"""Native texts whose canonical form is kept: those that are the same for every request."""
+
+
+class NoSigningKey(KVParamsError):
+    """None of the keys may sign at this time."""
+
+    def __str__(self) -> str:
+        return "no key may sign now: each begins later or has ended; `kvparams signing-keys rotate` makes one"
+
+
+class Signer:
+    """Signs for one audience. It keeps no time of its own, and hands out no nonce twice."""
+
+    __slots__ = (
+        "_audience",
+        "_head",
+        "_keyring",
+        "_lifetime_s",
+        "_natives",
+        "_now",
+        "_numbers",
+        "_run",
+        "_second",
+        "_tag",
+    )
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        audience: str,
+        now: Callable[[], float],
+        lifetime_s: int = LIFETIME_S,
+    ) -> None:
+        """Args:
+            keyring: its newest valid key signs.
+            audience: the name of the pool of engines that the documents are for, 1 to 256 visible ASCII characters.
+            now: the time, in seconds since 1970.
+            lifetime_s: for how long a document may be used, at most an hour.
+
+        Raises:
+            ValueError: the audience or the lifetime is something else.
+        """
+        if not 0 < len(audience) <= 256 or not all("!" <= character <= "~" for character in audience):
+            raise ValueError("an audience is 1 to 256 visible ASCII characters")
+        if not 1 <= lifetime_s <= MAX_LIFETIME_S:
+            raise ValueError(f"a signed document may be used for 1 to {MAX_LIFETIME_S} seconds")
+        self._keyring = keyring
+        self._audience = to_json(audience)
+        self._now = now
+        self._lifetime_s = lifetime_s
+        self._run = token_hex(12).encode()
+        self._numbers = count()
+        self._natives: dict[bytes, bytes] = {}
+        self._second = -1
+        self._head = b""
+        self._tag: Callable[[bytes], str] = _no_key
+
+    def use(self, keyring: Keyring) -> None:
+        """Sign with the keys of this one from now on; from another thread it may be one second later."""
+        self._keyring = keyring
+        self._second = -1  # so the next one asks for its key
+
+    def native(self, keys: bytes | Mapping[str, object]) -> bytes:
+        """Native keys in canonical form, as `carrier` takes them.
+
+        Args:
+            keys: the object, of which `kvparams.trust.canonical.UNSIGNED` is left out; or its text, which has none of
+                these: what was asked before is found at once.
+
+        Raises:
+            NotCanonical: they cannot be signed; for example there is a float among them.
+            ValueError: they are no text of a JSON object.
+        """
+        if not isinstance(keys, bytes):
+            return canonical_json(keys if UNSIGNED.isdisjoint(keys) else native_members(keys))
+        known = self._natives.get(keys)
+        if known is None:
+            known = canonical_json(from_json(keys))
+            if len(self._natives) >= _REMEMBERED:
+                self._natives.clear()
+            self._natives[keys] = known
+        return known
+
+    def carrier(self, native: bytes, members: dict[str, bytes], prefix: bytes | None = None) -> bytes:
+        """The text of a whole `kv_transfer_params`: native keys, and a signed document.
+
+        Args:
+            native: from `native`; without the members of `kvparams.trust.canonical.UNSIGNED`.
+            members: all of the document, as `kvparams.trust.canonical.fragments` and `kvparams.outline` make them;
+                changed here.
+            prefix: the member `prefix` as it shall be sent, where that is another form than the canonical one.
+
+        Raises:
+            NoSigningKey: there is no key for this time.
+        """
+        second = int(self._now())
+        if second != self._second:
+            self._begin(second)
+        digest = sha256(native).hexdigest()
+        signature = b'%b%b","nonce":"%b-%x"' % (self._head, digest.encode(), self._run, next(self._numbers))
+        members["signature"] = signature
+        names = sorted(members)
+        at = names.index("signature")
+        before, after = joined(members, names[:at]), joined(members, names[at + 1 :])
+        tag = self._tag(b"{%b,%b},%b}" % (before, signature, after))
+        if prefix is not None:
+            members["prefix"] = prefix
+            before = joined(members, names[:at])
+        return beside(native, b'{%b,%b,"value":"%b"},%b}' % (before, signature, tag.encode(), after))
+
+    def sign(self, params: KVTransferParams, native: Mapping[str, object] | None = None) -> dict[str, object]:
+        """The value of `kv_transfer_params`: as `kvparams.write` makes it, with a signed document.
+
+        A signature that `params` has is replaced.
+
+        Args:
+            params: any document.
+            native: the engine's keys. `prompt_token_ids` among them is carried, and not signed.
+
+        Raises:
+            NoSigningKey: there is no key for this time.
+            NotCanonical: there is a float in the document or among the keys.
+        """
+        found = native or {}
+        text = self.carrier(self.native(native_members(found)), fragments(params), sent_prefix(params.prefix))
+        document = cast("dict[str, object]", from_json(text))[DOCUMENT_KEY]
+        aside = {name: value for name, value in found.items() if name in UNSIGNED and name != DOCUMENT_KEY}
+        return {**native_members(found), **aside, DOCUMENT_KEY: document}
+
+    def _begin(self, second: int) -> None:
+        """What all signatures of one second have in common: the text up to the digest of native keys, and the key."""
+        key = self._keyring.signing(second)
+        if key is None:
+            raise NoSigningKey
+        self._head = b'"signature":{"alg":"%b","aud":%b,"exp":%d,"iat":%d,"kid":"%b","native":"sha256:' % (
+            ALGORITHM.encode(),
+            self._audience,
+            second + self._lifetime_s,
+            second,
+            key.kid.encode(),
+        )
+        self._second, self._tag = second, key.tag
+
+
+def _no_key(text: bytes) -> str:
+    raise NoSigningKey

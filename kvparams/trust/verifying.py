@@ -1,0 +1,158 @@
+"""Whether a request's KV parameters come from somebody who has the key, are for us, and are new.
+
+An engine calls `verify` before it acts on anything in `kv_transfer_params`: on an address, a block or a key. The one
+rule: nothing is believed before the signature fits, and a nonce is used up only by a document that is right in
+everything else.
+"""
+
+from collections.abc import Mapping
+from hmac import compare_digest
+from typing import Final, Literal, cast, get_args
+
+from kvparams.codec import DOCUMENT_KEY, read_request
+from kvparams.errors import KVParamsError
+from kvparams.params import KVTransferParams, Signature
+from kvparams.problems import json_object
+from kvparams.trust.canonical import NotCanonical, canonical, canonical_json, digest_of, native_members
+from kvparams.trust.keyring import Keyring
+from kvparams.trust.replay import ReplayWindow
+from kvparams.trust.signing import ALGORITHM, MAX_LIFETIME_S
+
+__all__ = ["REASONS", "SKEW_S", "Reason", "Untrusted", "verify"]
+
+SKEW_S: Final = 30.0
+"""By how much two clocks may differ."""
+
+Reason = Literal[
+    "unsigned",  # native keys without a document, or a document without a signature
+    "algorithm",  # not one that is known here
+    "key",  # no key of this name here, or not one that was valid when the document was signed
+    "uncanonical",  # a float, or an integer of more than 64 bits: nobody can have signed it
+    "forged",  # the document is not the one that was signed
+    "native",  # the native keys are not those that were signed
+    "audience",  # for another pool
+    "instance",  # for another instance of the pool
+    "lifetime",  # it may be used for longer than is allowed, or for no time
+    "early",  # it was made in the future
+    "expired",
+    "replayed",  # used before; or older than what is remembered
+]
+"""In the order in which they are looked for."""
+REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
+
+_SAID: Final[Mapping[Reason, str]] = {
+    "unsigned": "carries no signature, and this engine wants one",
+    "algorithm": f"is signed in a way that is not known here; {ALGORITHM} is",
+    "key": "is signed with a key that is not known here, or was not valid then",
+    "uncanonical": "holds a number that cannot be signed",
+    "forged": "is not what was signed",
+    "native": "stands beside native keys that are not those that were signed",
+    "audience": "is for another pool of engines",
+    "instance": "is for another engine",
+    "lifetime": f"is good for longer than {MAX_LIFETIME_S} seconds, or for none",
+    "early": "was made in the future: the clocks here and there differ by too much",
+    "expired": "has expired",
+    "replayed": "was used before, or is older than what is remembered here",
+}
+
+
+class Untrusted(KVParamsError):
+    """KV parameters that must not be acted on. Callers tell why by `reason`; the message repeats nothing of them."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+    def __str__(self) -> str:
+        return f"the document {_SAID[self.reason]} [{self.reason}]"
+
+
+def verify(
+    kv_transfer_params: Mapping[str, object] | str | None,
+    keyring: Keyring,
+    audience: str,
+    now: float,
+    replay: ReplayWindow,
+    *,
+    instance: str | None = None,
+    arrived: float | None = None,
+    part: str = "",
+    skew_s: float = SKEW_S,
+) -> KVTransferParams | None:
+    """The document, if it may be acted on, and the native keys beside it; None where there is nothing to act on.
+
+    Args:
+        kv_transfer_params: as it came, before anything has changed it. Never modified.
+        keyring: the keys that are believed.
+        audience: the pool that this engine belongs to.
+        now: the time, in seconds since 1970.
+        replay: what was used already, in this engine.
+        instance: this engine's own name in the deployment, where it knows it: then what is for another is refused.
+        arrived: when the request arrived, if it has waited since; now, if not said.
+        part: which part of its request this is, where an engine is handed several (prompts, choices) with one and the
+            same document: each may use it once.
+        skew_s: by how much two clocks may differ.
+
+    Raises:
+        Untrusted: it must not be acted on.
+        InvalidParams: it breaks the protocol.
+    """
+    if isinstance(kv_transfer_params, str) and kv_transfer_params.strip(" \t\r\n") != "null":
+        kv_transfer_params = json_object(kv_transfer_params)
+    if not isinstance(kv_transfer_params, Mapping):
+        return read_request(kv_transfer_params)
+    carrier = kv_transfer_params
+    native = native_members(carrier)
+    if DOCUMENT_KEY not in carrier:
+        if native:
+            raise Untrusted("unsigned")
+        return None
+    params = cast("KVTransferParams", read_request(carrier))
+    signature = params.signature
+    if signature is None:
+        raise Untrusted("unsigned")
+    _judge(params, signature, native, keyring, skew_s)
+    if signature.aud != audience:
+        raise Untrusted("audience")
+    if instance is not None and _addressee(params) not in (instance, None):
+        raise Untrusted("instance")
+    if not 0 < signature.exp - signature.iat <= MAX_LIFETIME_S:
+        raise Untrusted("lifetime")
+    came = now if arrived is None else arrived
+    if signature.iat > came + skew_s:
+        raise Untrusted("early")
+    if signature.exp <= came - skew_s:
+        raise Untrusted("expired")
+    if signature.iat + skew_s < replay.since:
+        raise Untrusted("replayed")
+    if not replay.take(f"{signature.kid} {signature.nonce} {part}", signature.exp + skew_s, min(now, came)):
+        raise Untrusted("replayed")
+    return params
+
+
+def _judge(
+    params: KVTransferParams, signature: Signature, native: Mapping[str, object], keyring: Keyring, skew_s: float
+) -> None:
+    """Refuse what nobody with a key has signed."""
+    if signature.alg != ALGORITHM:
+        raise Untrusted("algorithm")
+    key = keyring.find(signature.kid)
+    if key is None or not key.valid(signature.iat, skew_s):
+        raise Untrusted("key")
+    try:
+        document, beside = canonical(params), canonical_json(native)
+    except NotCanonical:
+        raise Untrusted("uncanonical") from None
+    if not compare_digest(key.tag(document), signature.value):
+        raise Untrusted("forged")
+    if not compare_digest(digest_of(beside), signature.native):
+        raise Untrusted("native")
+
+
+def _addressee(params: KVTransferParams) -> str | None:
+    """Who shall act on it, where it says so."""
+    if params.phase == "prefill":
+        return None if params.producer is None else params.producer.id
+    if params.phase == "decode":
+        return None if params.consumer is None else params.consumer.id
+    return None

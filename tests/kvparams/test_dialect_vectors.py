@@ -1,0 +1,63 @@
+"""What engines really write, cited: each row of the vectors is judged and translated, and written back as it was."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvparams import InvalidParams, dump
+from kvparams.dialects.message import Message
+from kvparams.dialects.registry import tables
+from kvparams.translation import decode, encode
+from tests.kvparams.dialect_messages import same
+
+VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "dialects"
+Case = dict[str, Any]
+
+
+@cache
+def files() -> dict[str, Case]:
+    read = [json.loads(path.read_bytes()) for path in sorted(VECTORS.glob("*.json"))]
+    return {content["dialect"]: content for content in read}
+
+
+def cases() -> list[tuple[str, Case]]:
+    return [(name, case) for name, content in files().items() for case in content["cases"]]
+
+
+def name_of(value: object) -> str | None:
+    return value["name"] if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def test_every_dialect_has_vectors_of_every_leg_and_of_what_is_wrong() -> None:
+    registered = tables()
+    assert files().keys() == registered.keys()
+    for name, content in files().items():
+        assert (content["kind"], content["extension"], content["mode"]) == (
+            "dialect",
+            registered[name].extension,
+            registered[name].mode,
+        )
+        valid = {case["phase"] for case in content["cases"] if case["valid"]}
+        assert valid >= {"prefill", "prefill_result", "decode"}, name
+        assert any(not case["valid"] for case in content["cases"]), name
+        assert all(any(digit.isdigit() for digit in case["source"]) for case in content["cases"]), "file and version"
+
+
+@pytest.mark.parametrize(("name", "case"), cases(), ids=name_of)
+def test_the_sdk_translates_every_message_as_the_vector_says(name: str, case: Case) -> None:
+    """Spec-mandated, draft#15.1."""
+    table, engine = tables()[name], case.get("engine")
+    told = case["message"]
+    message = Message(told["request_id"], told["body"], told.get("headers", {}))
+    if not case["valid"]:
+        with pytest.raises(InvalidParams) as refused:
+            decode(table, message, case["phase"], engine)
+        found = [{"path": list(problem.path), "kind": problem.kind} for problem in refused.value.problems]
+        assert sorted(found, key=json.dumps) == sorted(case["problems"], key=json.dumps)
+        return
+    params = decode(table, message, case["phase"], engine)
+    assert same(dump(params), case["document"])
+    assert same(encode(table, params, engine).to_json(), told)

@@ -1,0 +1,165 @@
+"""Input that nobody has declared is recognised, or the connector is asked for; it is never guessed."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvparams import InvalidParams, KVParamsError
+from kvparams.dialects.message import Message
+from kvparams.dialects.nixl import NIXL_TABLE
+from kvparams.dialects.registry import tables
+from kvparams.dialects.table import PHASES
+from kvparams.sniffing import Ambiguous, Unrecognised, matches, pick, sniff
+from kvparams.translation import decode, encode
+from tests.kvparams.dialect_messages import JSON, NAMES
+
+VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "dialects"
+TABLES = tables()
+SIX = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+SPEC = {"req_id": "1", "receiver_host": "h", "receiver_init_port": [1], "receiver_alloc_port": [2]}
+
+
+def native(**members: object) -> Message:
+    return Message("7f3c", {"kv_transfer_params": members})
+
+
+def vectors() -> list[tuple[str, dict[str, Any]]]:
+    read = [json.loads(path.read_bytes()) for path in sorted(VECTORS.glob("*.json"))]
+    return [(one["dialect"], case) for one in read for case in one["cases"] if case["valid"] and "engine" not in case]
+
+
+@pytest.mark.parametrize(("name", "case"), vectors(), ids=lambda one: one["name"] if isinstance(one, dict) else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
+def test_what_engines_write_is_recognised_or_among_the_candidates(name: str, case: dict[str, Any]) -> None:
+    told = case["message"]
+    message = Message(told["request_id"], told["body"], told.get("headers", {}))
+    like = TABLES[name].like
+    names = {name} if like is None else {name, like.name}
+    candidates = matches(message, TABLES.values())
+    if not candidates:
+        assert not message.body.get("kv_transfer_params"), "only what says nothing at all is not recognised"
+        return
+    assert names & {one.table.name for one in candidates}
+    with suppress(Ambiguous):
+        found = sniff(message, TABLES.values())
+        assert found.table.name in names
+        assert case["phase"] in found.phases
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (native(**SIX, transfer_mode="pull"), "nixl"),
+        (native(prefix_prompt_ids=[1], kvcache_store_keys=["k"]), "trio"),
+        (native(do_remote_prefill=True, transfer_id="t", remote_engine_id="e", remote_bootstrap_addr="http://h"),
+         "mooncake"),
+        (native(remote_decoder={"kv_request_id": "k"}), "offload-p2p"),
+        (native(ret_first_tok=True, disagg_spec=SPEC), "lmcache-pd"),
+        (Message("r", {"bootstrap_room": 1, "bootstrap_host": "h"}), "sglang"),
+        (Message("r", {"disaggregated_params": {"request_type": "context_only", "schedule_style": 0}}), "trtllm"),
+        (Message("r", {}, {"x-prefiller-host-port": "h:1"}), "llm-d"),
+        (Message("___prefill_addr_h:1___decode_addr_h:2_" + "0" * 32), "p2p-nccl"),
+    ],
+)  # fmt: skip
+def test_keys_that_only_one_dialect_has_name_it(message: Message, name: str) -> None:
+    assert sniff(message, TABLES.values()).table.name == name
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        (native(**SIX), {"nixl", "nixl-push"}),
+        (native(do_remote_decode=True, do_remote_prefill=False, transfer_id="t"), {"mooncake", "moriio-read"}),
+    ],
+)
+def test_keys_that_several_have_are_asked_about(message: Message, names: set[str]) -> None:
+    with pytest.raises(Ambiguous) as asked:
+        sniff(message, TABLES.values())
+    assert names <= set(asked.value.candidates)
+
+
+@pytest.mark.parametrize(
+    ("members", "phases"),
+    [
+        ({"kvcache_load_keys": ["k"]}, ("decode",)),
+        ({"kvcache_load_keys": ["k"], "kvcache_store_keys": []}, ("decode",)),
+        ({"kvcache_load_keys": ["k"], "kvcache_store_keys": ["k"]}, ("prefill",)),
+        ({"kvcache_load_keys": None, "kvcache_store_keys": ["k"]}, ("prefill",)),
+        ({"prefix_prompt_ids": [1]}, ("prefill", "decode")),
+    ],
+)
+def test_the_leg_of_a_trio_is_told_by_its_keys(members: dict[str, object], phases: tuple[str, ...]) -> None:
+    """As draft#9.5 has it."""
+    assert sniff(native(**members), TABLES.values()).phases == phases
+
+
+@pytest.mark.parametrize(
+    "message", [native(), Message("r"), native(foo=1), native(remote_port=0), native(do_remote_decode=1)]
+)
+def test_what_nobody_says_is_not_recognised(message: Message) -> None:
+    with pytest.raises(Unrecognised):
+        sniff(message, TABLES.values())
+
+
+def test_what_is_not_the_dialects_is_left_aside() -> None:
+    body = {"model": "m", "kv_transfer_params": SIX, "cache_salt": "s"}
+    message = Message("r", body, {"accept": "*/*", "x-data-parallel-rank": "0"})
+    assert pick(NIXL_TABLE, message) == Message(
+        "r", {"kv_transfer_params": SIX, "cache_salt": "s"}, {"x-data-parallel-rank": "0"}
+    )
+    assert matches(message, [NIXL_TABLE])[0].phases == ("prefill",)
+
+
+KEYS = st.sampled_from(sorted({row.name for table in TABLES.values() for row in table.rows}))
+HOMES = st.sampled_from(
+    ["kv_transfer_params", "disaggregated_params", "disagg_prefill_resp", "choices", "bootstrap_info"]
+)
+
+
+MESSAGES = st.builds(
+    Message,
+    st.text(max_size=5) | st.just("7f3c"),
+    st.dictionaries(KEYS | HOMES | NAMES, JSON | st.dictionaries(KEYS | HOMES, JSON, max_size=4), max_size=4),
+    st.dictionaries(KEYS, st.text(max_size=3), max_size=2),
+)
+
+
+def is_judged(message: Message) -> None:
+    with suppress(KVParamsError):
+        found = sniff(message, TABLES.values())
+        assert found.known > 0
+    for table in TABLES.values():
+        for phase in PHASES.values():
+            with suppress(InvalidParams):
+                params = decode(table, message, phase)
+                assert encode(table, params) == message
+
+
+@settings(max_examples=20)
+@given(MESSAGES)
+def test_whatever_comes_is_judged_and_nothing_else_goes_wrong(message: Message) -> None:
+    is_judged(message)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_whatever_comes_at_length(
+    effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
+) -> None:
+    count = effort(150, 12_000)
+    settings(max_examples=count)(given(MESSAGES)(is_judged))()
+    record({"messages": count, "dialects": len(TABLES)})

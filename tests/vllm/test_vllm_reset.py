@@ -1,0 +1,65 @@
+"""An engine is given other weights while it runs: what is stored of the old ones is not used, and it shows if it is."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.processes import Processes, Server
+from tests.vllm.engines import complete, counters, start_engine, transfer_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def _answers(server: Server, prompts: Sequence[Sequence[int]], salt: str | None = None) -> list[list[int]]:
+    told: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+    return [
+        complete(server.url, prompt, return_token_ids=True, **told)["choices"][0]["token_ids"] for prompt in prompts
+    ]
+
+
+def _other_weights(server: Server, folder: Path) -> None:
+    """As one does it over vLLM's own endpoints."""
+    order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    assert httpx.post(f"{server.url}/collective_rpc", json=order, timeout=120).status_code == 200
+    reset = httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, timeout=60)
+    assert reset.json() == {"success": True}
+
+
+def test_kv_of_other_weights_is_not_used(
+    model: Path, make_tiny: Callable[..., Path], shared_memory: Path, tmp_path: Path
+) -> None:
+    chance = random.Random(14)
+    prompts = [[chance.randrange(300, 2000) for _ in range(size)] for size in (129, 300, 513)]
+    stored = 128 + 256 + 512
+    with Processes(tmp_path) as processes:
+        ours, keeping = (
+            start_engine(
+                processes,
+                name,
+                model,
+                "--no-enable-prefix-caching",
+                transfer=transfer_config(f"file://{shared_memory}/{name}?size=64MiB", extra=extra),
+                environment={"VLLM_SERVER_DEV_MODE": "1"},
+                core=core,
+            )
+            for core, (name, extra) in enumerate({"ours": {}, "keeping": {"keep_on_reset": True}}.items())
+        )
+        processes.wait_ready(ours, keeping, within_s=400)
+        before = _answers(ours, prompts)
+        assert _answers(keeping, prompts) == _answers(ours, prompts) == before
+        assert counters(ours)["vllm:kvparams_tokens_loaded_total"] == stored
+        for engine in (ours, keeping):
+            _other_weights(engine, make_tiny(1))
+        right = _answers(keeping, prompts, salt="never stored")
+        assert right != before
+        assert _answers(ours, prompts) == right
+        seen = counters(ours)
+        assert seen["vllm:kvparams_tokens_loaded_total"] == stored
+        assert seen["vllm:kvparams_resets_total"] == 1
+        assert _answers(ours, prompts) == right
+        assert counters(ours)["vllm:kvparams_tokens_loaded_total"] == 2 * stored  # of the new weights
+        assert _answers(keeping, prompts) != right  # told that weights never change, it believes what is stored
