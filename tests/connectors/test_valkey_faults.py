@@ -289,6 +289,7 @@ def test_a_primary_that_was_made_a_replica_is_left_for_the_new_one(
     store = open_store(server.url)
     opened.append(store)
     assert put(store, range(3)) == [Code.OK] * 3
+    wait_until(lambda: replica.ask("DBSIZE").startswith(":3"))
     promote(replica, server)
     assert put(store, range(6)) == [Code.EXISTS] * 3 + [Code.OK] * 3
     assert get(store, range(6)) == [Code.OK] * 6
