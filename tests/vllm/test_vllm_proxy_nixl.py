@@ -103,8 +103,10 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     prefilled = httpx.post(f"{pair.prefill.url}/v1/completions", json={**body, "kv_transfer_params": asked}, timeout=60)
     held = prefilled.json()["kv_transfer_params"]
-    time.sleep(3.0)
-    assert _in_use(pair.prefill) > 0
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:  # all the while, not at its end alone
+        assert _in_use(pair.prefill) > 0
+        time.sleep(0.1)
     fetched = httpx.post(f"{pair.decode.url}/v1/completions", json={**body, "kv_transfer_params": held}, timeout=60)
     assert fetched.status_code == 200
     _until(lambda: not _in_use(pair.prefill), _SOON_S)

@@ -7,13 +7,13 @@
 The one rule: a setting that is not known here is refused, with the known ones listed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
 from kvparams.seals import PageKeys
+from kvparams_connectors.engines.values import Values
 from kvparams_connectors.seal_keys import read_seal_keys
 from kvparams_connectors.settings import StoreError
 
@@ -73,24 +73,24 @@ class SGLangSettings:
         unknown = sorted(set(found) - set(known))
         if unknown:
             raise StoreError(f"{WHERE}: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
-        store = _text(found, "store")
+        given = Values(found, f"{WHERE}: ")
+        store = given.text("store")
         if store is None:
             raise StoreError(f"{WHERE}: store is not there; it is the store's URL: valkey://host:6379")
-        tenant = _text(found, "tenant")
+        tenant = given.text("tenant")
         if tenant is not None and len(tenant.encode()) > _MAX_TENANT:
             raise StoreError(f"{WHERE}: tenant is longer than {_MAX_TENANT} bytes")
-        keys = _text(found, "seal_keys")
         return cls(
             store=store,
-            model=_text(found, "model"),
-            revision=_text(found, "revision"),
+            model=given.text("model"),
+            revision=given.text("revision"),
             tenant=tenant,
-            deadline_s=_seconds(found, "deadline_s", 5.0),
-            lookup_s=_seconds(found, "lookup_s", 1.0),
-            arena_bytes=_whole(found, "arena_bytes"),
-            verify=_switch(found, "verify"),
-            self_test=_switch(found, "self_test"),
-            seal_keys=None if keys is None else Path(keys),
+            deadline_s=given.number("deadline_s", _MAX_S) or 5.0,
+            lookup_s=given.number("lookup_s", _MAX_S) or 1.0,
+            arena_bytes=given.whole("arena_bytes"),
+            verify=given.switch("verify", default=True),
+            self_test=given.switch("self_test", default=True),
+            seal_keys=given.path("seal_keys"),
         )
 
     def room_for(self, stored_bytes: int) -> int:
@@ -100,35 +100,3 @@ class SGLangSettings:
     def read_seals(self) -> PageKeys | None:
         """The tenant's keys of authenticated pages. Raises SealError if they cannot be read."""
         return None if self.seal_keys is None else read_seal_keys(self.seal_keys).for_tenant(self.tenant)
-
-
-def _text(found: Mapping[str, object], name: str) -> str | None:
-    value = found.get(name)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise StoreError(f"{WHERE}: {name} is {value!r}; it is text, not empty")
-    return value
-
-
-def _whole(found: Mapping[str, object], name: str) -> int | None:
-    value = found.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise StoreError(f"{WHERE}: {name} is {value!r}; it is a whole number, at least 1")
-    return value
-
-
-def _seconds(found: Mapping[str, object], name: str, default: float) -> float:
-    value = found.get(name, default)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and 0 < value <= _MAX_S)
-    ):
-        raise StoreError(f"{WHERE}: {name} is {value!r}; it is a number of seconds above 0, at most {_MAX_S:.0f}")
-    return float(value)
-
-
-def _switch(found: Mapping[str, object], name: str) -> bool:
-    value = found.get(name, True)
-    if not isinstance(value, bool):
-        raise StoreError(f"{WHERE}: {name} is {value!r}; it is true or false")
-    return value

@@ -7,13 +7,13 @@
 The one rule: a setting that is not known here is refused, with the known ones listed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, cast
 
 from kvparams_connectors.connector_settings import ConnectorSettings
+from kvparams_connectors.engines.values import Values
 from kvparams_connectors.grid import Grid
 from kvparams_connectors.settings import StoreError
 
@@ -82,23 +82,24 @@ class VLLMSettings:
         store = found.get("store")
         if not isinstance(store, str) or not store:
             raise StoreError(f"{_WHERE}.store is not there; it is the store's URL: valkey://host:6379")
+        given = Values(found, f"{_WHERE}.")
         settings = cls(
             store=store,
-            page_tokens=_whole(found, "page_tokens", PAGE_TOKENS),
-            model=_text(found, "model"),
-            revision=_text(found, "revision"),
+            page_tokens=given.whole("page_tokens") or PAGE_TOKENS,
+            model=given.text("model"),
+            revision=given.text("revision"),
             tensor_parallel_sizes=_sizes(found.get("tensor_parallel_sizes")),
-            deadline_s=_number(found, "deadline_s") or 5.0,
-            promise_s=_number(found, "promise_s") or 2.0,
-            arena_bytes=_whole(found, "arena_bytes", 1) if "arena_bytes" in found else None,
-            recompute_tokens_per_s=_number(found, "recompute_tokens_per_s"),
-            store_bytes_per_s=_number(found, "store_bytes_per_s"),
-            verify=_switch(found, "verify", default=True),
-            self_test=_switch(found, "self_test", default=True),
-            seal_keys=None if _text(found, "seal_keys") is None else Path(cast("str", found["seal_keys"])),
-            verify_with=None if _text(found, "verify_with") is None else Path(cast("str", found["verify_with"])),
-            audience=_text(found, "audience"),
-            keep_on_reset=_switch(found, "keep_on_reset", default=False),
+            deadline_s=given.number("deadline_s") or 5.0,
+            promise_s=given.number("promise_s") or 2.0,
+            arena_bytes=given.whole("arena_bytes"),
+            recompute_tokens_per_s=given.number("recompute_tokens_per_s"),
+            store_bytes_per_s=given.number("store_bytes_per_s"),
+            verify=given.switch("verify", default=True),
+            self_test=given.switch("self_test", default=True),
+            seal_keys=given.path("seal_keys"),
+            verify_with=given.path("verify_with"),
+            audience=given.text("audience"),
+            keep_on_reset=given.switch("keep_on_reset", default=False),
         )
         if settings.promise_s > settings.deadline_s:
             raise StoreError(f"{_WHERE}: promise_s is longer than deadline_s")
@@ -115,36 +116,6 @@ class VLLMSettings:
         """
         arena_bytes = self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * page_bytes)
         return ConnectorSettings(deadline_s=self.deadline_s, arena_bytes=arena_bytes, verify=self.verify, grid=grid)
-
-
-def _text(found: Mapping[str, object], name: str) -> str | None:
-    value = found.get(name)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is text, not empty")
-    return value
-
-
-def _whole(found: Mapping[str, object], name: str, default: int) -> int:
-    value = found.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is a whole number, at least 1")
-    return value
-
-
-def _number(found: Mapping[str, object], name: str) -> float | None:
-    value = found.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is a number above 0")
-    return float(value)
-
-
-def _switch(found: Mapping[str, object], name: str, *, default: bool) -> bool:
-    value = found.get(name, default)
-    if not isinstance(value, bool):
-        raise StoreError(f"{_WHERE}.{name} is {value!r}; it is true or false")
-    return value
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

@@ -9,12 +9,12 @@ vLLM keeps `type`, `module_path` and `backpressure` to itself. The one rule: a s
 refused, with the known ones listed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, Literal
 
+from kvparams_connectors.engines.values import Values
 from kvparams_connectors.settings import StoreError
 
 __all__ = ["TierSettings"]
@@ -71,45 +71,17 @@ class TierSettings:
         locality = mine.get("locality")
         if locality not in (None, "LOCAL", "REMOTE"):
             raise StoreError(f"{_WHERE}: locality is {locality!r}; it is LOCAL or REMOTE")
-        keys = _text(mine, "seal_keys")
+        given = Values(mine, f"{_WHERE}: ")
         return cls(
             store=store,
-            model=_text(mine, "model"),
-            revision=_text(mine, "revision"),
-            deadline_s=_seconds(mine, "deadline_s", 5.0),
-            lookup_s=_seconds(mine, "lookup_s", 1.0),
-            arena_bytes=_whole(mine, "arena_bytes"),
-            verify=_switch(mine, "verify", default=True),
-            self_test=_switch(mine, "self_test", default=True),
-            seal_keys=None if keys is None else Path(keys),
-            keep_on_reset=_switch(mine, "keep_on_reset", default=False),
+            model=given.text("model"),
+            revision=given.text("revision"),
+            deadline_s=given.number("deadline_s") or 5.0,
+            lookup_s=given.number("lookup_s") or 1.0,
+            arena_bytes=given.whole("arena_bytes"),
+            verify=given.switch("verify", default=True),
+            self_test=given.switch("self_test", default=True),
+            seal_keys=given.path("seal_keys"),
+            keep_on_reset=given.switch("keep_on_reset", default=False),
             locality=locality,
         )
-
-
-def _text(found: Mapping[str, object], name: str) -> str | None:
-    value = found.get(name)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise StoreError(f"{_WHERE}: {name} is {value!r}; it is text, not empty")
-    return value
-
-
-def _whole(found: Mapping[str, object], name: str) -> int | None:
-    value = found.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise StoreError(f"{_WHERE}: {name} is {value!r}; it is a whole number, at least 1")
-    return value
-
-
-def _seconds(found: Mapping[str, object], name: str, default: float) -> float:
-    value = found.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise StoreError(f"{_WHERE}: {name} is {value!r}; it is a number above 0")
-    return float(value)
-
-
-def _switch(found: Mapping[str, object], name: str, *, default: bool) -> bool:
-    value = found.get(name, default)
-    if not isinstance(value, bool):
-        raise StoreError(f"{_WHERE}: {name} is {value!r}; it is true or false")
-    return value
