@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (10 min; 3.4 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.4 GB into .venv-vllm)"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
@@ -64,6 +64,7 @@ install-vllm: .venv-vllm/.ready
 
 test-vllm: $(READY) install-vllm install-lmcache servers
 	.venv-vllm/bin/python -m pytest tests/vllm
+	$(BIN)/pytest tests/kvparams/test_dialect_sources.py
 
 # SGLang's package without its GPU libraries: host pools and controllers run on a CPU.
 install-sglang: .venv-sglang/.ready

@@ -3,14 +3,13 @@
 The one rule: a file that anybody but its owner may read or write is refused: who reads it can sign.
 """
 
-import fcntl
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Final
 
+from kvparams.trust.files import State, locked, replace_text, state_of
 from kvparams.trust.keyring import Keyring, KeyringError
 
 __all__ = ["FollowedKeyring", "change_keyring", "create_keyring", "read_keyring"]
@@ -18,9 +17,6 @@ __all__ = ["FollowedKeyring", "change_keyring", "create_keyring", "read_keyring"
 _MAX_BYTES: Final = 64 << 10
 _OTHERS: Final = 0o077
 _OWNER: Final = 0o600
-
-State = tuple[int, int, int, int]
-"""Which state of a file was read: another one has another."""
 
 
 def read_keyring(path: Path) -> Keyring:
@@ -52,7 +48,7 @@ class FollowedKeyring:
             KeyringError: it cannot be used; the keys stay as they were, and this state is not tried again.
         """
         try:
-            state: State | None = _state(self._path.stat())
+            state: State | None = state_of(self._path.stat())
         except OSError:
             state = None
         if state == self._state:
@@ -101,29 +97,13 @@ def change_keyring(path: Path) -> Generator[list[Keyring]]:
         folder = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise KeyringError(f"the folder {path.parent} cannot be opened: {error.strerror or 'failed'}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # the file itself is replaced, and a lock with it
+    with locked(folder):
         held = [read_keyring(path)]
         yield held
-        _replace(path, held[0].text())
-    finally:
-        os.close(folder)
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fchmod(file.fileno(), _OWNER)
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise KeyringError(f"{path} cannot be written: {error.strerror or 'failed'}") from error
+        try:
+            replace_text(path, held[0].text(), _OWNER)
+        except OSError as error:
+            raise KeyringError(f"{path} cannot be written: {error.strerror or 'failed'}") from error
 
 
 def _read(path: Path) -> tuple[Keyring, State]:
@@ -138,10 +118,6 @@ def _read(path: Path) -> tuple[Keyring, State]:
     if len(raw) > _MAX_BYTES:
         raise KeyringError(f"{path} is longer than {_MAX_BYTES} bytes: it holds no signing keys")
     try:
-        return Keyring.parse(raw), _state(status)
+        return Keyring.parse(raw), state_of(status)
     except KeyringError as error:
         raise KeyringError(f"{path}: {error}") from None
-
-
-def _state(status: os.stat_result) -> State:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -15,7 +15,8 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Final, NamedTuple, NoReturn
 
-from kvparams_proxy.clients.keys_file import KEY_BYTES, KeyRecord, KeysError, Signature, hash_key, read_keys, signature
+from kvparams.trust.files import State, state_of
+from kvparams_proxy.clients.keys_file import KEY_BYTES, KeyRecord, KeysError, hash_key, read_keys
 from kvparams_proxy.errors import ProxyError
 
 __all__ = ["Client", "KeyRing", "Unauthorized", "bind_salt"]
@@ -79,7 +80,7 @@ class KeyRing:
         self._nobody = _Entry(token_bytes(32), _FOREVER, Client("", "", 0, ""))
         """What an unknown id is compared with, so that it takes as long as a known one. Nothing hashes to it."""
         records, seen = read_keys(path)
-        self._seen: Signature | None = seen
+        self._seen: State | None = seen
         self._entries = _entries(records)
 
     def __len__(self) -> int:
@@ -126,10 +127,10 @@ class KeyRing:
                     _log.error("%s; the keys stay as they were", error)
             before = seen
 
-    def _look(self) -> Signature | None:
+    def _look(self) -> State | None:
         """The state of the file; None where there is none."""
         try:
-            return signature(self._path.stat())
+            return state_of(self._path.stat())
         except OSError:
             return None
 

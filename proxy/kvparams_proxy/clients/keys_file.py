@@ -7,7 +7,6 @@ Keys are made here, from 256 bits of randomness; nobody chooses one. So a plain 
 milliseconds. The one rule: a line that is not exactly as it should be refuses the whole file, by its number.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -19,22 +18,20 @@ from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex, token_urlsafe
 from stat import S_IWOTH
-from tempfile import NamedTemporaryFile
 from typing import Final
 
 from kvparams.errors import JSONTextError, KVParamsError
 from kvparams.jsontext import JSONLimits, load_object
+from kvparams.trust.files import State, locked, replace_text, state_of
 
 __all__ = [
     "KEY_BYTES",
     "KeyRecord",
     "KeysError",
-    "Signature",
     "change_keys",
     "hash_key",
     "new_key",
     "read_keys",
-    "signature",
 ]
 
 KEY_BYTES: Final = 60
@@ -49,9 +46,6 @@ _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_PRIORITY: Final = 1000
 _NAMES: Final = frozenset(("id", "tenant", "hash", "priority", "created", "expires"))
 _NEEDED: Final = ("id", "tenant", "hash", "created")
-
-Signature = tuple[int, int, int, int]
-"""Which state of a file was read: another one has another."""
 
 
 class KeysError(KVParamsError, ValueError):
@@ -105,7 +99,7 @@ def hash_key(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
-def read_keys(path: Path) -> tuple[dict[str, KeyRecord], Signature]:
+def read_keys(path: Path) -> tuple[dict[str, KeyRecord], State]:
     """The keys in a file, by id, and which state of it they are.
 
     Raises:
@@ -134,12 +128,7 @@ def read_keys(path: Path) -> tuple[dict[str, KeyRecord], Signature]:
         except (KeysError, JSONTextError) as error:
             raise KeysError(f"the keys file {path}, line {number}: {error}") from None
         records[record.id] = record
-    return records, signature(status)
-
-
-def signature(status: os.stat_result) -> Signature:
-    """Of a file's state."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return records, state_of(status)
 
 
 @contextmanager
@@ -155,29 +144,17 @@ def change_keys(path: Path) -> Generator[dict[str, KeyRecord]]:
         folder = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise KeysError(f"the folder {path.parent} cannot be opened: {error.strerror or 'failed'}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # the file itself is replaced, and a lock with it
+    with locked(folder):
         records = read_keys(path)[0] if path.exists() else {}
         yield records
         _write(path, records.values())
-    finally:
-        os.close(folder)
 
 
 def _write(path: Path, records: Iterable[KeyRecord]) -> None:
     lines = "".join(f"{_line(record)}\n" for record in records)
     try:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(lines)
-                file.flush()
-                os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        replace_text(path, lines, mode)
     except OSError as error:
         raise KeysError(f"the keys file {path} cannot be written: {error.strerror or 'failed'}") from error
 
