@@ -46,6 +46,9 @@ UNPROVEN = {
     "draft#12.2": "of proxies: shown by the proxy's tests",
     "draft#12.3": "of engines: nothing here opens a connection",
     "draft#12.5": "of proxies and engines: nothing here logs",
+    "draft#16.3": "of readers of events: shown with their feeding",
+    "draft#16.4": "of proxies: nothing here answers a request",
+    "draft#16.5": "of proxies: nothing here makes a seed or answers a client",
 }
 """What this package cannot show, because it is about those who use it."""
 

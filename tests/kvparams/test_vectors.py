@@ -43,7 +43,7 @@ def ordered(found: list[Case]) -> list[Case]:
 def test_every_kind_of_vector_is_there() -> None:
     """Guards the tests below against an empty list of cases."""
     kinds = {json.loads(path.read_bytes())["kind"] for path in VECTORS.glob("*.json")}
-    assert kinds == {"carrier", "document", "trio", "keys", "pages", "signature", "events"}
+    assert kinds == {"carrier", "document", "trio", "keys", "pages", "signature", "events", "chain"}
     assert {kind for kind in kinds if len(cases(kind)) > 10} == kinds
 
 
