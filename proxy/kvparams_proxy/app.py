@@ -21,10 +21,12 @@ from starlette.routing import Route
 
 from kvparams import plugins
 from kvparams.coordination import OneEngine
+from kvparams.dialects.registry import tables
 from kvparams.errors import PluginError
 from kvparams.plan import RequestManager
 from kvparams.retries import RetryBudget
 from kvparams.scheduling import Instance, Role, SchedulingPolicy
+from kvparams.trust.pinning import Pins
 from kvparams_proxy.clients.auth import KeyRing, Unauthorized
 from kvparams_proxy.clients.direct import DIRECT
 from kvparams_proxy.clients.endpoints import ENDPOINTS
@@ -75,6 +77,7 @@ def create_app(settings: Settings) -> Starlette:
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     manager = cast("Callable[..., RequestManager]", plugins.load("managers", settings.manager))
     dialects = known_dialects()
+    pins = Pins(tables().values())
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
     signing = None if settings.signing is None else FollowedSigner(settings.signing)
     signer = None if signing is None else signing.signer
@@ -123,6 +126,7 @@ def create_app(settings: Settings) -> Starlette:
             retries=RetryBudget(),
             releases=releases,
             addresses=addresses,
+            pins=pins,
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
         )
         split = manager() if signer is None else manager(signer)

@@ -16,10 +16,12 @@ from uuid import uuid4
 
 from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing, Place
+from kvparams.dialects.registry import tables
 from kvparams.errors import KVParamsError
 from kvparams.jsontext import edit, fields
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.trust.pinning import HandoffRefused, Pins
 from kvparams.trust.signing import Signer
 from kvparams_proxy.clients.endpoints import one_token
 from kvparams_proxy.fleet.bootstraps import Bootstraps, BootstrapServer
@@ -85,6 +87,7 @@ async def check_fleet(
         known: dict[Instance, _Known] = {}
         places: dict[Instance, Place] = {}
         bootstraps = Bootstraps(dialects, limits)
+        pins = Pins(tables().values())
         for instance, pool in engines.items():
             finding, found = await _look(instance, pool)
             yield finding
@@ -103,7 +106,7 @@ async def check_fleet(
                 said = f"no decode engine has the connector {prefill.dialect}: nothing could be handed on"
                 yield Finding("error", prefill.id, said)
             elif prefill in known and decode in known:
-                trial = _Trial(engines, dialects, places, prefill, decode, known, signer)
+                trial = _Trial(engines, dialects, places, prefill, decode, known, signer, pins)
                 yield await trial.run()
 
 
@@ -199,8 +202,10 @@ class _Trial:
         decode: Instance,
         known: Mapping[Instance, _Known],
         signer: Signer | None,
+        pins: Pins,
     ) -> None:
         self._signer = signer
+        self._pins = pins
         self._engines = engines
         self._dialects = dialects
         self._places = places
@@ -226,6 +231,10 @@ class _Trial:
     def one_token(self) -> Mapping[str, bytes | None]:
         """See `Context`."""
         return one_token("completions", self._body, fields(self._body))
+
+    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+        """See `Context`."""
+        self._pins.check(instance, said, self._engines[instance].reached)
 
     def now(self) -> float:
         """See `Context`."""
@@ -265,6 +274,9 @@ class _Trial:
                     step = plan.send(answer)
         except StopIteration:
             pass
+        except HandoffRefused as refused:
+            said = f"{refused.detail}: declare it with `addresses`, or correct what the engine says of itself"
+            return Finding("error", self._who, said)
         except HandoffMissing as missing:
             return Finding("error", self._who, str(missing))
         except LegFailed as failure:

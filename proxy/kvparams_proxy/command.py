@@ -85,6 +85,14 @@ class ProxyCommand:
             help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
             "(default: on the engine's host, port 8998)",
         )
+        engines.add_argument(
+            "--engine-address",
+            action="append",
+            default=[],
+            metavar="ADDRESS",
+            help="where engines that name no addresses may say that they are, beside the host of their URL: a host, "
+            "host:port or a network such as 10.1.0.0/16",
+        )
         for role in Role:
             engines.add_argument(
                 f"--{role}-labels",

@@ -22,7 +22,7 @@ from kvparams_proxy.clients.keys_file import KeysError, read_keys
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
 from kvparams_proxy.production_stack import StaticFleet
 from kvparams_proxy.registry.access import Places, load_access
-from kvparams_proxy.registry.checks import check_id, check_url, is_label, is_label_value
+from kvparams_proxy.registry.checks import check_addresses, check_id, check_url, is_label, is_label_value
 from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.file import FileProvider
 from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry
@@ -147,7 +147,12 @@ def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: Problem
         key_file=None if key_file is None else Path(key_file),
         tls=None if ca is None else EngineTLS(ca=Path(ca)),
     )
-    return replace(rules, connector=arguments.connector, selectors=selectors, places=places)
+    addresses: tuple[str, ...] = ()
+    try:
+        addresses = check_addresses(arguments.engine_address)
+    except ValueError as error:
+        problems.add("--engine-address", f"{error}")
+    return replace(rules, connector=arguments.connector, selectors=selectors, places=places, addresses=addresses)
 
 
 def _selector(role: Role, text: str, problems: Problems) -> Selector:
@@ -173,7 +178,8 @@ def _entries(arguments: argparse.Namespace, static: StaticFleet, rules: Rules, p
                 name, url = f"{role}-{number}", text
             bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
             try:
-                entry = Entry(check_id(name), check_url(url), role, rules.connector, bootstrap=bootstrap)
+                id, url = check_id(name), check_url(url)
+                entry = Entry(id, url, role, rules.connector, bootstrap=bootstrap, addresses=rules.addresses)
             except ValueError as error:
                 problems.add(f"--{role}, the {number + 1}. time", f"[NAME=]URL {error}")
             else:

@@ -23,7 +23,7 @@ NIXL: dict[str, Any] = {
     "do_remote_decode": False,
     "remote_engine_id": "e",
     "remote_block_ids": [[1, 2]],
-    "remote_host": "h",
+    "remote_host": "127.0.0.1",
     "remote_port": 1,
 }
 

@@ -40,8 +40,8 @@ def answer(body: bytes, *, status: bytes = b"200 OK", extra: bytes = b"") -> byt
     return head % (status, extra, len(body)) + body
 
 
-def instance(role: Role, url: str, dialect: str, number: int = 0) -> Instance:
-    return Instance(f"{role}-{number}", "boot-1", role, url, dialect)
+def instance(role: Role, url: str, dialect: str, number: int = 0, addresses: tuple[str, ...] = ()) -> Instance:
+    return Instance(f"{role}-{number}", "boot-1", role, url, dialect, addresses=addresses)
 
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -196,9 +196,15 @@ StartProxy = Callable[..., Awaitable[Proxy]]
 def proxy(stack: AsyncExitStack, direct: bool) -> StartProxy:
     """Start a proxy in front of engines: `await proxy(prefill=[url, ...], decode=[url, ...], dialect="nixl")`."""
 
-    async def start(prefill: Sequence[str], decode: Sequence[str], dialect: str = "nixl", **changes: object) -> Proxy:
+    async def start(
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        dialect: str = "nixl",
+        addresses: tuple[str, ...] = (),
+        **changes: object,
+    ) -> Proxy:
         instances = (
-            *(instance(Role.PREFILL, url, dialect, number) for number, url in enumerate(prefill)),
+            *(instance(Role.PREFILL, url, dialect, number, addresses) for number, url in enumerate(prefill)),
             *(instance(Role.DECODE, url, dialect, number) for number, url in enumerate(decode)),
         )
         settings = replace(Settings(instances, expose_route=True), **changes)  # pyright: ignore[reportArgumentType]

@@ -407,7 +407,7 @@ def test_texts_that_look_alike_are_two_texts() -> None:
 # through the proxy
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 4}
-NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}
+NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
 ANSWER = {"choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 1}, "kv_transfer_params": NIXL}
 
 

@@ -10,7 +10,7 @@ from kvparams.breaker import BreakerLimits
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 4}
-NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}
+NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
 GOOD = json.dumps(
     {"choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 1}, "kv_transfer_params": NIXL}
 ).encode()

@@ -20,7 +20,7 @@ from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from .test_bootstraps import Bootstrap
 
-NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}
+NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
 SERVES = {"data": [{"id": "tiny", "max_model_len": 100}]}
 Answer = dict[str, Any] | int
 """An object, or a status that stands for a failure."""

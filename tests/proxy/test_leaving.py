@@ -25,7 +25,7 @@ GOOD = json.dumps(
         "kv_transfer_params": {
             "remote_engine_id": "e",
             "remote_block_ids": [[1]],
-            "remote_host": "h",
+            "remote_host": "127.0.0.1",
             "remote_port": 1,
         },
     }

@@ -26,7 +26,7 @@ NIXL = {
     "remote_block_ids": [[812, 813]],
     "remote_engine_id": "engine-a",
     "remote_request_id": "cmpl-1-0-abc",
-    "remote_host": "10.0.0.7",
+    "remote_host": "127.0.0.1",
     "remote_port": 5600,
     "remote_blocks_expiry_time": None,
     "huge": 2**63 - 1,

@@ -1,6 +1,7 @@
 """How many events with content a stream had: in whatever spelling, cut wherever it is, whatever the model says."""
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +44,6 @@ class Owner:
 
     def stream_begun(self) -> None: ...
 
-    def stream_heard(self) -> None: ...
-
     def stream_ended(
         self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:
@@ -54,11 +53,10 @@ class Owner:
 def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, bytes]:
     client, owner = Client(), Owner()
     corrections = Corrections("r", Addresses(), choices=choices)
-    relay = Relay(client, b"", corrections, 1 << 20, owner, done=choices, choices=choices)
+    relay = Relay(client, b"", corrections, 1 << 20, owner, time.monotonic, done=choices, choices=choices)
     relay.on_head(Head(200, b"text/event-stream"))
     for part in parts:
         relay.on_body(part)
-        relay.on_flush()
     relay.on_done(None)
     assert owner.error is None
     return owner, client.got
@@ -104,9 +102,8 @@ def test_of_a_response_the_deltas_are_counted(compact: bool) -> None:
 
 def test_a_stream_that_fails_counts_what_was_sent() -> None:
     client, owner = Client(), Owner()
-    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, choices=True)
+    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, time.monotonic, choices=True)
     relay.on_head(Head(200, b"text/event-stream"))
     relay.on_body(event({"choices": [{"text": "a"}]}, True) * 3)
-    relay.on_flush()
     relay.on_done(UpstreamError("the connection was lost"))
     assert owner.events == client.got.count(b'"text"') == 3

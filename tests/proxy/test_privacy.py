@@ -338,7 +338,7 @@ async def test_an_answer_says_nothing_of_engines(scripted: Any, proxy: Any, stre
 
     prefill = await scripted(by_prompt({case: whole(document | KV) for case, document in BAD.items()}))
     decode = await scripted(by_prompt({case: says(document) for case, document in BAD.items()}))
-    running = await proxy([prefill.url], [decode.url], expose_route=False)
+    running = await proxy([prefill.url], [decode.url], expose_route=False, addresses=(HOST,))
     for case in BAD:
         got = await running.client.post("/v1/completions", json=BODY | {"stream": stream, "prompt": case})
         assert got.status_code == 200, case
@@ -357,7 +357,7 @@ async def test_an_answer_says_nothing_of_engines(scripted: Any, proxy: Any, stre
 async def test_a_refusal_says_nothing_of_engines(scripted: Any, proxy: Any, role: str, stream: bool) -> None:
     refuse = by_prompt({case: whole(document, status) for case, (status, document) in REFUSALS.items()})
     engines = {r: await scripted(refuse if r == role else whole(GOOD | KV)) for r in ROLES}
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], expose_route=False)
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], expose_route=False, addresses=(HOST,))
     for case, (status, _) in REFUSALS.items():
         got = await running.client.post("/v1/completions", json=BODY | {"stream": stream, "prompt": case})
         assert got.status_code == int(status[:3])
@@ -374,7 +374,7 @@ async def test_a_failure_says_nothing_of_engines(
     """Also one that calls itself 200."""
     fail = whole({"error": ERROR}, status)
     engines = {r: await scripted(fail if r == role else whole(GOOD | KV)) for r in ROLES}
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], expose_route=False)
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], expose_route=False, addresses=(HOST,))
     got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
     assert got.status_code >= 500
     assert role in got.json()["error"]["message"]
@@ -390,7 +390,7 @@ async def test_an_error_in_a_stream_says_nothing_of_engines(
     frame = event(GOOD | {"usage": None})
     prefill = await scripted(whole(GOOD | KV))
     decode = await scripted(streaming(*[frame] * begun, event(document), b"data: [DONE]\n\n"))
-    running = await proxy([prefill.url], [decode.url], expose_route=False)
+    running = await proxy([prefill.url], [decode.url], expose_route=False, addresses=(HOST,))
     got = await running.client.post("/v1/completions", json=BODY | {"stream": True})
     say_nothing(got, prefill, decode)
     if not begun:
@@ -404,7 +404,7 @@ async def test_an_error_in_a_stream_says_nothing_of_engines(
 async def test_an_engine_that_cannot_be_reached_says_nothing_of_itself(scripted: Any, proxy: Any) -> None:
     prefill, decode = await scripted(whole(GOOD | KV)), await scripted(whole(GOOD))
     for urls in ((["http://127.0.0.1:1"], [decode.url]), ([prefill.url], ["http://localhost:1"])):
-        running = await proxy(*urls, expose_route=False)
+        running = await proxy(*urls, expose_route=False, addresses=(HOST,))
         for path in ("/v1/completions", "/health", "/v1/models", "/nothing"):
             got = await (running.client.post(path, json=BODY) if "comp" in path else running.client.get(path))
             say_nothing(got, prefill, decode)
@@ -435,7 +435,7 @@ async def test_what_a_model_writes_of_addresses_reaches_its_client(scripted: Any
     document = GOOD | {"choices": [{"index": 0, "text": text}]}
     script = streaming(event(document), b"data: [DONE]\n\n") if stream else whole(document)
     prefill, decode = await scripted(whole(GOOD | KV)), await scripted(script)
-    running = await proxy([prefill.url], [decode.url])
+    running = await proxy([prefill.url], [decode.url], addresses=(HOST,))
     got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
     sent = json.loads(got.text.split("\n\n")[0].removeprefix("data: "))
     assert sent["choices"][0]["text"] == text

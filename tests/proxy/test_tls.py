@@ -27,7 +27,7 @@ from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamLimits
 from tests.proxy.conftest import MODELS, Awaited, answer, instance
 
-NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}
+NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
 ANSWER = {"choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 1}, "kv_transfer_params": NIXL}
 BODY = json.dumps(ANSWER).encode()
 EVENT = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'

@@ -42,7 +42,7 @@ BODY: dict[str, Any] = {"model": "stub", "prompt": "the secret of the prompt", "
 ANSWER = (
     b'{"id":"x","choices":[{"index":0,"text":"abcd","finish_reason":"length"}],'
     b'"usage":{"prompt_tokens":24,"completion_tokens":4,"total_tokens":28},'
-    b'"kv_transfer_params":{"remote_engine_id":"e","remote_block_ids":[[1]],"remote_host":"h","remote_port":1}}'
+    b'"kv_transfer_params":{"remote_engine_id":"e","remote_block_ids":[[1]],"remote_host":"127.0.0.1","remote_port":1}}'
 )
 
 

@@ -152,7 +152,12 @@ class DirectDownstream:
 
     def body(self, data: bytes) -> None:
         """See `Downstream.body`."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._waiting:
+            self._write(data)
+        elif not self.disconnected:
+            self._protocol.transport.write(data)
 
     def end(self) -> None:
         """See `Downstream.end`."""

@@ -9,6 +9,7 @@ from kvparams.dialects import Dialect, Place
 from kvparams.lifecycle import Lifecycle
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance
+from kvparams.trust.pinning import HandoffRefused
 from kvparams_proxy.clients.endpoints import Endpoint, one_token
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.releases import Held
@@ -75,6 +76,16 @@ class PlanContext:
     def place(self, instance: Instance) -> Place | None:
         """See `Context.place`."""
         return self._resources.fleet.place(instance)
+
+    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+        """See `Context.pin`."""
+        resources = self._resources
+        pool = resources.pools.get(instance.id)
+        try:
+            resources.pins.check(instance, said, () if pool is None else pool.reached)
+        except HandoffRefused as refused:
+            resources.metrics.handoffs_refused[refused.reason] += 1
+            raise
 
     def one_token(self) -> Mapping[str, bytes | None]:
         """See `Context.one_token`."""

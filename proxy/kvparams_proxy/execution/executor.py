@@ -57,6 +57,7 @@ class Execution:
         "_manager",
         "_plan",
         "_recorder",
+        "_relay",
         "_resources",
         "_route",
         "_slow",
@@ -98,6 +99,7 @@ class Execution:
         self._done = done
         self._exchange: Exchange | None = None
         self._leg: Leg | None = None
+        self._relay: Relay | None = None
         self._leg_began = 0.0
         self._corrections = Corrections(inbound.facts.request_id, resources.addresses, choices=endpoint.choices)
         self._recorder = recorder_for(endpoint, inbound)
@@ -149,7 +151,7 @@ class Execution:
         self._slow = False
         if self._exchange is not None:
             self._exchange.resume()
-            self._heard()
+            self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
 
     # the queue, as `fleet.Waiter`
 
@@ -210,12 +212,13 @@ class Execution:
         if leg.answers_client and inbound.stream:
             lines = b"cache-control: no-cache\r\n" + self._answer_headers()
             endpoint = self._endpoint
-            sink = Relay(
+            sink = self._relay = Relay(
                 self._downstream,
                 lines,
                 self._corrections,
                 limit_bytes,
                 self,
+                resources.loop.time,
                 recorder,
                 done=endpoint.done,
                 choices=endpoint.choices,
@@ -234,7 +237,7 @@ class Execution:
     def _end_leg(self) -> Leg:
         """The leg is over, however it went: its load is given back."""
         leg: Leg = self._leg  # pyright: ignore[reportAssignmentType]
-        self._leg = None
+        self._leg = self._relay = None
         resources = self._resources
         resources.watch.stop(self)
         self._exchange = None
@@ -243,16 +246,22 @@ class Execution:
         return leg
 
     def expire(self) -> None:
-        """For the watch: the engine has been silent for too long, or the client has taken nothing for too long, or the
-        KV that a decode engine was to fetch is given up."""
+        """For the watch: the engine may have been silent for too long, or the client has taken nothing for too long, or
+        the KV that a decode engine was to fetch is given up."""
         if self._slow:
             self._downstream.drop()
         elif self._waiting:
             self._waiting = False
             self._resources.fleet.give_up(self)
             self._go(None, LegFailed("the KV was given up before a decode engine had room", another=False))
+        elif self._relay is not None and (left_s := self._left_s(self._relay)) > 0:
+            self._resources.watch.start(self, left_s)
         elif self._exchange is not None:
             self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+
+    def _left_s(self, relay: Relay) -> float:
+        """Before the engine whose stream this is has been silent for too long: asked here, not at every event."""
+        return relay.heard_s + self._resources.settings.decode_timeout_s - self._context.now()
 
     # what becomes of a leg
 
@@ -301,10 +310,6 @@ class Execution:
             self._resources.metrics.continuations += 1
             return
         self._resources.metrics.first_byte.observe(self._life.since_s - self._life.begun_s)
-
-    def stream_heard(self) -> None:
-        """For the relay: something came."""
-        self._heard()
 
     def stream_ended(
         self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
@@ -363,9 +368,6 @@ class Execution:
         self._downstream.body(body)
         self._account.answer_bytes += len(body)
         return _ANSWERED
-
-    def _heard(self) -> None:
-        self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
 
     # the end
 

@@ -12,7 +12,9 @@ from kvparams.errors import InvalidParams, JSONTextError
 from kvparams.plan import LegFailed, Sent
 from kvparams.scheduling import Instance
 from kvparams.trust.canonical import NotCanonical
+from kvparams.trust.pinning import HandoffRefused
 from kvparams.trust.signing import NoSigningKey
+from kvparams.versions import LossyDowngrade
 from kvparams_proxy.errors import ProxyError, engine_refusal, reported_error
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
@@ -128,14 +130,23 @@ def refusal(error: Exception) -> ProxyError:
         return error.error
     if isinstance(error, LegFailed):
         return ProxyError(503, "service_unavailable", str(error), code="kv_expired", retry_after_s=_RETRY_S)
+    if isinstance(error, HandoffRefused):
+        refused = ProxyError(502, "upstream_error", str(error), code="handoff_refused")
+        refused.detail = error.detail
+        return refused
     if isinstance(error, HandoffMissing):
         return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
+    if isinstance(error, LossyDowngrade):
+        said = f"what the prefill engine answered cannot be handed on to the decode engine: {error}"
+        return ProxyError(502, "upstream_error", said, code="version_too_low")
     if isinstance(error, NoSigningKey):
         _log.error("%s", error)
         said = "what engines are told cannot be signed now; the proxy's log says why"
         return ProxyError(503, "service_unavailable", said, code="no_signing_key", retry_after_s=_RETRY_S)
     if isinstance(error, InvalidParams | JSONTextError | NotCanonical):
         said = "the prefill engine's answer is not what the protocol asks for"
-        return ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
+        refused = ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
+        refused.detail = str(error)
+        return refused
     _log.error("a request ended with a fault of the proxy", exc_info=error)
     return ProxyError(500, "internal_error", "the proxy failed; its log says why", code="internal_error")

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic_core import to_json
 
 from kvparams.jsontext import locate
+from kvparams.trust.pinning import declared
 from kvparams_proxy.fleet.member import Member
 
 __all__ = ["Addresses", "Refusal", "answer_changes", "error_in", "told", "without_private"]
@@ -136,7 +137,9 @@ class Addresses:
 
 def _urls(member: Member) -> Iterable[str]:
     instance = member.instance
-    return (instance.url,) if instance.bootstrap is None else (instance.url, instance.bootstrap)
+    declared_hosts = (declared(text).host for text in instance.addresses)
+    names = (f"//{host}" for host in declared_hosts if host and ":" not in host)
+    return (instance.url, *(() if instance.bootstrap is None else (instance.bootstrap,)), *names)
 
 
 def _names(urls: Iterable[str]) -> set[str]:

@@ -6,6 +6,7 @@ buffer.
 """
 
 import re
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvparams.errors import JSONTextError
@@ -28,9 +29,8 @@ _CONTENT: Final = b'"choices":[{"'
 """The same in the spelling of most engines, and of what is put together here."""
 _DELTA: Final = b'.delta"'
 """The type of the events that have content in a stream of `/v1/responses`."""
-_LAST: Final = b"data: [DONE]\n\n"
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
-"""The last event, as others write it."""
+"""The last event."""
 _TAIL_BYTES: Final = 64
 
 
@@ -39,10 +39,6 @@ class Listener(Protocol):
 
     def stream_begun(self) -> None:
         """The first whole event is about to be sent."""
-        ...
-
-    def stream_heard(self) -> None:
-        """Something came."""
         ...
 
     def stream_ended(
@@ -69,15 +65,17 @@ class Relay:
         "_held",
         "_limit",
         "_listener",
+        "_now",
         "_over",
-        "_parts",
         "_recorder",
         "_resumed",
         "_sent_bytes",
         "_sent_events",
-        "_size",
         "_streaming",
         "_tail",
+        "_whole",
+        "_whole_bytes",
+        "heard_s",
     )
 
     def __init__(
@@ -87,6 +85,7 @@ class Relay:
         corrections: Corrections,
         limit_bytes: int,
         listener: Listener,
+        now: Callable[[], float],
         recorder: Recorder | None = None,
         *,
         done: bool = True,
@@ -99,6 +98,7 @@ class Relay:
             corrections: of every event.
             limit_bytes: one event, or an answer that is no stream, fits in.
             listener: who owns the request.
+            now: the loop's clock, in seconds.
             done: whether the last event is `[DONE]`: a stream without it was cut off.
             choices: whether content stands in `choices`: a stream without one is no answer.
             recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
@@ -108,6 +108,9 @@ class Relay:
         self._corrections = corrections
         self._limit = limit_bytes
         self._listener = listener
+        self._now = now
+        self.heard_s = now()
+        """When something came last."""
         self._head = Head()
         self._recorder = recorder
         self._resumed = recorder is not None and recorder.resumed
@@ -120,40 +123,38 @@ class Relay:
         """Whether there was an event at all that says something, before the first with content."""
         self._held = b""
         self._over = False
-        self._parts: list[bytes] = []
         self._sent_bytes = 0
         self._sent_events = 0
-        self._size = 0
         self._streaming = False
         self._tail = b""
+        """The beginning of an event that has not ended."""
+        self._whole: list[bytes] = []
+        """An answer that is no stream."""
+        self._whole_bytes = 0
 
     def on_head(self, head: Head) -> None:
         """Decide whether this is a stream at all."""
+        self.heard_s = self._now()
         self._head = head
         self._streaming = head.status == 200 and head.content_type.startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
-        """Gather what arrives together."""
-        self._size += len(data)
-        if self._size > self._limit:
-            raise ValueError(f"an event is longer than {self._limit} bytes")
-        self._parts.append(data)
-
-    def on_flush(self) -> None:
         """Send on all whole events, corrected, in one write; keep the rest."""
-        self._listener.stream_heard()
-        if not self._streaming or not self._parts:
+        self.heard_s = self._now()
+        if not self._streaming:
+            self._gather(data)
             return
-        parts = self._parts
-        if self._tail:
-            parts.insert(0, self._tail)
-        raw = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._parts = []
-        end = complete_events(raw)
-        self._tail = raw[end:]
-        self._size = len(self._tail)
-        if end:
-            self._send(raw if end == len(raw) else raw[:end])
+        raw = self._tail + data if self._tail else data
+        if len(raw) > self._limit:
+            raise ValueError(f"an event is longer than {self._limit} bytes")
+        if raw.endswith(b"\n\n"):  # nearly always: an engine sends events whole
+            self._tail = b""
+            self._send(raw)
+        else:
+            end = complete_events(raw)
+            self._tail = raw[end:]
+            if end:
+                self._send(raw[:end])
 
     def on_done(self, error: UpstreamError | None) -> None:
         """Say how it went; the owner does the rest."""
@@ -172,7 +173,13 @@ class Relay:
             error = UpstreamError(f"the engine's stream ended {how}")
         elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
             error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
-        self._listener.stream_ended(self._head, b"".join(self._parts), error, self._sent_bytes, self._sent_events)
+        self._listener.stream_ended(self._head, b"".join(self._whole), error, self._sent_bytes, self._sent_events)
+
+    def _gather(self, data: bytes) -> None:
+        self._whole_bytes += len(data)
+        if self._whole_bytes > self._limit:
+            raise ValueError(f"it is longer than {self._limit} bytes")
+        self._whole.append(data)
 
     def _send(self, events: bytes) -> None:
         """
@@ -188,7 +195,7 @@ class Relay:
             if self._begins is _CHOICE and not self._resumed:
                 self._content = begins.group()
             events = self._held + events
-        over = not self._done or events.endswith(_LAST) or _DONE.search(events, max(0, len(events) - _TAIL_BYTES))
+        done = b"[DONE]" in events and _DONE.search(events, max(0, len(events) - _TAIL_BYTES)) is not None
         recorder = self._recorder
         if recorder is not None:
             events = recorder.events(events)
@@ -203,7 +210,8 @@ class Relay:
                 recorder.undo()
             raise
         self._write(corrected)
-        self._over = self._over or bool(over)
+        if done or not self._done:
+            self._over = True
 
     def _hold(self, events: bytes) -> None:
         """Keep events without content.

@@ -12,7 +12,7 @@ from kvparams.codec import dump_json, parse
 from kvparams.dialects import Abandon
 from kvparams.jsontext import edit
 from kvparams.outline import beside
-from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode
+from kvparams.params import KVTransferParams, Mode
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
 from kvparams.trust.canonical import NotCanonical, fragments
@@ -109,7 +109,7 @@ class Releases:
             return
         if not pool.keyed:
             headers += credentials
-        params = self._params(held)
+        params = self._params(held, instance.version)
         if params is None:
             self.orphaned += 1
             return
@@ -123,14 +123,14 @@ class Releases:
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
 
-    def _params(self, held: Held) -> bytes | None:
+    def _params(self, held: Held, version: str) -> bytes | None:
         """The text of `kv_transfer_params`; None where it should be signed, and cannot."""
         abandon = held.abandon
         if self._signer is None:
-            return abandon.native if abandon.leg else beside(b"{}", dump_json(_document(held)))
+            return abandon.native if abandon.leg else beside(b"{}", dump_json(_document(held, version)))
         try:
             native = self._signer.native(abandon.native if abandon.leg else b"{}")
-            return self._signer.carrier(native, fragments(_document(held)))
+            return self._signer.carrier(native, fragments(_document(held, version)))
         except (NoSigningKey, NotCanonical) as error:
             _log.error("%s", error)
             return None
@@ -176,12 +176,12 @@ class _Release:
         self._owner.ended(self, error is None and head.status == 200)
 
 
-def _document(held: Held) -> KVTransferParams:
-    """The release of a transfer; on a leg that fetches the KV once more, what it says of itself."""
+def _document(held: Held, version: str) -> KVTransferParams:
+    """The release of a transfer; on a leg that fetches the KV once more, what it says of itself. It is all of 1.0."""
     lease = held.lease
     return parse(
         {
-            "version": PROTOCOL_VERSION,
+            "version": version,
             "request_id": held.inbound.facts.request_id,
             "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
             "phase": "decode" if held.abandon.leg else "release",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvparams.dialects import Dialect
 from kvparams.retries import RetryBudget
+from kvparams.trust.pinning import Pins
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.releases import Releases
 from kvparams_proxy.execution.watch import Watch
@@ -37,5 +38,6 @@ class Resources:
     retries: RetryBudget
     releases: Releases
     addresses: Addresses
+    pins: Pins
     tracer: Tracer | None = None
     """Without one the client's trace context passes through untouched."""

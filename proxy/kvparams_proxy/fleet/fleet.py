@@ -253,13 +253,21 @@ class Fleet:
         elif opened:
             self._changed(member)
 
-    def learn(self, member: Member, ready: bool, models: frozenset[str] | None, place: Place | None = None) -> None:
+    def learn(
+        self,
+        member: Member,
+        ready: bool,
+        models: frozenset[str] | None,
+        place: Place | None = None,
+        version: str | None = None,
+    ) -> None:
         """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
-        bootstrap server calls something else than before."""
+        bootstrap server calls something else than before, or that speaks another version of the protocol."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
         dispatcher = self._roles[member.instance.role]
-        came = ready and (not member.ready or place != member.place)
+        version = version or member.instance.version
+        came = ready and (not member.ready or place != member.place or version != member.instance.version)
         if ready:
             self._breakers.probed_well(member)
         if came:
@@ -267,6 +275,8 @@ class Fleet:
                 self._set_aside(member)
                 member.instance = replace(member.instance, incarnation=token_hex(8))
                 self._breakers.restarted(member)
+            if version != member.instance.version:
+                member.instance = replace(member.instance, version=version)
             member.asked = True
             member.place = place
             dispatcher.starts_slowly(member)

@@ -1,4 +1,5 @@
-"""Asks each engine from time to time whether it is there and which models it serves, over the data path's connections.
+"""Asks each engine from time to time whether it is there, which models it serves and which versions of the protocol it
+speaks, over the data path's connections.
 Where its dialect has a bootstrap server, an engine is there only when that one says who it is.
 
 Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Final, Self, cast
 
 from kvparams.dialects import Place
+from kvparams.versions import LOWEST, SPOKEN, NoCommonVersion, negotiate
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
@@ -126,7 +128,7 @@ class _Probe:
         self._loop = loop
         self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
         self._told = ""
-        """Why its bootstrap server could not say who it is, as it was logged last."""
+        """Why it is given no work although it answers, as it was logged last."""
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
         self._due = 0.0
@@ -176,26 +178,35 @@ class _Probe:
         if refused and not self._refused:
             _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
         self._refused = refused
-        ready, models = _read(head, raw, error, member, self._keyed)
-        if ready and self._bootstrap is not None:  # within the same time
-            self._exchange = self._bootstrap.ask(partial(self._placed, models))
+        try:
+            ready, models, version = _read(head, raw, error, member, self._keyed)
+        except NoCommonVersion as none:
+            self._tell(str(none))
+            self._learn(False, member.models, None, None)
             return
-        self._learn(ready, models, None)
+        if ready and self._bootstrap is not None:  # within the same time
+            self._exchange = self._bootstrap.ask(partial(self._placed, models, version))
+            return
+        self._tell("")
+        self._learn(ready, models, None, version)
 
-    def _placed(self, models: frozenset[str] | None, place: Place | None, why: str) -> None:
+    def _placed(self, models: frozenset[str] | None, version: str | None, place: Place | None, why: str) -> None:
         self._exchange = None
+        self._tell(why)
+        self._learn(place is not None, models, place, version)
+
+    def _tell(self, why: str) -> None:
         instance = self._member.instance
         if why and why != self._told:
             _log.warning("%s %s is given no work: %s", instance.role, instance.id, why)
         self._told = why
-        self._learn(place is not None, models, place)
 
-    def _learn(self, ready: bool, models: frozenset[str] | None, place: Place | None) -> None:
+    def _learn(self, ready: bool, models: frozenset[str] | None, place: Place | None, version: str | None) -> None:
         member = self._member
         if ready is not member.ready and (ready or not (self._refused or self._told)):
             name = f"{member.instance.role} {member.instance.id}"
             _log.warning("%s is %s", name, "ready" if ready else "not reachable")
-        self._fleet.learn(member, ready, models, place)
+        self._fleet.learn(member, ready, models, place, version)
         self._over()
 
     def _over(self) -> None:
@@ -220,22 +231,28 @@ class _Probe:
 
 def _read(
     head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool
-) -> tuple[bool, frozenset[str] | None]:
-    """Whether it is ready, and what it serves. `keyed`: the proxy has a key for it, so that one refused is wrong;
-    without one clients may bring their own."""
+) -> tuple[bool, frozenset[str] | None, str | None]:
+    """Whether it is ready, what it serves, and the version that both sides speak, where the engine was heard. `keyed`:
+    the proxy has a key for it, so that one refused is wrong; without one clients may bring their own.
+
+    Raises:
+        NoCommonVersion: there is no such version.
+    """
     if error is not None or head.status >= 500 or (keyed and head.status in _UNAUTHORIZED):
-        return False, member.models
+        return False, member.models, None
     if head.status != 200:  # somebody is there, who does not say
-        return True, member.models
+        return True, member.models, None
     try:
-        return True, _models(raw)
+        document: object = json.loads(raw)
     except (ValueError, RecursionError):
-        return False, member.models
+        return False, member.models, None
+    said = cast("dict[str, object]", document) if isinstance(document, dict) else {}
+    versions = said.get("kvparams_versions")
+    theirs = cast("list[object]", versions) if isinstance(versions, list) else [LOWEST]
+    return True, _models(said.get("data")), negotiate(SPOKEN, theirs)
 
 
-def _models(text: bytes) -> frozenset[str] | None:
-    document: object = json.loads(text)
-    data = cast("dict[str, object]", document).get("data") if isinstance(document, dict) else None
+def _models(data: object) -> frozenset[str] | None:
     if not isinstance(data, list):
         return None
     entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:10_000] if isinstance(e, dict)]

@@ -2,7 +2,8 @@
 
     GET    /admin                          sources and roles
     GET    /admin/instances                every instance and its state
-    POST   /admin/instances                add one: {"id", "url", "role", "connector", "bootstrap", "labels", "drain"}
+    POST   /admin/instances                add one: {"id", "url", "role", "connector", "bootstrap", "addresses",
+                                           "labels", "drain"}
     GET    /admin/instances/{id}           one of them
     PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
     DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
@@ -138,9 +139,12 @@ async def _change(registry: Registry, request: Request) -> Response:
     if changes:
         _require_mine(registry, id, "change it there; here it can only be drained")
         now = registry.owned[id].entry
-        document = {"id": id, "url": now.url, "role": now.role, "connector": now.dialect, "labels": now.labels}
+        document: dict[str, object] = {"id": id, "url": now.url, "role": now.role}
+        document |= {"connector": now.dialect, "labels": now.labels}
         if now.bootstrap is not None:
             document["bootstrap"] = now.bootstrap
+        if now.addresses:
+            document["addresses"] = list(now.addresses)
         entry = await _checked(registry, document | changes)
         if all(other.id != id for other in _mine(registry)):  # removed meanwhile
             raise _unknown(id)
@@ -252,6 +256,7 @@ def _state(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[
         "role": instance.role,
         "connector": instance.dialect,
         "bootstrap": instance.bootstrap,
+        "addresses": list(instance.addresses),
         "labels": dict(instance.labels),
         "source": owned.source,
         "incarnation": instance.incarnation,

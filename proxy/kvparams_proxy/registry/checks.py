@@ -11,6 +11,7 @@ from typing import Final, cast
 from urllib.parse import urlsplit
 
 from kvparams.scheduling import Role
+from kvparams.trust.pinning import declared
 from kvparams_proxy.registry.entries import Rules
 from kvparams_proxy.tls import EngineTLS, TLSError
 
@@ -20,6 +21,7 @@ __all__ = [
     "PLACES",
     "REMOTE_ENTRY",
     "Check",
+    "check_addresses",
     "check_id",
     "check_url",
     "is_label",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _MAX_LABELS: Final = 64
+_MAX_ADDRESSES: Final = 64
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,252}")
 _ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -103,6 +106,23 @@ def _check_labels(value: object, rules: Rules) -> dict[str, str]:
     return cast("dict[str, str]", labels)
 
 
+def check_addresses(value: object) -> tuple[str, ...]:
+    """Where an engine may say that it is.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    wanted = f"must be a list of at most {_MAX_ADDRESSES}, each a host, host:port or a network such as 10.1.0.0/16"
+    if not isinstance(value, list) or len(cast("list[object]", value)) > _MAX_ADDRESSES:
+        raise ValueError(wanted)
+    for text in cast("list[object]", value):
+        try:
+            declared(text if isinstance(text, str) else "")
+        except ValueError:
+            raise ValueError(wanted) from None
+    return tuple(cast("list[str]", value))
+
+
 def _check_drain(value: object, rules: Rules) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -138,7 +158,12 @@ def _check_tls(value: object, rules: Rules) -> EngineTLS:
 
 PLACES: Final[Mapping[str, Check]] = {"key_file": _check_path, "key_env": _check_env, "tls": _check_tls}
 """Where an instance's key and certificates are."""
-DEFAULTS: Final[Mapping[str, Check]] = {"connector": _check_connector, "labels": _check_labels, **PLACES}
+DEFAULTS: Final[Mapping[str, Check]] = {
+    "connector": _check_connector,
+    "labels": _check_labels,
+    "addresses": lambda value, rules: check_addresses(value),
+    **PLACES,
+}
 """What may hold for all instances of a file."""
 REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "id": lambda value, rules: check_id(value),
@@ -146,6 +171,7 @@ REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "role": _check_role,
     "connector": _check_connector,
     "bootstrap": lambda value, rules: check_url(value),
+    "addresses": lambda value, rules: check_addresses(value),
     "labels": _check_labels,
     "drain": _check_drain,
 }

@@ -35,9 +35,14 @@ class Entry:
     bootstrap: str | None = None
     """The URL of its bootstrap server, where its connector has one and it is not where the connector says."""
 
+    addresses: tuple[str, ...] = ()
+    """Where it may say that it is, beside the hosts of its URLs."""
+
     def instance(self) -> Instance:
         """A new incarnation of it."""
-        return Instance(self.id, token_hex(8), self.role, self.url, self.dialect, self.labels, self.bootstrap)
+        return Instance(
+            self.id, token_hex(8), self.role, self.url, self.dialect, self.labels, self.bootstrap, self.addresses
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Rules:
     """The role of an entry that names none."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of every entry; its own come on top."""
+    addresses: tuple[str, ...] = ()
+    """Of entries that name none."""
     places: Places = NO_PLACES
     """Of entries that name none."""
     access: Access = NO_ACCESS
@@ -68,5 +75,13 @@ def entry_of(instance: Instance, rules: Rules) -> Entry:
     """The entry of an instance that was given as such; its key and certificates are those of the rules."""
     i = instance
     return Entry(
-        i.id, i.url, i.role, i.dialect, i.labels, places=rules.places, access=rules.access, bootstrap=i.bootstrap
+        i.id,
+        i.url,
+        i.role,
+        i.dialect,
+        i.labels,
+        places=rules.places,
+        access=rules.access,
+        bootstrap=i.bootstrap,
+        addresses=i.addresses,
     )

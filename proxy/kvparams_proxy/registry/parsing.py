@@ -58,6 +58,7 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
         places,
         rules.access if places == rules.places else NO_ACCESS,
         bootstrap,
+        cast("tuple[str, ...]", found.get("addresses", rules.addresses)),
     )
 
 
@@ -79,6 +80,7 @@ def parse_defaults(document: object, where: str, rules: Rules, problems: Problem
         rules,
         connector=cast("str", found.get("connector", rules.connector)),
         labels={**rules.labels, **cast("dict[str, str]", found.get("labels", {}))},
+        addresses=cast("tuple[str, ...]", found.get("addresses", rules.addresses)),
         places=_places(found, where, rules, problems),
     )
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
+from kvparams.trust.pinning import REFUSALS
 from kvparams_proxy.telemetry.account import Account, Refusal
 from kvparams_proxy.telemetry.histogram import FINE_SECONDS, TOKENS, Histogram
 from kvparams_proxy.telemetry.instances import Sums, Tally
@@ -51,6 +52,8 @@ class Metrics(Collector):
         """... and those that were not: the request, or all together, had had enough."""
         self.continuations = 0
         """Streams that went on on another engine."""
+        self.handoffs_refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
+        """Prefill answers that were not handed on, by reason."""
         self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
         self._live: set[Lifecycle] = set()
         self._legs_of: dict[str, Tally] = {}
@@ -254,6 +257,14 @@ class Metrics(Collector):
         for (role, kind), number in self._failures.items():
             failures.add_metric([role, kind], number)
         yield failures
+        refused = CounterMetricFamily(
+            "kvparams_proxy_handoffs_refused",
+            "Prefill answers that decode was not told: an address that is not the engine's, a value out of bounds.",
+            labels=["reason"],
+        )
+        for reason, number in self.handoffs_refused.items():
+            refused.add_metric([reason], number)
+        yield refused
 
     def _tokens(self) -> Iterable[Metric]:
         lengths = (

@@ -139,6 +139,7 @@ class Connection(asyncio.Protocol):
         "_keep_alive",
         "_parser",
         "_paused",
+        "_pieces",
         "_pool",
         "_reused",
         "_sent_at",
@@ -168,6 +169,7 @@ class Connection(asyncio.Protocol):
         self._head_done = False
         self._complete = False
         self._keep_alive = False
+        self._pieces: list[bytes] = []
 
     # what the pool and the exchange call
 
@@ -196,6 +198,12 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self.transport.resume_reading()
 
+    @property
+    def peer(self) -> str | None:
+        """The engine's IP address, as far as the network tells."""
+        name: object = self.transport.get_extra_info("peername")
+        return str(cast("tuple[object, ...]", name)[0]) if isinstance(name, tuple) and name else None
+
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -203,7 +211,7 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came and deliver it, then flush once."""
+        """Parse what came and deliver it at once."""
         sink = self._sink
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
@@ -214,7 +222,10 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
             if not self._head_done and self._head_bytes > self._pool.limits.head_bytes:
                 raise ValueError("its headers are too long")
-            sink.on_flush()
+            pieces = self._pieces
+            if pieces and self._sink is sink:
+                self._pieces = []
+                sink.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         except UpstreamError as error:  # the sink has seen enough
             self._fail(error)
             return
@@ -280,9 +291,9 @@ class Connection(asyncio.Protocol):
             self._sink.on_head(head)
 
     def on_body(self, data: bytes) -> None:
-        """Deliver a piece of the body."""
-        if self._sink is not None and not self._complete:
-            self._sink.on_body(data)
+        """A piece of the body; what comes together is delivered together."""
+        if not self._complete:
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         """Remember it: the connection must not be used again before the parser has returned."""

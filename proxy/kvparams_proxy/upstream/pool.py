@@ -17,6 +17,8 @@ from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, Upstream
 
 __all__ = ["Pool"]
 
+_MOST_PEERS: Final = 16
+
 
 class Pool:
     """The connections to one engine."""
@@ -51,6 +53,8 @@ class Pool:
         self._own = b"" if key is None else key.bearer_line()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._prefixes: dict[bytes, bytes] = {}
+        self.reached: tuple[str, ...] = ()
+        """The IP addresses that the URL's host has led to, the last few."""
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -125,6 +129,8 @@ class Pool:
             exchange.finish(UpstreamError("no connection to the engine (closed at once)", connected=False))
             return
         self._open.add(connection)
+        if (peer := connection.peer) is not None and peer not in self.reached:
+            self.reached = (*self.reached, peer)[-_MOST_PEERS:]
         if exchange.waiting:
             exchange.run_on(connection)
         else:

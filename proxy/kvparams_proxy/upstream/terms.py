@@ -99,11 +99,7 @@ class Sink(Protocol):
         ...
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body, chunk framing removed."""
-        ...
-
-    def on_flush(self) -> None:
-        """Everything that arrived together has been delivered: now is the time to write it on."""
+        """What came of the body in one read, chunk framing removed."""
         ...
 
     def on_done(self, error: UpstreamError | None) -> None:
@@ -133,9 +129,6 @@ class Collect:
         if self._size > self._limit:
             raise ValueError(f"it is longer than {self._limit} bytes")
         self._parts.append(data)
-
-    def on_flush(self) -> None:
-        """Nothing to do: the answer is used as a whole."""
 
     def on_done(self, error: UpstreamError | None) -> None:
         """Hand it over."""
