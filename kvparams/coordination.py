@@ -16,6 +16,7 @@ from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, P
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.canonical import NotCanonical
 from kvparams.trust.signing import Signer
+from kvparams.versions import downgrade, for_reader
 
 __all__ = ["OneEngine", "PrefillThenDecode"]
 
@@ -83,7 +84,9 @@ class PrefillThenDecode:
                 continue
 
             try:
-                native = self._native(speech.decode_keys(answer.kv_transfer_params, transfer, place))
+                keys = speech.decode_keys(answer.kv_transfer_params, transfer, place)
+                context.pin(prefill, keys)
+                native = self._native(keys)
             except HandoffMissing:
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
@@ -91,7 +94,8 @@ class PrefillThenDecode:
             context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)
             if result is not None:
-                known |= {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+                if result.producer is not None and result.producer.address is not None:
+                    context.pin(prefill, {"address": result.producer.address})
                 if result.lease is not None:
                     lease = lease._replace(until_s=context.now() + result.lease.ttl_ms / 1000)
                     context.hold(lease)
@@ -107,8 +111,9 @@ class PrefillThenDecode:
                     if not context.may_retry():
                         raise LegFailed("the KV was given up before a decode engine had room", another=False)
                     break
+                handed = known if result is None else known | _handed_on(result, decode.version)
                 params = self._document(
-                    native, request, transfer, attempt, "decode", speech.mode, prefill, decode, known
+                    native, request, transfer, attempt, "decode", speech.mode, prefill, decode, handed
                 )
                 try:
                     yield Leg(decode, params, answers_client=True, resumed=sent)
@@ -200,6 +205,18 @@ def _known(request: RequestFacts, sent: Sent | None) -> dict[str, object]:
     return known
 
 
+def _handed_on(result: KVTransferParams, version: str) -> dict[str, object]:
+    """What a decode engine that speaks this version is told of prefill's result, and what of it it must understand.
+
+    Raises:
+        LossyDowngrade: it cannot be told what it must understand.
+    """
+    result = for_reader(result, version)
+    handed: dict[str, object] = {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+    critical = [path for path in result.must_understand or () if path.partition(".")[0] in handed]
+    return {**handed, "must_understand": critical} if critical else handed
+
+
 def _drop(prefill: Instance, context: Context, speech: Dialect, transfer: str, attempt: int) -> None:
     """A prefill that broke off may have left something behind."""
     abandon = speech.abandon(None)
@@ -226,4 +243,4 @@ def _params(
     }
     if consumer is not None:
         members["consumer"] = {"id": consumer.id}
-    return parse(members)
+    return parse(downgrade(members, (consumer or producer).version))

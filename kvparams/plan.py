@@ -102,6 +102,14 @@ class Context(Protocol):
         """What the bootstrap server of a prefill engine has said, where its dialect has one; None before it has."""
         ...
 
+    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+        """Hold what a prefill engine has said against what is known of it, before another engine is told.
+
+        Raises:
+            HandoffRefused: it names an address that is not its own, or a value out of bounds.
+        """
+        ...
+
     def one_token(self) -> Mapping[str, bytes | None]:
         """The changes that make the client's body ask for its prompt to be computed, and one token."""
         ...
@@ -146,7 +154,8 @@ class RequestManager(Protocol):
 
         Raises (from the generator):
             LegFailed: a leg failed, and nothing else is tried.
-            HandoffMissing: the prefill answer cannot be handed on.
+            HandoffMissing: the prefill answer cannot be handed on; `HandoffRefused` where it must not.
             InvalidParams: the prefill engine's own document breaks the protocol.
+            LossyDowngrade: the decode engine's version cannot say what prefill's result wants understood.
         """
         ...

@@ -1,13 +1,16 @@
 """Which instance runs a leg: the policy interface and round robin.
 
-The one rule: a policy is a pure decision over what it is shown. Load, turns and later the prefix index are the fleet's,
-so that several processes can share them without the policy knowing.
+The one rule: a policy is a pure decision over what it is shown. Load, turns, speeds and the prefix index are the
+fleet's, so that several processes can share them without the policy knowing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from kvparams.pace import Pace
 
 __all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
 
@@ -39,6 +42,11 @@ class Instance:
     """What the operator calls it besides: instances are found by these."""
     bootstrap: str | None = None
     """The URL of its bootstrap server, where its dialect has one and it is not where the dialect says."""
+    addresses: tuple[str, ...] = ()
+    """Where else it may say that it is, beside the hosts of its URLs: see `kvparams.trust.pinning.declared`."""
+    version: str = "1.0"
+    """The highest version of the protocol that both it and whoever asked it speak: see `kvparams.versions`. One that
+    speaks another is another incarnation."""
 
 
 class Candidate(Protocol):
@@ -53,6 +61,19 @@ class Candidate(Protocol):
     def in_flight(self) -> int:
         """Legs that run there now, counted from the moment of choice."""
         ...
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of these."""
+        ...
+
+    @property
+    def pace(self) -> Pace:
+        """What it still has to do and how fast it is, as far as that was learnt."""
+        ...
+
+
+_NOTHING_CACHED: Final[Mapping[Instance, int]] = MappingProxyType({})
 
 
 class RequestFacts(NamedTuple):
@@ -78,6 +99,12 @@ class RequestFacts(NamedTuple):
     """About how many tokens the prompt has: what limits in tokens count."""
     prompt_scored: bool = False
     """The answer says something of every token of the prompt, so whoever answers has to compute them all itself."""
+    session: str = ""
+    """What the client calls the conversation that this is a turn of; empty where it does not say."""
+    cached: Mapping[Instance, int] = _NOTHING_CACHED
+    """Tokens of the prompt's prefix that an instance is believed to hold; none where it is not named."""
+    stored: int = 0
+    """Tokens of the prompt's prefix that can be fetched from a store or a peer by whoever runs the leg."""
 
 
 C = TypeVar("C", bound=Candidate)

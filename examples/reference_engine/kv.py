@@ -18,6 +18,7 @@ from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferPar
 from kvparams.tokens import TokenPrefix
 from kvparams.trust.gate import Gate
 from kvparams.trust.verifying import Untrusted
+from kvparams.versions import LossyDowngrade, for_reader
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.stores.guard.store import open_guarded
@@ -145,7 +146,11 @@ class KVSharing:
         return None if self._connector is None else KVSession(self._connector, prompt, handoff, self._page_tokens)
 
     def result(self, handoff: Handoff, sessions: Sequence[KVSession]) -> dict[str, object] | None:
-        """The answer's `kv_transfer_params`, once all sequences of the request have ended; None without a document."""
+        """The answer's `kv_transfer_params`, once all sequences of the request have ended; None without a document.
+
+        Raises:
+            RequestError: whoever asked speaks a version that cannot say what must be understood.
+        """
         params = handoff.params
         if params is None:
             return None
@@ -174,7 +179,10 @@ class KVSharing:
             if len(sessions) == 1:
                 more["prefix"] = TokenPrefix.by_digest(first.prompt)
             result = result.model_copy(update=more)
-        return write(result)
+        try:
+            return write(for_reader(result, params.version))
+        except LossyDowngrade as error:
+            raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
     def _address(self) -> dict[str, object]:
         """Where decode engines can read this one's pages, if from here."""

@@ -1,10 +1,11 @@
 """Runs a plan without any I/O: chooses in order, hands each leg to a script."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvparams.dialects import Dialect, Place
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Plan
 from kvparams.scheduling import Instance, Role
+from kvparams.trust.pinning import Pins
 
 __all__ = ["Table", "fleet_of"]
 
@@ -42,12 +43,19 @@ class Table:
         self.legs: list[Leg] = []
         self.found: Place | None = None
         """What the bootstrap server of every prefill engine says."""
+        self.pinned: list[tuple[str, Mapping[str, object]]] = []
+        self.pins: Pins | None = None
 
     def dialect(self, instance: Instance) -> Dialect:
         return self.speech
 
     def place(self, instance: Instance) -> Place | None:
         return self.found
+
+    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+        self.pinned.append((instance.id, said))
+        if self.pins is not None:
+            self.pins.check(instance, said)
 
     def one_token(self) -> dict[str, bytes | None]:
         return self.cut

@@ -21,6 +21,7 @@ from kvparams.trust.canonical import canonical, canonical_json, native_members
 from kvparams.trust.keyring import Keyring, SigningKey
 from kvparams.trust.replay import ReplayWindow
 from kvparams.trust.verifying import REASONS, verify
+from kvparams.versions import SPOKEN
 from kvparams_proxy.clients.endpoints import one_token
 from tests.kvparams.planning import Table
 
@@ -59,7 +60,7 @@ def fences(kind: str) -> list[str]:
 
 def test_every_example_says_what_it_is() -> None:
     assert {info for info, _ in FENCES} == {
-        *("json document", "json request", "json trio", "json signed", "text native", "text canonical"),
+        *("json document", "json request", "json trio", "json signed", "json models", "text native", "text canonical"),
     }
 
 
@@ -88,6 +89,11 @@ def test_every_trio_in_the_text_is_valid(text: str) -> None:
     found = trio.read(text)
     written = trio.write(found.to_params("r", "t"), batched=found.batched, native=found.native)
     assert written == json.loads(text)
+
+
+def test_the_models_that_an_engine_names_say_what_it_speaks() -> None:
+    (text,) = fences("models")
+    assert tuple(json.loads(text)["kvparams_versions"]) == SPOKEN
 
 
 def test_the_signed_example_is_what_it_says_step_by_step() -> None:

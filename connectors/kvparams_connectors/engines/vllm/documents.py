@@ -14,6 +14,7 @@ from kvparams.errors import InvalidParams
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
 from kvparams.tokens import TokenPrefix
 from kvparams.trust.verifying import Untrusted
+from kvparams.versions import for_reader
 
 __all__ = ["LEASE_MS", "Admit", "Handoff", "new_incarnation", "prefill_result", "read_handoff"]
 
@@ -168,7 +169,7 @@ def prefill_result(
             "prefix": TokenPrefix.by_digest(prompt),
         }
         result = result.model_copy(update=more)
-    return write(result)
+    return write(for_reader(result, params.version))
 
 
 def new_incarnation() -> str:

@@ -1,0 +1,255 @@
+"""Holds what a prefill engine answered against the instance that answered it, before it goes into a decode leg.
+
+An engine's answer tells another engine where to connect to. An address in it must be one of the instance's own: the
+host of one of its URLs, what that host has led the proxy to, or what the operator has declared. Which members are
+addresses the dialects' tables say (`Row.address`), those of every dialect and at any depth, because an engine may have
+several connectors that all read the same object. The one rule: names are compared as text and never resolved; what
+cannot be known to be the instance's is refused.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Final, Literal, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from kvparams.dialects import HandoffMissing
+from kvparams.dialects.forms import Form, Object
+from kvparams.dialects.table import AddressKind, Table
+from kvparams.scheduling import Instance
+
+__all__ = ["REFUSALS", "Declared", "HandoffRefused", "Pins", "declared"]
+
+Refused = Literal["address", "value"]
+REFUSALS: Final[tuple[Refused, ...]] = ("address", "value")
+"""An address that is not the instance's; a value that the dialect's table does not allow."""
+
+_OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
+"""Of our own document: `producer.address`."""
+_REMEMBERED: Final = 4096
+_NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9_.])?"
+_HOST: Final = re.compile(rf"{_NAME}|\[?[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,15}})?\]?")
+_PLACE: Final = re.compile(
+    rf"(?:[a-z][a-z0-9+.-]{{0,15}}://)?({_NAME}|\[[0-9A-Fa-f:.]{{2,45}}\])(?::([0-9]{{1,5}}))?(?:/[!-~]*)?"
+)
+"""A URL without a user in it, or `host:port`."""
+
+
+class HandoffRefused(HandoffMissing):
+    """The prefill engine's answer says what may not go into a decode leg. The message names no address: it is for
+    clients too."""
+
+    def __init__(self, message: str, reason: Refused, detail: str) -> None:
+        super().__init__(message)
+        self.reason: Refused = reason
+        self.detail = detail
+        """For the operator: what was said, and what to declare."""
+
+
+class Declared(NamedTuple):
+    """One address that an operator has declared for an instance."""
+
+    host: str
+    """As `canonical` writes it; empty for a network."""
+    network: IPv4Network | IPv6Network | None = None
+    port: int | None = None
+    """Where there is one, the host is the instance's with this port alone, and others declared beside it."""
+
+
+def declared(text: str) -> Declared:
+    """Read `host`, `host:port`, `[IPv6]:port` or a network such as `10.1.0.0/16`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if "/" in text:
+        return Declared("", ip_network(text))
+    if _HOST.fullmatch(text) and (":" not in text or text.count(":") > 1) and "]:" not in text:
+        return Declared(canonical(text))
+    place = _place(text)
+    if place is None or "://" in text or place[1] is None:
+        raise ValueError("neither host, host:port nor a network")
+    return Declared(place[0], None, place[1])
+
+
+@lru_cache(1024)
+def canonical(host: str) -> str:
+    """The same text for the same host: addresses in their shortest form, names in lower case, loopback `localhost`."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ip_address(bare)
+    except ValueError:
+        return host.lower().rstrip(".")
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "localhost" if address.is_loopback else str(address)
+
+
+class _Own:
+    """Where one instance may be."""
+
+    __slots__ = ("_hosts", "_networks", "_ports")
+
+    def __init__(self, instance: Instance) -> None:
+        places = [declared(text) for text in instance.addresses]
+        urls = (instance.url, instance.bootstrap or "")
+        self._hosts = {canonical(urlsplit(url).hostname or "") for url in urls}
+        self._hosts |= {place.host for place in places if place.network is None}
+        self._hosts.discard("")
+        self._networks = [place.network for place in places if place.network is not None]
+        self._ports: dict[str, set[int]] = {}
+        for place in places:
+            if place.port is not None:
+                self._ports.setdefault(place.host, set()).add(place.port)
+
+    def has(self, host: str, port: int | None, reached: Collection[str]) -> bool:
+        known = canonical(host)
+        if (ports := self._ports.get(known)) is not None:
+            return port in ports
+        if known in self._hosts or any(known == canonical(each) for each in reached):
+            return True
+        if not self._networks:
+            return False
+        try:
+            address = ip_address("127.0.0.1" if known == "localhost" else known)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
+
+
+class Pins:
+    """What may be handed on, of every instance; made once, for the dialects that are registered."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        """`tables` of every dialect, routed with or not: their addresses are looked for in every answer."""
+        self._kinds: dict[str, AddressKind] = dict(_OURS)
+        self._forms: dict[str, dict[str, list[Form]]] = {}
+        for table in tables:
+            forms = self._forms[table.name] = {}
+            for row in table.rows:
+                if row.address is not None:
+                    self._kinds[row.name] = row.address
+                if row.where == "home" and not (row.inside or row.name.endswith("*")) and set(row.legs) & set("RD"):
+                    forms.setdefault(row.name, []).append(row.form)
+        self._own: dict[Instance, _Own] = {}
+
+    def check(self, instance: Instance, said: Mapping[str, object], reached: Collection[str] = ()) -> None:
+        """Whether a decode engine may be told this.
+
+        Args:
+            instance: who has answered.
+            said: native members of `kv_transfer_params`, or an endpoint of our document.
+            reached: the IP addresses that the host of its URL has led to.
+
+        Raises:
+            HandoffRefused: it names an address that is not the instance's, or a value out of bounds.
+        """
+        own = self._own.get(instance)
+        if own is None:
+            if len(self._own) >= _REMEMBERED:
+                self._own.clear()
+            own = self._own[instance] = _Own(instance)
+        forms = self._forms.get(instance.dialect, {})
+        rest: dict[str, object] = {}
+        for name, value in said.items():
+            known = forms.get(name)
+            if known is not None and value is not None:
+                faults = [form.fault(value, (name,)) for form in known]
+                if None not in faults:
+                    fault = next(fault for fault in reversed(faults) if fault is not None)
+                    raise _refused(instance, "value", str(fault))
+                if name not in self._kinds and not any(isinstance(form, Object) for form in known):
+                    continue  # nothing in it that nobody has looked at
+            rest[name] = value
+        if rest and (stray := self._stray(rest, own, reached, ())) is not None:
+            raise _refused(instance, "address", stray)
+
+    def _stray(self, value: object, own: _Own, reached: Collection[str], path: tuple[str, ...]) -> str | None:
+        """The first address that is not the instance's, with its place, in words."""
+        if isinstance(value, list):
+            entries = cast("list[object]", value)
+            if not set(map(type, entries)) & {dict, list}:
+                return None
+            return next((found for one in entries if (found := self._stray(one, own, reached, path))), None)
+        if not isinstance(value, dict):
+            return None
+        hosts: list[object] = []
+        ports: list[object] = []
+        for name, inner in cast("dict[str, object]", value).items():
+            kind = self._kinds.get(name)
+            if inner is None:
+                continue
+            if kind is None:
+                stray = self._stray(inner, own, reached, (*path, name))
+            elif kind == "url":
+                stray = next((text for text in _texts(inner) if not _owned(own, _place(text), reached)), None)
+                stray = stray and f"{'.'.join((*path, name))}: {stray[:128]!r}"
+            else:
+                stray = None
+                (hosts if kind == "host" else ports).extend(_each(inner))
+            if stray is not None:
+                return stray
+        for port in ports:
+            if type(port) is not int or not 1 <= port <= 65_535:
+                return f"{'.'.join(path)} a port: {str(port)[:16]!r}"
+        for host in hosts:
+            good = isinstance(host, str) and _HOST.fullmatch(host) is not None
+            for port in ports or (None,):
+                if not good or not own.has(cast("str", host), cast("int | None", port), reached):
+                    return f"{'.'.join((*path, 'a host'))}: {str(host)[:128]!r}" + (f", port {port}" if port else "")
+        return None
+
+
+def _each(value: object) -> list[object]:
+    return [one for one in cast("list[object]", value) if one is not None] if isinstance(value, list) else [value]
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every address in a member that is one; of an object the texts that are URLs. What is no text has no form that an
+    instance's own address could have."""
+    if isinstance(value, dict):
+        for inner in cast("dict[str, object]", value).values():
+            if isinstance(inner, str):
+                yield from (inner,) if "://" in inner else ()
+            elif isinstance(inner, dict | list):
+                yield from _inside(cast("object", inner))
+    elif isinstance(value, list):
+        for one in cast("list[object]", value):
+            yield from _texts(one)
+    else:
+        yield from str(value).split(",")
+
+
+def _inside(value: object) -> Iterator[str]:
+    entries = cast("list[object]", value) if isinstance(value, list) else [value]
+    for one in entries:
+        if isinstance(one, str) and "://" in one:
+            yield one
+        elif isinstance(one, dict):
+            yield from _texts(cast("object", one))
+        elif isinstance(one, list):
+            yield from _inside(cast("object", one))
+
+
+def _place(text: str) -> tuple[str, int | None] | None:
+    found = _PLACE.fullmatch(text)
+    if found is None:
+        return None
+    port = None if found[2] is None else int(found[2])
+    return None if port is not None and not 1 <= port <= 65_535 else (canonical(found[1]), port)
+
+
+def _owned(own: _Own, place: tuple[str, int | None] | None, reached: Collection[str]) -> bool:
+    return place is not None and own.has(*place, reached)
+
+
+def _refused(instance: Instance, reason: Refused, what: str) -> HandoffRefused:
+    if reason == "value":
+        said = "the prefill engine's answer has a value that its connector cannot have"
+        return HandoffRefused(said, reason, f"{instance.id} answered {what}")
+    said = (
+        "the prefill engine's answer names an address that is not known to be its own; the proxy's log says which: "
+        "declare it with `addresses` in the engine's entry, if it is right"
+    )
+    return HandoffRefused(said, reason, f"{instance.id} answered {what}")
