@@ -24,7 +24,7 @@ _REQUEST: Final = (
     Row("prefill_worker_id", Whole(0, 2**64 - 1), "PD", "who prefills", inside=_ROUTING, where="body"),
     Row("decode_worker_id", Whole(0, 2**64 - 1), "PD", "who decodes", inside=_ROUTING, where="body"),
     Row("cache_salt", Text(MAX_LABEL), "PD", "", member="isolation.cache_salt", inside=_ROUTING, where="body"),
-    Row("kv_hint", OBJECT, "PD", "the envelope of hints", where="body"),
+    Row("kv_hint", OBJECT, "PD", "the envelope of hints", where="body", address="url"),
 )
 _SOURCE: Final = "ai-dynamo 1.6.1"
 _NESTED: Final = "prefill_result.disaggregated_params"

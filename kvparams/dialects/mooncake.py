@@ -33,7 +33,7 @@ MOONCAKE_TABLE: Final = Table(
         *flags("P", "D"),
         Row("transfer_id", ID, "PD", "by which both engines know the transfer", "PD", member="transfer.id"),
         Row("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
-        Row("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D"),
+        Row("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D", address="url"),
         PROMPT_TOKEN_IDS,
         KV_HINT,
         CACHE_SALT,

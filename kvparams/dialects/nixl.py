@@ -38,8 +38,8 @@ NIXL_TABLE: Final = Table(
         Row(
             "remote_block_ids", BLOCK_GROUPS, "PRDA", "the blocks, by KV-cache group", "RDA", usual=_NULL, since="0.20"
         ),
-        Row("remote_host", HOST, "PRDA", "where its side channel listens", "RDA", usual=_NULL),
-        Row("remote_port", PORT, "PRDA", "where its side channel listens", "RDA", usual=_NULL),
+        Row("remote_host", HOST, "PRDA", "where its side channel listens", "RDA", usual=_NULL, address="host"),
+        Row("remote_port", PORT, "PRDA", "where its side channel listens", "RDA", usual=_NULL, address="port"),
         Row("remote_request_id", ID, "RDA", "under which id it holds the KV", "RDA", since="0.14"),
         Row("tp_size", SIZE, "RDA", "its tensor-parallel ranks"),
         Row("dcp_size", SIZE, "RDA", "its decode-context-parallel ranks", since="0.32"),

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvparams.dialects.forms import HOST, ID, PORT, RANK, SIZE, Digits, Each, Either, Form, Whole
 from kvparams.dialects.shared import CACHE_SALT
-from kvparams.dialects.table import Row, Table
+from kvparams.dialects.table import AddressKind, Row, Table
 from kvparams.fields import MAX_ITEMS
 
 __all__ = ["BOOTSTRAP_ROWS", "SGLANG_TABLE"]
@@ -19,14 +19,14 @@ def _each(form: Form) -> Form:
 
 
 BOOTSTRAP_ROWS: Final = (
-    Row("bootstrap_host", _each(HOST), "PD", "the host of prefill's bootstrap server"),
-    Row("bootstrap_port", _each(PORT), "PD", "its port, 8998 if not said"),
+    Row("bootstrap_host", _each(HOST), "PD", "the host of prefill's bootstrap server", address="host"),
+    Row("bootstrap_port", _each(PORT), "PD", "its port, 8998 if not said", address="port"),
     Row("bootstrap_room", _each(_ROOM), "PD", "where the two engines meet", member="transfer.id"),
 )
 
 
-def _header(name: str, form: Form, says: str) -> Row:
-    return Row(f"x-override-{name}", form, "PD", f"beats the body: {says}", where="headers")
+def _header(name: str, form: Form, says: str, address: AddressKind | None = None) -> Row:
+    return Row(f"x-override-{name}", form, "PD", f"beats the body: {says}", where="headers", address=address)
 
 
 SGLANG_TABLE: Final = Table(
@@ -51,8 +51,8 @@ SGLANG_TABLE: Final = Table(
         Row("rid", _each(ID), "PD", "the request's id"),
         CACHE_SALT,
         _header("rid", ID, "the request's id"),
-        _header("bootstrap-host", HOST, "the host of prefill's bootstrap server"),
-        _header("bootstrap-port", Digits(1, 65_535), "its port"),
+        _header("bootstrap-host", HOST, "the host of prefill's bootstrap server", "host"),
+        _header("bootstrap-port", Digits(1, 65_535), "its port", "port"),
         _header("bootstrap-room", Digits(1, 2**63 - 1), "where the two engines meet"),
         _header("conversation-id", ID, "the conversation"),
         _header("routed-dp-rank", Digits(0, 4095), "the rank that shall take this leg"),

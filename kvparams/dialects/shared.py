@@ -34,7 +34,9 @@ PROMPT_TOKEN_IDS: Final = Row(
 )
 """vLLM 0.32.0 renderers/online_renderer.py; of chat requests only."""
 
-KV_HINT: Final = Row("kv_hint", OBJECT, "PD", "Dynamo's envelope of hints; the engine may ignore it", since="0.32")
+KV_HINT: Final = Row(
+    "kv_hint", OBJECT, "PD", "Dynamo's envelope of hints; the engine may ignore it", address="url", since="0.32"
+)
 """ai-dynamo 1.6.1 vllm/kv_hints.py."""
 
 

@@ -19,9 +19,12 @@ from kvparams.errors import InvalidParams, Problem
 from kvparams.params import Mode, Phase
 from kvparams.problems import invalid
 
-__all__ = ["LEGS", "PHASES", "Leg", "Order", "Row", "Table", "is_needed", "judge", "older"]
+__all__ = ["LEGS", "PHASES", "AddressKind", "Leg", "Order", "Row", "Table", "is_needed", "judge", "older"]
 
 Leg = Literal["P", "R", "D", "A"]
+AddressKind = Literal["host", "port", "url"]
+"""Which part of an address a key is: a name or an IP address; a port; both, as `host:port` or in a URL. Each may be a
+list. An object that is a `url` holds URLs somewhere inside."""
 Order = Literal["prefill first", "together", "either"]
 """In which order the legs run: decode after prefill has answered; both at once; as the deployment likes."""
 
@@ -73,6 +76,8 @@ class Row:
     """Objects on the way to it."""
     where: Literal["home", "body", "headers"] = "home"
     """Inside what `Table.carried` says, in the body itself, or a header."""
+    address: AddressKind | None = None
+    """That engines connect to what it says: `kvparams.trust.pinning` holds it against the instance that said it."""
     since: str | None = None
     """The release of the engine that brought it, in this form."""
     until: str | None = None

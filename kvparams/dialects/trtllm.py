@@ -36,7 +36,9 @@ TRTLLM_ROWS: Final = (
     Row("encoded_opaque_state", _BASE64, "RD", "where the KV is, for TensorRT-LLM alone"),
     Row("draft_tokens", TOKENS, "RD", "tokens that were guessed"),
     Row("ctx_dp_rank", RANK, "RD", "the context engine's rank"),
-    Row("ctx_info_endpoint", Either((Text(2048), Each(Text(2048), 4096))), "RD", "where it can be asked"),
+    Row(
+        "ctx_info_endpoint", Either((Text(2048), Each(Text(2048), 4096))), "RD", "where it can be asked", address="url"
+    ),
     Row("schedule_style", OneOf((0, 1)), "PRD", "0: context first, 1: generation first"),
     Row("conversation_id", Text(256), "PD", "the conversation"),
     Row("ctx_usage", OBJECT, "D", "what the context leg counted"),

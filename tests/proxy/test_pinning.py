@@ -130,7 +130,8 @@ def test_addresses_are_declared_for_one_engine_or_for_all() -> None:
     found, _ = entry({"addresses": []}, addresses=["10.1.0.0/16"])
     assert found is not None
     assert found.addresses == ()
-    for wrong in ("10.0.0.1", ["http://p0:1"], [7], ["10.0.0.1/8"], ["p"] * 65, [""], {}):
+    bad: list[Any] = ["10.0.0.1", ["http://p0:1"], [7], ["10.0.0.1/8"], ["p"] * 65, [""], {}]
+    for wrong in bad:
         assert any("addresses" in problem for problem in entry({"addresses": wrong})[1])
         with pytest.raises(ValueError, match="must be a list"):
             check_addresses(wrong)

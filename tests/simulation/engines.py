@@ -214,7 +214,7 @@ class Engine:
                 "do_remote_decode": False,
                 "remote_engine_id": f"{self.name}-{self.boot}",
                 "remote_block_ids": [[1, 2]],
-                "remote_host": SECRET,
+                "remote_host": self.host,
                 "remote_port": self.port,
                 "remote_request_id": key,
             }
