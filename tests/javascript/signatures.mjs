@@ -1,0 +1,77 @@
+// The canonical form and the signature: section 13 of spec.md.
+
+import { createHmac, timingSafeEqual } from "node:crypto";
+import { bytesOf, digestOf } from "./documents.mjs";
+import { isInteger, isObject } from "./json.mjs";
+
+const LOWEST = -(2n ** 63n);
+const HIGHEST = 2n ** 64n - 1n;
+const MAX_LIFETIME = 3600n;
+
+export class NotCanonical extends Error {}
+
+/** The one text of a value. */
+export function canonical(value) {
+  if (isInteger(value)) {
+    if (value < LOWEST || value > HIGHEST) throw new NotCanonical("an integer of more than 64 bits");
+    return value.toString();
+  }
+  if (typeof value === "number") throw new NotCanonical("a fraction or an exponent");
+  if (Array.isArray(value)) return `[${value.map(canonical).join(",")}]`;
+  if (!isObject(value)) return JSON.stringify(value);
+  const byBytes = (one, other) => Buffer.compare(Buffer.from(one), Buffer.from(other));
+  const names = Object.keys(value).sort(byBytes);
+  return `{${names.map((name) => `${JSON.stringify(name)}:${canonical(value[name])}`).join(",")}}`;
+}
+
+export function canonicalDocument(document) {
+  const { prefix, signature, ...rest } = document;
+  if (signature !== undefined) {
+    const { value, ...others } = signature;
+    rest.signature = others;
+  }
+  if (prefix === null) rest.prefix = null;
+  else if (prefix !== undefined) {
+    const bytes = bytesOf(prefix);
+    const { count, packed, ids, digest, ...others } = Array.isArray(prefix) ? { count: BigInt(prefix.length) } : prefix;
+    rest.prefix = { ...others, count, digest: bytes === null ? digest : digestOf(bytes) };
+  }
+  return canonical(rest);
+}
+
+export const nativeKeys = ({ kvparams, prompt_token_ids, ...others }) => others;
+
+/** The first reason of draft#13.8 for which a reader refuses, or null. */
+export function refusal({ kv_transfer_params: carrier, keys, audience, instance, now, since, used = [] }, skew) {
+  const { kvparams: document } = carrier;
+  const signature = document?.signature;
+  if (!isObject(signature)) return "unsigned";
+  if (signature.alg !== "hmac-sha256") return "algorithm";
+  const key = keys.find((one) => one.kid === signature.kid);
+  const { iat, exp } = signature;
+  if (key === undefined || iat + skew < key.not_before) return "key";
+  if (key.not_after !== null && iat - skew >= key.not_after) return "key";
+  let text, native;
+  try {
+    text = canonicalDocument(document);
+    native = canonical(nativeKeys(carrier));
+  } catch (error) {
+    if (!(error instanceof NotCanonical)) throw error;
+    return "uncanonical";
+  }
+  const value = createHmac("sha256", Buffer.from(key.secret, "hex"))
+    .update(`kvparams signature 1\n${text}`)
+    .digest("hex");
+  if (!equal(value, signature.value)) return "forged";
+  if (!equal(digestOf(native), signature.native)) return "native";
+  if (signature.aud !== audience) return "audience";
+  const addressee = { prefill: document.producer?.id, decode: document.consumer?.id }[document.phase];
+  if (instance !== undefined && addressee !== undefined && addressee !== instance) return "instance";
+  if (exp - iat < 1n || exp - iat > MAX_LIFETIME) return "lifetime";
+  if (iat > now + skew) return "early";
+  if (exp <= now - skew) return "expired";
+  const replayed = used.some(([kid, nonce]) => kid === signature.kid && nonce === signature.nonce);
+  return replayed || iat + skew < since ? "replayed" : null;
+}
+
+const equal = (one, other) => one.length === other.length && timingSafeEqual(Buffer.from(one), Buffer.from(other));

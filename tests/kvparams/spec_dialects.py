@@ -1,0 +1,117 @@
+"""The dialects' tables as `dialects.json` of the spec has them, for those who read no Python.
+
+    .venv/bin/python -m tests.kvparams.spec_dialects     writes the file anew
+
+The one rule: nothing is said here that the tables do not say. A form is JSON Schema 2020-12; `spells` beside it are the
+bounds of the integer that a text spells.
+"""
+
+import json
+from typing import Any
+
+from kvparams.dialects.forms import Anything, Digits, Each, Either, Flag, Form, Number, Object, OneOf, Text, Whole
+from kvparams.dialects.registry import tables
+from kvparams.dialects.table import LEGS, PHASES, Row, Table
+from kvparams.params import Phase
+from tests.kvparams.spec_folder import SPEC
+
+__all__ = ["FILE", "dialects", "text"]
+
+FILE = SPEC / "dialects.json"
+Tree = dict[str, Any]
+
+
+def _form(form: Form) -> Tree:
+    match form:
+        case Whole():
+            return {"type": "integer", "minimum": form.low, "maximum": form.high}
+        case Flag():
+            return {"type": "boolean"}
+        case Number():
+            return {"type": "number"}
+        case Text():
+            bounds: Tree = {"type": "string", "minLength": form.least, "maxLength": form.most}
+            return bounds if form.pattern is None else {**bounds, "pattern": f"^(?:{form.pattern})$"}
+        case Digits():
+            spelt = {"type": "string", "pattern": "^(?:0|-?[1-9][0-9]{0,18})$"}
+            return {**spelt, "spells": {"minimum": form.low, "maximum": form.high}}
+        case OneOf():
+            return {"enum": list(form.choices)}
+        case Each():
+            inner = _form(form.inner)
+            items = {"anyOf": [inner, {"type": "null"}]} if form.null else inner
+            return {"type": "array", "minItems": form.least, "maxItems": form.most, "items": items}
+        case Either():
+            return {"anyOf": [_form(one) for one in form.forms]}
+        case Object():
+            return {"type": "object"}
+        case Anything():
+            return {}
+        case _:
+            raise TypeError(f"a form that the spec has no words for: {form!r}")
+
+
+def _phases(legs: str) -> list[Phase]:
+    return [phase for phase, leg in LEGS.items() if leg in legs]
+
+
+def _row(row: Row) -> Tree:
+    said: Tree = {"name": row.name, "phases": _phases(row.legs), "says": row.says, "form": _form(row.form)}
+    if row.where != "home":
+        said["in"] = row.where
+    if row.inside:
+        said["inside"] = list(row.inside)
+    if row.needed:
+        said["needed"] = _phases(row.needed)
+    if row.marks:
+        said["marks"] = {PHASES[leg]: value for leg, value in row.marks.items() if leg in PHASES}  # pyright: ignore[reportArgumentType]
+    if row.member is not None:
+        said["member"] = row.member
+        said["member_in"] = [phase for phase, leg in LEGS.items() if row.is_member(leg)]
+    for name in ("since", "until"):
+        if (release := getattr(row, name)) is not None:
+            said[name] = release
+    return said
+
+
+def _table(table: Table) -> Tree:
+    said: Tree = {
+        "title": table.title,
+        "software": table.software,
+        "source": table.source,
+        "extension": table.extension,
+        "mode": table.mode,
+        "order": table.order,
+        "mints": table.mints,
+        "home": {PHASES[leg]: list(table.home(leg)) for leg in table.carried},  # pyright: ignore[reportArgumentType]
+    }
+    for name in ("since", "until", "request_id"):
+        if (value := getattr(table, name)) is not None:
+            said[name] = value
+    return {**said, "notes": list(table.notes), "keys": [_row(row) for row in table.rows]}
+
+
+def dialects() -> Tree:
+    """What the file says."""
+    return {name: _table(table) for name, table in sorted(tables().items())}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def text() -> str:
+    """The file, one key to a line."""
+    blocks: list[str] = []
+    for name, table in dialects().items():
+        lines = [
+            f"    {json.dumps(member)}: {json.dumps(value, ensure_ascii=False)}" for member, value in table.items()
+        ]
+        keys = ",\n".join(f"      {json.dumps(row, ensure_ascii=False)}" for row in table["keys"])
+        lines[-1] = f'    "keys": [\n{keys}\n    ]' if table["keys"] else '    "keys": []'
+        blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

@@ -1,0 +1,10 @@
+"""Where the version of the protocol lies that the tests hold this project against; said here and nowhere else."""
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ROOT", "SPEC", "VECTORS"]
+
+ROOT: Final = Path(__file__).parents[2]
+SPEC: Final = ROOT / "spec" / "draft"
+VECTORS: Final = SPEC / "vectors"
