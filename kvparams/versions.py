@@ -40,6 +40,11 @@ ADDED: Final[Mapping[str, frozenset[str]]] = {}
 _FORM: Final = re.compile(r"(0|[1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
 
 
+def _a_year_after(day: date) -> date:
+    leap = (day.month, day.day) == (2, 29)
+    return date(day.year + 1, 3, 1) if leap else day.replace(year=day.year + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Deprecation:
     """A member that goes with the next major version, and not before a year is over.
@@ -171,11 +176,6 @@ def deprecated_in(
 ) -> tuple[Deprecation, ...]:
     """What in a document nobody should write any more."""
     return tuple(one for one in deprecated if _has(document, one.member.split(".")))
-
-
-def _a_year_after(day: date) -> date:
-    leap = (day.month, day.day) == (2, 29)
-    return date(day.year + 1, 3, 1) if leap else day.replace(year=day.year + 1)
 
 
 def _highest(versions: Iterable[object]) -> dict[int, int]:

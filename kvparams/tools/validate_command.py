@@ -10,6 +10,7 @@ from kvparams.dialects.table import LEGS, judge
 from kvparams.errors import InvalidParams
 from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
 from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
+from kvparams.versions import deprecated_in
 
 __all__ = ["COMMAND"]
 
@@ -20,7 +21,7 @@ example:
   kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
 
 Every problem is one line: where it is, what it is, and its kind in brackets. The status is 0 for what is valid, 1 for
-what is not, and 2 where that cannot be told.
+what is not, and 2 where that cannot be told. What is valid and deprecated is told on standard error.
 """
 
 
@@ -42,10 +43,13 @@ class ValidateCommand:
         found = load(arguments.file)
         table, document = named(arguments.dialect), document_in(found)
         if arguments.dialect == OURS or (table is None and document is not None):
+            ours = found if document is None else document
             try:
-                parse(found if document is None else document)
+                parse(ours)
             except InvalidParams as error:
                 return _refused(error)
+            for one in deprecated_in(ours):
+                print(one, file=sys.stderr)
             print("valid: a document of ours")
             return 0
         given = recognise(message_of(found, arguments.request_id), tables().values(), table, arguments.phase, found)

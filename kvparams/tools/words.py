@@ -7,11 +7,13 @@ import json
 from collections.abc import Iterator
 from typing import Final, cast
 
+from kvparams.codec import dump
 from kvparams.dialects.message import ABSENT, look
 from kvparams.dialects.table import LEGS, Leg, Row, Table, judge
 from kvparams.params import Endpoint, KVTransferParams, Mode, Phase
 from kvparams.tools.reading import Given
 from kvparams.translation import decode
+from kvparams.versions import deprecated_in
 
 __all__ = ["explained", "given_in_words", "told"]
 
@@ -84,7 +86,8 @@ def told(params: KVTransferParams) -> list[str]:
     """What a document of ours means."""
     head = f"{_PHASES[params.phase]}; {_MODES[params.mode]}."
     lines = [f"A document of ours, version {params.version}.", head]
-    return lines + [f"  {line}" for line in _members(params)]
+    deprecated = [f"  {one}" for one in deprecated_in(dump(params))]
+    return lines + [f"  {line}" for line in _members(params)] + (["Worth knowing:", *deprecated] if deprecated else [])
 
 
 def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
