@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -26,6 +26,7 @@ from kvparams.codec import Template
 from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, Place
 from kvparams.dialects.nixl import NIXL
+from kvparams.dialects.registry import tables
 from kvparams.dialects.store import STORE
 from kvparams.jsontext import edit, load_object
 from kvparams.outline import Outline, prefix_by_digest, sent_prefix
@@ -33,6 +34,7 @@ from kvparams.plan import Choose, KVLease, LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.canonical import canonical, canonical_json
 from kvparams.trust.keyring import Keyring, SigningKey
+from kvparams.trust.pinning import Pins
 from kvparams.trust.replay import ReplayWindow
 from kvparams.trust.signing import Signer
 from kvparams.trust.verifying import verify
@@ -45,13 +47,14 @@ BARS: Final = {"both legs, ids by digest, signed": 60.0, "both legs, ids packed,
 """Microseconds."""
 BLOCK: Final = 16
 PAIR: Final = {
-    role: Instance(f"{role}-0", "boot", role, f"http://10.0.0.{n}:8000", "nixl") for n, role in enumerate(Role)
+    role: Instance(f"{role}-0", "boot", role, f"http://10.0.0.{n}:8000", "nixl") for n, role in enumerate(Role, 7)
 }
+PINS: Final = Pins(tables().values())
 CUT: Final[dict[str, bytes | None]] = {"max_tokens": b"1", "stream": b"false"}
 
 
 class Path:
-    """A `kvparams.plan.Context` that is asked for nothing."""
+    """A `kvparams.plan.Context` that looks at addresses, and is asked for nothing else."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -61,6 +64,9 @@ class Path:
 
     def place(self, instance: Instance) -> Place | None:
         return None
+
+    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+        PINS.check(instance, said)
 
     def one_token(self) -> dict[str, bytes | None]:
         return CUT
@@ -213,6 +219,7 @@ def rows(tokens: int) -> list[Row]:
         ("both legs, ids packed, signed", lambda: legs.signed(TokenPrefix.pack)),
         ("  of that: SHA-256 over the ids", lambda: prefix_by_digest(ids)),
         ("  of that: 500 blocks in canonical form", lambda: signer.native(handoff)),
+        ("addresses and bounds of prefill's answer", lambda: PINS.check(PAIR[Role.PREFILL], handoff)),
         ("the whole plan over NIXL, text, unsigned", lambda: planned(plain, nixl, as_text, handed)),
         ("the whole plan over NIXL, text, signed", lambda: planned(signing, nixl, as_text, handed)),
         ("the whole plan over NIXL, ids, unsigned", lambda: planned(plain, nixl, with_ids, handed)),

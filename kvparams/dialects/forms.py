@@ -49,6 +49,9 @@ __all__ = [
 ]
 
 
+_INTEGERS: Final = {int}
+
+
 class Form(Protocol):
     """Which values a native key may have."""
 
@@ -94,6 +97,13 @@ class Whole:
         if type(value) is not int:
             return _fault(path, "type", self.words)
         return None if self.low <= value <= self.high else _fault(path, "range", self.words)
+
+    def has_all(self, values: list[object]) -> bool:
+        """Whether each of them is one, at the speed of C: there are many block ids."""
+        if set(map(type, values)) != _INTEGERS:
+            return False
+        numbers = cast("list[int]", values)
+        return self.low <= min(numbers) and max(numbers) <= self.high
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,8 @@ class Each:
         entries = cast("list[object]", value)
         if not self.least <= len(entries) <= self.most:
             return _fault(path, "length", self.words)
+        if type(self.inner) is Whole and self.inner.has_all(entries):
+            return None
         for index, entry in enumerate(entries):
             if entry is None and self.null:
                 continue

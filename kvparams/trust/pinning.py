@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from kvparams.dialects import HandoffMissing
 from kvparams.dialects.forms import Form, Object
 from kvparams.dialects.table import AddressKind, Table
+from kvparams.errors import Problem
 from kvparams.scheduling import Instance
 
 __all__ = ["REFUSALS", "Declared", "HandoffRefused", "Pins", "declared"]
@@ -118,20 +119,44 @@ class _Own:
         return any(address in network for network in self._networks)
 
 
+class _Known(NamedTuple):
+    """A native key that stands in a dialect's table."""
+
+    forms: tuple[Form, ...]
+    """In one of which it must be; several where releases differ."""
+    held: bool
+    """Whether there may be an address in it."""
+
+    def fault(self, name: str, value: object) -> Problem | None:
+        """What is wrong with it in the latest form, where it is in none."""
+        first: Problem | None = None
+        for form in reversed(self.forms):
+            fault = form.fault(value, (name,))
+            if fault is None:
+                return None
+            first = first or fault
+        return first
+
+
+_NOTHING: Final[Mapping[str, _Known]] = {}
+
+
 class Pins:
     """What may be handed on, of every instance; made once, for the dialects that are registered."""
 
     def __init__(self, tables: Iterable[Table]) -> None:
         """`tables` of every dialect, routed with or not: their addresses are looked for in every answer."""
         self._kinds: dict[str, AddressKind] = dict(_OURS)
-        self._forms: dict[str, dict[str, list[Form]]] = {}
+        self._known: dict[str, dict[str, _Known]] = {}
         for table in tables:
-            forms = self._forms[table.name] = {}
+            known = self._known[table.name] = {}
             for row in table.rows:
                 if row.address is not None:
                     self._kinds[row.name] = row.address
                 if row.where == "home" and not (row.inside or row.name.endswith("*")) and set(row.legs) & set("RD"):
-                    forms.setdefault(row.name, []).append(row.form)
+                    forms = (*known[row.name].forms, row.form) if row.name in known else (row.form,)
+                    held = row.address is not None or any(isinstance(form, Object) for form in forms)
+                    known[row.name] = _Known(forms, held)
         self._own: dict[Instance, _Own] = {}
 
     def check(self, instance: Instance, said: Mapping[str, object], reached: Collection[str] = ()) -> None:
@@ -150,17 +175,18 @@ class Pins:
             if len(self._own) >= _REMEMBERED:
                 self._own.clear()
             own = self._own[instance] = _Own(instance)
-        forms = self._forms.get(instance.dialect, {})
+        table = self._known.get(instance.dialect, _NOTHING)
         rest: dict[str, object] = {}
         for name, value in said.items():
-            known = forms.get(name)
-            if known is not None and value is not None:
-                faults = [form.fault(value, (name,)) for form in known]
-                if None not in faults:
-                    fault = next(fault for fault in reversed(faults) if fault is not None)
+            if value is None:
+                continue
+            known = table.get(name)
+            if known is not None:
+                fault = known.fault(name, value)
+                if fault is not None:
                     raise _refused(instance, "value", str(fault))
-                if name not in self._kinds and not any(isinstance(form, Object) for form in known):
-                    continue  # nothing in it that nobody has looked at
+                if not known.held:
+                    continue  # nothing in it that was not looked at
             rest[name] = value
         if rest and (stray := self._stray(rest, own, reached, ())) is not None:
             raise _refused(instance, "address", stray)
