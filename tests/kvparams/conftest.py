@@ -3,13 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError, validators
 
-SPEC = Path(__file__).parents[2] / "spec" / "draft"
+from tests.kvparams.spec_folder import SPEC
 
 
 def _pattern(_: object, pattern: str, instance: object, __: object) -> Iterator[ValidationError]:

@@ -104,10 +104,8 @@ def text() -> str:
     """The file, one key to a line."""
     blocks: list[str] = []
     for name, table in dialects().items():
-        lines = [
-            f"    {json.dumps(member)}: {json.dumps(value, ensure_ascii=False)}" for member, value in table.items()
-        ]
-        keys = ",\n".join(f"      {json.dumps(row, ensure_ascii=False)}" for row in table["keys"])
+        lines = [f"    {_json(member)}: {_json(value)}" for member, value in table.items()]
+        keys = ",\n".join(f"      {_json(row)}" for row in table["keys"])
         lines[-1] = f'    "keys": [\n{keys}\n    ]' if table["keys"] else '    "keys": []'
         blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(blocks) + "\n}\n"

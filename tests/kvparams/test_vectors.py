@@ -1,9 +1,8 @@
-"""Three judges over the same vectors: spec/draft/schema.json, this SDK, and what the vectors themselves say."""
+"""Three judges over the same vectors: the schema, this SDK, and what the vectors themselves say."""
 
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from kvparams import InvalidParams, UnsupportedVersion, dump, dump_json, parse, 
 from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain, page_key
 from kvparams.pages import HEADER_BYTES, REASONS, identify, seal, verify
 from kvparams.seals import METHODS, Method, PageKeys, SealKeys
+from tests.kvparams.spec_folder import VECTORS
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors"
 Case = dict[str, Any]
 
 
