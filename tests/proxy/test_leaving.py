@@ -31,6 +31,8 @@ GOOD = json.dumps(
     }
 ).encode()
 
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(GOOD), GOOD)
+
 
 def request(body: dict[str, Any]) -> bytes:
     raw = json.dumps(body).encode()
@@ -64,6 +66,71 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngi
     assert sum(engine.counters.aborted for engine in stub.engines if engine.role == role) == 1
     assert await stubbed.metric("kvparams_proxy_in_flight") == 0
     assert await stubbed.metric('kvparams_proxy_requests_total{outcome="gone"}') == 1
+
+
+@pytest.mark.parametrize("dialect", ["nixl", "store"])
+async def test_kv_of_a_prefill_whose_answer_was_on_its_way_is_given_back(
+    scripted: Any, proxy: Any, dialect: str
+) -> None:
+    """Only the answer names the blocks that NIXL keeps. Pages in a store are told by the transfer, so nothing is heard
+    out there."""
+    ends: list[bytes] = []
+    prefilling = asyncio.Event()
+
+    async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefilling.set()
+        ends.append(await reader.read())
+        writer.write(WHOLE)
+
+    async def decode(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE)
+
+    producer, consumer = await scripted(prefill), await scripted(decode)
+    running = await proxy([producer.url], [consumer.url], dialect)
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(request(BODY))
+    async with asyncio.timeout(5):
+        await prefilling.wait()
+    writer.transport.abort()
+    await until(lambda: bool(ends))
+    async with asyncio.timeout(5):
+        while await running.metric("kvparams_proxy_in_flight"):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    if dialect == "nixl":
+        await until(lambda: len(consumer.bodies) == 1)
+        released = json.loads(consumer.bodies[0])
+        assert released["kv_transfer_params"]["remote_engine_id"] == "e"
+        assert released["max_tokens"] == 1
+    else:
+        assert consumer.bodies == []
+    assert await running.metric("kvparams_proxy_orphaned_transfers_total") == 0
+    assert ends == [b""]
+
+
+async def test_an_engine_that_does_not_mind_its_client_is_left_for_good(scripted: Any, proxy: Any) -> None:
+    """It goes on after the end of what it was sent: then the connection is broken."""
+    broken = asyncio.Event()
+
+    async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefilling.set()
+        with suppress(ConnectionError):
+            async with asyncio.timeout(5):
+                while True:
+                    writer.write(b" ")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        broken.set()
+
+    prefilling = asyncio.Event()
+    producer, consumer = await scripted(prefill), await scripted(prefill)
+    running = await proxy([producer.url], [consumer.url])
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(request(BODY))
+    async with asyncio.timeout(5):
+        await prefilling.wait()
+        writer.transport.abort()
+        await broken.wait()
+    assert await running.metric("kvparams_proxy_in_flight") == 0
 
 
 async def test_streams_dropped_at_random_moments_leave_nothing_behind(stub: StubEngines, stubbed: Any) -> None:

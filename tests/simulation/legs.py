@@ -149,11 +149,13 @@ class Link:
             self.socket.arrive(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
 
     def closed(self) -> None:
-        """The proxy has closed: an abort of what runs."""
+        """The proxy has closed, at least its way: an abort of what runs. An engine's server then closes, too."""
         if not self.over:
             self._leave()
             if self.leg is not None:
                 self.leg.finish("aborted")
+            if self.engine.thaws <= self.engine.world.now:
+                self.socket.end()
 
     def hang_up(self, *, reset: bool) -> None:
         """Close it."""

@@ -62,6 +62,8 @@ class Socket(asyncio.Transport):
         self._size = 0
         self._write_paused = False
         self._peer_gone = False
+        self._ended = False
+        """Whether the proxy has closed its way."""
 
     # what the proxy calls
 
@@ -90,6 +92,15 @@ class Socket(asyncio.Transport):
                 self.protocol.pause_writing()
             return
         self._send(self.peer.received, bytes(data))
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self._alive()
+        if not self._closing and not self._ended:
+            self._ended = True
+            self._send(self.peer.closed)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         self.write(b"".join(list_of_data))
@@ -194,7 +205,8 @@ class Socket(asyncio.Transport):
 
     def _lose(self, error: Exception | None) -> None:
         self._lost = True
-        self._send(self.peer.closed)
+        if not self._ended:
+            self._send(self.peer.closed)
         self._loop.call_soon(self._over, error)
 
     def _over(self, error: Exception | None) -> None:

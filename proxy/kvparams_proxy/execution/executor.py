@@ -36,6 +36,8 @@ __all__ = ["Execution"]
 _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 _ANSWERED: Final = LegAnswer({})
+_LAST_WORD_S: Final = 0.5
+"""For an engine that sees its client leave to close the connection, or to show that it had answered already."""
 
 
 class Execution:
@@ -132,12 +134,19 @@ class Execution:
     # the client, as `downstream.Watcher`
 
     def client_gone(self) -> None:
-        """Abort whatever runs for it, now."""
+        """Abort whatever runs for it, now. Of a prefill leg that may just have ended, with KV that only its answer
+        names, the answer is heard out if it is on its way: to give the KV back."""
         self._gone = True
-        if self._exchange is not None:
-            self._exchange.abort(UpstreamError("the client has left"))
-        else:
+        exchange, leg = self._exchange, self._leg
+        if exchange is None:
             self._finish("gone")
+        elif leg is not None and self._leaves_kv(leg) and exchange.end_sending():
+            self._resources.watch.start(self, _LAST_WORD_S)
+        else:
+            exchange.abort(UpstreamError("the client has left"))
+
+    def _leaves_kv(self, leg: Leg) -> bool:
+        return not leg.answers_client and not self._resources.dialects[leg.instance.dialect].reusable
 
     def client_slow(self) -> None:
         """Throttle the engine that writes for it."""
@@ -174,6 +183,9 @@ class Execution:
             return
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
+            if self._gone:  # it was to learn what is held, and has
+                self._finish("gone")
+                return
             while type(step) is Choose:
                 instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
                 if instance is None:
@@ -232,6 +244,9 @@ class Execution:
             headers += self._account.trace.leg()
         claims = leg.answers_client and context.claim()
         self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
+        if self._slow and leg.answers_client:  # a stream goes on for a client who has still to take what came before
+            self._exchange.pause()
+            limit_s = resources.settings.client_timeout_s
         resources.watch.start(self, limit_s)
 
     def _end_leg(self) -> Leg:
@@ -334,10 +349,11 @@ class Execution:
         unseen = not error.sent if error is not None else 400 <= head.status < 500
         if leg.answers_client and unseen:  # no engine has it, or it was refused before it was scheduled
             self._context.claimed = False
-        if self._gone:
+        well = error is None and head.status == 200
+        if self._gone and (leg.answers_client or not well):
             self._finish("gone")
             return True
-        if error is None and head.status == 200:
+        if well:
             return False
         sent = self._recorder.sent() if self._recorder is not None and self._life.answering else None
         addresses, body = self._resources.addresses, self._inbound.body

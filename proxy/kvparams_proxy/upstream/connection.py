@@ -71,6 +71,12 @@ class Exchange:
             self.discard()
             sink.on_done(error)
 
+    def end_sending(self) -> bool:
+        """Let the engine see that nobody waits any more, and hear out what it may have sent already; the connection is
+        not used again. False where that cannot be done: it is not connected, or TLS is in between."""
+        self._retry = False
+        return self._sink is not None and self._connection is not None and self._connection.end_sending()
+
     def discard(self) -> None:
         """End it now; the sink hears nothing more."""
         sink, self._sink = self._sink, None
@@ -185,6 +191,14 @@ class Connection(asyncio.Protocol):
         """Close at once; whoever waits has been told."""
         self._exchange = self._sink = None
         self.transport.abort()
+
+    def end_sending(self) -> bool:
+        """Close the way to the engine, not the way back; whether that was possible."""
+        if not self.transport.can_write_eof() or self.transport.is_closing():
+            return False
+        self._strange = True
+        self.transport.write_eof()
+        return True
 
     def pause(self) -> None:
         """Stop reading from the socket."""
