@@ -80,7 +80,7 @@ class Arena:
         Whoever needs several at once must not lease one after the other: two of them would wait for each other.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._free) >= least, timeout_s):
+            if len(self._free) < least and not self._changed.wait_for(lambda: len(self._free) >= least, timeout_s):
                 return []
             slots: list[Slot] = []
             for _ in range(min(most, len(self._free))):

@@ -174,12 +174,7 @@ class KVStoreConnector:
             end_token: the position behind the last one to write; need not be a page's end.
         """
         nothing = LoadReport(start_token, start_token)
-        nbytes = sum(
-            plan.identity(part).stored_bytes
-            for page in wanted_pages(plan, start_token, end_token)
-            for part in plan.parts(page)
-        )
-        if not self._rate.worth(nbytes, end_token - start_token):
+        if not self._worth(plan, start_token, end_token):
             job = Job(time.monotonic() + self._settings.deadline_s, nothing)
             job.finish(self._loaded(replace(nothing, skipped=True)))
             return job
@@ -191,6 +186,16 @@ class KVStoreConnector:
             timed_out=replace(nothing, failure=Code.TIMEOUT),
             refused=replace(nothing, failure=Code.UNAVAILABLE),
         )
+
+    def _worth(self, plan: Plan, start_token: int, end_token: int) -> bool:
+        if self._settings.recompute_tokens_per_s is None:
+            return True
+        nbytes = sum(
+            plan.identity(part).stored_bytes
+            for page in wanted_pages(plan, start_token, end_token)
+            for part in plan.parts(page)
+        )
+        return self._rate.worth(nbytes, end_token - start_token)
 
     def _measured(self, load: Load, job: Job[LoadReport]) -> LoadReport:
         start = time.monotonic()

@@ -5,7 +5,7 @@ The one rule: it is put together once, when the connector is made.
 
 from dataclasses import dataclass
 
-from kvparams.pages import Refusal, seal, verify
+from kvparams.pages import PageIdentity, Refusal, seal, verify
 from kvparams.seals import PageKeys, SealKeys
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.connector_settings import ConnectorSettings
@@ -28,18 +28,16 @@ class Gear:
     settings: ConnectorSettings
     seals: SealKeys | None
 
-    def seal(self, slot: Slot, plan: Plan, part: int) -> memoryview:
+    def seal(self, slot: Slot, plan: Plan, identity: PageIdentity) -> memoryview:
         """Write the header of a part in front of its payload in `slot`; the bytes to store."""
-        identity = plan.identity(part)
         buffer = slot.view[: identity.stored_bytes]
         seal(buffer, identity, self._keys(plan))
         return buffer
 
     def judge(
-        self, slot: Slot, result: Result, plan: Plan, part: int, payload_checksum: int | None = None
+        self, slot: Slot, result: Result, plan: Plan, identity: PageIdentity, payload_checksum: int | None = None
     ) -> Refusal | None:
         """Why what the store put into `slot` is not the part that was asked for; None if it is. See `verify`."""
-        identity = plan.identity(part)
         if result.code is Code.TOO_LARGE or (not self.settings.verify and result.nbytes != identity.stored_bytes):
             return Refusal("torn", f"{result.nbytes} of {identity.stored_bytes} bytes")
         if not self.settings.verify:

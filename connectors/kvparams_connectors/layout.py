@@ -151,7 +151,6 @@ class PagedKVLayout:
         part = unit or self.rectangle
         return tokens * part.layers * part.heads * (self.k_dim + self.v_dim) * self._itemsize
 
-    @torch.inference_mode()  # an engine may have allocated its cache in it, and then it is written only in it
     def gather(
         self,
         block_ids: Sequence[int],
@@ -178,7 +177,6 @@ class PagedKVLayout:
         self._check_payload(payload.nbytes, tokens, unit)
         host_gather(self.spans(unit), pieces, tokens, payload)
 
-    @torch.inference_mode()
     def scatter(
         self,
         block_ids: Sequence[int],

@@ -141,12 +141,12 @@ class Load:
         """The question for a part. Where that is quick, it is verified while it comes, in the store's thread. What the
         store says nothing of is verified later, and so are sealed pages, whose tags take as long as the way from the
         store."""
-        gear, key = self._gear, self._plan.keys[part]
+        gear, key, identity = self._gear, self._plan.keys[part], self._plan.identity(part)
         if gear.seals is not None or not gear.settings.verify:
             return GetOp(key, (slot.view,), checked=gear.settings.verify)
 
         def judge(nbytes: int, payload_checksum: int | None) -> Refusal | None:
-            return gear.judge(slot, Result(Code.OK, nbytes), self._plan, part, payload_checksum)
+            return gear.judge(slot, Result(Code.OK, nbytes), self._plan, identity, payload_checksum)
 
         arrival = arrivals[part] = Arrival(slot.view, judge)
         return GetOp(key, (slot.view,), arrival.arrived, arrival.coming, checked=True)
@@ -226,7 +226,7 @@ class Load:
             if seen is not None and result == Result(Code.OK, seen[0]):
                 refusal = seen[1]
             else:
-                refusal = self._gear.judge(slot, result, self._plan, part)
+                refusal = self._gear.judge(slot, result, self._plan, self._plan.identity(part))
             if refusal is not None:
                 return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
         return None
@@ -238,6 +238,7 @@ class Load:
                 self._report = replace(self._report, failure=Code.TIMEOUT)
                 return
             report = self._report
+            at = report.end_token
             copies: list[Copy] = []
             for page in good:
                 where = self._plan.pages[page.parts[0] // len(self._plan.units)]
@@ -246,11 +247,12 @@ class Load:
                     unit = self._plan.units[part % len(self._plan.units)]
                     payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
                     whole = range(where.start, where.end)
-                    copies.append(Copy(unit, report.end_token, end - report.end_token, whole, payload))
-                report = replace(report, end_token=end, pages=report.pages + 1, nbytes=report.nbytes + page.nbytes)
+                    copies.append(Copy(unit, at, end - at, whole, payload))
+                at = end
             self._gear.mover.scatter(self._block_ids, copies, self._fence)
-            self._report = report
-            job.offer(replace(report, failure=Code.TIMEOUT))
+            nbytes = report.nbytes + sum(page.nbytes for page in good)
+            self._report = replace(report, end_token=at, pages=report.pages + len(good), nbytes=nbytes)
+            job.offer(replace(self._report, failure=Code.TIMEOUT))
 
 
 def wanted_pages(plan: Plan, start_token: int, end_token: int) -> list[int]:

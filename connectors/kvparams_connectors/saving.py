@@ -6,6 +6,7 @@ launches afterwards can change what is read); and a slot goes back only when nei
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -61,8 +62,10 @@ class Save:
         deadline_s = gear.settings.deadline_s
         self._gear, self._lane, self._plan, self._pages, self._ended = gear, lane, plan, pages, ended
         self.job = Job(time.monotonic() + deadline_s, SaveReport(failed={Code.TIMEOUT: len(pages)}))
-        self._found = gear.store.exists([plan.keys[part] for part in self._parts(pages)], deadline_s)
-        self._offset = {part: number for number, part in enumerate(self._parts(pages))}
+        parts = self._parts(pages)
+        self._found = gear.store.exists([plan.keys[part] for part in parts], deadline_s)
+        self._offset = {part: number for number, part in enumerate(parts)}
+        self._identity = {part: plan.identity(part) for part in parts}
         self._lock = threading.Lock()
         self._report = SaveReport()
         self._undecided = len(pages)
@@ -88,7 +91,7 @@ class Save:
             for page in self._pages:
                 parts = self._parts([page])
                 if self._stored_already(parts):
-                    self._decide([page], SaveReport(existing=1))
+                    self._decide(1, SaveReport(existing=1))
                     continue
                 slots = self._lease(len(parts), len(copies), required=required)
                 if not slots:
@@ -97,7 +100,7 @@ class Save:
                         portion, copies = _Portion(), []
                         slots = self._lease(len(parts), 0, required=required)
                     if not slots:
-                        self._decide([page], SaveReport(dropped=1))
+                        self._decide(1, SaveReport(dropped=1))
                         continue
                 portion.pages.append(page)
                 for part, slot in zip(parts, slots, strict=True):
@@ -122,7 +125,7 @@ class Save:
         return all(self._is_stored(part, results) for part in parts)
 
     def _is_stored(self, part: int, found: Results) -> bool:
-        return found[self._offset[part]].found(self._plan.identity(part).stored_bytes)
+        return found[self._offset[part]].found(self._identity[part].stored_bytes)
 
     def _lease(self, count: int, ahead: int, *, required: bool) -> list[Slot]:
         """Slots for a page; none if there is no room. `ahead`: copies that will take room before these."""
@@ -135,7 +138,7 @@ class Save:
     def _copy(self, page: int, part: int, slot: Slot) -> Copy:
         where = self._plan.pages[page]
         unit = self._plan.units[part % len(self._plan.units)]
-        payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
+        payload = slot.view[HEADER_BYTES : self._identity[part].stored_bytes]
         return Copy(unit, where.start, where.tokens, range(where.start, where.end), payload)
 
     def _dispatch(self, block_ids: Sequence[int], portion: _Portion, copies: Sequence[Copy]) -> None:
@@ -163,7 +166,7 @@ class Save:
         if not portion.held:
             return Code.EXISTS
         parts = sorted(portion.held)
-        buffers = [self._gear.seal(portion.held[part], self._plan, part) for part in parts]
+        buffers = [self._gear.seal(portion.held[part], self._plan, self._identity[part]) for part in parts]
         ops = [PutOp(self._plan.keys[part], (buffer,)) for part, buffer in zip(parts, buffers, strict=True)]
         put = self._gear.store.put(ops, self.job.remaining_s())
         slots = [portion.held.pop(part) for part in parts]
@@ -192,20 +195,23 @@ class Save:
 
     def _account(self, portion: _Portion, missing: Code) -> None:
         """A portion has ended; parts without a result of their own have `missing`."""
+        saved = existing = nbytes = 0
+        failures: Counter[Code] = Counter()
         for page in portion.pages:
             results = [portion.results.get(part, Result(missing)) for part in self._parts([page])]
             failed = next((one.code for one in results if one.code not in (Code.OK, Code.EXISTS)), None)
-            nbytes = sum(one.nbytes for one in results if one.code is Code.OK)
+            nbytes += sum(one.nbytes for one in results if one.code is Code.OK)
             if failed is not None:
-                self._decide([page], SaveReport(failed={failed: 1}, nbytes=nbytes))
+                failures[failed] += 1
             elif any(one.code is Code.OK for one in results):
-                self._decide([page], SaveReport(saved=1, nbytes=nbytes))
+                saved += 1
             else:
-                self._decide([page], SaveReport(existing=1))
+                existing += 1
+        self._decide(len(portion.pages), SaveReport(saved, existing, failed=failures, nbytes=nbytes))
         self._close()
 
-    def _decide(self, pages: Sequence[int], seen: SaveReport) -> None:
-        """Add to the report, and to what it says should the deadline pass now."""
+    def _decide(self, pages: int, seen: SaveReport) -> None:
+        """Add so many pages to the report, and to what it says should the deadline pass now."""
         with self._lock:
             report = self._report
             failed = dict(report.failed)
@@ -219,7 +225,7 @@ class Save:
                 failed=failed,
                 nbytes=report.nbytes + seen.nbytes,
             )
-            self._undecided -= len(pages)
+            self._undecided -= pages
             late = dict(failed)
             if self._undecided:
                 late[Code.TIMEOUT] = late.get(Code.TIMEOUT, 0) + self._undecided

@@ -23,6 +23,8 @@ from kvparams_connectors.layout_copy import Pieces, device_gather, device_scatte
 __all__ = ["Copy", "HostMover", "Mover", "StagedMover", "mover_for"]
 
 _ALIGNMENT: Final = 256
+_HOST_BATCH: Final = 1 << 20
+"""So many bytes go back to blocks on the CPU at a time: while they do, the end of the wait for a load is put off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,12 @@ class Mover(Protocol):
 class HostMover:
     """Blocks on the CPU."""
 
-    def __init__(self, layout: PagedKVLayout) -> None:
-        self.batch: int = 1
+    def __init__(self, layout: PagedKVLayout, *, payload_bytes: int) -> None:
+        """Args:
+        layout: of tensors on the CPU.
+        payload_bytes: of the largest part of a page.
+        """
+        self.batch: int = max(1, _HOST_BATCH // payload_bytes)
         self.allocate: Callable[[int], memoryview] | None = None
         self._layout = layout
 
@@ -206,5 +212,5 @@ def mover_for(layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -
         RuntimeError: they are said to be on a GPU, and there is none.
     """
     if layout.device.type == "cpu":
-        return HostMover(layout)
+        return HostMover(layout, payload_bytes=payload_bytes)
     return StagedMover(CudaDevice(layout.device), layout, payload_bytes=payload_bytes, bounce_bytes=bounce_bytes)

@@ -159,7 +159,10 @@ def test_both_ways_agree_on_every_piece_of_a_page() -> None:
     nbytes = layout.payload_bytes(13, unit)
     blocks = Random(3).sample(range(BLOCKS), 8)
     device = SimulatedDevice(1)
-    movers = HostMover(layout), StagedMover(device, layout, payload_bytes=nbytes, bounce_bytes=nbytes)
+    movers = (
+        HostMover(layout, payload_bytes=nbytes),
+        StagedMover(device, layout, payload_bytes=nbytes, bounce_bytes=nbytes),
+    )
     pages: list[bytes] = []
     for mover in movers:
         payload = memoryview(bytearray(nbytes))
@@ -172,7 +175,11 @@ def test_both_ways_agree_on_every_piece_of_a_page() -> None:
     for on_host in (True, False):
         target = a_cache(None)
         to = PagedKVLayout.from_stacked(target)
-        made = HostMover(to) if on_host else StagedMover(device, to, payload_bytes=nbytes, bounce_bytes=nbytes)
+        made = (
+            HostMover(to, payload_bytes=nbytes)
+            if on_host
+            else StagedMover(device, to, payload_bytes=nbytes, bounce_bytes=nbytes)
+        )
         made.scatter(blocks, [Copy(unit, 5, 10, range(3, 16), memoryview(bytearray(pages[0])))], made.fence())
         results.append(target)
     assert torch.equal(*results)
