@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Puts the real servers that the tests start on this machine: valkey-server 8, and the libraries that Mooncake loads.
+# Puts on this machine what the tests start: valkey-server 8, the libraries that Mooncake loads, and Node, 18 or later.
 # They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
 set -euo pipefail
 
 missing=()
 command -v valkey-server >/dev/null || missing+=(valkey-server)
+command -v node >/dev/null || missing+=(nodejs)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if [ ${#missing[@]} -eq 0 ]; then
     exit 0

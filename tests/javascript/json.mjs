@@ -55,7 +55,7 @@ export function parse(text, maxLevels = MAX_LEVELS) {
       }
     }
     at += 1;
-    if (!found.isWellFormed()) fail("a surrogate without its other half");
+    if (/\p{Surrogate}/u.test(found)) fail("a surrogate without its other half");
     return found;
   }
 

@@ -20,7 +20,7 @@ Case = dict[str, Any]
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
     node = shutil.which("node")
-    assert node is not None, "Node is missing, 20 or later: run `make servers`, or install the package nodejs"
+    assert node is not None, "Node is missing, 18 or later: run `make servers`, or install the package nodejs"
     return subprocess.run([node, CHECK, folder], capture_output=True, text=True, timeout=60, check=False)
 
 
