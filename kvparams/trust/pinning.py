@@ -29,6 +29,7 @@ REFUSALS: Final[tuple[Refused, ...]] = ("address", "value")
 _OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
 """Of our own document: `producer.address`."""
 _REMEMBERED: Final = 4096
+_GOOD: Final = 64
 _NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9_.])?"
 _HOST: Final = re.compile(rf"{_NAME}|\[?[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,15}})?\]?")
 _PLACE: Final = re.compile(
@@ -90,9 +91,14 @@ def canonical(host: str) -> str:
 class _Own:
     """Where one instance may be."""
 
-    __slots__ = ("_hosts", "_networks", "_ports")
+    __slots__ = ("_hosts", "_networks", "_ports", "good", "reached", "usual")
 
     def __init__(self, instance: Instance) -> None:
+        self.usual: dict[str, object] = {}
+        """Of each key the last value that had a form of it: most have the same in every answer."""
+        self.good: set[tuple[tuple[str, type, object], ...]] = set()
+        """What was looked through for addresses and had none but its own, while `reached` was the same."""
+        self.reached: Collection[str] = ()
         places = [declared(text) for text in instance.addresses]
         urls = (instance.url, instance.bootstrap or "")
         self._hosts = {canonical(urlsplit(url).hostname or "") for url in urls}
@@ -177,19 +183,39 @@ class Pins:
             own = self._own[instance] = _Own(instance)
         table = self._known.get(instance.dialect, _NOTHING)
         rest: dict[str, object] = {}
+        usual = own.usual
         for name, value in said.items():
             if value is None:
                 continue
             known = table.get(name)
             if known is not None:
-                fault = known.fault(name, value)
-                if fault is not None:
-                    raise _refused(instance, "value", str(fault))
+                last = usual.get(name)
+                if last != value or type(last) is not type(value):
+                    fault = known.fault(name, value)
+                    if fault is not None:
+                        raise _refused(instance, "value", str(fault))
+                    if isinstance(value, str | int):
+                        usual[name] = value
                 if not known.held:
                     continue  # nothing in it that was not looked at
             rest[name] = value
-        if rest and (stray := self._stray(rest, own, reached, ())) is not None:
+        if rest:
+            self._look(instance, rest, own, reached)
+
+    def _look(self, instance: Instance, rest: dict[str, object], own: _Own, reached: Collection[str]) -> None:
+        if reached is not own.reached:
+            own.reached = reached
+            own.good.clear()
+        flat = tuple((name, type(value), value) for name, value in rest.items())
+        plain = not any(isinstance(value, list | dict) for value in rest.values())
+        if plain and flat in own.good:
+            return
+        if (stray := self._stray(rest, own, reached, ())) is not None:
             raise _refused(instance, "address", stray)
+        if plain:
+            if len(own.good) >= _GOOD:
+                own.good.clear()
+            own.good.add(flat)
 
     def _stray(self, value: object, own: _Own, reached: Collection[str], path: tuple[str, ...]) -> str | None:
         """The first address that is not the instance's, with its place, in words."""
