@@ -29,7 +29,7 @@ REFUSALS: Final[tuple[Refused, ...]] = ("address", "value")
 _OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
 """Of our own document: `producer.address`."""
 _REMEMBERED: Final = 4096
-_GOOD: Final = 64
+_MOST_USUAL: Final = 256
 _NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9_.])?"
 _HOST: Final = re.compile(rf"{_NAME}|\[?[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,15}})?\]?")
 _PLACE: Final = re.compile(
@@ -91,14 +91,18 @@ def canonical(host: str) -> str:
 class _Own:
     """Where one instance may be."""
 
-    __slots__ = ("_hosts", "_networks", "_ports", "good", "reached", "usual")
+    __slots__ = ("_hosts", "_networks", "_ports", "fitting", "looked", "reached", "usual")
 
     def __init__(self, instance: Instance) -> None:
-        self.usual: dict[str, object] = {}
-        """Of each key the last value that had a form of it: most have the same in every answer."""
-        self.good: set[tuple[tuple[str, type, object], ...]] = set()
-        """What was looked through for addresses and had none but its own, while `reached` was the same."""
+        self.usual: dict[str, tuple[object, type, bool]] = {}
+        """Of each key the last value that was good, its type, and whether it was looked through for addresses: most
+        have the same in every answer."""
+        self.looked = 0
+        """How many keys were looked through together, when these values were found good."""
         self.reached: Collection[str] = ()
+        """What was `reached` then."""
+        self.fitting: dict[str, Form] = {}
+        """Of each key the form that its last value had."""
         places = [declared(text) for text in instance.addresses]
         urls = (instance.url, instance.bootstrap or "")
         self._hosts = {canonical(urlsplit(url).hostname or "") for url in urls}
@@ -133,14 +137,15 @@ class _Known(NamedTuple):
     held: bool
     """Whether there may be an address in it."""
 
-    def fault(self, name: str, value: object) -> Problem | None:
-        """What is wrong with it in the latest form, where it is in none."""
+    def fitting(self, name: str, value: object) -> Form | Problem:
+        """The form that it has, the latest first; or what is wrong with it in the latest, where it has none."""
         first: Problem | None = None
         for form in reversed(self.forms):
             fault = form.fault(value, (name,))
             if fault is None:
-                return None
+                return form
             first = first or fault
+        assert first is not None
         return first
 
 
@@ -181,41 +186,46 @@ class Pins:
             if len(self._own) >= _REMEMBERED:
                 self._own.clear()
             own = self._own[instance] = _Own(instance)
-        table = self._known.get(instance.dialect, _NOTHING)
-        rest: dict[str, object] = {}
         usual = own.usual
+        same = 0
+        new: list[tuple[str, object]] = []
         for name, value in said.items():
             if value is None:
                 continue
-            known = table.get(name)
-            if known is not None:
-                last = usual.get(name)
-                if last != value or type(last) is not type(value):
-                    fault = known.fault(name, value)
-                    if fault is not None:
-                        raise _refused(instance, "value", str(fault))
-                    if isinstance(value, str | int):
-                        usual[name] = value
-                if not known.held:
-                    continue  # nothing in it that was not looked at
-            rest[name] = value
-        if rest:
-            self._look(instance, rest, own, reached)
+            last = usual.get(name)
+            if last is not None and last[0] == value and last[1] is type(value):
+                same += last[2]
+            else:
+                new.append((name, value))
+        looked = [name for name, value in new if self._judge(instance, own, name, value)] if new else None
+        if looked or same != own.looked or reached is not own.reached:
+            self._look(instance, own, said, reached)
 
-    def _look(self, instance: Instance, rest: dict[str, object], own: _Own, reached: Collection[str]) -> None:
-        if reached is not own.reached:
-            own.reached = reached
-            own.good.clear()
-        flat = tuple((name, type(value), value) for name, value in rest.items())
-        plain = not any(isinstance(value, list | dict) for value in rest.values())
-        if plain and flat in own.good:
-            return
+    def _judge(self, instance: Instance, own: _Own, name: str, value: object) -> bool:
+        """Whether this value has to be looked through for addresses, as it has a form that it may have."""
+        known = self._known.get(instance.dialect, _NOTHING).get(name)
+        if known is None:
+            return True
+        form = own.fitting.get(name)
+        if form is None or form.fault(value, (name,)) is not None:
+            found = known.fitting(name, value)
+            if isinstance(found, Problem):
+                raise _refused(instance, "value", str(found))
+            own.fitting[name] = found
+        if not known.held and isinstance(value, str | int) and len(own.usual) < _MOST_USUAL:
+            own.usual[name] = value, type(value), False
+        return known.held
+
+    def _look(self, instance: Instance, own: _Own, said: Mapping[str, object], reached: Collection[str]) -> None:
+        table = self._known.get(instance.dialect, _NOTHING)
+        rest = {n: v for n, v in said.items() if v is not None and ((known := table.get(n)) is None or known.held)}
+        own.looked = -1
         if (stray := self._stray(rest, own, reached, ())) is not None:
             raise _refused(instance, "address", stray)
-        if plain:
-            if len(own.good) >= _GOOD:
-                own.good.clear()
-            own.good.add(flat)
+        own.usual = {n: each for n, each in own.usual.items() if not each[2]}  # others were looked through without it
+        if all(isinstance(value, str | int) for value in rest.values()):
+            own.usual.update((name, (value, type(value), True)) for name, value in rest.items())
+            own.looked, own.reached = len(rest), reached
 
     def _stray(self, value: object, own: _Own, reached: Collection[str], path: tuple[str, ...]) -> str | None:
         """The first address that is not the instance's, with its place, in words."""

@@ -310,3 +310,18 @@ def test_what_the_refused_answer_holds_is_given_back_without_telling_anyone_the_
     assert abandon is not None
     assert abandon.role is Role.PREFILL
     assert METADATA.encode() not in abandon.native
+
+
+def test_what_was_good_together_need_not_be_good_apart() -> None:
+    """A host that is the instance's with one port alone, first beside that port, then without it; and an answer that
+    says what was good in two others."""
+    pins = Pins(tables().values())
+    instance = Instance("p", "1", Role.PREFILL, "http://prefill:8000", "nixl", addresses=("side:5600", "side:5601"))
+    good = {"remote_host": "side", "remote_port": 5600, "com.example": "x"}
+    for _ in range(3):
+        pins.check(instance, good)
+    pins.check(instance, {"remote_host": "side", "remote_port": 5601})
+    for bad in ({"remote_host": "side"}, {"remote_host": "side", "com.example": "x"}, {**good, "remote_port": True}):
+        with pytest.raises(HandoffRefused):
+            pins.check(instance, bad)
+        pins.check(instance, good)
