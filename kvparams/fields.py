@@ -4,6 +4,7 @@ The one rule: nothing is converted. `"1"`, `1.0` and `true` are not the integer 
 understood (an unknown member, an extension) is still bounded, and copied, so that nobody can change it afterwards.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Final, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints
@@ -31,7 +32,7 @@ __all__ = [
     "Part",
     "Token",
     "Visible",
-    "freeze",
+    "frozen",
 ]
 
 MAX_INTEGER: Final = 2**63 - 1
@@ -51,9 +52,22 @@ _LOWEST: Final = -(2**63)
 _HIGHEST: Final = 2**64 - 1
 
 
-def freeze(value: object) -> object:
-    """A JSON list as the tuple that a frozen model holds; anything else as it is, for the field to judge."""
-    return tuple(cast("list[object]", value)) if type(value) is list else value
+def frozen(most: int) -> BeforeValidator:
+    """A JSON list as the tuple that a frozen model holds; anything else as it is, for the field to judge.
+
+    A list or object of more than `most` entries is refused before one of them is looked at: each could be a problem.
+    """
+
+    def freeze(value: object) -> object:
+        kind = type(value)
+        if kind is not list and kind is not dict:
+            return value
+        entries = cast("Collection[object]", cast("object", value))
+        if len(entries) > most:
+            raise PydanticCustomError("length", "{message}", {"message": f"has more than {most} entries"})
+        return tuple(entries) if kind is list else value
+
+    return BeforeValidator(freeze)
 
 
 def _fault(kind: ProblemKind, message: str, path: tuple[str | int, ...], value: object) -> ValidationError:
@@ -122,7 +136,7 @@ Address = Annotated[
 """`host:port`: a name, an IPv4 address, or an IPv6 address in brackets."""
 Key = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[!-~]*$")]
 """A store key: 1 to 128 visible ASCII characters."""
-Keys = Annotated[tuple[Key, ...], Field(max_length=MAX_KEYS), BeforeValidator(freeze)]
+Keys = Annotated[tuple[Key, ...], Field(max_length=MAX_KEYS), frozen(MAX_KEYS)]
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Moment = Annotated[int, Field(ge=0, le=253_402_300_799)]
 """Whole seconds since 1970, up to the end of the year 9999."""

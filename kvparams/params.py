@@ -1,13 +1,13 @@
 """`KVTransferParams`: the one document that proxy, prefill engine, decode engine and store agree on.
 
-Protocol 1.0, in draft; `spec/draft/spec.md` says in words what stands here. The one rule: absent and null stay apart. A
+Protocol 1.0; `spec/draft/spec.md` says in words what stands here. The one rule: absent and null stay apart. A
 member that was never set is not written, one that was set to None is written as null, and nothing has a default value
 on the wire.
 """
 
 from typing import Annotated, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvparams.fields import (
@@ -22,7 +22,7 @@ from kvparams.fields import (
     Name,
     Part,
     Visible,
-    freeze,
+    frozen,
 )
 from kvparams.tokens import Digest, TokenPrefix
 
@@ -168,11 +168,11 @@ class KVTransferParams(Part, frozen=True):
     """What a consumer does when promised KV cannot be had."""
     isolation: Isolation | None = None
     usage: Usage | None = None
-    must_understand: Annotated[tuple[CriticalPath, ...], Field(max_length=64), BeforeValidator(freeze)] | None = None
+    must_understand: Annotated[tuple[CriticalPath, ...], Field(max_length=64), frozen(64)] | None = None
     """Dotted paths of members, e.g. `lease.ttl_ms`. A reader that does not know one of them refuses the document."""
     signature: Signature | None = None
     """Who vouches for it."""
-    extensions: Annotated[dict[ExtensionName, Extension], Field(max_length=64)] | None = None
+    extensions: Annotated[dict[ExtensionName, Extension], Field(max_length=64), frozen(64)] | None = None
     """What others add, by reversed domain name."""
 
 

@@ -12,7 +12,6 @@ from hashlib import sha256
 from typing import Annotated, Final, Self, cast
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -24,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvparams.fields import Part, Token, freeze
+from kvparams.fields import Part, Token, frozen
 
 __all__ = ["MAX_TOKENS", "Digest", "TokenPrefix", "counted_digest", "pack", "token_digest", "unpack"]
 
@@ -35,7 +34,7 @@ _BASE64: Final = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{
 
 Packed = Annotated[str, StringConstraints(max_length=4 * -(-4 * MAX_TOKENS // 3), pattern=_BASE64)]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
-TokenIds = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True), BeforeValidator(freeze)]
+TokenIds = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True), frozen(MAX_TOKENS)]
 
 
 def pack(ids: Iterable[int]) -> bytes:

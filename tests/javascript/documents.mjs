@@ -1,7 +1,7 @@
 // Documents, what carries them, and the trio: sections 2, 3, 5 to 9 of spec.md, and schema.json.
 
 import { createHash } from "node:crypto";
-import { isInteger, isObject, NotJson, parse } from "./json.mjs";
+import { isInteger, isObject, namesOf, NotJson, parse } from "./json.mjs";
 import { Schema } from "./schema.mjs";
 
 const KINDS = {
@@ -19,6 +19,8 @@ const KINDS = {
   oneOf: "conflict",
 };
 const MAX_LEVELS = 32;
+const MAX_MEMBERS = 256;
+const MAX_NAME = 256;
 const TRIO = { prefix_prompt_ids: "prefix", kvcache_load_keys: "load_keys", kvcache_store_keys: "store_keys" };
 const MAX_PROMPTS = 1024;
 
@@ -27,11 +29,17 @@ const below = (path, start) => start.every((name, i) => path[i] === name);
 
 /** Makes problems from what a schema finds wrong. */
 function problemsOf(faults) {
-  const found = faults.map((fault) => {
+  // draft#7.1: nothing is judged in what has too many entries or members
+  const large = faults.filter(({ keyword }) => keyword === "maxItems" || keyword === "maxProperties");
+  const judged = faults.filter(
+    (one) => !large.some(({ path }) => path.length < one.path.length && below(one.path, path)),
+  );
+  const found = judged.map((fault) => {
     if (fault.keyword !== "enum") return { path: fault.path, kind: KINDS[fault.keyword] };
     if (typeof fault.value !== "string") return { path: fault.path, kind: "type" };
     if (fault.path[0] !== "must_understand") return { path: fault.path, kind: "value" };
-    return { path: fault.path, kind: fault.value === "" ? "length" : "critical" };
+    const named = fault.value.length > 0 && [...fault.value].length <= MAX_NAME;
+    return { path: fault.path, kind: named ? "critical" : "length" };
   });
   // draft#7.5: what is too long is not also of a wrong form
   const all = found.filter(
@@ -114,6 +122,10 @@ export class Reader {
     }
     const found = problemsOf(faults);
     if (!isObject(document)) return found;
+    const crowded = [[[], document], ...namesOf(document).map((name) => [[name], document[name]])].filter(
+      ([, part]) => isObject(part) && namesOf(part).length > MAX_MEMBERS,
+    );
+    if (crowded.length > 0) return crowded.map(([path]) => problem("length", ...path)); // draft#7.2
     const conflict = (member) => {
       if (!found.some((one) => one.path[0] === member)) found.push(problem("conflict", member));
     };
@@ -128,20 +140,18 @@ export class Reader {
     return found;
   }
 
-  /** A value that nobody here knows: draft#5.6, with the faults in the order in which they stand. */
+  /** A value that nobody here knows: draft#5.6, with the faults in the order of the text. */
   #kept(value, path, level) {
     const nested = isObject(value) || Array.isArray(value);
     if (nested && level > MAX_LEVELS) return [{ path, keyword: "maxItems" }];
     const { items, additionalProperties, propertyNames, ...own } = this.#root.$defs.json;
     const found = this.#alone.faults(value, own, path);
-    if (!nested) return found;
-    if (isObject(value)) {
-      if (Object.keys(value).some((name) => this.#alone.faults(name, propertyNames).length > 0)) {
-        found.push({ path, keyword: "maxLength" });
-      }
-    }
-    const entries = Array.isArray(value) ? [...value.entries()] : Object.entries(value);
-    return found.concat(entries.flatMap(([name, entry]) => this.#kept(entry, [...path, name], level + 1)));
+    if (!nested || found.length > 0) return found;
+    if (Array.isArray(value)) return value.flatMap((entry, i) => this.#kept(entry, [...path, i], level + 1));
+    return namesOf(value).flatMap((name) => [
+      ...this.#alone.faults(name, propertyNames, path),
+      ...this.#kept(value[name], [...path, name], level + 1),
+    ]);
   }
 
   /** `{ document }` (null: there is none), `{ documents }` for a trio, or `{ problems }`. */

@@ -11,6 +11,11 @@ const WORDS = { true: true, false: false, null: null };
 const MAX_BYTES = 16_777_216;
 const MAX_LEVELS = 64;
 
+const NAMES = Symbol("names");
+
+/** The names of an object's members as they stand in its text; JavaScript itself puts numbers first. */
+export const namesOf = (object) => object[NAMES] ?? Object.keys(object);
+
 export const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 export const isInteger = (value) => typeof value === "bigint";
 
@@ -76,10 +81,7 @@ export function parse(text, maxLevels = MAX_LEVELS) {
     }
     const number = take(NUMBER);
     if (number === null) fail("no value");
-    if (number[1] === undefined && number[2] === undefined) {
-      if (!Number.isFinite(Number(number[0]))) fail("a number that overflows");
-      return BigInt(number[0]);
-    }
+    if (number[1] === undefined && number[2] === undefined) return BigInt(number[0]);
     const double = Number(number[0]);
     return Number.isFinite(double) ? double : fail("a number that overflows");
   }
@@ -98,6 +100,7 @@ export function parse(text, maxLevels = MAX_LEVELS) {
 
   function object(level) {
     const found = Object.create(null);
+    found[NAMES] = [];
     take(SPACE);
     if (text[at] === "}") return ((at += 1), found);
     for (;;) {
@@ -107,6 +110,7 @@ export function parse(text, maxLevels = MAX_LEVELS) {
       take(SPACE);
       expect(":");
       found[name] = value(level + 1);
+      found[NAMES].push(name);
       take(SPACE);
       if (text[at] === "}") return ((at += 1), found);
       expect(",");
