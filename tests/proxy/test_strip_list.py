@@ -28,6 +28,7 @@ from kvparams_proxy.clients.intake import read
 from kvparams_proxy.clients.strip_list import CARRIERS, FORWARDED, STEERING, STRIPPED, Steering, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.legs import leg_request
+from kvparams_proxy.telemetry.metrics import Metrics
 from tests.kvparams.planning import Table
 
 COMPLETIONS = ENDPOINTS[0]
@@ -68,7 +69,7 @@ PLACE = {"remote_engine_id": "e", "remote_bootstrap_addr": "http://h:1"}
 def admitted(headers: list[tuple[bytes, bytes]]) -> Any:
     """What the proxy takes of a request's headers."""
     limits = SimpleNamespace(body=JSONLimits())
-    resources = SimpleNamespace(settings=limits, new_id=lambda: "minted-1")
+    resources = SimpleNamespace(settings=limits, new_id=lambda: "minted-1", metrics=Metrics())
     return Generate(cast("Any", resources), cast("Any", None), None, COMPLETIONS).admit(headers)
 
 
@@ -280,12 +281,22 @@ def bodies(draw: st.DrawFn, kind: str) -> bytes:
     return f"{{{draw(st.sampled_from([',', ' , ', chr(10) + ','])).join(draw(st.permutations(members)))}}}".encode()
 
 
+def as_object(value: object) -> dict[str, Any]:
+    """As the most obliging of engines would read it: text is parsed."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def acted_on(leg: dict[str, Any]) -> dict[str, Any]:
     """What an engine takes from a body to move KV by: the innermost words of each place, as vLLM merges them."""
     found = {name: leg[name] for name in READ if name in leg}
     for carrier in (leg.get("vllm_xargs"), leg.get("sampling_params"), leg.get("nvext")):
-        inside: dict[str, Any] = carrier or {}
-        deeper: dict[str, Any] = inside.get("extra_args") or {}
+        inside = as_object(carrier)
+        deeper = as_object(inside.get("extra_args"))
         for place in (inside, deeper):
             found |= {name: place[name] for name in READ | DYNAMO if name in place}
     return found

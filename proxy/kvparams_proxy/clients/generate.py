@@ -73,7 +73,12 @@ class Generate:
                 error = unauthorized
             authorization = None  # it is a key of ours
         transfer = self._resources.new_id()
-        request = given.decode() if given is not None and harmless(given) else transfer
+        request = transfer
+        if given is not None:
+            if harmless(given):
+                request = given.decode()
+            else:
+                self._resources.metrics.stripped["request_id"] += 1
         return Admission(request, transfer, forwarded, authorization, client, error)
 
     def begin(
@@ -95,6 +100,8 @@ class Generate:
                 client,
                 keep_document=settings.continuation,
             )
+            if inbound.stripped:
+                resources.metrics.stripped["body"] += 1
             if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
                 message = f"the model {model[:200]!r} is not served here; see /v1/models"
                 unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")

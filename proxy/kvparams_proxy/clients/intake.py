@@ -48,6 +48,8 @@ class Inbound(NamedTuple):
     stream: bool
     document: Mapping[str, object] | None = None
     """The body, parsed, where it is needed after this: what was stripped is still in it."""
+    stripped: bool = False
+    """Whether anything was."""
 
 
 def read(
@@ -90,8 +92,11 @@ def read(
         tenant, priority = client.tenant, client.priority
         salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
+    stripped = False
     if not SUSPICIOUS.isdisjoint(document):
+        before = body
         body, spans = _strip(document, body, spans)
+        stripped = body is not before
     tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
     facts = RequestFacts(
         request_id,
@@ -106,7 +111,7 @@ def read(
         tokens,
         rare.prompt_scored,
     )
-    return Inbound(facts, body, spans, changes, stream, document if keep_document else None)
+    return Inbound(facts, body, spans, changes, stream, document if keep_document else None, stripped)
 
 
 class _Rare(NamedTuple):
@@ -233,7 +238,10 @@ def _strip(
     """The body without what only the proxy may say."""
     changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
     for name, path in CARRIERS.items():
-        if isinstance(document.get(name), dict):
+        inner = document.get(name)
+        if isinstance(inner, str | list):  # an object to no engine that is known; text of one, perhaps, to another
+            changes[name] = None
+        elif isinstance(inner, dict):
             before = body[spans[name].value : spans[name].end]
             after = _strip_inside(before, path, hints=name == "nvext")
             if after != before:
@@ -251,9 +259,9 @@ def _strip_inside(raw: bytes, path: tuple[str, ...], *, hints: bool = False) -> 
     changes: dict[str, bytes | None] = {name: None for name in spans if name in STRIPPED}
     if hints:
         changes.update((name, None) for name in steering_hint(spans))
-    if path and (field := spans.get(path[0])) is not None and raw[field.value] == 0x7B:
+    if path and (field := spans.get(path[0])) is not None:
         inner = raw[field.value : field.end]
-        changed = _strip_inside(inner, path[1:])
+        changed = _strip_inside(inner, path[1:]) if inner[0] == 0x7B else None if inner[0] in b'"[' else inner
         if changed != inner:
             changes[path[0]] = changed
     return edit(raw, spans, changes) if changes else raw

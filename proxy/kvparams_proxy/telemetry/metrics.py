@@ -52,6 +52,8 @@ class Metrics(Collector):
         """... and those that were not: the request, or all together, had had enough."""
         self.continuations = 0
         """Streams that went on on another engine."""
+        self.stripped: dict[str, int] = {"body": 0, "request_id": 0}
+        """Requests from which something was taken that only a proxy may say, by where it stood."""
         self.handoffs_refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
         """Prefill answers that were not handed on, by reason."""
         self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
@@ -187,6 +189,14 @@ class Metrics(Collector):
         for status, number in sorted(self.refusals.items()):
             refusals.add_metric([str(status)], number)
         yield refusals
+        stripped = CounterMetricFamily(
+            "kvparams_proxy_requests_stripped",
+            "Requests that said what only a proxy may say: members of the body that were taken out, ids replaced.",
+            labels=["where"],
+        )
+        for where, number in self.stripped.items():
+            stripped.add_metric([where], number)
+        yield stripped
         retries = CounterMetricFamily(
             "kvparams_proxy_retries",
             "Further attempts that requests needed, by whether they were allowed (their own limit, the budget).",
