@@ -6,33 +6,40 @@ more than its length), and each token whose KV is fetched. A leg that took wildl
 what was long ago counts little.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["SpeedCurve"]
+__all__ = ["SpeedCurve", "features"]
 
 _GUESS: Final = (0.02, 1e-4, 1e-9, 2e-5)
 """Seconds for a leg, a token, a pair, a fetched token, before anything was seen: an accelerator of today and a model of
 some ten billion parameters. The first leg corrects the whole by its own factor."""
-_DOUBT: Final = 0.04
-"""How much the guess weighs against one leg: it may be wrong by a factor, a leg by a fifth (the squares' ratio)."""
-_LEAST_S: Final = 1e-4
-"""Nothing is shorter, as far as weights go."""
+_DOUBT: Final = 0.001
+"""How much the guess weighs against one leg: it may be wrong by a factor, a leg by a thirtieth (the squares' ratio)."""
 _KEPT: Final = 0.99
 """What a leg's weight is multiplied with when the next one is seen: about the last hundred count."""
-_ROUNDS: Final = 4
-"""Sweeps over the four amounts for each leg; they go on where the last leg's ended."""
+_LEAST_S: Final = 1e-4
+"""Nothing is shorter, as far as weights go."""
 _FEW: Final = 8
 """As long as fewer legs were seen, none is taken for an outlier."""
+_SETTLED: Final = 32
+"""After so many legs one changes little: the curve is fitted anew at every eighth."""
+
+
+def features(new: int, context: int, fetched: int = 0) -> tuple[float, float, float, float]:
+    """What of one leg costs time: itself, tokens, pairs of tokens, fetched tokens."""
+    return 1.0, float(new), new * (context - 0.5 * new), float(fetched)
 
 
 class SpeedCurve:
-    """The learnt curve of one instance: least squares of relative errors, by coordinate descent, never below 0."""
+    """The learnt curve of one instance: least squares of relative errors, no amount below 0."""
 
     __slots__ = ("_amounts", "_moments", "_right", "seen")
 
     def __init__(self) -> None:
-        self._amounts = list(_GUESS)
+        self._amounts: tuple[float, ...] = _GUESS
         self._moments = [[0.0] * 4 for _ in range(4)]
+        """Only on and above the diagonal."""
         self._right = [0.0] * 4
         self.seen = 0
         """Legs that it was learnt from."""
@@ -51,20 +58,46 @@ class SpeedCurve:
             off = max(seconds, _LEAST_S) / expected
             weight *= min(1.0, 2.0 / max(off, 1.0 / off))
         self.seen += 1
-        moments, right, amounts = self._moments, self._right, self._amounts
-        for row, x in zip(moments, features, strict=True):
-            for index in range(4):
-                row[index] = _KEPT * row[index] + weight * x * features[index]
-        for index, x in enumerate(features):
-            right[index] = _KEPT * right[index] + weight * x * seconds
-        for _ in range(_ROUNDS):
-            for index, row in enumerate(moments):
-                others = sum(m * a for m, a in zip(row, amounts, strict=True)) - row[index] * amounts[index]
-                guess = _GUESS[index]
-                doubt = _DOUBT / (guess * guess)
-                amounts[index] = max(0.0, (right[index] + doubt * guess - others) / (row[index] + doubt))
+        moments, right = self._moments, self._right
+        for index, feature in enumerate(features):
+            weighted = weight * feature
+            right[index] = _KEPT * right[index] + weighted * seconds
+            row = moments[index]
+            for other in range(index, 4):
+                row[other] = _KEPT * row[other] + weighted * features[other]
+        if self.seen < _SETTLED or not self.seen % 8:
+            self._amounts = _fitted(moments, right)
 
 
-def features(new: int, context: int, fetched: int = 0) -> tuple[float, float, float, float]:
-    """What of one leg costs time: itself, tokens, pairs of tokens, fetched tokens."""
-    return 1.0, float(new), new * (context - 0.5 * new), float(fetched)
+def _fitted(moments: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
+    """The amounts that fit best. Whatever would be negative is left out, the worst first."""
+    used = [0, 1, 2, 3]
+    while True:
+        solved = _solved(moments, right, used)
+        worst = min(range(len(used)), key=lambda place: solved[place] / _GUESS[used[place]])
+        if solved[worst] >= 0.0 or len(used) == 1:
+            amounts = [0.0] * 4
+            for index, amount in zip(used, solved, strict=True):
+                amounts[index] = max(0.0, amount)
+            return tuple(amounts)
+        del used[worst]
+
+
+def _solved(moments: Sequence[Sequence[float]], right: Sequence[float], used: Sequence[int]) -> list[float]:
+    """The normal equations of some amounts, in units of the guess, by elimination: its weight keeps pivots above 0."""
+    rows: list[list[float]] = []
+    for place, i in enumerate(used):
+        row = [moments[min(i, j)][max(i, j)] * _GUESS[i] * _GUESS[j] for j in used]
+        row[place] += _DOUBT
+        rows.append([*row, right[i] * _GUESS[i] + _DOUBT])
+    count = len(used)
+    for place, row in enumerate(rows):
+        for below in rows[place + 1 :]:
+            factor = below[place] / row[place]
+            for column in range(place, count + 1):
+                below[column] -= factor * row[column]
+    found = [0.0] * count
+    for place in range(count - 1, -1, -1):
+        row = rows[place]
+        found[place] = (row[count] - sum(row[j] * found[j] for j in range(place + 1, count))) / row[place]
+    return [amount * _GUESS[index] for index, amount in zip(used, found, strict=True)]

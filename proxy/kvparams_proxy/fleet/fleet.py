@@ -12,6 +12,7 @@ from typing import Protocol
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Place
+from kvparams.pace import Pace
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatch import Dispatcher
@@ -63,6 +64,7 @@ class Fleet:
             slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
         """
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
+        self._now = now
         self._members: dict[str, Member] = {}
         self._earlier = Earlier()
         self._leaving: set[Member] = set()
@@ -71,7 +73,7 @@ class Fleet:
         for instance in instances:
             if instance.id in self._members:
                 raise ValueError(f"two instances are called {instance.id!r}")
-            self._members[instance.id] = Member(instance, self._breakers.new(), ready=True)
+            self._members[instance.id] = Member(instance, self._breakers.new(), Pace(self._now), ready=True)
         self._roles = {
             role: Dispatcher(
                 role,
@@ -325,7 +327,7 @@ class Fleet:
 
     def _join(self, instance: Instance) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
-        member = self._members[instance.id] = Member(instance, self._breakers.new(), ready=False)
+        member = self._members[instance.id] = Member(instance, self._breakers.new(), Pace(self._now), ready=False)
         self._roles[instance.role].changed()
         for listener in self._listeners:
             listener.joined(member)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvparams.breaker import Breaker, BreakerState
 from kvparams.dialects import Place
+from kvparams.pace import Pace
 from kvparams.scheduling import Instance, RequestFacts
 
 __all__ = ["Member", "MemberState", "RoleHealth"]
@@ -51,13 +52,14 @@ class Member:
         "instance",
         "left",
         "models",
+        "pace",
         "place",
         "ready",
         "tokens",
         "trial",
     )
 
-    def __init__(self, instance: Instance, breaker: Breaker, *, ready: bool) -> None:
+    def __init__(self, instance: Instance, breaker: Breaker, pace: Pace, *, ready: bool) -> None:
         self.instance = instance
         self.ready = ready
         """Whether it was alive when it was last asked."""
@@ -71,6 +73,8 @@ class Member:
         """Legs that run there, those of earlier incarnations included."""
         self.tokens = 0
         """Prompt tokens of these."""
+        self.pace = pace
+        """What it still has to do and how fast it is."""
         self.draining = False
         self.left = False
         self.breaker = breaker

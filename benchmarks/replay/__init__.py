@@ -1,0 +1,1 @@
+"""A trace of real requests replayed through a model of a fleet, under every policy. See `benchmarks/README.md`."""

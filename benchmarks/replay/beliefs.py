@@ -1,0 +1,133 @@
+"""What a router believes to be in the workers' caches.
+
+The index of the proxy (`kvparams.index`) is held to do the same on real token ids; here a dictionary of blocks does.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from benchmarks.replay.cache import matched
+from benchmarks.replay.model import Leg
+
+__all__ = ["Belief", "ByEvents", "BySelf"]
+
+
+class Belief(Protocol):
+    """What one worker is believed to hold, in blocks."""
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many from the beginning."""
+        ...
+
+    def routed(self, leg: Leg) -> None:
+        """A leg has been given to it."""
+        ...
+
+    def done(self, leg: Leg) -> None:
+        """That leg has ended; `leg.cached` is what it found in its cache."""
+        ...
+
+    def event(self, came: Sequence[int], went: Sequence[int]) -> None:
+        """What it says itself."""
+        ...
+
+
+class ByEvents:
+    """What the worker says, and what it will hold when it has computed what was given to it."""
+
+    def __init__(self) -> None:
+        self._said = set[int]()
+        self._coming: dict[int, int] = {}
+        """For how many legs that are on their way."""
+        self._held = set[int]()
+        """Both."""
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many from the beginning."""
+        return matched(blocks, self._held)
+
+    def routed(self, leg: Leg) -> None:
+        """Its blocks will come."""
+        coming = self._coming
+        for block in leg.request.blocks:
+            coming[block] = coming.get(block, 0) + 1
+        self._held.update(leg.request.blocks)
+
+    def done(self, leg: Leg) -> None:
+        """Its blocks are there, should the event be late or lost."""
+        coming = self._coming
+        for block in leg.request.blocks:
+            coming[block] -= 1
+            if not coming[block]:
+                del coming[block]
+        self._said.update(leg.request.blocks)
+
+    def event(self, came: Sequence[int], went: Sequence[int]) -> None:
+        """Blocks came and went."""
+        self._said.update(came)
+        self._held.update(came)
+        self._said.difference_update(went)
+        self._held.difference_update([block for block in went if block not in self._coming])
+
+
+class BySelf:
+    """What was routed there, corrected by what its engine reports as cached. Nothing else is needed.
+
+    Everything is kept in the order of last use, in more than the believed size. A block that was believed to be there
+    and was not says more than itself: everything used longer ago has gone too, and that is how large the cache is. One
+    that was there against belief says that it is larger.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is where the belief about its size begins, in blocks."""
+        self.capacity = float(capacity)
+        self._used = OrderedDict[int, int]()
+        """Blocks and when they were used last, oldest first."""
+        self._gone = OrderedDict[int, None]()
+        """Blocks used longer ago than what fits: should one of them be there all the same, more fits."""
+        self._clock = 0
+        self._routed: dict[int, tuple[list[int], int]] = {}
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many from the beginning."""
+        return matched(blocks, self._used)
+
+    def routed(self, leg: Leg) -> None:
+        """From now on it holds them: what is asked next runs after it."""
+        blocks = leg.request.blocks
+        used = self._used
+        held = matched(blocks, used)
+        ghosts = held
+        while ghosts < len(blocks) and blocks[ghosts] in self._gone:
+            ghosts += 1
+        self._routed[leg.number] = [used[block] for block in blocks[:held]], ghosts
+        for block in reversed(blocks):
+            self._clock += 1
+            used[block] = self._clock
+            used.move_to_end(block)
+            self._gone.pop(block, None)
+        self._shrink(-1)
+
+    def done(self, leg: Leg) -> None:
+        """What it found is held against what was believed."""
+        since, ghosts = self._routed.pop(leg.number)
+        if leg.cached < len(since):
+            before = len(self._used)
+            self._shrink(since[leg.cached])
+            if len(self._used) < before:
+                self.capacity = len(self._used)
+        elif len(since) < leg.cached <= ghosts:
+            self.capacity += leg.cached - len(since) + self.capacity / 16
+
+    def event(self, came: Sequence[int], went: Sequence[int]) -> None:
+        """It is told nothing."""
+
+    def _shrink(self, until: int) -> None:
+        """Forget what was used at `until` or before, and what does not fit."""
+        used, gone = self._used, self._gone
+        while used and (len(used) > self.capacity or next(iter(used.values())) <= until):
+            block, _ = used.popitem(last=False)
+            gone[block] = None
+        while len(gone) > 3 * self.capacity + 64:
+            gone.popitem(last=False)

@@ -1,0 +1,106 @@
+"""The policies of `kvparams`, as they are, with what the proxy would tell them."""
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.replay.beliefs import Belief, ByEvents
+from benchmarks.replay.model import Leg
+from benchmarks.replay.trace import BLOCK
+from benchmarks.replay.world import World
+from kvparams.expectation import expect
+from kvparams.pace import Pace
+from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+
+__all__ = ["Ours"]
+
+
+class _Seat:
+    """One instance: a `kvparams.scheduling.Candidate`."""
+
+    __slots__ = ("belief", "in_flight", "index", "instance", "pace", "tokens")
+
+    def __init__(self, index: int, role: Role, belief: Belief, now: Callable[[], float]) -> None:
+        self.index = index
+        self.instance = Instance(f"{role}-{index}", "1", role, "http://replay", "content")
+        self.in_flight = 0
+        self.tokens = 0
+        self.pace = Pace(now)
+        self.belief = belief
+
+
+class Ours:
+    """A policy for prefill and one for decode, and the books that a fleet keeps for them."""
+
+    def __init__(
+        self, world: World, policy: Callable[[], SchedulingPolicy], belief: Callable[[], Belief] = ByEvents
+    ) -> None:
+        """`belief` makes what is believed of one worker's cache."""
+        self._now = 0.0
+        self._prefill = policy()
+        self._decode = policy()
+        self._turn = 0
+        self.seats = [_Seat(i, Role.PREFILL, belief(), lambda: self._now) for i in range(world.workers)]
+        self._decoders = [_Seat(i, Role.DECODE, belief(), lambda: self._now) for i in range(world.workers)]
+        self._aware = world.store is not None
+        self.predicted = 0
+        """Blocks that were believed to be cached where legs went."""
+        self.reported = 0
+        """Blocks that were."""
+        self._predicted: dict[int, int] = {}
+
+    def place(self, leg: Leg, now: float) -> int:
+        """As the policy says, and every book is kept."""
+        self._now = now
+        facts = self._facts(leg)
+        chosen = self._prefill.choose(self.seats, facts, self._turn)
+        self._turn += 1
+        expected = expect(chosen, facts)
+        leg.fetch = expected.fetched > 0
+        chosen.in_flight += 1
+        chosen.tokens += leg.request.tokens
+        chosen.pace.begin(leg.number, expected.work_s)
+        chosen.belief.routed(leg)
+        self._predicted[leg.number] = expected.cached // BLOCK
+        return chosen.index
+
+    def done(self, leg: Leg, now: float) -> None:
+        """Counted back, and learnt from."""
+        self._now = now
+        seat = self.seats[leg.worker]
+        tokens = leg.request.tokens
+        seat.in_flight -= 1
+        seat.tokens -= tokens
+        fetched = (leg.held - leg.cached) * BLOCK
+        seat.pace.end(leg.number, max(1, tokens - leg.held * BLOCK), tokens, fetched)
+        seat.belief.done(leg)
+        predicted = self._predicted.pop(leg.number)
+        self.predicted += predicted
+        self.reported += min(predicted, leg.cached)
+
+    def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:
+        """Believed."""
+        self.seats[worker].belief.event(came, went)
+
+    def decode(self, leg: Leg, running: Sequence[int]) -> int:
+        """As the policy says."""
+        for seat, legs in zip(self._decoders, running, strict=True):
+            seat.in_flight = legs
+        return self._decode.choose(self._decoders, self._facts(leg), leg.number).index
+
+    def _facts(self, leg: Leg) -> RequestFacts:
+        request = leg.request
+        name = str(leg.number)
+        most = request.tokens
+        cached = {seat.instance: min(most, seat.belief.match(request.blocks) * BLOCK) for seat in self.seats}
+        return RequestFacts(
+            name,
+            name,
+            None,
+            1,
+            1,
+            None,
+            None,
+            tokens=request.tokens,
+            session=str(request.session),
+            cached=cached,
+            stored=min(most, leg.stored * BLOCK),
+        )
