@@ -62,7 +62,7 @@ def frozen(most: int) -> BeforeValidator:
         kind = type(value)
         if kind is not list and kind is not dict:
             return value
-        entries = cast("Collection[object]", cast("object", value))
+        entries = cast("Collection[object]", value)
         if len(entries) > most:
             raise PydanticCustomError("length", "{message}", {"message": f"has more than {most} entries"})
         return tuple(entries) if kind is list else value
