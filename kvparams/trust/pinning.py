@@ -29,7 +29,6 @@ REFUSALS: Final[tuple[Refused, ...]] = ("address", "value")
 _OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
 """Of our own document: `producer.address`."""
 _REMEMBERED: Final = 4096
-_MOST_USUAL: Final = 256
 _NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9_.])?"
 _HOST: Final = re.compile(rf"{_NAME}|\[?[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,15}})?\]?")
 _PLACE: Final = re.compile(
@@ -95,14 +94,14 @@ class _Own:
 
     def __init__(self, instance: Instance) -> None:
         self.usual: dict[str, tuple[object, type, bool]] = {}
-        """Of each key the last value that was good, its type, and whether it was looked through for addresses: most
-        have the same in every answer."""
+        """Of each key a value that was good, its type, and whether it was looked through for addresses: most have the
+        same in every answer."""
         self.looked = 0
         """How many keys were looked through together, when these values were found good."""
         self.reached: Collection[str] = ()
         """What was `reached` then."""
         self.fitting: dict[str, Form] = {}
-        """Of each key the form that its last value had."""
+        """Of each key in which there is no address the form that its value had."""
         places = [declared(text) for text in instance.addresses]
         urls = (instance.url, instance.bootstrap or "")
         self._hosts = {canonical(urlsplit(url).hostname or "") for url in urls}
@@ -186,7 +185,7 @@ class Pins:
             if len(self._own) >= _REMEMBERED:
                 self._own.clear()
             own = self._own[instance] = _Own(instance)
-        usual = own.usual
+        usual, fitting = own.usual, own.fitting
         same = 0
         new: list[tuple[str, object]] = []
         for name, value in said.items():
@@ -195,7 +194,7 @@ class Pins:
             last = usual.get(name)
             if last is not None and last[0] == value and last[1] is type(value):
                 same += last[2]
-            else:
+            elif (form := fitting.get(name)) is None or form.fault(value, (name,)) is not None:
                 new.append((name, value))
         looked = [name for name, value in new if self._judge(instance, own, name, value)] if new else None
         if looked or same != own.looked or reached is not own.reached:
@@ -206,14 +205,13 @@ class Pins:
         known = self._known.get(instance.dialect, _NOTHING).get(name)
         if known is None:
             return True
-        form = own.fitting.get(name)
-        if form is None or form.fault(value, (name,)) is not None:
-            found = known.fitting(name, value)
-            if isinstance(found, Problem):
-                raise _refused(instance, "value", str(found))
-            own.fitting[name] = found
-        if not known.held and isinstance(value, str | int) and len(own.usual) < _MOST_USUAL:
-            own.usual[name] = value, type(value), False
+        form = known.fitting(name, value)
+        if isinstance(form, Problem):
+            raise _refused(instance, "value", str(form))
+        if not known.held:
+            own.fitting[name] = form
+            if isinstance(value, str | int):
+                own.usual.setdefault(name, (value, type(value), False))
         return known.held
 
     def _look(self, instance: Instance, own: _Own, said: Mapping[str, object], reached: Collection[str]) -> None:
