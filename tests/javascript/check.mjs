@@ -12,6 +12,7 @@ import { readEvents } from "./events.mjs";
 import { dump, NotJson, parse, same } from "./json.mjs";
 import { keyOf, namespaceDigest, pagesOf, refusal as pageRefusal, write } from "./pages.mjs";
 import { canonical, canonicalDocument, nativeKeys, refusal as signatureRefusal } from "./signatures.mjs";
+import { downgrade, negotiate } from "./versions.mjs";
 
 const VECTOR_LEVELS = 512; // a vector holds documents that are too deep for a reader
 const SKEW_S = 30n;
@@ -106,6 +107,11 @@ function judges(reader, tables) {
     },
     chain(one) {
       agree("chain", chain(one), { number: one.number, hashes: one.hashes });
+    },
+    versions(one) {
+      if ("ours" in one) return agree("version", negotiate(one.ours, one.theirs), one.version);
+      const wanted = "lost" in one ? { lost: one.lost } : { downgraded: one.downgraded };
+      agree("downgrade", downgrade(one.document, one.to, one.added), wanted);
     },
     signature(one) {
       agree("refused", signatureRefusal(one, SKEW_S), one.refused);

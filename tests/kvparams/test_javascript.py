@@ -73,6 +73,7 @@ CHANGES: dict[str, tuple[Callable[[Case], object], Callable[[Case], object]]] = 
     "keys.json": (_change("chains", lambda found: [_flipped(found[0]), *found[1:]]), lambda case: case["chains"]),
     "pages.json": (_change("stored", _flipped), lambda case: case["refused"] is None),
     "chain.json": (_change("hashes", lambda found: [*found[:-1], _flipped(found[-1])]), lambda case: case["hashes"]),
+    "minor.json": (_change("lost", lambda found: found[1:]), lambda case: "lost" in case),
     "signatures.json": (_change("canonical", lambda found: found + " "), lambda case: "canonical" in case),
     "events.json": (_change("batches", lambda found: []), _valid),
     "dialects/nixl.json": (_change("document", lambda found: {**found, "extensions": {}}), _valid),

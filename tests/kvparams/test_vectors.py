@@ -11,6 +11,7 @@ from kvparams import InvalidParams, UnsupportedVersion, dump, dump_json, parse, 
 from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain, page_key
 from kvparams.pages import HEADER_BYTES, REASONS, identify, seal, verify
 from kvparams.seals import METHODS, Method, PageKeys, SealKeys
+from kvparams.versions import LossyDowngrade, NoCommonVersion, downgrade, negotiate
 from tests.kvparams.spec_folder import VECTORS
 
 Case = dict[str, Any]
@@ -42,7 +43,7 @@ def ordered(found: list[Case]) -> list[Case]:
 def test_every_kind_of_vector_is_there() -> None:
     """Guards the tests below against an empty list of cases."""
     kinds = {json.loads(path.read_bytes())["kind"] for path in VECTORS.glob("*.json")}
-    assert kinds == {"carrier", "document", "trio", "keys", "pages", "signature", "events", "chain"}
+    assert kinds == {"carrier", "document", "trio", "keys", "pages", "signature", "events", "chain", "versions"}
     assert {kind for kind in kinds if len(cases(kind)) > 10} == kinds
 
 
@@ -118,6 +119,24 @@ def test_the_sdk_judges_every_trio_as_the_vector_says(case: Case, schema_accepts
         assert same([dump(params) for params in documents], case["documents"])
         assert same(trio.write(documents, batched=found.batched, native=found.native), case["trio"])
         assert all(schema_accepts(document) for document in case["documents"])
+
+
+@pytest.mark.parametrize("case", cases("versions"), ids=name_of)
+def test_the_sdk_speaks_the_version_that_the_vector_says(case: Case) -> None:
+    """Spec-mandated, draft#6.6, draft#6.7, draft#6.8."""
+    if "ours" not in case:
+        added = {version: frozenset(paths) for version, paths in case["added"].items()}
+        if "lost" not in case:
+            assert same(downgrade(case["document"], case["to"], added), case["downgraded"])
+            return
+        with pytest.raises(LossyDowngrade) as caught:
+            downgrade(case["document"], case["to"], added)
+        assert list(caught.value.members) == case["lost"]
+    elif case["version"] is not None:
+        assert negotiate(case["ours"], case["theirs"]) == case["version"]
+    else:
+        with pytest.raises(NoCommonVersion):
+            negotiate(case["ours"], case["theirs"])
 
 
 def namespace_of(given: Case) -> Namespace:
