@@ -19,7 +19,7 @@ def _pattern(_: object, pattern: str, instance: object, __: object) -> Iterator[
 
 @pytest.fixture(scope="session")
 def schema() -> dict[str, Any]:
-    """The schema of the draft, itself checked."""
+    """The schema, itself checked."""
     loaded: dict[str, Any] = json.loads((SPEC / "schema.json").read_bytes())
     cast("Any", Draft202012Validator).check_schema(loaded)
     return loaded
