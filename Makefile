@@ -62,7 +62,7 @@ install-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pip install --no-deps -e .
 	@touch $@
 
-test-vllm: $(READY) install-vllm install-lmcache servers
+test-vllm: $(READY) install-vllm install-lmcache servers .cache/sources/.ready
 	.venv-vllm/bin/python -m pytest tests/vllm
 	$(BIN)/pytest tests/kvparams/test_dialect_sources.py
 
@@ -82,6 +82,11 @@ install-sglang: .venv-sglang/.ready
 
 test-sglang: install-sglang servers
 	.venv-sglang/bin/python -m pytest tests/sglang
+
+# Dynamo's Python sources, which a test reads. They are not installed: Dynamo hooks itself into pytest and vLLM.
+.cache/sources/.ready: | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D) ai-dynamo==1.6.1
+	@touch $@
 
 # The real stores that the tests start.
 servers:
@@ -104,7 +109,7 @@ check: lint servers install-lmcache
 	$(BIN)/pytest -m "not slow" $(TWO)
 
 # Then what was looked for with few examples, with more; what takes long; and what measures or fills the machine, alone.
-test: check
+test: check .cache/sources/.ready
 	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=thorough $(TWO)
 	$(BIN)/pytest -m "slow and not alone" $(TWO)
 	$(BIN)/pytest -m "slow and alone"
