@@ -1,7 +1,9 @@
 """Our tables against the engines' own code: a field that an engine renames, drops or adds is noticed here.
 
-The code is parsed, never imported. It is looked for in this environment and in those beside it (`.venv-vllm`,
-`.venv-sglang`, `.venv-lmcache`); where a package is in none of them, its tests are skipped, and say so.
+The code is parsed, never imported. It is looked for in this environment, in those beside it (`.venv-vllm`,
+`.venv-sglang`, `.venv-lmcache`) and among sources that are only read (`.cache/sources`); where a package is in none of
+them, its tests are skipped, and say so. TensorRT-LLM's cannot be had: what is called its package is an installer for
+one of several GB with CUDA in it. That its fields still have these names is held as far as Dynamo's code names them.
 """
 
 import ast
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TABLES = tables()
 V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
-KNOWN = {"vllm": "0.32.0", "sglang": "0.5.23", "lmcache": "0.5.6"}
+KNOWN = {"vllm": "0.32.0", "sglang": "0.5.23", "lmcache": "0.5.6", "dynamo": "1.6.1"}
 """The releases that the tables were read from."""
 INTERNAL = {"_remote_blocks_processed", "_p_side_truncated"}
 """What engines write into the dictionary for themselves."""
@@ -28,11 +30,11 @@ INTERNAL = {"_remote_blocks_processed", "_p_side_truncated"}
 
 def site(package: str) -> Path:
     places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
-    places += sorted(ROOT.glob(".venv*/lib/python3*/site-packages"))
-    own = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "lmcache": ".venv-lmcache"}[package]
+    places += [*sorted(ROOT.glob(".venv*/lib/python3*/site-packages")), ROOT / ".cache" / "sources"]
+    own = "sources" if package == "dynamo" else f".venv-{package}"
     places.sort(key=lambda place: own not in place.parts)  # the release that it was made for comes first
     for place in places:
-        if (place / package / "__init__.py").exists():
+        if (place / package / "__init__.py").exists() or (place / package / "vllm" / "__init__.py").exists():
             return place
     pytest.skip(f"{package} is not installed here")
 
@@ -111,7 +113,9 @@ def ours(table: Table, leg: Leg, release: str) -> set[str]:
 @pytest.mark.parametrize("package", sorted(KNOWN))
 def test_the_release_is_the_one_that_was_read(package: str) -> None:
     """Another release is no fault as long as the tests below hold; then the tables' words say it too."""
-    for info in site(package).glob(f"{package}*.dist-info"):
+    for info in site(package).glob(f"*{package}*.dist-info"):
+        if info.name.partition("-")[0] not in (package, f"{package}_cpu", f"ai_{package}"):
+            continue
         version = Distribution.at(info).version
         assert version.split(".")[:2] == KNOWN[package].split(".")[:2], "read the sources again"
         return
@@ -216,6 +220,64 @@ def test_sglang_has_our_fields() -> None:
     overrides = texts(source("sglang/srt/entrypoints/request_headers.py"))
     headers = {row.name for row in sglang.rows if row.where == "headers"}
     assert headers == {text for text in overrides if text.startswith("x-override-")}
+
+
+def members(path: str, cls: str) -> list[str]:
+    """The attributes that are read of any object in a class."""
+    for node in ast.walk(source(path)):
+        if isinstance(node, ast.ClassDef) and node.name == cls:
+            return [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)]
+    raise AssertionError(f"class {cls} is not there any more")
+
+
+def test_dynamo_asks_vllm_with_our_keys() -> None:
+    tree, ask = source("dynamo/vllm/kv_connector_protocols.py"), "prefill_request_kv_transfer_params"
+    asked = written_keys(function(tree, ask, "NixlConnectorProtocol"), "remote_host")
+    assert asked == ours(TABLES["nixl"], "P", KNOWN["vllm"]) - {"kv_hint"}
+    asked = written_keys(function(tree, ask, "MooncakeConnectorProtocol"), "transfer_id")
+    mooncake = TABLES["mooncake"]
+    assert asked == ours(mooncake, "P", KNOWN["vllm"]) - {"kv_hint"}
+    told = function(tree, "decode_request_kv_transfer_params", "MooncakeConnectorProtocol")
+    marks = {row.name for row in mooncake.rows if row.marks or row.usual}
+    assert written_keys(told, "transfer_id") == {row.name for row in mooncake.rows if "D" in row.needed} | marks
+    assert {"NixlConnector", "MooncakeConnector", "LMCacheMPConnector"} <= texts(tree)
+
+
+def test_dynamos_envelope_is_ours() -> None:
+    tree = source("dynamo/vllm/handlers.py")
+    handed = TABLES["dynamo-vllm"].home("D")
+    assert handed == ("prefill_result", "disaggregated_params", "kv_transfer_params")
+    assert handed[0] in read_keys(tree, "request")
+    assert handed[1] in read_keys(tree, "prefill_result")
+    assert handed[2] in read_keys(tree, "disaggregated_params")
+    assert TABLES["dynamo-vllm"].home("R") == handed[1:]
+    assert handed[1] in texts(tree)
+    inside = {row.name for row in TABLES["dynamo-vllm"].rows if row.inside == ("routing",)}
+    assert read_keys(tree, "routing") & inside == {"dp_rank"}, "what is read of our routing"
+    assert {"token_ids", "kv_hint"} <= texts(tree) | texts(source("dynamo/vllm/kv_hints.py"))
+
+
+def test_dynamos_sglang_workers_read_and_answer_with_our_keys() -> None:
+    handlers = "dynamo/sglang/request_handlers/llm"
+    table = TABLES["dynamo-sglang"]
+    keys = {row.name for row in table.rows if "R" in row.legs and row.where == "home"}
+    answered = written_keys(source(f"{handlers}/prefill_handler.py"), "bootstrap_room")
+    assert answered == keys == {row.name for row in table.rows if "D" in row.needed}
+    assert read_keys(source(f"{handlers}/decode_handler.py"), "bootstrap_info") == keys
+    (home,) = table.home("D")
+    assert home in read_keys(source(f"{handlers}/decode_handler.py"), "request")
+
+
+def test_dynamo_names_the_fields_of_trtllm_as_we_do() -> None:
+    utils, base = "dynamo/trtllm/utils/disagg_utils.py", "dynamo/trtllm/request_handlers/handler_base.py"
+    table = TABLES["dynamo-trtllm"]
+    names = {row.name for row in table.rows if row.where == "home"}
+    assert {"opaque_state"} <= names & set(members(utils, "DisaggregatedParamsCodec"))
+    assert {"first_gen_log_probs"} <= names & texts(source(utils))
+    assert {"request_type", "disagg_request_id"} <= names & set(members(base, "HandlerBase"))
+    assert "worker_id" in names & read_keys(source(base), "params_dict")
+    assert {"generation_only", "context_only"} <= texts(source(base))
+    assert table.home("D")[-1] in read_keys(source(base), "prefill_result")
 
 
 def test_headers_and_salts_are_read_where_our_tables_have_them() -> None:
