@@ -132,20 +132,24 @@ def identify(namespace: Namespace, page: Page, rectangle: Rectangle) -> PageIden
     return PageIdentity(namespace.digest, page.chain, page.tokens, rectangle, payload_bytes)
 
 
-def seal(buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = None) -> None:
+def seal(
+    buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = None, *, payload_checksum: int | None = None
+) -> None:
     """Write the header in front of the payload.
 
     Args:
         buffer: `identity.stored_bytes` writable bytes; the payload already stands behind the first `HEADER_BYTES`.
         identity: what the page is.
         keys: of the tenant, for a page with a tag.
+        payload_checksum: XXH3-64 of the payload, where the caller has computed it when it wrote these bytes. None: it
+            is computed here.
 
     Raises:
         ValueError: the buffer has another length.
     """
     if buffer.nbytes != identity.stored_bytes:
         raise ValueError(f"the buffer has {buffer.nbytes} bytes, the page {identity.stored_bytes}")
-    seal_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys)
+    seal_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys, payload_checksum=payload_checksum)
 
 
 def seal_apart(
@@ -153,6 +157,8 @@ def seal_apart(
     payload: memoryview | list[memoryview],
     identity: PageIdentity,
     keys: PageKeys | None = None,
+    *,
+    payload_checksum: int | None = None,
 ) -> None:
     """`seal` for a payload that does not stand behind its header; stored one after the other they are the page.
 
@@ -161,6 +167,7 @@ def seal_apart(
         payload: `identity.payload_bytes` bytes, in one piece or in several, in their order.
         identity: what the page is.
         keys: of the tenant, for a page with a tag.
+        payload_checksum: as for `seal`.
 
     Raises:
         ValueError: a buffer has another length.
@@ -187,7 +194,7 @@ def seal_apart(
         part.head_start,
         part.head_end,
         identity.payload_bytes,
-        _checksum(pieces),
+        _checksum(pieces) if payload_checksum is None else payload_checksum,
         identity.namespace,
         identity.chain,
         key_id,

@@ -28,10 +28,10 @@ class Gear:
     settings: ConnectorSettings
     seals: SealKeys | None
 
-    def seal(self, slot: Slot, plan: Plan, identity: PageIdentity) -> memoryview:
-        """Write the header of a part in front of its payload in `slot`; the bytes to store."""
+    def seal(self, slot: Slot, plan: Plan, identity: PageIdentity, payload_checksum: int | None = None) -> memoryview:
+        """Write the header of a part in front of its payload in `slot`; the bytes to store. See `seal`."""
         buffer = slot.view[: identity.stored_bytes]
-        seal(buffer, identity, self._keys(plan))
+        seal(buffer, identity, self._keys(plan), payload_checksum=payload_checksum)
         return buffer
 
     def judge(

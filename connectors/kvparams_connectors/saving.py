@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from xxhash import xxh3_64_intdigest
+
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.devices import Event
@@ -30,6 +32,8 @@ class _Portion:
 
     held: dict[int, Slot] = field(default_factory=dict[int, Slot])
     """By part: slots that the store has not been given."""
+    checksums: dict[int, int] = field(default_factory=dict[int, int])
+    """By part: of its payload, where that was written in the thread that saves."""
     results: dict[int, Result] = field(default_factory=dict[int, Result])
     """By part: what became of it."""
     pages: list[int] = field(default_factory=list[int])
@@ -64,6 +68,8 @@ class Save:
         self.job = Job(time.monotonic() + deadline_s, SaveReport(failed={Code.TIMEOUT: len(pages)}))
         parts = self._parts(pages)
         self._found = gear.store.exists([plan.keys[part] for part in parts], deadline_s)
+        self._known: Results | None = None
+        """What `start` has seen of that."""
         self._offset = {part: number for number, part in enumerate(parts)}
         self._identity = {part: plan.identity(part) for part in parts}
         self._lock = threading.Lock()
@@ -119,10 +125,9 @@ class Save:
 
     def _stored_already(self, parts: Sequence[int]) -> bool:
         """Whether it is known by now that all these parts are stored; never waits."""
-        if not self._found.done():
-            return False
-        results = self._found.result(0)
-        return all(self._is_stored(part, results) for part in parts)
+        if self._known is None and self._found.done():
+            self._known = self._found.result(0)
+        return self._known is not None and all(self._is_stored(part, self._known) for part in parts)
 
     def _is_stored(self, part: int, found: Results) -> bool:
         return found[self._offset[part]].found(self._identity[part].stored_bytes)
@@ -143,7 +148,12 @@ class Save:
 
     def _dispatch(self, block_ids: Sequence[int], portion: _Portion, copies: Sequence[Copy]) -> None:
         """Copy a portion out of the blocks and have it put."""
-        portion.copied = self._gear.mover.gather(block_ids, copies)
+        parts = list(portion.held)
+
+        def there(index: int) -> None:
+            portion.checksums[parts[index]] = xxh3_64_intdigest(copies[index].payload)
+
+        portion.copied = self._gear.mover.gather(block_ids, copies, there)
         with self._lock:
             self._open += 1
             self._portions += 1
@@ -166,7 +176,10 @@ class Save:
         if not portion.held:
             return Code.EXISTS
         parts = sorted(portion.held)
-        buffers = [self._gear.seal(portion.held[part], self._plan, self._identity[part]) for part in parts]
+        buffers = [
+            self._gear.seal(portion.held[part], self._plan, self._identity[part], portion.checksums.get(part))
+            for part in parts
+        ]
         ops = [PutOp(self._plan.keys[part], (buffer,)) for part, buffer in zip(parts, buffers, strict=True)]
         put = self._gear.store.put(ops, self.job.remaining_s())
         slots = [portion.held.pop(part) for part in parts]

@@ -49,10 +49,11 @@ class Mover(Protocol):
     allocate: Callable[[int], memoryview] | None
     """Where the host memory for it comes from; None: anywhere."""
 
-    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy]) -> Event | None:
+    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy], there: Callable[[int], None]) -> Event | None:
         """Begin to copy blocks to payloads, which belong to it until the event is done; None: it is done.
 
-        When this returns, whatever the calling thread's stream does next cannot change what is copied.
+        When this returns, whatever the calling thread's stream does next cannot change what is copied. `there` is
+        called with the index of each copy whose payload has been written meanwhile, while it is in the caches.
 
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist; nothing was begun.
@@ -88,9 +89,10 @@ class HostMover:
         self.allocate: Callable[[int], memoryview] | None = None
         self._layout = layout
 
-    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy]) -> Event | None:
-        for copy in copies:
+    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy], there: Callable[[int], None]) -> Event | None:
+        for index, copy in enumerate(copies):
             self._layout.gather(block_ids, copy.start_token, copy.tokens, copy.payload, copy.unit)
+            there(index)
         return None
 
     def room(self) -> int:
@@ -131,7 +133,7 @@ class StagedMover:
         with self._saving:
             return sum(event is None or event.done() for event in self._copied)
 
-    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy]) -> Event | None:
+    def gather(self, block_ids: Sequence[int], copies: Sequence[Copy], there: Callable[[int], None]) -> Event | None:
         layout = self._layout
         pieces = [layout.pieces(block_ids, copy.start_token, copy.tokens) for copy in copies]
         engine = self._device.current()

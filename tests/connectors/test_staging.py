@@ -166,7 +166,9 @@ def test_both_ways_agree_on_every_piece_of_a_page() -> None:
     pages: list[bytes] = []
     for mover in movers:
         payload = memoryview(bytearray(nbytes))
-        event = mover.gather(blocks, [Copy(unit, 3, 13, range(3, 16), payload)])
+        written: list[int] = []
+        event = mover.gather(blocks, [Copy(unit, 3, 13, range(3, 16), payload)], written.append)
+        assert written == ([0] if event is None else [])
         if event is not None:
             event.wait()
         pages.append(bytes(payload))

@@ -46,6 +46,16 @@ def test_a_page_is_read_as_what_was_sealed(tokens: int, seed: int) -> None:
     assert reason(bytes(page), identity) is None  # a read-only buffer is as good
 
 
+def test_a_checksum_that_the_writer_has_computed_already_is_taken_and_a_wrong_one_is_found_by_the_reader() -> None:
+    page = sealed()
+    again = bytearray(HEADER_BYTES) + page[HEADER_BYTES:]
+    checksum = xxh3_64_intdigest(bytes(page[HEADER_BYTES:]))
+    seal(memoryview(again), IDENTITY, payload_checksum=checksum)
+    assert again == page
+    seal(memoryview(again), IDENTITY, payload_checksum=checksum ^ 1)
+    assert reason(again) == "flipped_payload"
+
+
 def test_the_header_is_what_the_documentation_says_byte_by_byte() -> None:
     """Spec-mandated."""
     page = sealed()
