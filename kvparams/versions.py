@@ -25,6 +25,7 @@ __all__ = [
     "NoCommonVersion",
     "deprecated_in",
     "downgrade",
+    "engine_speaks",
     "for_reader",
     "negotiate",
     "upgrade",
@@ -117,6 +118,16 @@ def negotiate(ours: Iterable[str], theirs: Iterable[object]) -> str:
         raise NoCommonVersion(_written(mine), _written(others))
     major = max(both)
     return f"{major}.{min(mine[major], others[major])}"
+
+
+def engine_speaks(models: Mapping[str, object]) -> str:
+    """The highest version that is spoken here and by an engine, by its answer to `GET /v1/models`.
+
+    Raises:
+        NoCommonVersion: there is none.
+    """
+    said = models.get("kvparams_versions")
+    return negotiate(SPOKEN, cast("list[object]", said) if isinstance(said, list) else [LOWEST])
 
 
 def upgrade(document: Mapping[str, object], to: str) -> dict[str, object]:

@@ -23,6 +23,7 @@ from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.pinning import HandoffRefused, Pins
 from kvparams.trust.signing import Signer
+from kvparams.versions import NoCommonVersion, engine_speaks
 from kvparams_proxy.clients.endpoints import one_token
 from kvparams_proxy.fleet.bootstraps import Bootstraps, BootstrapServer
 from kvparams_proxy.registry.entries import Entry
@@ -150,7 +151,12 @@ async def _look(instance: Instance, pool: Pool) -> tuple[Finding, _Known | None]
     if head.status in (401, 403):
         said = f"({declared}) refuses the proxy's credentials ({head.status}); see key_file and --engine-key-file"
         return Finding("error", instance.id, said), None
-    models = _models(raw) if head.status == 200 else {}
+    said = _object(raw) if head.status == 200 else {}
+    try:
+        engine_speaks(said)
+    except NoCommonVersion as none:
+        return Finding("error", instance.id, f"({declared}) {none}"), None
+    models = _models(said)
     if not models:
         said = f"({declared}) answers, and does not say which models it serves (GET /v1/models: {head.status})"
         return Finding("warning", instance.id, said), _Known(None, 2 * _PROMPT_TOKENS)
@@ -158,13 +164,18 @@ async def _look(instance: Instance, pool: Pool) -> tuple[Finding, _Known | None]
     return Finding("ok", instance.id, f"({declared}) answers and serves {', '.join(models)}"), _Known(name, longest)
 
 
-def _models(raw: bytes) -> dict[str, int]:
-    """Names, and the longest prompt and answer that each takes."""
+def _object(raw: bytes) -> dict[str, object]:
+    """Empty where it is none."""
     try:
         document: object = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    data = cast("dict[str, object]", document).get("data") if isinstance(document, dict) else None
+    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+
+
+def _models(said: Mapping[str, object]) -> dict[str, int]:
+    """Names, and the longest prompt and answer that each takes."""
+    data = said.get("data")
     found: dict[str, int] = {}
     for entry in cast("list[object]", data) if isinstance(data, list) else ():
         members = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}

@@ -160,6 +160,17 @@ async def test_engines_that_are_not_there_or_refuse_are_not_tried(look: Look) ->
     assert prefill.legs == []
 
 
+async def test_an_engine_with_which_no_version_is_common_is_not_tried(look: Look) -> None:
+    """The control is its decode engine, which speaks a later minor version."""
+    prefill, decode = Engine(Role.PREFILL, NIXL), Engine(Role.DECODE)
+    prefill.models = {**SERVES, "kvparams_versions": ["2.0"]}
+    decode.models = {**SERVES, "kvparams_versions": ["1.3"]}
+    wrong, right = await look("nixl", prefill, decode)
+    assert (wrong.grade, wrong.who, right.grade) == ("error", "p0", "ok")
+    assert wrong.said.endswith("is spoken by both: here 1.0, there 2.0")
+    assert prefill.legs == decode.legs == []
+
+
 async def test_a_prefill_engine_without_a_decode_engine_is_an_error(look: Look) -> None:
     found = await look("nixl", Engine(Role.PREFILL, NIXL))
     assert "no decode engine has the connector nixl" in found[1].said

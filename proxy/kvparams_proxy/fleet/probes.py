@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self, cast
 
 from kvparams.dialects import Place
-from kvparams.versions import LOWEST, SPOKEN, NoCommonVersion, negotiate
+from kvparams.versions import NoCommonVersion, engine_speaks
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
@@ -247,9 +247,7 @@ def _read(
     except (ValueError, RecursionError):
         return False, member.models, None
     said = cast("dict[str, object]", document) if isinstance(document, dict) else {}
-    versions = said.get("kvparams_versions")
-    theirs = cast("list[object]", versions) if isinstance(versions, list) else [LOWEST]
-    return True, _models(said.get("data")), negotiate(SPOKEN, theirs)
+    return True, _models(said.get("data")), engine_speaks(said)
 
 
 def _models(data: object) -> frozenset[str] | None:
