@@ -171,7 +171,8 @@ export class Reader {
       return problems.length > 0 ? { problems } : { document: carrier.kvparams };
     }
     if (!Object.keys(TRIO).some((name) => name in carrier)) return { document: null };
-    return this.readTrio(carrier, requestId, transferId);
+    const found = this.readTrio(carrier, requestId, transferId);
+    return found.several ? { problems: [problem("conflict")] } : found;
   }
 
   readTrio(trio, requestId, transferId) {
@@ -195,12 +196,13 @@ export class Reader {
     const prompts = Array.from({ length: size }, (_, i) =>
       Object.fromEntries(members.map(([name, value]) => [name, value[i]])),
     );
-    return this.#prompts(
+    const found = this.#prompts(
       prompts,
       requestId,
       (i) => `${transferId}-${i}`,
       ([name, ...rest], i) => [name, i, ...rest],
     );
+    return { ...found, several: found.problems === undefined };
   }
 
   #prompts(prompts, requestId, transferId, pathOf) {

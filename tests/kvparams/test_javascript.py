@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+
+from kvparams import InvalidParams, parse
 from tests.kvparams.spec_dialects import text as dialects_text
 from tests.kvparams.spec_folder import ROOT, SPEC
+from tests.kvparams.test_schema import documents
 
 CHECK = ROOT / "tests" / "javascript" / "check.mjs"
 Case = dict[str, Any]
@@ -116,6 +120,35 @@ def test_it_reads_the_schema_and_the_tables_that_stand_there(tmp_path: Path) -> 
     assert ran.returncode == 1
     assert "DISAGREES bounds.json: request id of 256: " in ran.stdout
     assert "DISAGREES dialects/trtllm.json: context request: " in ran.stdout
+
+
+def test_it_agrees_on_documents_that_nobody_has_written(tmp_path: Path) -> None:
+    """On every problem, its path and its kind: what two readers make of the text must be the same."""
+    made: list[Case] = []
+
+    @settings(max_examples=150, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(documents())
+    def collect(document: dict[str, Any]) -> None:
+        made.append({"name": str(len(made)), "text": json.dumps(document), **_verdict(document)})
+
+    collect()
+    assert {case["valid"] for case in made} == {True, False}
+    (tmp_path / "vectors").mkdir()
+    for name in ("schema.json", "dialects.json"):
+        shutil.copy(SPEC / name, tmp_path)
+    (tmp_path / "vectors" / "made.json").write_text(json.dumps({"kind": "document", "cases": made}))
+    ran = check(tmp_path)
+    assert ran.returncode == 0, ran.stdout
+    assert f"made.json: {len(made)} of {len(made)} document" in ran.stdout
+
+
+def _verdict(document: dict[str, Any]) -> Case:
+    try:
+        parse(document)
+    except InvalidParams as error:
+        found = [{"path": list(problem.path), "kind": problem.kind} for problem in error.problems]
+        return {"valid": False, "problems": found}
+    return {"valid": True}
 
 
 def test_no_vectors_are_no_agreement(tmp_path: Path) -> None:

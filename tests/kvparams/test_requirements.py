@@ -106,6 +106,17 @@ def test_what_is_not_tied_is_noticed() -> None:
     }
 
 
+def test_what_a_document_may_hold_is_shown_by_what_is_valid_and_by_what_is_not() -> None:
+    """Each requirement by which documents, carriers and trios are told apart has vectors of both kinds."""
+    seen: dict[bool, set[str]] = {True: set(), False: set()}
+    for path in VECTORS.glob("*.json"):
+        content = json.loads(path.read_bytes())
+        for case in content["cases"] if content["kind"] in ("document", "carrier", "trio") else ():
+            seen[case["valid"]] |= {one.partition("#")[2] for one in case["requirements"]}
+    both = {"2.1", "3.1", "3.2", "3.3", "3.4", "3.5", "3.12", "5.4", "5.5", "5.6", "5.7", "8.1", "8.2", "8.3", "8.4"}
+    assert both | {"9.1", "9.2", "9.3"} <= seen[True] & seen[False]
+
+
 def test_requirements_are_numbered_in_order() -> None:
     sections = [int(number) for number in re.findall(r"^## (\d+)\. ", TEXT, re.MULTILINE)]
     assert sections == list(range(1, len(sections) + 1))
