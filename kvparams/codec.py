@@ -20,6 +20,7 @@ from kvparams.problems import invalid, json_object
 __all__ = [
     "DOCUMENT_KEY",
     "Template",
+    "carrier",
     "check_ids",
     "dump",
     "dump_json",
@@ -164,6 +165,16 @@ def read_request(
         raise InvalidParams((Problem((), "conflict", "holds several prompts; read it with kvparams.trio.read"),))
     (params,) = found.to_params(request_id, transfer_id or request_id)
     return params
+
+
+def carrier(kv_transfer_params: object) -> Mapping[str, object]:
+    """The members of `kv_transfer_params`, be it an object or the text of one; empty where it is neither."""
+    if isinstance(kv_transfer_params, str):
+        try:
+            return json_object(kv_transfer_params)
+        except InvalidParams:
+            return {}
+    return cast("dict[str, object]", kv_transfer_params) if isinstance(kv_transfer_params, dict) else {}
 
 
 def write(params: KVTransferParams, native: Mapping[str, object] | None = None) -> dict[str, object]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
-from kvparams.dialects.message import ABSENT, Message, look
+from kvparams.dialects.message import ABSENT, Message, look, unpacked
 from kvparams.dialects.table import LEGS, PHASES, Leg, Table, judge
 from kvparams.errors import KVParamsError
 from kvparams.params import Phase
@@ -55,7 +55,7 @@ def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None)
         Unrecognised: none has these keys, or with these values.
         Ambiguous: several have.
     """
-    found = matches(message, tables, phase)
+    found = matches(unpacked(message), tables, phase)
     if not found:
         raise Unrecognised("no registered dialect has these keys with such values; name the dialect to learn why")
     names = {one.table for one in found}

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, cast
 
 from kvparams.codec import dump, parse
 from kvparams.dialects.members import derived_transfer, from_member, to_member
-from kvparams.dialects.message import ABSENT, Message, Path, Tree, look, place, put, take
+from kvparams.dialects.message import ABSENT, Message, Path, Tree, look, place, put, take, unpacked
 from kvparams.dialects.table import LEGS, Leg, Row, Table, is_needed, judge
 from kvparams.errors import InvalidParams, KVParamsError, Problem
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Phase
@@ -74,7 +74,8 @@ def decode(table: Table, message: Message, phase: Phase, engine: str | None = No
 
     Args:
         table: the dialect.
-        message: never modified, and nothing of it is shared with the result.
+        message: never modified, and nothing of it is shared with the result. Where its `kv_transfer_params` is JSON
+            text, the document is that of the object, and so `encode` writes it.
         phase: which leg it is.
         engine: the release of the engine (`0.32.0`), where it matters for what is valid; None accepts any.
 
@@ -82,6 +83,7 @@ def decode(table: Table, message: Message, phase: Phase, engine: str | None = No
         InvalidParams: it is not a valid message of this dialect on this leg; paths are those of the message.
     """
     leg = _leg(table, phase)
+    message = unpacked(message)
     problems = judge(table, message, leg, engine)
     if problems:
         raise InvalidParams(tuple(problems))

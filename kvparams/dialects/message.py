@@ -8,7 +8,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-__all__ = ["ABSENT", "Message", "Path", "Tree", "look", "place", "put", "take"]
+from kvparams.jsontext import loads
+
+__all__ = ["ABSENT", "Message", "Path", "Tree", "look", "place", "put", "take", "unpacked"]
 
 Path = tuple[str | int, ...]
 Tree = dict[str, object]
@@ -38,6 +40,21 @@ class Message:
         """As a JSON object of its own; `headers` only where there are any."""
         said: Tree = {"request_id": self.request_id, "body": deepcopy(dict(self.body))}
         return {**said, "headers": dict(self.headers)} if self.headers else said
+
+
+def unpacked(message: Message) -> Message:
+    """The same with `kv_transfer_params` as an object where some carrier has made text of it (spec, section 2)."""
+    carrier = message.body.get("kv_transfer_params")
+    if not isinstance(carrier, str):
+        return message
+    try:
+        spelled = loads(carrier.encode())
+    except ValueError:  # no JSON of ours: whoever judges the message says so
+        return message
+    if spelled is not None and not isinstance(spelled, dict):
+        return message
+    body: Tree = {**message.body, "kv_transfer_params": cast("Tree | None", spelled)}
+    return Message(message.request_id, body, message.headers)
 
 
 def place(dotted: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects.message import Message, look
+from kvparams.dialects.message import Message, unpacked
 from kvparams.dialects.table import LEGS, PHASES, Table
 from kvparams.errors import InvalidParams, KVParamsError
 from kvparams.params import Phase
@@ -71,7 +71,9 @@ def document_in(found: Mapping[str, object]) -> Mapping[str, object] | None:
     """
     if "version" in found and "transfer" in found:
         return found
-    for holder in (found.get("kv_transfer_params"), look(found, ("body", "kv_transfer_params")), found):
+    bodies = (found, _object(found.get("body")) or {})
+    carried = [unpacked(Message("", body)).body.get("kv_transfer_params") for body in bodies]
+    for holder in (*carried, found):
         if isinstance(holder, Mapping) and DOCUMENT_KEY in holder:
             document = cast("Mapping[str, object]", holder)[DOCUMENT_KEY]
             if not isinstance(document, Mapping):
@@ -85,13 +87,14 @@ def message_of(found: Mapping[str, object], request_id: str | None = None) -> Me
     body, headers = _object(found.get("body")), _object(found.get("headers"))
     if body is None and headers is None:
         if not (_CARRIERS | _BODY).isdisjoint(found):
-            return Message(request_id or _REQUEST_ID, dict(found))
+            return unpacked(Message(request_id or _REQUEST_ID, dict(found)))
         return Message(request_id or _REQUEST_ID, {"kv_transfer_params": dict(found)})
     said = found.get("request_id")
     texts = {name.lower(): value for name, value in (headers or {}).items()}
     own = texts.pop("x-request-id", said)
     known = request_id or (own if isinstance(own, str) else _REQUEST_ID)
-    return Message(known, dict(body or {}), cast("dict[str, str]", texts))  # where a value is no text, that is told
+    # Where a header is no text, that is told.
+    return unpacked(Message(known, dict(body or {}), cast("dict[str, str]", texts)))
 
 
 def _object(value: object) -> Mapping[str, object] | None:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Final, Literal, NamedTuple, cast
 from uuid import uuid4
 
+from kvparams.codec import carrier
 from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing, Place
 from kvparams.dialects.registry import tables
@@ -324,9 +325,10 @@ class _Trial:
         except (ValueError, RecursionError):
             raise _Refused(instance, "its answer is not JSON") from None
         params = cast("dict[str, object]", document).get("kv_transfer_params") if isinstance(document, dict) else None
+        said = carrier(params)
         if leg.answers_client:
-            self._said = params
-        return LegAnswer(cast("dict[str, object]", params) if isinstance(params, dict) else {})
+            self._said = said
+        return LegAnswer(said)
 
     async def _external(self) -> float | None:
         """Prompt tokens that decode has had from outside so far; None where it does not count them."""

@@ -160,3 +160,17 @@ def test_what_cannot_be_judged_is_one_line_and_status_2(
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "/no/such/file"]) == 2
     assert "/no/such/file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("carrier", [ANSWER["kv_transfer_params"], {"kvparams": {"version": "1.0"}}])
+def test_params_that_are_text_are_read_as_the_object(
+    carrier: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some carriers hold them so."""
+    said: list[tuple[int, str]] = []
+    for value in (carrier, json.dumps(carrier)):
+        path = written(tmp_path / "one.json", ANSWER | {"kv_transfer_params": value})
+        status = main(["explain", path])
+        said.append((status, capsys.readouterr().out))
+    assert said[0] == said[1]
+    assert "remote_host" in said[0][1] or "transfer" in said[0][1]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams import InvalidParams, KVParamsError
-from kvparams.dialects.message import Message
+from kvparams.dialects.message import Message, unpacked
 from kvparams.dialects.nixl import NIXL_TABLE
 from kvparams.dialects.registry import tables
 from kvparams.dialects.table import PHASES
@@ -138,6 +138,35 @@ MESSAGES = st.builds(
 )
 
 
+def test_a_carrier_that_holds_the_keys_as_text_says_the_same() -> None:
+    """Also integers that no double holds."""
+    seen = 0
+    for name, case in vectors():
+        told = case["message"]
+        carrier = told["body"].get("kv_transfer_params")
+        if not isinstance(carrier, dict):
+            continue
+        plain = Message(told["request_id"], told["body"], told.get("headers", {}))
+        packed = Message(plain.request_id, {**plain.body, "kv_transfer_params": json.dumps(carrier)}, plain.headers)
+        assert unpacked(packed) == plain
+        assert decode(TABLES[name], packed, case["phase"]) == decode(TABLES[name], plain, case["phase"])
+        with suppress(Ambiguous, Unrecognised):
+            assert sniff(packed, TABLES.values()) == sniff(plain, TABLES.values())
+            seen += 1
+    assert seen > 10
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a":1,"a":2}', '"{}"', "NaN", '{"a":1e999}'])
+def test_text_that_is_no_object_is_no_message(text: str) -> None:
+    message = Message("r", {"kv_transfer_params": text})
+    assert unpacked(message) is message
+    with pytest.raises(Unrecognised):
+        sniff(message, TABLES.values())
+    with pytest.raises(InvalidParams) as caught:
+        decode(NIXL_TABLE, message, "prefill")
+    assert [(one.path, one.kind) for one in caught.value.problems] == [(("kv_transfer_params",), "type")]
+
+
 def is_judged(message: Message) -> None:
     with suppress(KVParamsError):
         found = sniff(message, TABLES.values())
@@ -146,7 +175,7 @@ def is_judged(message: Message) -> None:
         for phase in PHASES.values():
             with suppress(InvalidParams):
                 params = decode(table, message, phase)
-                assert encode(table, params) == message
+                assert encode(table, params) == unpacked(message)
 
 
 @settings(max_examples=20)

@@ -2,6 +2,7 @@
 is and no address, and what can be given back is."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -77,6 +78,17 @@ async def test_a_value_out_of_bounds_is_not_handed_on(wrong: dict[str, Any], scr
     assert (got.status_code, got.json()["error"]["code"]) == (502, "handoff_refused")
     assert decode.bodies == []
     assert await running.metric('kvparams_proxy_handoffs_refused_total{reason="value"}') == 1
+
+
+async def test_an_answer_whose_params_are_text_is_held_and_handed_on_alike(scripted: Any, proxy: Any) -> None:
+    for host, status in (("127.0.0.1", 200), (METADATA, 502)):
+        text = json.dumps(NIXL | {"remote_host": host})
+        prefill = await scripted(answering(ANSWER | {"kv_transfer_params": text}))
+        decode = await scripted(answering(ANSWER))
+        running = await proxy([prefill.url], [decode.url])
+        assert (await running.client.post("/v1/completions", json=CLIENT)).status_code == status
+        told = [json.loads(body)["kv_transfer_params"] for body in decode.bodies]
+        assert [{name: one[name] for name in NIXL} for one in told] == ([NIXL] if status == 200 else [])
 
 
 async def test_what_it_has_stored_is_dropped(scripted: Any, proxy: Any) -> None:

@@ -8,8 +8,9 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 import logging
 from collections.abc import Callable
 from time import perf_counter, time
-from typing import Final, cast
+from typing import Final
 
+from kvparams.codec import carrier
 from kvparams.errors import JSONTextError
 from kvparams.lifecycle import Lifecycle, Outcome
 from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, RequestManager
@@ -297,12 +298,11 @@ class Execution:
                 document = load_answer(raw)
                 if (reported := error_in(document)) is not None:
                     raise UpstreamRefusal(reported)
-                params = document.get("kv_transfer_params")
                 if leg.resumed is None:  # what the client is told is what its own prompt cost
                     self._corrections.prompt_tokens_details = prompt_details(document)
                     self._account.prefilled(document)
                 self._life.enter("result", leg.instance.id)
-                answer = LegAnswer(cast("dict[str, object]", params) if isinstance(params, dict) else {})
+                answer = LegAnswer(carrier(document.get("kv_transfer_params")))
         except UpstreamError as refused:
             self._failed(leg, head, b"", refused)
             return
