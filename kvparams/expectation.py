@@ -1,7 +1,7 @@
 """What is to be expected of a leg on an instance: the wait there, what is cached, what is fetched, what is computed.
 
-The one rule: KV that a store or a peer has is fetched where that should be faster than computing it, and whoever asks
-for an expectation gets the faster way.
+The one rule: KV that a store or a peer has is fetched where the first token should be there sooner than by computing
+it, and whoever asks for an expectation gets that way. Fetching begins at once, beside the work that waits.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,10 @@ class Expectation(NamedTuple):
 
     wait_s: float
     """Until what was given to the instance before is done."""
+    fetch_s: float
+    """Until what is fetched is there."""
     work_s: float
-    """From then to the first token."""
+    """Of computing, once both are over."""
     cached: int
     """Tokens that the instance holds."""
     fetched: int
@@ -28,20 +30,23 @@ class Expectation(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """From now to the first token."""
-        return self.wait_s + self.work_s
+        return max(self.wait_s, self.fetch_s) + self.work_s
 
 
 def expect(candidate: Candidate, request: RequestFacts) -> Expectation:
     """What to expect of this request's leg on this candidate."""
     pace = candidate.pace
+    speed = pace.speed
+    wait_s = pace.wait_s
     tokens = request.tokens
     cached = request.cached.get(candidate.instance, 0)
     computed = max(1, tokens - cached)
-    work_s = pace.speed.seconds(computed, tokens)
+    work_s = speed.seconds(computed, tokens)
     fetched = request.stored - cached
     if fetched > 0:
+        fetch_s = pace.fetch_s(fetched)
         rest = max(1, tokens - request.stored)
-        fetching_s = pace.speed.seconds(rest, tokens, fetched)
-        if fetching_s < work_s:
-            return Expectation(pace.wait_s, fetching_s, cached, fetched, rest)
-    return Expectation(pace.wait_s, work_s, cached, 0, computed)
+        rest_s = speed.seconds(rest, tokens)
+        if max(wait_s, fetch_s) + rest_s < wait_s + work_s:
+            return Expectation(wait_s, fetch_s, rest_s, cached, fetched, rest)
+    return Expectation(wait_s, 0.0, work_s, cached, 0, computed)

@@ -6,6 +6,7 @@ the sum is the same.
 """
 
 from collections.abc import Callable, Hashable
+from operator import add
 from typing import Final, NamedTuple
 
 from kvparams.speed import SpeedCurve, features
@@ -16,16 +17,29 @@ _TOGETHER: Final = 0.25
 """A leg that ends in less than this share of what it should take has been computed together with others: what they took
 is told by all of them."""
 
+_NONE: Final[tuple[float, ...]] = (0.0, 0.0, 0.0, 0.0)
+
 
 class _Given(NamedTuple):
     seconds: float
     since: float
+    fetch_s: float
 
 
 class Pace:
     """One instance's backlog and speed. Not bound to what it runs: any hashable key stands for a leg."""
 
-    __slots__ = ("_features", "_given", "_head_since", "_now", "_pending", "_seconds", "speed")
+    __slots__ = (
+        "_ended",
+        "_features",
+        "_fetching_until",
+        "_given",
+        "_head_from",
+        "_now",
+        "_pending",
+        "_seconds",
+        "speed",
+    )
 
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` is the clock, in seconds."""
@@ -34,9 +48,13 @@ class Pace:
         self._given: dict[Hashable, _Given] = {}
         self._pending = 0.0
         """The sum of what is given."""
-        self._head_since = 0.0
-        """When the oldest of them began."""
-        self._features = (0.0, 0.0, 0.0, 0.0)
+        self._head_from = 0.0
+        """When the oldest of them began to be computed, or will."""
+        self._ended = 0.0
+        """When a leg ended last."""
+        self._fetching_until = 0.0
+        """When all that is fetched should be there."""
+        self._features = _NONE
         """Of legs that have ended and whose time is told by the next one."""
         self._seconds = 0.0
 
@@ -46,10 +64,15 @@ class Pace:
         if not self._given:
             return 0.0
         head = next(iter(self._given.values())).seconds
-        return max(0.0, self._pending - min(head, self._now() - self._head_since))
+        done = min(head, max(0.0, self._now() - self._head_from))
+        return max(0.0, self._pending - done)
 
-    def begin(self, leg: Hashable, seconds: float) -> None:
-        """A leg that should take so long is given to it.
+    def fetch_s(self, tokens: int) -> float:
+        """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
+        return max(0.0, self._fetching_until - self._now()) + self.speed.fetch_s(tokens)
+
+    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0) -> None:
+        """A leg that should take so long is given to it, once what it fetches is there.
 
         Raises:
             ValueError: it was given already.
@@ -58,9 +81,11 @@ class Pace:
             raise ValueError("this leg was given already")
         now = self._now()
         if not self._given:
-            self._head_since = now
+            self._head_from = now + fetch_s
             self._pending = 0.0  # what rounding left
-        self._given[leg] = _Given(seconds, now)
+        if fetch_s:
+            self._fetching_until = now + fetch_s
+        self._given[leg] = _Given(seconds, now, fetch_s)
         self._pending += seconds
 
     def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
@@ -81,15 +106,22 @@ class Pace:
         if new is None and not was_head:
             return
         now = self._now()
-        began = max(self._head_since, given.since)
-        self._head_since = now
-        if new is None:
-            return
-        self._seconds += now - began
-        summed = tuple(map(sum, zip(self._features, features(new, context, fetched), strict=True)))
-        self._features = (summed[0], summed[1], summed[2], summed[3])
-        if self._given and self._seconds < _TOGETHER * self.speed.seconds(new, context, fetched):
+        began = max(self._ended, given.since)
+        self._ended = now
+        if self._given:
+            head = next(iter(self._given.values()))
+            self._head_from = max(now, head.since + head.fetch_s)
+        if new is not None:
+            self._learn(now - began, began - given.since, given.fetch_s, (new, context, fetched))
+
+    def _learn(self, seconds: float, waited_s: float, fetch_s: float, tokens: tuple[int, int, int]) -> None:
+        """A leg took so long after it had waited for others, while what it fetches was on its way."""
+        new, context, fetched = tokens
+        seen = fetched * max(0.0, 1.0 - waited_s / fetch_s) if fetch_s else 0.0
+        self._features = tuple(map(add, self._features, features(new, context, seen)))
+        self._seconds += seconds
+        if self._given and self._seconds < _TOGETHER * self.speed.seconds(new, context):
             return
         self.speed.learn(self._features, self._seconds)
-        self._features = (0.0, 0.0, 0.0, 0.0)
+        self._features = _NONE
         self._seconds = 0.0

@@ -26,9 +26,9 @@ _SETTLED: Final = 32
 """After so many legs one changes little: the curve is fitted anew at every eighth."""
 
 
-def features(new: int, context: int, fetched: int = 0) -> tuple[float, float, float, float]:
-    """What of one leg costs time: itself, tokens, pairs of tokens, fetched tokens."""
-    return 1.0, float(new), new * (context - 0.5 * new), float(fetched)
+def features(new: int, context: int, fetched: float = 0.0) -> tuple[float, float, float, float]:
+    """What of one leg costs time: itself, tokens, pairs of tokens, fetched tokens as far as they were waited for."""
+    return 1.0, float(new), new * (context - 0.5 * new), fetched
 
 
 class SpeedCurve:
@@ -44,13 +44,17 @@ class SpeedCurve:
         self.seen = 0
         """Legs that it was learnt from."""
 
-    def seconds(self, new: int, context: int, fetched: int = 0) -> float:
-        """How long a leg will take that computes `new` of `context` tokens, after the KV of `fetched` was fetched."""
-        leg, token, pair, fetch = self._amounts
-        return leg + new * (token + pair * (context - 0.5 * new)) + fetch * fetched
+    def seconds(self, new: int, context: int) -> float:
+        """How long a leg will take that computes the last `new` of `context` tokens."""
+        leg, token, pair, _ = self._amounts
+        return leg + new * (token + pair * (context - 0.5 * new))
 
-    def learn(self, features: tuple[float, float, float, float], seconds: float) -> None:
-        """Legs took so long together; see `features`, which are added up where several ended at once."""
+    def fetch_s(self, tokens: int) -> float:
+        """How long fetching the KV of so many tokens will take."""
+        return self._amounts[3] * tokens
+
+    def learn(self, features: Sequence[float], seconds: float) -> None:
+        """A leg of such features took so long; or several did together, whose features are added up."""
         expected = sum(amount * feature for amount, feature in zip(self._amounts, features, strict=True))
         expected = max(expected, _LEAST_S)
         weight = 1.0 / (expected * expected)

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from benchmarks.replay.cache import matched
+from benchmarks.replay.cache import BlockCache, matched
 from benchmarks.replay.model import Leg
 
-__all__ = ["Belief", "ByEvents", "BySelf"]
+__all__ = ["Belief", "ByEvents", "BySelf", "Routed"]
 
 
 class Belief(Protocol):
@@ -71,17 +71,40 @@ class ByEvents:
         self._held.difference_update([block for block in went if block not in self._coming])
 
 
+class Routed:
+    """What was routed there, as much as its cache is said to hold; never corrected."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` in blocks."""
+        self._cache = BlockCache(capacity)
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many from the beginning."""
+        return self._cache.match(blocks)
+
+    def routed(self, leg: Leg) -> None:
+        """Taken to be there."""
+        self._cache.use(leg.request.blocks)
+
+    def done(self, leg: Leg) -> None:
+        """What the engine reports is not looked at."""
+
+    def event(self, came: Sequence[int], went: Sequence[int]) -> None:
+        """Nor what it says."""
+
+
 class BySelf:
     """What was routed there, corrected by what its engine reports as cached. Nothing else is needed.
 
     Everything is kept in the order of last use, in more than the believed size. A block that was believed to be there
     and was not says more than itself: everything used longer ago has gone too, and that is how large the cache is. One
-    that was there against belief says that it is larger.
+    that was there against belief says that it is larger, but only by chance is it asked for. So belief begins with four
+    times what it is told.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` is where the belief about its size begins, in blocks."""
-        self.capacity = float(capacity)
+        """`capacity` is what the worker's cache is said to hold, in blocks."""
+        self.capacity = 4.0 * capacity
         self._used = OrderedDict[int, int]()
         """Blocks and when they were used last, oldest first."""
         self._gone = OrderedDict[int, None]()

@@ -99,8 +99,8 @@ class Outcome:
 class _Worker:
     __slots__ = ("cache", "fetching_until", "queue", "running")
 
-    def __init__(self, blocks: int) -> None:
-        self.cache = BlockCache(blocks)
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache = cache
         self.queue = deque[Leg]()
         self.running: Leg | None = None
         self.fetching_until = 0.0
@@ -146,7 +146,8 @@ class _Replay:
         self._factors = world.factors(len(trace))
         slowness = world.slowness or (1.0,)
         self._slowness = [slowness[worker % len(slowness)] for worker in range(world.workers)]
-        self._workers = [_Worker(world.blocks) for _ in range(world.workers)]
+        pool = BlockCache(world.blocks * world.workers) if world.pool else None
+        self._workers = [_Worker(pool or BlockCache(world.blocks)) for _ in range(world.workers)]
         self._decoders = [_Decoder() for _ in range(world.workers)]
         self._store = BlockCache(world.store.blocks) if world.store else None
         self._store_until = 0.0

@@ -57,7 +57,7 @@ class Ours:
         leg.fetch = expected.fetched > 0
         chosen.in_flight += 1
         chosen.tokens += leg.request.tokens
-        chosen.pace.begin(leg.number, expected.work_s)
+        chosen.pace.begin(leg.number, expected.work_s, expected.fetch_s)
         chosen.belief.routed(leg)
         self._predicted[leg.number] = expected.cached // BLOCK
         return chosen.index

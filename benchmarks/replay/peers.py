@@ -17,7 +17,7 @@ where it has one to configure. Decode goes to the fewest answers, for all alike.
 from collections.abc import Sequence
 from random import Random
 
-from benchmarks.replay.beliefs import Belief, ByEvents, BySelf
+from benchmarks.replay.beliefs import Belief, ByEvents, Routed
 from benchmarks.replay.cache import matched
 from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
@@ -192,14 +192,6 @@ class LlmD(Indexed):
         """Its memory is free."""
         super().done(leg, now)
         self._blocks[leg.worker] -= len(leg.request.blocks)
-
-
-class Routed(BySelf):
-    """What was routed there, never corrected."""
-
-    def done(self, leg: Leg) -> None:
-        """What the engine reports is not looked at."""
-        self._routed.pop(leg.number)
 
 
 class Dynamo(Indexed):

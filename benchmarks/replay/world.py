@@ -40,6 +40,8 @@ class World:
     """Of 512 tokens in each prefill worker's cache."""
     workers: int = 8
     """Of prefill, and as many of decode."""
+    pool: bool = False
+    """Whether all prefill workers share one cache of as much as theirs together, at no cost: what none can reach."""
     cost: Cost = field(default_factory=Cost)
     slowness: tuple[float, ...] = ()
     """A factor on the seconds of each worker, in turn; empty is 1 for all."""

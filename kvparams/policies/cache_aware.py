@@ -4,9 +4,9 @@ For each candidate by itself: the seconds of work that wait there, then the seco
 for what its cache holds or what is fetched sooner than computed, at the speed that was learnt of it (`expect`). There
 is no threshold between cache and load, because both are seconds, and no switch for all: each is judged on its own.
 
-What this prompt takes is also what others wait for it. How many those are is what waits now, on average (Little's law:
-as many arrive during a wait as wait). So a second of work costs one second and that many more: the busier everybody is,
-the more a cached prefix is worth; with nothing to do, only the own time counts.
+What computing this prompt takes is also what others wait for it. How many those are is what runs and waits now, on
+average (Little's law: as many arrive during a stay as stay). So a second of work costs one second and that many more:
+the busier everybody is, the more a cached prefix is worth; with nothing to do, only the own time counts.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class CacheAware:
         best = candidates[0]
         least = (float("inf"), 0)
         for each in from_turn(candidates, turn):
-            wait_s, work_s, *_ = expect(each, request)
-            cost = wait_s + work_s * (1.0 + behind), each.in_flight
+            wait_s, fetch_s, work_s, *_ = expect(each, request)
+            cost = max(wait_s, fetch_s) + work_s * (1.0 + behind), each.in_flight
             if cost < least:
                 best, least = each, cost
         return best
