@@ -178,6 +178,8 @@ def for_reader(params: KVTransferParams, theirs: str) -> KVTransferParams:
         LossyDowngrade: see `downgrade`.
         NoCommonVersion: `theirs` is another major version.
     """
+    if params.version == theirs:  # nearly always
+        return params
     version = negotiate((params.version,), (theirs,))
     return params if version == params.version else parse(downgrade(dump(params), version))
 
