@@ -68,9 +68,9 @@ def _row(row: Row) -> Tree:
     if row.member is not None:
         said["member"] = row.member
         said["member_in"] = [phase for phase, leg in LEGS.items() if row.is_member(leg)]
-    for name in ("since", "until"):
-        if (release := getattr(row, name)) is not None:
-            said[name] = release
+    for name in ("address", "since", "until"):
+        if (value := getattr(row, name)) is not None:
+            said[name] = value
     return said
 
 

@@ -153,5 +153,5 @@ def test_every_sentence_has_a_line_of_its_own_and_each_file_that_is_named_is_the
     page = re.sub(r"^```.*?^```$", "", (SPEC / name).read_text(), flags=re.MULTILINE | re.DOTALL)
     for line in page.splitlines():
         assert line.startswith(("- ", "|", "  ")) or re.search(r"[a-z`)]\. [A-Z]", line) is None, line
-    for file in re.findall(r"`((?:vectors/)?[a-z_]+\.(?:md|json))`", page):
+    for file in re.findall(r"`((?:vectors/)?[A-Za-z_]+\.(?:md|json))`", page):
         assert (SPEC / file).exists() or (VECTORS / file).exists(), file

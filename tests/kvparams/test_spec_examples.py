@@ -16,8 +16,8 @@ from kvparams.trust.keyring import Keyring, SigningKey
 from kvparams.trust.replay import ReplayWindow
 from kvparams.trust.verifying import REASONS, verify
 from kvparams.versions import SPOKEN
-from tests.kvparams.spec_folder import ROOT, VECTORS
 from tests.kvparams.spec_folder import SPEC as FOLDER
+from tests.kvparams.spec_folder import VECTORS
 
 SPEC = (FOLDER / "spec.md").read_text()
 FENCES = re.findall(r"^```([^\n]+)\n(.*?)^```$", SPEC, re.MULTILINE | re.DOTALL)
@@ -98,6 +98,6 @@ def test_every_kind_of_problem_stands_in_the_text() -> None:
 
 
 def test_the_readme_explains_every_kind_of_vector() -> None:
-    readme = (ROOT / "spec" / "README.md").read_text()
+    readme = (VECTORS / "README.md").read_text()
     kinds: set[Any] = {json.loads(path.read_bytes())["kind"] for path in VECTORS.rglob("*.json")}
     assert set(re.findall(r'`"kind": "(\w+)"`', readme)) == kinds
