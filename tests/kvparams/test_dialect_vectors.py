@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvparams import InvalidParams, dump
+from kvparams.dialects.forms import Digits, Each, Either, Form, Whole
 from kvparams.dialects.message import Message
 from kvparams.dialects.registry import tables
+from kvparams.dialects.table import LEGS
 from kvparams.translation import decode, encode
 from tests.kvparams.dialect_messages import same
 
@@ -61,3 +63,30 @@ def test_the_sdk_translates_every_message_as_the_vector_says(name: str, case: Ca
     params = decode(table, message, case["phase"], engine)
     assert same(dump(params), case["document"])
     assert same(encode(table, params, engine).to_json(), told)
+
+
+def integral(form: Form) -> bool:
+    """Whether integers stand in it."""
+    if isinstance(form, Either):
+        return any(map(integral, form.forms))
+    return integral(form.inner) if isinstance(form, Each) else isinstance(form, Whole | Digits)
+
+
+def test_every_integer_of_every_dialect_has_a_vector_beyond_its_bound() -> None:
+    """Engines bound none of them: a number of ranks or of blocks is work that somebody else is made to do."""
+    seen = 0
+    for name, table in tables().items():
+        cases = files()[name]["cases"]
+        refused = {
+            tuple(problem["path"])
+            for case in cases
+            for problem in case.get("problems", ())
+            if problem["kind"] == "range"
+        }
+        for row in table.rows:
+            paths = {table.path(row, leg) for leg in LEGS.values() if leg in row.legs and leg in table.carried}
+            shown = {path[1:] if path[0] == "body" else path for path in paths}
+            if integral(row.form):
+                seen += 1
+                assert any(path[: len(one)] == one for path in refused for one in shown), (name, row.name)
+    assert seen > 100
