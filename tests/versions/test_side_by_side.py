@@ -226,7 +226,7 @@ def test_an_engine_that_is_upgraded_and_set_back_is_spoken_to_in_what_it_speaks_
         old.tap.move(port)
 
 
-def until(true: Callable[[], bool], within_s: float = 20) -> None:
+def until(true: Callable[[], bool], within_s: float = 60) -> None:
     """Ask again and again, within bounds."""
     deadline = time.monotonic() + within_s
     while not true():
