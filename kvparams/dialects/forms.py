@@ -118,12 +118,19 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Any number that a double holds; a point in time on somebody's clock, for instance."""
+    """A number within the bounds of any that is kept unread; a point in time on somebody's clock, for instance."""
 
-    words: str = "a number"
+    low: int = -(2**63)
+    high: int = 2**64 - 1
+
+    @property
+    def words(self) -> str:
+        return f"a number from {self.low} to {self.high}"
 
     def fault(self, value: object, path: Path) -> Problem | None:
-        return None if type(value) in (int, float) else _fault(path, "type", self.words)
+        if type(value) not in (int, float):
+            return _fault(path, "type", self.words)
+        return None if self.low <= cast("float", value) <= self.high else _fault(path, "range", self.words)
 
 
 @dataclass(frozen=True, slots=True)

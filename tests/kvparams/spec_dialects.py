@@ -28,7 +28,7 @@ def _form(form: Form) -> Tree:
         case Flag():
             return {"type": "boolean"}
         case Number():
-            return {"type": "number"}
+            return {"type": "number", "minimum": form.low, "maximum": form.high}
         case Text():
             bounds: Tree = {"type": "string", "minLength": form.least, "maxLength": form.most}
             return bounds if form.pattern is None else {**bounds, "pattern": f"^(?:{form.pattern})$"}
