@@ -147,7 +147,7 @@ def _events(event: _Event) -> Iterator[Event]:
     data = event.data
     group = event.window_size if event.layer_group_id is None else event.layer_group_id
     if group is not None:
-        bounded(group, 2**31 - 1, "layer_group_id")
+        bounded(group, 2**31 - 1, "window_size" if event.layer_group_id is None else "layer_group_id")
     if isinstance(data, _Created):
         yield Cleared()
     elif isinstance(data, _Removed):

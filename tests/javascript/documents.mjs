@@ -176,7 +176,7 @@ export class Reader {
   }
 
   readTrio(trio, requestId, transferId) {
-    const members = Object.entries(trio).filter(([name]) => name in TRIO);
+    const members = Object.entries(trio).filter(([name]) => Object.hasOwn(TRIO, name));
     if (members.length === 0) return { problems: [problem("missing")] };
     const several = members.some(
       ([, value]) =>

@@ -45,7 +45,7 @@ function membersOf(event) {
   const type = Array.isArray(event) ? event[0] : event.get("type");
   if (type === undefined) throw new Fault("missing", "type");
   if (typeof type !== "string") throw new Fault("type", "type");
-  if (!(type in MEMBERS)) return null;
+  if (!Object.hasOwn(MEMBERS, type)) return null;
   const found = { type };
   MEMBERS[type].forEach((name, i) => {
     found[name] = Array.isArray(event) ? event[i + 1] : event.get(name);

@@ -16,6 +16,59 @@ import {
   U64,
 } from "./eventvalues.mjs";
 import { isInteger, isObject, NotJson, parse } from "./json.mjs";
+import { Schema } from "./schema.mjs";
+
+// The types of section 14's table: members beside these say nothing, null is as absent where `maybe` says so.
+const maybe = (type) => ({ anyOf: [{ type: "null" }, typeof type === "string" ? { type } : type] });
+const object = (required, properties) => ({ type: "object", required, properties });
+const list = (items) => ({ type: "array", items });
+const whole = { type: "integer" };
+const wholeOrText = { type: ["integer", "string"] };
+const TRTLLM = {
+  created: object([], {}),
+  stored: object(["blocks"], {
+    parent_hash: maybe(wholeOrText),
+    blocks: list(
+      object(["block_hash"], {
+        block_hash: wholeOrText,
+        tokens: list(object(["token_id"], { token_id: wholeOrText, token_extra_id: whole })),
+        cache_level: whole,
+        mm_keys: maybe(list(object(["hash"], { hash: { type: "string" }, start_offset: whole }))),
+        cache_salt: maybe("string"),
+        lora_id: maybe("integer"),
+      }),
+    ),
+  }),
+  removed: object(["block_hashes"], { block_hashes: list(wholeOrText) }),
+  updated: object(["block_hash"], {
+    block_hash: wholeOrText,
+    cache_level: maybe(object(["new_value", "old_value"], { new_value: whole, old_value: whole })),
+  }),
+};
+const DYNAMO = object([], {
+  stored: maybe(
+    object(["blocks"], {
+      parent_hash: maybe("integer"),
+      blocks: list(
+        object(["block_hash", "tokens_hash"], {
+          block_hash: whole,
+          tokens_hash: whole,
+          mm_extra_info: maybe(
+            object(["mm_objects"], {
+              mm_objects: list(object(["mm_hash"], { mm_hash: whole, offsets: list(list(whole)) })),
+            }),
+          ),
+        }),
+      ),
+    }),
+  ),
+  removed: maybe(object(["block_hashes"], { block_hashes: list(whole) })),
+});
+const TYPES = new Schema({}, { exact: true });
+
+function checkTypes(value, schema) {
+  if (TYPES.faults(value, schema).length > 0) throw new Fault("type", "data");
+}
 
 const LEVELS = ["device", "host", "disk"];
 const MAX_NUMBER = U64 - 1n; // the last one says that a replay is over
@@ -53,6 +106,9 @@ function trtllm(event, head) {
   const own = [bounded(number, 0n, MAX_NUMBER, "event_id"), optional(rank, MAX.rank, "attention_dp_rank") ?? 0n];
   Object.assign(head, { rank: own[1], sequence: own[0] });
   if (!isObject(data) || typeof data.type !== "string") throw new Fault("type", "data");
+  if (!Object.hasOwn(TRTLLM, data.type)) return null;
+  checkTypes(data, TRTLLM[data.type]);
+  checkTypes([size ?? 0n, layers ?? 0n], list(whole));
   const group = optional(layers, MAX.small, "layer_group_id") ?? optional(size, MAX.small, "window_size");
   const window = optional(size, MAX.small, "window_size") || undefined;
   const at = (level) => {
@@ -63,7 +119,6 @@ function trtllm(event, head) {
     case "created":
       return [{ type: "cleared" }];
     case "removed": {
-      if (!Array.isArray(data.block_hashes)) throw new Fault("type", "data");
       const gone = hashes(data.block_hashes, "block_hashes", true);
       return gone.length === 0
         ? []
@@ -77,8 +132,7 @@ function trtllm(event, head) {
         said({ type: "stored", place: at(data.cache_level.new_value), hashes: moved, window }),
       ];
     }
-    case "stored":
-      if (!Array.isArray(data.blocks)) throw new Fault("type", "data");
+    default:
       return runsOf(data.blocks).reduce((events, run) => {
         const own = hashes(
           run.map((block) => block.block_hash),
@@ -89,8 +143,6 @@ function trtllm(event, head) {
           events.length > 0 ? events.at(-1).hashes.at(-1) : parentOf(data.parent_hash, own, "parent_hash", true);
         return [...events, storedRun(run, own, before, at(run[0].cache_level ?? 0n), window)];
       }, []);
-    default:
-      return null;
   }
 }
 
@@ -133,6 +185,8 @@ function dynamo(event, head) {
   Object.assign(head, { instance: "", rank: 0n });
   const { worker_id: worker, storage_tier: tier, event: inner } = event ?? {};
   if (!isInteger(worker) || !isInteger(inner?.event_id)) throw new Fault("type");
+  if (!absent(inner.dp_rank) && !isInteger(inner.dp_rank)) throw new Fault("type");
+  if (!absent(tier) && typeof tier !== "string") throw new Fault("type");
   const instance = bounded(worker, 0n, U64, "worker_id").toString();
   const sequence = bounded(inner.event_id, 0n, MAX_NUMBER, "event_id");
   Object.assign(head, { instance, rank: optional(inner.dp_rank, MAX.rank, "dp_rank") ?? 0n, sequence });
@@ -141,14 +195,13 @@ function dynamo(event, head) {
   if (!isObject(data)) throw new Fault("type", "data");
   const { stored, removed } = data;
   if (stored === undefined && removed === undefined) return null;
+  checkTypes(data, DYNAMO);
   const events = [];
   const where = place(tier, null, null, null);
   if (!absent(stored)) {
-    if (!Array.isArray(stored.blocks)) throw new Fault("type", "data");
     if (stored.blocks.length > 0) events.push(dynamoStored(stored, where));
   }
   if (!absent(removed)) {
-    if (!Array.isArray(removed.block_hashes)) throw new Fault("type", "data");
     const gone = hashes(removed.block_hashes, "block_hashes");
     if (gone.length > 0) events.push({ type: "removed", place: where, hashes: gone });
   }

@@ -60,17 +60,18 @@ export class Schema {
           if (!said.includes(value)) blame("enum");
           break;
         case "required":
-          if (isObject(value)) said.filter((name) => !(name in value)).forEach((name) => blame("required", name));
+          if (isObject(value))
+            said.filter((name) => !Object.hasOwn(value, name)).forEach((name) => blame("required", name));
           break;
         case "properties":
           if (isObject(value)) {
-            for (const name of Object.keys(said)) if (name in value) judge(value[name], said[name], name);
+            for (const name of Object.keys(said)) if (Object.hasOwn(value, name)) judge(value[name], said[name], name);
           }
           break;
         case "additionalProperties":
           if (isObject(value)) {
             for (const name of Object.keys(value)) {
-              if (!(name in (schema.properties ?? {}))) judge(value[name], said, name);
+              if (!Object.hasOwn(schema.properties ?? {}, name)) judge(value[name], said, name);
             }
           }
           break;
