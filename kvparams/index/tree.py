@@ -1,0 +1,253 @@
+"""The nodes of the index, in flat arrays: which block a node is, what stands in front of it, when it was used last.
+
+There are at most `capacity` nodes. To make room, the leaf that was used longest ago goes first; then what it has made
+a leaf is one of them. A node is a leaf when nothing stands behind it, as far as was said when that was stored.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from kvparams.index.ages import Ages
+from kvparams.index.chain import Hashes
+from kvparams.index.table import Numbers, Table
+
+__all__ = ["Tree"]
+
+_EPOCHS: Final = 64
+"""How finely uses are told apart: one epoch in that many uses of as many blocks as there may be."""
+_FREED: Final = 0xFFFFFFFF
+_AT_ONCE: Final = 1024
+"""Blocks looked up together; what lies behind a gap is not looked up."""
+_ROW: Final = 256
+_SHORT: Final = 16
+
+
+class Tree:
+    """Nodes have numbers from 1 on. Node 0 is none: what the first block of a prompt stands behind."""
+
+    __slots__ = (
+        *("_ages", "_began", "_capacity", "_epoch", "_epochs", "_epochs_at", "_free", "_freed", "_hashes", "_kids"),
+        *(
+            "_kids_at",
+            "_let_go",
+            "_parents",
+            "_parents_at",
+            "_queued",
+            "_queued_at",
+            "_sets_at",
+            "_table",
+            "_ttl",
+            "_uses",
+        ),
+        *("end", "sets"),
+    )
+
+    def __init__(self, capacity: int, ttl: float | None, let_go: Callable[[Numbers], None]) -> None:
+        """`let_go` is told of nodes that go, and makes their sets 0."""
+        self._capacity = capacity
+        self._ttl = ttl
+        self._let_go = let_go
+        self._table = Table(capacity)
+        self._ages = Ages()
+        self._hashes = np.zeros(capacity + 1, np.uint64)  # 0 where there is no node
+        self._parents = np.zeros(capacity + 1, np.uint32)
+        self._kids = np.zeros(capacity + 1, np.uint32)
+        self._epochs = np.zeros(capacity + 1, np.uint32)
+        self._queued = np.zeros(capacity + 1, np.uint8)  # whether it is in `_ages`
+        self._free = np.zeros(capacity + 1, np.uint32)
+        self.sets = np.zeros(capacity + 1, np.uint32)
+        """By node: who holds it, for whoever has the tree to say; 0 for nobody, and where there is no node."""
+        # Single entries are read and written through memoryviews, which is four times faster.
+        self._parents_at, self._kids_at = self._parents.data, self._kids.data
+        self._epochs_at, self._queued_at = self._epochs.data, self._queued.data
+        self._sets_at = self.sets.data
+        self._freed = 0  # how many stand in `_free`
+        self.end = 1
+        """This number and those behind it have never been a node's."""
+        self._epoch = 1
+        self._uses = 0  # in this epoch
+        self._began = deque([(1, float("-inf"))])  # epochs and when they began, not all of them
+
+    def __len__(self) -> int:
+        return self.end - 1 - self._freed
+
+    def find(self, hashes: Hashes) -> Numbers:
+        """The node of each block, or 0."""
+        return self._table.find(hashes)
+
+    def hashes_of(self, numbers: Numbers) -> Hashes:
+        """Which blocks these nodes are; 0 for what is no node."""
+        return self._hashes.take(numbers)
+
+    def parents_of(self, numbers: Numbers) -> Numbers:
+        """The nodes in front of them."""
+        return self._parents.take(numbers)
+
+    def leading(self, hashes: Hashes) -> Iterator[Numbers]:
+        """The sets of the nodes of these blocks, up to the first that is not there, in pieces.
+
+        The blocks of a chain that was stored at once have numbers that follow one another, so one lookup serves many;
+        where that is not so, many are looked up together.
+        """
+        start = 0
+        while start < len(hashes):
+            number = self._table.get(int(hashes[start]))
+            if not number:
+                return
+            piece = hashes[start : start + min(_AT_ONCE, self._capacity + 1 - number)]
+            differs = self._hashes[number : number + len(piece)] != piece
+            length = int(differs.argmax()) or (0 if differs[0] else len(piece))
+            yield self.sets[number : number + length]
+            start += length
+            if length < _SHORT:
+                numbers = self._table.find(hashes[start : start + _AT_ONCE])
+                missing = (numbers == 0).nonzero()[0]
+                if len(missing):
+                    yield self.sets.take(numbers[: missing[0]])
+                    return
+                yield self.sets.take(numbers)
+                start += len(numbers)
+
+    def make_room(self, wanted: int, front: int, held: Numbers) -> Hashes:
+        """So many nodes go, or a few more, but none of these: as if something stood behind each of them."""
+        self._kids[held] += 1
+        self._kids[front] += 1
+        gone = self.evict(wanted, self._epoch)
+        self._kids[front] -= 1
+        self._kids[held] -= 1
+        held = np.append(held, np.uint32(front))
+        self._queue_leaves(held[held != 0])
+        return gone
+
+    def add(self, hashes: Hashes, numbers: Numbers, front: int) -> None:
+        """Make nodes for the blocks of a chain whose number is 0, and write their numbers there. There is room.
+
+        Args:
+            hashes: the chain.
+            numbers: their nodes.
+            front: the node in front of the first one.
+        """
+        fresh = numbers == 0
+        made = self._take(int(np.count_nonzero(fresh)))
+        numbers[fresh] = made
+        self._hashes[made] = hashes[fresh]
+        self._table.insert(hashes[fresh], made)
+        fronts = np.empty_like(numbers)
+        fronts[:1] = front
+        fronts[1:] = numbers[:-1]
+        fronts = fronts[fresh]
+        self._parents[made] = fronts
+        self._kids[made] = 0
+        self._kids[fronts] += 1
+        self._epochs[made] = self._epoch
+        self._queue_leaves(made)
+
+    def use(self, numbers: Numbers, now: float) -> None:
+        """They go later."""
+        self._uses += len(numbers)
+        if self._uses * _EPOCHS >= self._capacity:
+            self._epoch += 1
+            self._uses = 0
+        if self._ttl is not None and now - self._began[-1][1] >= self._ttl / 16:
+            self._epoch += 1
+            self._began.append((self._epoch, now))
+        self._epochs[numbers] = self._epoch
+
+    def outdated(self, now: float) -> int:
+        """The last epoch in which nothing was used within the time to live; 0 where there is none."""
+        if self._ttl is None:
+            return 0
+        while len(self._began) > 1 and self._began[1][1] <= now - self._ttl:
+            self._began.popleft()
+        return self._began[0][0] - 1
+
+    def prune(self, numbers: Numbers) -> Hashes:
+        """Those of these nodes, held by nobody, go behind which nothing stands, and whatever becomes so by that."""
+        gone: list[int] = []
+        for number in numbers.tolist():
+            if not self._kids_at[number]:
+                self._climb(number, gone, 0, 0)
+        return self._release(gone)
+
+    def evict(self, count: int, until: int) -> Hashes:
+        """So many nodes go, or a few more, leaves first, if they were used last in the epoch `until` or before."""
+        gone: list[int] = []
+        while len(gone) < count:
+            oldest = self._ages.take(until)
+            if oldest is None:
+                break
+            number, bucket = oldest
+            self._queued_at[number] = 0
+            if not self._kids_at[number]:
+                epoch = self._epochs_at[number]
+                if epoch > bucket:
+                    self._queue(number, epoch)
+                else:
+                    self._climb(number, gone, bucket, count)
+        return self._release(gone)
+
+    def _climb(self, number: int, gone: list[int], until: int, count: int) -> None:
+        """A leaf goes, and then what has become a leaf by that: if nobody holds it, or while it is as old as `until`
+        and fewer than `count` have gone."""
+        kids, parents, sets, epochs = self._kids_at, self._parents_at, self._sets_at, self._epochs_at
+        while True:
+            if count and parents[number] == number - 1 and parents[number - 1] == number - 2 and kids[number - 1] == 1:
+                number = self._climb_row(number, gone, until, count)
+            gone.append(number)
+            kids[number] = _FREED
+            number = parents[number]
+            if not number:
+                return
+            left = kids[number] - 1
+            kids[number] = left
+            if left:
+                return
+            if sets[number] and (epochs[number] > until or len(gone) >= count):
+                if not self._queued_at[number]:
+                    self._queue(number, epochs[number])
+                return
+
+    def _climb_row(self, number: int, gone: list[int], until: int, count: int) -> int:
+        """As `_climb`, at once for as long as what stands in front has the number in front: a chain that was stored at
+        once. Returns the last one of them, which is about to go."""
+        first = max(1, number - _ROW, number - max(count - len(gone) - 1, 0))
+        above = slice(first, number)
+        stays = self._parents[first + 1 : number + 1] != np.arange(first, number)
+        stays |= self._kids[above] != 1
+        stays |= self._epochs[above] > until
+        last = number - int(stays[::-1].argmax()) if stays.any() else first
+        gone.extend(range(number, last, -1))
+        self._kids[last + 1 : number + 1] = _FREED
+        return last
+
+    def _queue_leaves(self, numbers: Numbers) -> None:
+        for leaf in numbers[(self._kids.take(numbers) == 0) & (self._queued.take(numbers) == 0)].tolist():
+            self._queue(int(leaf), self._epochs_at[int(leaf)])
+
+    def _queue(self, number: int, epoch: int) -> None:
+        self._queued_at[number] = 1
+        self._ages.put(number, epoch)
+
+    def _take(self, count: int) -> Numbers:
+        """Numbers for new nodes: those that went last first, in the order in which their chain had them."""
+        again = min(count, self._freed)
+        first = self._freed - again
+        taken = self._free[first : self._freed][::-1]
+        self._freed = first
+        begin = self.end
+        self.end = begin + count - again
+        return np.concatenate((taken, np.arange(begin, self.end, dtype=np.uint32)))
+
+    def _release(self, gone: list[int]) -> Hashes:
+        numbers = np.array(gone, np.uint32)
+        if gone:
+            self._let_go(numbers)
+            self._table.remove(self._hashes.take(numbers))
+            self._free[self._freed : self._freed + len(gone)] = numbers
+            self._freed += len(gone)
+        hashes = self._hashes.take(numbers)
+        self._hashes[numbers] = 0
+        return hashes
