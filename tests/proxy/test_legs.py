@@ -162,6 +162,17 @@ async def test_token_ids_are_named_by_digest_and_a_salt_isolates(scripted: Any, 
     assert json.loads(decode.bodies[0])["n"] == 3
 
 
+async def test_sampling_params_that_are_null_are_those_that_are_not_there(scripted: Any, proxy: Any) -> None:
+    """Found by feeding the edge."""
+    prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL}))
+    decode = await scripted(answering(ANSWER))
+    running = await proxy([prefill.url], [decode.url])
+    client = {"model": "stub", "token_ids": [1, 2], "sampling_params": None}
+    assert (await running.client.post("/inference/v1/generate", json=client)).status_code == 200
+    assert json.loads(prefill.bodies[0])["sampling_params"] == {"max_tokens": 1, "ignore_eos": True}
+    assert json.loads(decode.bodies[0])["sampling_params"] is None
+
+
 @pytest.mark.parametrize("dialect", ["nixl", "store"])
 @pytest.mark.parametrize("params", [None, {}, {"remote_host": "10.0.0.7"}, "text", [1]])
 async def test_a_prefill_answer_without_a_handoff_is_an_error_not_a_silent_recompute(

@@ -78,7 +78,9 @@ def one_token(kind: EndpointKind, body: bytes, spans: Mapping[str, Field]) -> di
     if kind == "generate":
         changes = _changes(_WHOLE, _STREAM, spans)
         field = spans.get("sampling_params")
-        inner = b"{}" if field is None else body[field.value : field.end]
+        inner = b"{}"
+        if field is not None and body[field.value] == 0x7B:  # it may be null
+            inner = body[field.value : field.end]
         inside = fields(inner)
         changes["sampling_params"] = edit(inner, inside, _changes(_SAMPLING, _ANSWER, inside))
         return changes
