@@ -1,13 +1,13 @@
 """LMCache's multi-process server as a store: its parts here, the rest in LMCache's own environment.
 
-There run the whole conformance suite (`lmcache_mp_suite.py`) and the server's traps, each with a control
-(`lmcache_mp_faults.py`).
+There run the whole conformance suite (`lmcache_mp_suite.py`), the server's traps, each with a control
+(`lmcache_mp_faults.py`), and what it costs when the server is stopped for long (`lmcache_mp_stops.py`).
 """
 
 import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,26 @@ from tests.connectors.lmcache_env import ROOT, environment, python
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tests", ["lmcache_mp_suite.py", "lmcache_mp_faults.py"])
 def test_in_lmcaches_own_environment(tests: str) -> None:
-    command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", f"tests/connectors/{tests}"]
+    pass_there(tests)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_in_lmcaches_own_environment_with_a_server_that_is_stopped_for_long(effort: Callable[[int, int], int]) -> None:
+    pass_there("lmcache_mp_stops.py", *["--soak"] * effort(0, 1))
+
+
+def pass_there(tests: str, *options: str) -> None:
+    command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *options]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=500, check=False
+        [*command, f"tests/connectors/{tests}"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout

@@ -5,39 +5,22 @@ The one rule: whatever was read is compared, and no call takes longer than its d
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvparams_connectors.store import Code, GetOp, KVStore, open_store
+from kvparams_connectors.store import Code, KVStore, open_store
 from tests.connectors.lmcache_server import LMCacheServer
 from tests.connectors.mooncake_cluster import Cluster
 from tests.connectors.peer_process import PeerProcess
 from tests.connectors.steps import SIZE, get, in_thread, put
+from tests.connectors.stopping import LOST, Case, stopped_for_long
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 
-DEADLINE_S: Final = 0.5
-MOST_S: Final = 1.5
-LOST: Final = {Code.UNAVAILABLE, Code.TIMEOUT}
 BACK_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A store, and what of it can be stopped."""
-
-    store: KVStore
-    stop: Callable[[], None]
-    go_on: Callable[[], None]
-    lost: frozenset[Code] = frozenset(LOST)
-    """What a call says meanwhile."""
-    writes: bool = True
-    """Whether puts go to what is stopped."""
 
 
 def opened(kind: str, folder: Path, stack: ExitStack) -> Case:
@@ -92,40 +75,7 @@ def test_a_server_that_is_stopped_for_long_costs_no_more_than_deadlines(
     record: Callable[[dict[str, object]], None],
 ) -> None:
     case = opened(kind, tmp_path, stack)
-    if case.writes:
-        assert put(case.store, range(3)) == [Code.OK] * 3
-    assert get(case.store, range(3)) == [Code.OK] * 3  # the control
-    stopped_s = effort(5, 40)
-    longest, seen = 0.0, dict.fromkeys(Code, 0)
-    case.stop()
-    try:
-        until = time.monotonic() + stopped_s
-        while time.monotonic() < until:
-            start = time.monotonic()
-            codes = get_in_time(case.store, DEADLINE_S)
-            longest = max(longest, time.monotonic() - start)
-            for code in codes:
-                seen[code] += 1
-            if longest < DEADLINE_S:  # refused at once: no reason to ask as fast as can be
-                time.sleep(0.02)
-    finally:
-        case.go_on()
-    said = {code.value: count for code, count in seen.items() if count}
-    record({"stopped_s": stopped_s, "deadline_s": DEADLINE_S, "longest_wait_s": round(longest, 3), "said": said})
-    assert longest < MOST_S
-    assert {code for code, count in seen.items() if count} <= case.lost
-    if case.writes:  # what was stored may have been forgotten; the store works
-        wait_until(lambda: put(case.store, range(10, 11), 5.0)[0] in (Code.OK, Code.EXISTS), BACK_S, pause_s=0.2)
-        wait_until(lambda: get(case.store, range(10, 11)) == [Code.OK], BACK_S, pause_s=0.2)
-    else:
-        wait_until(lambda: get(case.store, range(3)) == [Code.OK] * 3, BACK_S, pause_s=0.2)
-
-
-def get_in_time(store: KVStore, deadline_s: float) -> list[Code]:
-    """`get` into buffers that belong to the store until it has let go of them, which may be long after."""
-    targets = [memoryview(bytearray(SIZE)) for _ in range(3)]
-    ops = [GetOp(f"key-{number}", (target,)) for number, target in enumerate(targets)]
-    return [result.code for result in store.get(ops, deadline_s).result()]
+    stopped_for_long(case, effort(5, 40), record)
 
 
 @pytest.mark.slow
