@@ -10,7 +10,7 @@ TWO := -n 2 --dist loadgroup
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-protocol bench-store clean
+.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -34,6 +34,7 @@ help:
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvparams needs Python 3.11 or later; say which: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -128,3 +129,6 @@ bench-store: $(READY)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+bench-index: $(READY)
+	$(BIN)/python -m benchmarks.index_bench
+
