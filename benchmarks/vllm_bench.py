@@ -1,6 +1,6 @@
 """Our connector inside a real vLLM: time to first token on a hit, and what it costs where nothing is found.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_bench [--rounds 30] [--only hit|miss] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_bench hit|lookup|store [--rounds 30] [--tokens 1000] [--json FILE]
 
 On a CPU with a tiny model: ratios mean something, seconds do not. All engines of a comparison run at the same time,
 each with one thread that computes, and one of them works at a time: within a round each has its turn, in an order that
@@ -9,8 +9,11 @@ changes.
 - hit: a prompt of 1,500 tokens whose prefix is stored, on engines whose own cache is off, against the same prompt with
   another salt, which is found nowhere and computed; with the rule that skips loads slower than computing off and on,
   and on with a store that is said to be slow.
-- miss: completions of random prompts, eight at a time, all computed: with our connector as a consumer, which looks up
-  and stores nothing, as a cache that stores all, with a connector that does nothing, and with none.
+- lookup, store: completions of random prompts, eight at a time, all computed: with our connector as a consumer, which
+  looks up and stores nothing, or as a cache that stores all; in the same engine with requests for which the store is
+  not used, as two engines that are alike differ by some percent; with a connector that does nothing, and with none.
+  What a save costs is the processor time of the engine beyond that without the store, for each byte stored, beside
+  memcpy of as many bytes to memory that is not in a cache.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import numpy as np
 
 from benchmarks.ratios import Interval, median_interval
 from demo.processes import Processes, Server
@@ -37,9 +41,13 @@ __all__ = ["Rounds", "body_of", "engine_cpu_s", "in_rounds", "main", "timed", "t
 
 _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
-_MISS: Final = ((200, 64), (1000, 16))
-"""Tokens of a prompt, and how many requests are timed at once."""
+_MISS: Final = {200: 64, 1000: 16}
+"""Tokens of a prompt, and how many requests are timed together."""
+_OFF: Final = "off"
+"""Our connector, with requests for which the store is not used."""
 _AT_ONCE: Final = 8
+_SAVED: Final = "vllm:kvparams_bytes_saved_total"
+_LEFT: Final = "vllm:kvparams_requests_off_total"
 _ROOT: Final = str(Path(__file__).parents[1])
 Rounds = dict[str, list[float]]
 """By name: seconds in each round."""
@@ -157,82 +165,95 @@ async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
         return time.perf_counter() - start
 
 
-def _miss(folder: Path, model: Path, rounds: int) -> dict[str, object]:
+def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int) -> dict[str, object]:
     chance = random.Random(2)
+    requests = _MISS[tokens]
     null = json.dumps(
         {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm_null", "kv_role": "kv_both"}
     )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Processes(folder) as processes:
-        transfers = {
-            "consumer": transfer_config(f"file://{memory}/consumer?size=512MiB", role="kv_consumer"),
-            "both": transfer_config(f"file://{memory}/both?size=512MiB"),
-            "nothing": null,
-            "bare": None,
-        }
+        # Small, so that soon all of its memory has been written once, as in a store that has run for a while.
+        ours = transfer_config(f"file://{memory}/kv?size=64MiB", role="kv_consumer" if role == "lookup" else "kv_both")
         environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])}
         engines = {
             name: start_engine(processes, name, model, transfer=transfer, environment=environment)
-            for name, transfer in transfers.items()
+            for name, transfer in {role: ours, "nothing": null, "bare": None}.items()
         }
         processes.wait_ready(*engines.values(), within_s=_READY_S)
 
-        def run(server: Server, tokens: int, requests: int) -> Callable[[int], float]:
+        def run(name: str, server: Server, more: Mapping[str, object]) -> Callable[[int], float]:
             """16 tokens out."""
 
             def once(_: int) -> float:
                 prompts = [[chance.randrange(300, 2000) for _ in range(tokens)] for _ in range(requests)]
                 before = engine_cpu_s(server)
-                seconds = asyncio.run(together(server.url, [body_of(prompt, 16) for prompt in prompts]))
-                spent[server.name].append(engine_cpu_s(server) - before)
+                seconds = asyncio.run(together(server.url, [{**body_of(prompt, 16), **more} for prompt in prompts]))
+                spent[name].append(engine_cpu_s(server) - before)
                 return seconds
 
             return once
 
-        found: dict[int, Rounds] = {}
-        used: dict[int, Rounds] = {}
-        for tokens, requests in _MISS:
-            sides = {name: run(server, tokens, requests) for name, server in engines.items()}
-            spent: Rounds = {name: [] for name in engines}
-            in_rounds(2, sides)
-            for warm in spent.values():
-                warm.clear()
-            found[tokens], used[tokens] = in_rounds(rounds, sides), spent
-        saved = counters(engines["both"])["vllm:kvparams_pages_saved_total"]
-        loads = sum(counters(engines[name])["vllm:kvparams_loads_total"] for name in ("consumer", "both"))
-    assert not loads, "what should be found nowhere was found"
-    told: dict[str, object] = {"pages_saved": saved}
-    for tokens, requests in _MISS:
-        seen = found[tokens]
-        print(f"prompts of {tokens} tokens, none of them found:")
-        for name, other in (("consumer", "bare"), ("both", "bare"), ("nothing", "bare"), ("consumer", "nothing")):
-            ratio, cpu = _ratio(seen, other, name), _ratio(used[tokens], name, other)
-            told[f"{tokens} tokens, throughput of {name} / {other}"] = {
-                **_told(seen, other, name),
-                "cpu": asdict(cpu),
-            }
-            print(
-                f"  throughput of {name} / {other}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
-                f"({requests / statistics.median(seen[name]):.1f} / {requests / statistics.median(seen[other]):.1f} "
-                f"requests/s), CPU of the engine's process {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}] of it"
-            )
+        sides = {name: run(name, server, {}) for name, server in engines.items()}
+        sides[_OFF] = run(_OFF, engines[role], {"kv_transfer_params": {"kvparams": {"version": "0.0"}}})
+        spent: Rounds = {name: [] for name in sides}
+        in_rounds(3, sides)
+        for warm in spent.values():
+            warm.clear()
+        before = counters(engines[role])
+        found = in_rounds(rounds, sides)
+        after = counters(engines[role])
+    assert not after["vllm:kvparams_loads_total"], "what should be found nowhere was found"
+    assert after[_LEFT] - before[_LEFT] == rounds * requests, "the store was used where it should not"
+    told: dict[str, object] = {"tokens": tokens, "requests": requests}
+    print(f"{requests} prompts of {tokens} tokens, none of them found:")
+    for name, other in ((role, _OFF), (role, "bare"), (_OFF, "bare"), ("nothing", "bare")):
+        ratio, cpu = _ratio(found, other, name), _ratio(spent, name, other)
+        told[f"throughput of {name} / {other}"] = {**_told(found, other, name), "cpu": asdict(cpu)}
+        print(
+            f"  throughput of {name} / {other}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
+            f"({requests / statistics.median(found[name]):.1f} / {requests / statistics.median(found[other]):.1f} "
+            f"requests/s), CPU of the engine's process {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}] of it"
+        )
+    if stored := (after[_SAVED] - before[_SAVED]) / rounds:
+        memcpy = _memcpy_s_per_byte()
+        more = median_interval([(a - b) / stored / memcpy for a, b in zip(spent[role], spent[_OFF], strict=True)])
+        told["CPU of a stored byte / memcpy"] = {**asdict(more), "memcpy_s": memcpy, "bytes": stored}
+        print(
+            f"  {stored / 2**20:.0f} MiB stored a round: {more} times the processor of memcpy, "
+            f"{more.median * memcpy * 2**20 * 1e6:.0f} us for each MiB"
+        )
     return told
+
+
+def _memcpy_s_per_byte() -> float:
+    """Of 64 MiB, so that it is not in a cache."""
+    source, target = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
+    times: list[float] = []
+    for _ in range(9):
+        start = time.thread_time()
+        np.copyto(target, source)
+        times.append(time.thread_time() - start)
+    return statistics.median(times) / source.nbytes
 
 
 def main() -> None:
     """Run, print the ratios, and write them down if told where."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("hit", "lookup", "store"))
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--only", choices=("hit", "miss"))
+    parser.add_argument("--tokens", type=int, choices=list(_MISS), default=1000, help="of a prompt that is not found")
     parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
     told = parser.parse_args()
-    parts = {"hit": _hit, "miss": _miss}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model")
-        seen = {what: part(folder, model, told.rounds) for what, part in parts.items() if told.only in (None, what)}
+        if told.part == "hit":
+            seen = _hit(folder, model, told.rounds)
+        else:
+            seen = _miss(folder, model, told.rounds, told.part, told.tokens)
     if told.json is not None:
         with told.json.open("a") as file:
-            file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, **seen}) + "\n")
+            file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, told.part: seen}) + "\n")
 
 
 if __name__ == "__main__":

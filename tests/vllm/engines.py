@@ -12,9 +12,15 @@ import httpx
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
 
-__all__ = ["CONNECTOR", "complete", "counters", "start_engine", "transfer_config"]
+__all__ = ["ANSWER_S", "CONNECTOR", "PATIENCE_S", "READY_S", "complete", "counters", "start_engine", "transfer_config"]
 
 CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
+READY_S: Final = 900.0
+"""Within which engines serve, on a machine that does much else: 20 s of a processor each."""
+ANSWER_S: Final = 300.0
+"""Within which they answer; milliseconds as a rule."""
+PATIENCE_S: Final = 120.0
+"""For what becomes true behind an answer."""
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -79,7 +85,7 @@ def start_engine(
 def counters(server: Server) -> dict[str, float]:
     """What /metrics says, by name; a label that tells things apart stands behind it: `name{source=x}`."""
     found: dict[str, float] = {}
-    for line in httpx.get(f"{server.url}/metrics", timeout=60, verify=NO_CERTIFICATES).text.splitlines():
+    for line in httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S, verify=NO_CERTIFICATES).text.splitlines():
         match = _SAMPLE.match(line)
         if match is None:
             continue
@@ -94,6 +100,6 @@ def counters(server: Server) -> dict[str, float]:
 def complete(url: str, prompt: str | Sequence[int], max_tokens: int = 16, **more: object) -> dict[str, Any]:
     """One completion, greedy."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120, verify=NO_CERTIFICATES)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S, verify=NO_CERTIFICATES)
     response.raise_for_status()
     return response.json()

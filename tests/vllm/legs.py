@@ -7,6 +7,7 @@ from uuid import uuid4
 import httpx
 
 from demo.client import NO_CERTIFICATES
+from tests.vllm.engines import ANSWER_S
 
 __all__ = ["decode", "prefill", "tokens_of"]
 
@@ -25,7 +26,7 @@ def prefill(url: str, prompt: Sequence[int], max_tokens: int = 1, **members: obj
     """The document that a prefill engine answers with."""
     params = _document(uuid4().hex, "prefill", **members)
     response = httpx.post(
-        f"{url}/v1/completions", json=_body(prompt, max_tokens, params), timeout=120, verify=NO_CERTIFICATES
+        f"{url}/v1/completions", json=_body(prompt, max_tokens, params), timeout=ANSWER_S, verify=NO_CERTIFICATES
     )
     assert response.status_code == 200, response.text
     return response.json()["kv_transfer_params"]["kvparams"]
@@ -38,7 +39,7 @@ def decode(
     kept = {name: found[name] for name in ("load_keys", "producer", "prefix") if name in found}
     params = _document(found["request_id"], "decode", **{**kept, **members})
     return httpx.post(
-        f"{url}/v1/completions", json=_body(prompt, max_tokens, params), timeout=120, verify=NO_CERTIFICATES
+        f"{url}/v1/completions", json=_body(prompt, max_tokens, params), timeout=ANSWER_S, verify=NO_CERTIFICATES
     )
 
 

@@ -50,7 +50,7 @@ ROW: Final = 8192
 """Bytes of a chunk in host memory."""
 USED: Final = 8000
 """Bytes of them that are used."""
-_WAIT_S: Final = 20.0
+_WAIT_S: Final = 120.0
 
 
 def offloading_config(store: str, *, rows: int = 16, dtype: str = "float32", told: dict[str, Any] | None = None) -> Any:

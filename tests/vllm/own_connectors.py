@@ -13,7 +13,7 @@ import pytest
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
-from tests.vllm.engines import counters, start_engine
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine
 from tests.vllm.traffic import Ask
 
 __all__ = [
@@ -144,10 +144,10 @@ def start_pair(
         )
 
     first, second = start("P", prefill, 0), start("D", decode, 1)
-    processes.wait_ready(first, second, within_s=400)
+    processes.wait_ready(first, second, within_s=READY_S)
     settings = () if prefill.bootstrap is None else ("--bootstrap", f"P={prefill.bootstrap}")
     proxy = processes.proxy([first], [second], *settings, connector=connector)
-    processes.wait_ready(proxy, within_s=60)
+    processes.wait_ready(proxy, within_s=PATIENCE_S)
     return Pair(first, second, proxy)
 
 
@@ -159,6 +159,6 @@ def external(server: Server) -> float:
 def usage(url: str, prompt: Sequence[int], **more: object) -> dict[str, Any]:
     """What one completion says it used."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 5, "temperature": 0, "ignore_eos": True, **more}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120, verify=NO_CERTIFICATES)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S, verify=NO_CERTIFICATES)
     assert response.status_code == 200, response.text
     return response.json()["usage"]

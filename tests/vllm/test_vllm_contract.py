@@ -1,19 +1,14 @@
 """The vLLM that is installed still is what `interface.py` and `connector.py` say; another one fails here, by name."""
 
 import inspect
-import re
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
+from tests.vllm.version import is_earlier
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
-
-
-def _earlier() -> bool:
-    """Whether this is vLLM 0.28, the earliest that is known to work; every other one is held against 0.32."""
-    return re.match(r"0\.28\.", import_module("vllm.version").__version__) is not None
 
 
 _HOOKS = {
@@ -85,7 +80,7 @@ def test_hooks_take_what_ours_take() -> None:
     ours = _class("kvparams_connectors.engines.vllm.connector:KVParamsConnector")
     for name, parameters in _HOOKS.items():
         for kind in (base, ours):
-            if kind is base and name in _SINCE_032 and _earlier():
+            if kind is base and name in _SINCE_032 and is_earlier():
                 continue
             found = [one for one in inspect.signature(getattr(kind, name)).parameters if one != "self"]
             assert found == parameters, f"{kind.__name__}.{name}"
@@ -105,7 +100,7 @@ def test_hooks_that_are_new_are_looked_at() -> None:
         *("reset_capture_state", "role", "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata"),
         *("set_xfer_handshake_metadata_pp_aware", "supports_divergent_local_hybrid_hits", "take_events"),
     }
-    if _earlier():
+    if is_earlier():
         left -= {
             *("finish_forward", "get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"),
             *("get_mem_pool_context", "get_transfer_results", "register_finished_partial_tail", "reset_capture_state"),
@@ -149,6 +144,16 @@ def test_a_cpus_attention_says_its_kernel() -> None:
     module = "vllm.v1.attention.backends.cpu_attn:_get_attn_isa"
     parameters = list(inspect.signature(_class(module)).parameters)
     assert parameters == ["dtype", "block_size", "head_size", "kv_cache_dtype"]
+
+
+def test_the_tier_loads_in_the_version_that_it_knows_and_says_so_in_another() -> None:
+    program = "import kvparams_connectors.engines.vllm_tier.tier"
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+    if is_earlier():
+        assert run.returncode == 1
+        assert "speaks to a tier otherwise than 0.32, which is known here" in run.stderr.splitlines()[-1]
+    else:
+        assert run.returncode == 0, run.stderr
 
 
 def test_the_plugin_may_be_called_twice() -> None:

@@ -13,10 +13,10 @@ from kvparams.keys import Namespace, Rectangle, page_chain
 from kvparams.pages import HEADER_BYTES, identify, seal
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
 from tests.connectors.valkey_server import ValkeyServer, wait_until
-from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.engines import PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
 from tests.vllm.legs import decode, prefill, tokens_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _LENGTH = 450
 """Three full pages of 128 and a partial one."""
@@ -57,7 +57,7 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
             )
         blind = transfer_config(server.url, role="kv_consumer", engine_id="blind", extra={"verify": False})
         world.engines["blind"] = start_engine(processes, "blind", model, transfer=blind)
-        processes.wait_ready(*world.engines.values(), within_s=400)
+        processes.wait_ready(*world.engines.values(), within_s=READY_S)
         producer = world.engines["recompute"]
         for name in _NAMES:
             prompt = [chance.randrange(300, 2000) for _ in range(_LENGTH)]
@@ -79,7 +79,7 @@ def _value(store: KVStore, key: str) -> bytearray:
 
 def _is_there(store: KVStore, key: str) -> None:
     """Wait until it is stored: engines save behind their answers."""
-    wait_until(lambda: store.exists([key]).result()[0].code is Code.OK)
+    wait_until(lambda: store.exists([key]).result()[0].code is Code.OK, PATIENCE_S)
 
 
 def _replace(store: KVStore, key: str, value: bytearray) -> None:

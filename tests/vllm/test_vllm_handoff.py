@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
 from tests.vllm.own_connectors import Alone
 from tests.vllm.real_stores import KINDS, running_store
 from tests.vllm.traffic import answers
@@ -75,9 +75,9 @@ def fleets(
                 prefill = engine(f"{kind}-P", urls.writing, "kv_both", core, "--no-enable-prefix-caching")
                 decode = replace(prefill, name=f"{kind}-D")
             found.append(_Fleet(kind, prefill, decode, prefill))
-        processes.wait_ready(*(fleet.prefill for fleet in found), *(fleet.decode for fleet in found), within_s=400)
+        processes.wait_ready(*(fleet.prefill for fleet in found), *(fleet.decode for fleet in found), within_s=READY_S)
         found = [replace(fleet, proxy=processes.proxy([fleet.prefill], [fleet.decode])) for fleet in found]
-        processes.wait_ready(*(fleet.proxy for fleet in found), within_s=60)
+        processes.wait_ready(*(fleet.proxy for fleet in found), within_s=PATIENCE_S)
         yield found
 
 
@@ -111,7 +111,7 @@ def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server
     engines = [fleet.prefill, fleet.decode]
     with Processes(tmp_path) as processes:
         proxy = processes.proxy(engines, [replace(engine, name=f"{engine.name}-decode") for engine in engines])
-        processes.wait_ready(proxy, within_s=60)
+        processes.wait_ready(proxy, within_s=PATIENCE_S)
         chance = random.Random(21)
         history: list[int] = []
         routes: list[str] = []
@@ -121,7 +121,9 @@ def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server
             history += [chance.randrange(300, 2000) for _ in range(150)]
             before = {engine.name: _external(engine) for engine in engines}
             body = {"model": "tiny", "prompt": history, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-            response = httpx.post(f"{proxy.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120)
+            response = httpx.post(
+                f"{proxy.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=ANSWER_S
+            )
             assert response.status_code == 200, response.text
             routes.append(response.headers["x-kvparams-prefill"])
             answer = response.json()["choices"][0]["token_ids"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.vllm.engines import READY_S, counters, start_engine, transfer_config
 from tests.vllm.traffic import Ask, answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _LATE_S = 3.0
 
@@ -44,7 +44,7 @@ def test_blocks_are_kept_until_a_save_is_copied(model: Path, shared_memory: Path
             )
             for core, held in enumerate(("yes", "no"))
         ]
-        processes.wait_ready(*engines, within_s=400)
+        processes.wait_ready(*engines, within_s=READY_S)
         first, second, seen = _again(engines[0], asks)
         assert second == first
         assert seen["vllm:kvparams_tokens_loaded_total"] == 12 * 256

@@ -201,6 +201,7 @@ def test_a_hash_that_can_be_forged_is_left_alone(file_store: str) -> None:
         ({"stroe": 1}, "unknown setting stroe"),
         ({"revision": None}, "how KV lies in memory depends on the attention that runs"),
         ({"store": "nothing://x"}, "nothing"),
+        ({"store": "valkey://127.0.0.1:1?time=5"}, "valkey store: unknown setting time"),
         ({"locality": "HERE"}, "it is LOCAL or REMOTE"),
     ],
 )

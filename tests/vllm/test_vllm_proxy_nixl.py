@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server, proxy_command
-from tests.vllm.engines import counters
+from tests.vllm.engines import ANSWER_S, counters
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair, usage
 from tests.vllm.traffic import Ask, answers
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _LEASE_S: Final = 30.0
 """For which vLLM 0.32.0 keeps blocks that nobody fetches."""
-_SOON_S: Final = 20.0
+_SOON_S: Final = 25.0
 _AT_ONCE: Final = 4
 
 
@@ -84,7 +84,7 @@ def test_usage_is_what_prefill_computed_and_found(pair: Pair) -> None:
 def test_the_check_finds_the_pair_good_and_another_declaration_wrong(pair: Pair) -> None:
     def check(connector: str) -> "subprocess.CompletedProcess[str]":
         command = [*proxy_command([pair.prefill], [pair.decode], connector), "--check"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
 
     good = check("nixl")
     assert good.returncode == 0, good.stdout + good.stderr
@@ -101,13 +101,17 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
     """The negative control of the next test: what makes prefill free its blocks is a decode leg, not time."""
     body = {"model": "tiny", "prompt": _prompt(500, 2), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    prefilled = httpx.post(f"{pair.prefill.url}/v1/completions", json={**body, "kv_transfer_params": asked}, timeout=60)
+    prefilled = httpx.post(
+        f"{pair.prefill.url}/v1/completions", json={**body, "kv_transfer_params": asked}, timeout=ANSWER_S
+    )
     held = prefilled.json()["kv_transfer_params"]
     until = time.monotonic() + 3.0
     while time.monotonic() < until:  # all the while, not at its end alone
         assert _in_use(pair.prefill) > 0
         time.sleep(0.1)
-    fetched = httpx.post(f"{pair.decode.url}/v1/completions", json={**body, "kv_transfer_params": held}, timeout=60)
+    fetched = httpx.post(
+        f"{pair.decode.url}/v1/completions", json={**body, "kv_transfer_params": held}, timeout=ANSWER_S
+    )
     assert fetched.status_code == 200
     _until(lambda: not _in_use(pair.prefill), _SOON_S)
 
@@ -117,7 +121,7 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_blocks(pair: Pair, tmp_
         narrow = processes.proxy([pair.prefill], [pair.decode], "--decode-requests", "1", connector="nixl")
         processes.wait_ready(narrow)
         took = asyncio.run(_leave_between_legs(pair, narrow.url))
-        metrics = httpx.get(f"{narrow.url}/metrics", timeout=60).text
+        metrics = httpx.get(f"{narrow.url}/metrics", timeout=ANSWER_S).text
     assert took < _SOON_S < _LEASE_S
     assert "kvparams_proxy_transfers_released_total 1.0" in metrics
     assert "kvparams_proxy_transfers_orphaned_total 0.0" in metrics
@@ -129,12 +133,12 @@ async def _leave_between_legs(pair: Pair, url: str) -> float:
     long = Ask(_prompt(64, 3), max_tokens=1900, stream=True).body()
     short = Ask(_prompt(700, 4)).body()
     path = f"{url}/v1/completions"
-    async with httpx.AsyncClient(timeout=120) as client, client.stream("POST", path, json=long) as busy:
+    async with httpx.AsyncClient(timeout=ANSWER_S) as client, client.stream("POST", path, json=long) as busy:
         lines = busy.aiter_lines()  # kept: a generator that is forgotten closes the stream
         await anext(lines)
         await asyncio.to_thread(_until, lambda: not _in_use(pair.prefill), _SOON_S)
         waiting = asyncio.create_task(client.post(path, json=short))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(ANSWER_S):
             while not await asyncio.to_thread(_in_use, pair.prefill):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         waiting.cancel()
@@ -170,7 +174,7 @@ async def _storm(url: str, asks: list[Ask], expected: list[str], count: int, cha
     """How many requests were answered, all of them right, and how many were given up."""
     ended: list[bool] = []
     gate = asyncio.Semaphore(_AT_ONCE)
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=ANSWER_S) as client:
 
         async def one(which: int, patience_s: float | None) -> None:
             async with gate:

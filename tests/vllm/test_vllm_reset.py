@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _answers(server: Server, prompts: Sequence[Sequence[int]], salt: str | None = None) -> list[list[int]]:
@@ -24,8 +24,8 @@ def _answers(server: Server, prompts: Sequence[Sequence[int]], salt: str | None 
 def _other_weights(server: Server, folder: Path) -> None:
     """As one does it over vLLM's own endpoints."""
     order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    assert httpx.post(f"{server.url}/collective_rpc", json=order, timeout=120).status_code == 200
-    reset = httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, timeout=60)
+    assert httpx.post(f"{server.url}/collective_rpc", json=order, timeout=ANSWER_S).status_code == 200
+    reset = httpx.post(f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, timeout=PATIENCE_S)
     assert reset.json() == {"success": True}
 
 
@@ -48,7 +48,7 @@ def test_kv_of_other_weights_is_not_used(
             )
             for core, (name, extra) in enumerate({"ours": {}, "keeping": {"keep_on_reset": True}}.items())
         )
-        processes.wait_ready(ours, keeping, within_s=400)
+        processes.wait_ready(ours, keeping, within_s=READY_S)
         before = _answers(ours, prompts)
         assert _answers(keeping, prompts) == _answers(ours, prompts) == before
         assert counters(ours)["vllm:kvparams_tokens_loaded_total"] == stored

@@ -15,13 +15,12 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import counters, start_engine, transfer_config
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, transfer_config
 from tests.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _AT_ONCE = 8
-_QUIET_S = 60.0
 
 
 def _asks(chance: random.Random, count: int) -> list[Ask]:
@@ -38,7 +37,7 @@ async def _storm(url: str, asks: list[Ask], expected: list[str], count: int, cha
     answered = given_up = 0
     gate = asyncio.Semaphore(_AT_ONCE)
     limits = httpx.Limits(max_connections=_AT_ONCE)
-    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits) as client:
 
         async def one(which: int, patience_s: float | None) -> None:
             nonlocal answered, given_up
@@ -61,7 +60,7 @@ async def _storm(url: str, asks: list[Ask], expected: list[str], count: int, cha
 
 def _idle(server: Server) -> dict[str, float]:
     """What is counted once nothing runs any more."""
-    give_up = time.monotonic() + _QUIET_S
+    give_up = time.monotonic() + PATIENCE_S
     while True:
         seen = counters(server)
         busy = [
@@ -99,7 +98,7 @@ def test_aborts_and_preemptions_leak_nothing(
             )
             for core, caching in enumerate(("", "no-"))
         ]
-        processes.wait_ready(*engines, within_s=400)
+        processes.wait_ready(*engines, within_s=READY_S)
         expected = answers(engines[0].url, asks)
         assert answers(engines[1].url, asks) == expected
         total = effort(100, 300)

@@ -13,11 +13,11 @@ import pytest
 from demo.processes import Processes, Server
 from kvparams_connectors.store import Code, GetOp, open_store
 from tests.connectors.valkey_server import wait_until
-from tests.vllm.engines import complete, counters, start_engine, transfer_config
+from tests.vllm.engines import PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
 from tests.vllm.legs import prefill
 from tests.vllm.traffic import Ask, answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _loaded(server: Server) -> float:
@@ -63,7 +63,7 @@ def pair(
             block_size=128,
             core=1,
         )
-        processes.wait_ready(small, large, within_s=400)
+        processes.wait_ready(small, large, within_s=READY_S)
         yield _Pair(small, large)
 
 
@@ -167,7 +167,7 @@ def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memo
                 {"writer": (_child(stores[0]), example), "reader": (_child(stores[0]), _child(stores[1]))}.items()
             )
         )
-        processes.wait_ready(writer, reader, within_s=400)
+        processes.wait_ready(writer, reader, within_s=READY_S)
         answers(writer.url, asks)
         expected = answers(writer.url, asks)  # from its own cache
         assert counters(writer)["vllm:prefix_cache_hits_total"] == 256 + 512
@@ -198,7 +198,7 @@ def _values(url: str, keys: Sequence[str]) -> list[bytes]:
     try:
         found: list[bytes] = []
         for key in keys:
-            wait_until(lambda key=key: store.exists([key]).result()[0].code is Code.OK)
+            wait_until(lambda key=key: store.exists([key]).result()[0].code is Code.OK, PATIENCE_S)
             buffer = bytearray(1 << 20)
             (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
             found.append(bytes(buffer[: result.nbytes]))
@@ -220,7 +220,7 @@ def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_pa
             transfer=transfer,
             environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         )
-        processes.wait_ready(one, two, within_s=400)
+        processes.wait_ready(one, two, within_s=READY_S)
         expected = answers(one.url, asks)
         assert answers(two.url, asks) == expected
         assert _loaded(two) == 2 * (128 + 256 + 640)  # each rank its half
@@ -243,7 +243,7 @@ def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -
             transfer=transfer_config(f"file://{shared_memory}/kv?size=64MiB"),
             core=1,
         )
-        processes.wait_ready(alone, ours, within_s=400)
+        processes.wait_ready(alone, ours, within_s=READY_S)
         expected = answers(alone.url, asks)
         assert answers(ours.url, asks) == expected
         assert answers(ours.url, asks) == expected
@@ -284,5 +284,5 @@ def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> No
                 for words, folder, transfer in (case,)
             ]
             for words, engine in engines:
-                engine.process.wait(400)
+                engine.process.wait(READY_S)
                 assert words in engine.log.read_text()

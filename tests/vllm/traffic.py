@@ -9,6 +9,7 @@ from typing import Any, Final
 import httpx
 
 from demo.client import NO_CERTIFICATES
+from tests.vllm.engines import ANSWER_S
 
 __all__ = ["BOUNDARIES", "Ask", "answer", "answers", "mixed"]
 
@@ -93,5 +94,5 @@ def _words(event: dict[str, Any]) -> str:
 
 def answers(url: str, asks: Sequence[Ask]) -> list[str]:
     """One after the other."""
-    with httpx.Client(timeout=120, verify=NO_CERTIFICATES) as client:
+    with httpx.Client(timeout=ANSWER_S, verify=NO_CERTIFICATES) as client:
         return [answer(client, url, ask) for ask in asks]
