@@ -18,7 +18,7 @@ import httptools
 import pytest
 
 from tests.proxy.test_legs import ANSWER, NIXL
-from tests.proxy.test_strip_list import BODIES, acted_on
+from tests.proxy.test_strip_list import BODIES, acted_on, as_object
 
 from .campaign import FOUND, GROWTH_BYTES, MOST, written_down
 from .mutation import EVIL, spoiled_bytes, spoiled_json
@@ -158,8 +158,11 @@ def engine(told: list[bytes]) -> Any:
 
 
 def steered(body: bytes) -> bool:
-    """Whether an engine would act on something that the client has made up."""
-    return EVIL in json.dumps(acted_on(json.loads(body)))
+    """Whether an engine would act on something that the client has made up: anything but a harmless request id."""
+    said = acted_on(json.loads(body))
+    document = as_object(as_object(said.get("kv_transfer_params")).get("kvparams"))
+    document.pop("request_id", None)
+    return EVIL in json.dumps(said)
 
 
 @pytest.mark.slow
