@@ -103,6 +103,16 @@ async def test_a_release_is_signed_too(scripted: Any, proxy: Any, keys: Path, di
     assert found.transfer == first.transfer
 
 
+async def test_what_could_not_be_signed_is_counted(scripted: Any, proxy: Any, tmp_path: Path) -> None:
+    path = tmp_path / "later.json"
+    create_keyring(path, Keyring([SigningKey.new(int(time.time()) + 1000)]))
+    engine = await scripted(answering(ANSWER))
+    running = await proxy([engine.url], [engine.url], signing=Signing(path, "pool-a"))
+    assert (await running.client.post("/v1/completions", json=CLIENT)).status_code == 503
+    assert await running.metric('kvparams_proxy_handoffs_refused_total{reason="unsigned"}') == 1
+    assert await running.metric("kvparams_proxy_handoffs_refused_total") == 1
+
+
 async def test_what_cannot_be_signed_is_not_sent(scripted: Any, proxy: Any, keys: Path) -> None:
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL | {"remote_blocks_expiry_time": 1.5}}))
     decode = await scripted(answering(ANSWER))

@@ -25,6 +25,8 @@ FAILURES: Final = ("busy", "unreachable", "timeout", "broken", "error", "refused
 """How a leg may fail: no connection was free; none was made; silence; cut off in the middle; a 5xx; a 4xx; an answer
 that is no JSON."""
 
+_UNSENT: Final = {"handoff_missing": "missing", "bad_prefill_answer": "invalid", "no_signing_key": "unsigned"}
+"""Reasons, by the code of the error that a client got; those of `kvparams.trust.pinning` count where they arise."""
 _STARTS: Final[dict[Role, State]] = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _FIRST_TOKEN: Final[dict[Role, tuple[State, State]]] = {
     Role.PREFILL: ("prefill", "result"),  # its one token and its answer are one
@@ -54,8 +56,8 @@ class Metrics(Collector):
         """Streams that went on on another engine."""
         self.stripped: dict[str, int] = {"body": 0, "request_id": 0}
         """Requests from which something was taken that only a proxy may say, by where it stood."""
-        self.handoffs_refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
-        """Prefill answers that were not handed on, by reason."""
+        self.handoffs_refused: dict[str, int] = dict.fromkeys((*REFUSALS, *_UNSENT.values()), 0)
+        """What was not said to an engine, by reason."""
         self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
         self._live: set[Lifecycle] = set()
         self._legs_of: dict[str, Tally] = {}
@@ -115,6 +117,8 @@ class Metrics(Collector):
             self.outcomes[life.outcome] += 1
         if account.refusal:
             self.refusals[account.refusal] = self.refusals.get(account.refusal, 0) + 1
+            if (reason := _UNSENT.get(account.code or "")) is not None:
+                self.handoffs_refused[reason] += 1
         if account.prompt_tokens is not None:
             self._prompt.observe(account.prompt_tokens)
         if account.cached_tokens:
@@ -269,7 +273,8 @@ class Metrics(Collector):
         yield failures
         refused = CounterMetricFamily(
             "kvparams_proxy_handoffs_refused",
-            "Prefill answers that decode was not told: an address that is not the engine's, a value out of bounds.",
+            "What was not sent to an engine: an address that is not the other's own, a value out of bounds, an answer "
+            "with too little in it or against the protocol, a document that could not be signed.",
             labels=["reason"],
         )
         for reason, number in self.handoffs_refused.items():
