@@ -265,31 +265,19 @@ def _each(value: object) -> list[object]:
     return [one for one in cast("list[object]", value) if one is not None] if isinstance(value, list) else [value]
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(value: object, *, inside: bool = False) -> Iterator[str]:
     """Every address in a member that is one; of an object the texts that are URLs. What is no text has no form that an
     instance's own address could have."""
     if isinstance(value, dict):
         for inner in cast("dict[str, object]", value).values():
-            if isinstance(inner, str):
-                yield from (inner,) if "://" in inner else ()
-            elif isinstance(inner, dict | list):
-                yield from _inside(cast("object", inner))
+            yield from _texts(inner, inside=True)
     elif isinstance(value, list):
         for one in cast("list[object]", value):
-            yield from _texts(one)
-    else:
+            yield from _texts(one, inside=inside)
+    elif not inside:
         yield from str(value).split(",")
-
-
-def _inside(value: object) -> Iterator[str]:
-    entries = cast("list[object]", value) if isinstance(value, list) else [value]
-    for one in entries:
-        if isinstance(one, str) and "://" in one:
-            yield one
-        elif isinstance(one, dict):
-            yield from _texts(cast("object", one))
-        elif isinstance(one, list):
-            yield from _inside(cast("object", one))
+    elif isinstance(value, str) and "://" in value:
+        yield value
 
 
 def _place(text: str) -> tuple[str, int | None] | None:
