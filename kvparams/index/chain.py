@@ -99,8 +99,7 @@ class Chain:
         found += self._positions[start:end]
         found += np.uint64(namespace)
         _mix(found)
-        if parent and count:
-            found[0] += np.uint64(parent)
+        found[:1] += np.uint64(parent)
         return found.cumsum(out=found)
 
 

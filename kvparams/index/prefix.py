@@ -65,6 +65,11 @@ class PrefixIndex:
         """Blocks that somebody holds, and blocks in front of those."""
         return len(self.tree)
 
+    @property
+    def epoch(self) -> int:
+        """Of what is used now (`last_used`)."""
+        return self.tree.epoch
+
     def match(self, hashes: Hashes) -> Match:
         """Who holds how many of these blocks from the beginning. Changes nothing."""
         holders = self.holders
@@ -149,7 +154,7 @@ class PrefixIndex:
 
     def touch(self, hashes: Hashes, now: float = 0.0) -> None:
         """These blocks are used: whatever is known of them is forgotten later."""
-        numbers = self.tree.find(_usable(hashes))
+        numbers = self.tree.find(hashes)
         self.tree.use(numbers[numbers != 0], now)
 
     def removed(self, worker: Hashable, hashes: Hashes, level: int | None = None) -> None:
@@ -163,7 +168,7 @@ class PrefixIndex:
         if level is not None:
             bits &= (bits & -bits) << _checked(level)
         if bits:
-            numbers = self.tree.find(_usable(hashes))
+            numbers = self.tree.find(hashes)
             numbers = np.unique(numbers[numbers != 0])
             self._change(numbers, bits, 0)
             self.tree.prune(numbers[self.tree.sets.take(numbers) == 0])
@@ -180,8 +185,21 @@ class PrefixIndex:
         Returns:
             What was forgotten. Where these are as many as `most`, there may be more.
         """
+        return self.forget(most, self.tree.outdated(now))
+
+    def forget(self, most: int, epoch: int | None = None) -> Hashes:
+        """Forget what was used longest ago, leaves first.
+
+        Args:
+            most: how many blocks; a few more where nobody holds what stands in front.
+            epoch: nothing that was used later (`last_used`).
+        """
         self._tend()
-        return self.tree.evict(most, self.tree.outdated(now))
+        return self.tree.evict(most, self.tree.epoch if epoch is None else epoch)
+
+    def last_used(self, hashes: Hashes) -> Numbers:
+        """In which epoch each block was used last; later ones have higher numbers, 0 is never."""
+        return self.tree.last_used(hashes)
 
     def _let_go(self, numbers: Numbers) -> None:
         self._change(numbers, -1, 0)

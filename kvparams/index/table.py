@@ -58,7 +58,7 @@ class Table:
         found = np.zeros(len(hashes), np.uint32)
         rows = at >> _3
         found[rows] = self._values.take((homes.take(rows) << _3) + (at & _7))
-        if self._spill and len(at) < len(hashes):
+        if self._spill:
             for row in (self._spilled[homes].astype(bool) & (found == 0)).nonzero()[0].tolist():
                 found[row] = self._spill.get(int(hashes[row]), 0)
         return found
@@ -97,7 +97,9 @@ class Table:
         self._used -= len(hashes)
         homes, at = self._places(hashes)
         rows = at >> _3
-        self._keys[(homes[rows] << _3) + (at & _7)] = 0
+        slots = (homes.take(rows) << _3) + (at & _7)
+        self._keys[slots] = 0
+        self._values[slots] = 0
         if len(at) < len(hashes):
             missing = np.ones(len(hashes), bool)
             missing[rows] = False
@@ -134,7 +136,8 @@ class Table:
         values = self._values.reshape(-1, _WIDTH)
         self._rows[new] = self._rows[old] * moving
         self._rows[old] *= ~moving
-        values[new] = values[old]
+        values[new] = values[old] * moving
+        values[old] *= ~moving
         self._spilled[new] = self._spilled[old]
         self._buckets = end
         if end == 2 * base:

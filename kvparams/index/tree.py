@@ -16,7 +16,7 @@ from kvparams.index.table import Numbers, Table
 
 __all__ = ["Tree"]
 
-_EPOCHS: Final = 64
+_EPOCHS: Final = 1024
 """How finely uses are told apart: one epoch in that many uses of as many blocks as there may be."""
 _FREED: Final = 0xFFFFFFFF
 _AT_ONCE: Final = 1024
@@ -29,7 +29,7 @@ class Tree:
     """Nodes have numbers from 1 on. Node 0 is none: what the first block of a prompt stands behind."""
 
     __slots__ = (
-        *("_ages", "_began", "_capacity", "_epoch", "_epochs", "_epochs_at", "_free", "_freed", "_hashes", "_kids"),
+        *("_ages", "_began", "_capacity", "_epochs", "_epochs_at", "_free", "_freed", "_hashes", "_kids"),
         *(
             "_kids_at",
             "_let_go",
@@ -42,7 +42,7 @@ class Tree:
             "_ttl",
             "_uses",
         ),
-        *("end", "sets"),
+        *("end", "epoch", "sets"),
     )
 
     def __init__(self, capacity: int, ttl: float | None, let_go: Callable[[Numbers], None]) -> None:
@@ -67,7 +67,8 @@ class Tree:
         self._freed = 0  # how many stand in `_free`
         self.end = 1
         """This number and those behind it have never been a node's."""
-        self._epoch = 1
+        self.epoch = 1
+        """Of what is used now."""
         self._uses = 0  # in this epoch
         self._began = deque([(1, float("-inf"))])  # epochs and when they began, not all of them
 
@@ -78,13 +79,10 @@ class Tree:
         """The node of each block, or 0."""
         return self._table.find(hashes)
 
-    def hashes_of(self, numbers: Numbers) -> Hashes:
-        """Which blocks these nodes are; 0 for what is no node."""
-        return self._hashes.take(numbers)
-
-    def parents_of(self, numbers: Numbers) -> Numbers:
-        """The nodes in front of them."""
-        return self._parents.take(numbers)
+    def last_used(self, hashes: Hashes) -> Numbers:
+        """The epoch in which each block was used last; 0 where there is no node."""
+        numbers = self._table.find(hashes)
+        return self._epochs.take(numbers) * (numbers != 0)
 
     def leading(self, hashes: Hashes) -> Iterator[Numbers]:
         """The sets of the nodes of these blocks, up to the first that is not there, in pieces.
@@ -115,7 +113,7 @@ class Tree:
         """So many nodes go, or a few more, but none of these: as if something stood behind each of them."""
         self._kids[held] += 1
         self._kids[front] += 1
-        gone = self.evict(wanted, self._epoch)
+        gone = self.evict(wanted, self.epoch)
         self._kids[front] -= 1
         self._kids[held] -= 1
         held = np.append(held, np.uint32(front))
@@ -142,19 +140,19 @@ class Tree:
         self._parents[made] = fronts
         self._kids[made] = 0
         self._kids[fronts] += 1
-        self._epochs[made] = self._epoch
+        self._epochs[made] = self.epoch
         self._queue_leaves(made)
 
     def use(self, numbers: Numbers, now: float) -> None:
         """They go later."""
         self._uses += len(numbers)
         if self._uses * _EPOCHS >= self._capacity:
-            self._epoch += 1
+            self.epoch += 1
             self._uses = 0
         if self._ttl is not None and now - self._began[-1][1] >= self._ttl / 16:
-            self._epoch += 1
-            self._began.append((self._epoch, now))
-        self._epochs[numbers] = self._epoch
+            self.epoch += 1
+            self._began.append((self.epoch, now))
+        self._epochs[numbers] = self.epoch
 
     def outdated(self, now: float) -> int:
         """The last epoch in which nothing was used within the time to live; 0 where there is none."""

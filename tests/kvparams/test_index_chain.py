@@ -92,7 +92,7 @@ def test_what_is_vectorised_is_what_the_words_say(
     assert chain.hashes(ids, namespace).tolist() == plain_hashes(seed, size, namespace, ids)
 
 
-@given(ids=st.lists(IDS, max_size=120), at=st.integers(0, 40))
+@given(ids=st.lists(IDS, min_size=30, max_size=120), at=st.integers(0, 12))
 def test_hashes_can_be_continued_behind_any_block(ids: list[int], at: int) -> None:
     chain = Chain(7, 3)
     whole = chain.hashes(ids, 5)
@@ -161,9 +161,9 @@ def test_a_namespace_without_a_model_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", ["random", "counting", "one token differs", "two tokens trade places", "high bits"])
 def test_hashes_of_prompts_of_any_shape_spread_over_every_bit(shape: str) -> None:
-    """100,000 hashes of one deployment: none equal (chance 3e-10), every bit set in half of them, every pair of
+    """25,000 hashes of one deployment: none equal (chance 2e-11), every bit set in half of them, every pair of
     neighbouring prompts 32 bits apart."""
-    rows, size = 20_000, 16
+    rows, size = 5_000, 16
     rng = np.random.default_rng(3)
     ids = np.zeros((rows, 5 * size), np.uint32)
     if shape == "random":
@@ -180,9 +180,9 @@ def test_hashes_of_prompts_of_any_shape_spread_over_every_bit(shape: str) -> Non
     found = np.stack([chain.hashes(row, 99) for row in ids])
     assert len(np.unique(found)) == found.size
     bits = (found.reshape(-1, 1) >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
-    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.01
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.02
     flips = np.bitwise_count(found[1:] ^ found[:-1]).mean(axis=0)
-    assert np.abs(flips - 32).max() < 0.2
+    assert np.abs(flips - 32).max() < 0.4
 
 
 def test_a_pattern_that_defeats_polynomial_hashes_does_not_defeat_this_one() -> None:

@@ -37,7 +37,6 @@ SHOWN = {
 }
 """Tests that show a requirement and do not name it."""
 UNSHOWN = {
-    "draft#16.3": "of readers of events: shown with their feeding",
     "draft#16.4": "of proxies: nothing here answers a request",
     "draft#16.5": "of proxies: nothing here makes a seed or answers a client",
 }
