@@ -30,7 +30,6 @@ class Pace:
     """One instance's backlog and speed. Not bound to what it runs: any hashable key stands for a leg."""
 
     __slots__ = (
-        "_ended",
         "_features",
         "_fetching_until",
         "_given",
@@ -38,6 +37,7 @@ class Pace:
         "_now",
         "_pending",
         "_seconds",
+        "ended",
         "speed",
     )
 
@@ -50,8 +50,8 @@ class Pace:
         """The sum of what is given."""
         self._head_from = 0.0
         """When the oldest of them began to be computed, or will."""
-        self._ended = 0.0
-        """When a leg ended last."""
+        self.ended = 0.0
+        """When a leg ended last; 0 as long as none has."""
         self._fetching_until = 0.0
         """When all that is fetched should be there."""
         self._features = _NONE
@@ -106,8 +106,8 @@ class Pace:
         if new is None and not was_head:
             return
         now = self._now()
-        began = max(self._ended, given.since)
-        self._ended = now
+        began = max(self.ended, given.since)
+        self.ended = now
         if self._given:
             head = next(iter(self._given.values()))
             self._head_from = max(now, head.since + head.fetch_s)

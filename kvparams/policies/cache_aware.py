@@ -4,13 +4,18 @@ For each candidate by itself: the seconds of work that wait there, then the seco
 for what its cache holds or what is fetched sooner than computed, at the speed that was learnt of it (`expect`). There
 is no threshold between cache and load, because both are seconds, and no switch for all: each is judged on its own.
 
-What computing this prompt takes is also what others wait for it. How many those are is what runs and waits now, on
-average (Little's law: as many arrive during a stay as stay). So a second of work costs one second and that many more:
-the busier everybody is, the more a cached prefix is worth; with nothing to do, only the own time counts.
+What computing this prompt takes is also what others wait for it. How many those are is what a candidate in the middle
+has in flight (Little's law: as many arrive during a stay as stay). So a second of computing costs one second and that
+many more: the busier everybody is, the more a cached prefix is worth. The middle one, because a heap on few, where a
+prefix is hot, says nothing of the others: there it has to spread.
+
+Costs that are as good as equal are: speeds are learnt, no better than to some hundredths. Of equals the one with the
+fewest legs runs it, then the one whose last leg ended first. So with little to do everyone gets a request before anyone
+gets two, and what nobody holds yet goes where it displaces what was used longest ago.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvparams.expectation import expect
 from kvparams.policies.least_load import LeastLoad
@@ -18,6 +23,9 @@ from kvparams.policies.order import from_turn
 from kvparams.scheduling import Candidate, RequestFacts, Role
 
 __all__ = ["CacheAware"]
+
+_EQUAL: Final = 1.02
+"""Costs that differ by less than this factor are as good as equal."""
 
 C = TypeVar("C", bound=Candidate)
 
@@ -32,12 +40,14 @@ class CacheAware:
         """The candidate that costs the least time, its own and others'."""
         if candidates[0].instance.role is Role.DECODE:
             return self._by_load.choose(candidates, request, turn)
-        behind = sum(each.in_flight for each in candidates) / len(candidates)
-        best = candidates[0]
-        least = (float("inf"), 0)
-        for each in from_turn(candidates, turn):
-            wait_s, fetch_s, work_s, *_ = expect(each, request)
-            cost = max(wait_s, fetch_s) + work_s * (1.0 + behind), each.in_flight
-            if cost < least:
-                best, least = each, cost
-        return best
+        behind = sorted(each.in_flight for each in candidates)[(len(candidates) - 1) // 2]
+        costs = [_cost(each, request, behind) for each in candidates]
+        enough = _EQUAL * min(costs)
+        equals = [each for each, cost in zip(candidates, costs, strict=True) if cost <= enough]
+        return min(from_turn(equals, turn), key=lambda each: (each.in_flight, each.pace.ended))
+
+
+def _cost(candidate: Candidate, request: RequestFacts, behind: int) -> float:
+    """Seconds, its own until the first token and those of so many behind it."""
+    wait_s, fetch_s, work_s, *_ = expect(candidate, request)
+    return max(wait_s, fetch_s) + work_s * (1 + behind)
