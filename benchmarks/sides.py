@@ -77,7 +77,8 @@ class OurStore:
         """Args:
         batch_bytes: what is put or read in one job.
         identities: if there are any, pages are sealed before they are put and verified when they are read, as a
-            connector does: a batch while the one before it is under way, or each page when it arrives.
+            connector does: a batch while the one before it is under way (and no earlier, for then it would have left
+            the caches again before it is sent), or each page when it arrives.
         """
         self._store = store
         self._batch_bytes = batch_bytes
@@ -86,8 +87,11 @@ class OurStore:
     def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         jobs: list[Job[Results]] = []
         for batch in batches(pages, self._batch_bytes):
-            for number in batch if self._identities else ():
-                seal(pages[number], self._identities[number])
+            if self._identities:
+                if len(jobs) > 1:
+                    self._check(jobs[-2])
+                for number in batch:
+                    seal(pages[number], self._identities[number])
             jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
         for job in jobs:
             self._check(job)

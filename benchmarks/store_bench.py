@@ -91,8 +91,11 @@ class Bench:
         jobs: list[Job[Results]] = []
         for first in range(0, len(self.sources), self._batch):
             batch = range(first, min(first + self._batch, len(self.sources)))
-            for number in batch if sealing else ():
-                seal(self.sources[number], self._identities[number])
+            if sealing:
+                if len(jobs) > 1:  # what is sealed much earlier has left the caches again
+                    self._wait(jobs[-2:-1])
+                for number in batch:
+                    seal(self.sources[number], self._identities[number])
             ops = [PutOp(f"{self._round}.{number}", (self.sources[number],)) for number in batch]
             jobs.append(self._store.put(ops, _DEADLINE_S))
         self._wait(jobs)
@@ -162,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", action="append", metavar="URL", help="default: memory, and a file on /dev/shm")
     parser.add_argument("--page-bytes", type=int, default=1 << 20)
     parser.add_argument("--pages", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=16, help="pages per operation (default 16)")
+    parser.add_argument("--batch", type=int, default=4, help="pages per operation (default 4)")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args(argv)
     nbytes = arguments.pages * arguments.page_bytes
