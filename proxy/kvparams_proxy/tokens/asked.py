@@ -1,0 +1,134 @@
+"""Token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
+
+The one rule: it is worth a little time and no more. An engine that is slow, busy or does not know the path is not
+waited for, and not held to be broken.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Final, cast
+
+from pydantic_core import from_json, to_json
+
+from kvparams.scheduling import Role
+from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
+
+__all__ = ["AskedEngines", "read_tokens", "tokenize_body"]
+
+_PATH: Final = b"/tokenize"
+_TIMEOUT_S: Final = 0.5
+_MOST: Final = 32
+"""Questions at a time."""
+_ANSWER_BYTES: Final = 8 << 20
+_MEMBERS: Final = {
+    "completions": ("model", "prompt", "add_special_tokens"),
+    "chat": (
+        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("add_special_tokens", "chat_template", "chat_template_kwargs", "mm_processor_kwargs"),
+    ),
+}
+"""What `/tokenize` reads of a request (vLLM 0.32.0 entrypoints/serve/tokenize/protocol.py)."""
+
+Answered = Callable[[bytes | None], None]
+
+
+class AskedEngines:
+    """Asks the engines of a fleet in turn."""
+
+    def __init__(
+        self,
+        members: Callable[[], Iterable[Member]],
+        pools: Pools,
+        watch: Watch,
+        timeout_s: float = _TIMEOUT_S,
+        most: int = _MOST,
+    ) -> None:
+        """
+        Args:
+            members: who is in the fleet now.
+            pools: the connections to them.
+            watch: knows when the time is over.
+            timeout_s: for one question.
+            most: so many questions at a time; further ones are not asked.
+        """
+        self._members = members
+        self._pools = pools
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._most = most
+        self._turn = 0
+        self._asking = 0
+
+    def ask(self, kind: EndpointKind, inbound: Inbound, answered: Answered) -> None:
+        """Ask an engine that serves the model, prefill engines before others. `answered` hears once: the answer's
+        body, or None where there is none."""
+        body = tokenize_body(kind, inbound)
+        able = [each for each in self._members() if each.available and each.serves(inbound.facts.model)]
+        able = [each for each in able if each.instance.role is Role.PREFILL] or able
+        if body is None or not able or self._asking >= self._most:
+            answered(None)
+            return
+        self._turn += 1
+        pool = self._pools[able[self._turn % len(able)].instance.id]
+        self._asking += 1
+        question = _Question(self._watch, answered, self._ended)
+        question.exchange = pool.exchange(pool.request(_PATH, b"", body), Collect(_ANSWER_BYTES, question.collected))
+        self._watch.start(question, self._timeout_s)
+
+    def _ended(self) -> None:
+        self._asking -= 1
+
+
+class _Question:
+    """One of them, until it is answered or its time is over."""
+
+    def __init__(self, watch: Watch, answered: Answered, ended: Callable[[], None]) -> None:
+        self._watch = watch
+        self._answered = answered
+        self._ended = ended
+        self.exchange: Exchange | None = None
+
+    def collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        self._watch.stop(self)
+        self._ended()
+        self._answered(raw if error is None and head.status == 200 else None)
+
+    def expire(self) -> None:
+        if self.exchange is not None:
+            self.exchange.abort(UpstreamError("its time is over"))
+
+
+def tokenize_body(kind: EndpointKind, inbound: Inbound) -> bytes | None:
+    """What to ask `/tokenize` about a request, its members as the client wrote them; None where it cannot be asked."""
+    names = _MEMBERS.get(kind)
+    document = inbound.document
+    if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
+        return None
+    body, spans = inbound.body, inbound.spans
+    members = {name: body[spans[name].value : spans[name].end] for name in names if name in spans}
+    if kind == "chat":
+        further = {name: document[name] for name in ("documents", "reasoning_effort") if document.get(name) is not None}
+        given = document.get("chat_template_kwargs")
+        if further and isinstance(given, dict | None):
+            effort = document.get("reasoning_effort")
+            thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+            members["chat_template_kwargs"] = to_json({**thinking, **cast("dict[str, object]", given or {}), **further})
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
+
+
+def read_tokens(raw: bytes) -> "array[int] | None":
+    """The ids in an answer of `/tokenize`; None where it is none."""
+    try:
+        answer: object = from_json(raw)
+        ids = cast("dict[str, object]", answer).get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(ids, list) or set(map(type, cast("list[object]", ids))) - {int}:
+            return None
+        return array("I", cast("list[int]", ids))
+    except (ValueError, OverflowError):
+        return None

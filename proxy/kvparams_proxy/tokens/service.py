@@ -1,0 +1,182 @@
+"""Token ids for routing, of every request: the client's own, a tokenizer's, the engine's, or pseudo tokens.
+
+The one rule: they say where a request should go, never what it is. A wrong id costs a misroute; so whatever goes wrong
+ends in pseudo tokens, never in an error, and nothing of a prompt is logged.
+"""
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Final, NamedTuple, Protocol, cast
+
+from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.tokens.asked import AskedEngines, read_tokens
+from kvparams_proxy.tokens.by_bytes import pseudo_tokens
+from kvparams_proxy.tokens.lane import Lane
+
+__all__ = ["By", "Prompt", "Source", "TokenService", "Tokenizer", "Tokenizers", "Work"]
+
+_MOST_CHARS: Final = 4 << 20
+"""Of a prompt: some million tokens. Longer ones go by bytes."""
+_AT_ONCE_CHARS: Final = 1024
+"""As many are encoded in the event loop: some 0.3 ms. Handing them to a thread and back costs as much as 200."""
+_AT_ONCE_BYTES: Final = 128 << 10
+"""A shorter body is rendered and looked up in the event loop: some 0.3 ms."""
+_ANSWER_AT_ONCE_BYTES: Final = 64 << 10
+_ROOM_BYTES: Final = 16 << 20
+"""Of bodies that wait for the thread: some ten seconds of work for it."""
+
+
+class Source(StrEnum):
+    """Whose token ids they are."""
+
+    CLIENT = "client"
+    TOKENIZER = "tokenizer"
+    ENGINE = "engine"
+    BYTES = "bytes"
+
+
+class Prompt(NamedTuple):
+    """A request's prompt, for routing."""
+
+    ids: Sequence[int]
+    source: Source
+
+
+class By(StrEnum):
+    """How, where it is not by a tokenizer of ours."""
+
+    ENGINE = "engine"
+    BYTES = "bytes"
+
+
+class Work(Protocol):
+    """A text on its way to its ids: see `kvparams_proxy.tokens.local.Work`."""
+
+    @property
+    def missing_chars(self) -> int:
+        """How much of it is still to be encoded."""
+        ...
+
+    def ids(self) -> "array[int]":
+        """All its ids."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """One of this process: see `kvparams_proxy.tokens.local.LocalTokenizer`, whose libraries need not be installed."""
+
+    def chat(self, document: Mapping[str, object], max_chars: int) -> Work:
+        """The prompt of a chat request."""
+        ...
+
+    def text(self, document: Mapping[str, object], max_chars: int) -> Work:
+        """That of a completion request."""
+        ...
+
+
+Tokenizers = Mapping[str | None, Tokenizer | By]
+"""How the prompts of each model become token ids; under None stands how those of all others do."""
+Found = Callable[[Prompt | None], None]
+
+
+class TokenService:
+    """Finds them. Everything is called in the event loop, and everything it tells, it tells there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizers: Tokenizers, engines: AskedEngines) -> None:
+        self._tokenizers = tokenizers
+        self._engines = engines
+        self._lane: Lane[array[int] | None] = Lane(loop, "tokens", _ROOM_BYTES)
+        self.found: Final[Counter[Source]] = Counter()
+        """Prompts by whose ids they got."""
+        self.missed: Final[Counter[Source]] = Counter()
+        """Prompts that went by bytes since this did not work."""
+
+    def find(self, kind: EndpointKind, inbound: Inbound, found: Found) -> None:
+        """Tell `found` once, now or later: None where nobody has said how, or there is not one prompt of text."""
+        facts = inbound.facts
+        if facts.token_ids is not None:
+            self._tell(found, facts.token_ids, Source.CLIENT)
+            return
+        tokenizer = self._tokenizers.get(facts.model, self._tokenizers.get(None))
+        if tokenizer is None or kind not in ("completions", "chat") or facts.prompts != 1:
+            found(None)
+        elif tokenizer is By.ENGINE:
+            self._engines.ask(kind, inbound, partial(self._asked, kind, inbound, found))
+        elif tokenizer is By.BYTES:
+            self._by_bytes(kind, inbound, found)
+        else:
+            self._by_tokenizer(tokenizer, kind, inbound, found)
+
+    def close(self) -> None:
+        """Whoever still waits hears nothing any more."""
+        self._lane.close()
+
+    def _by_tokenizer(self, tokenizer: Tokenizer, kind: EndpointKind, inbound: Inbound, found: Found) -> None:
+        document = cast("Mapping[str, object]", inbound.document)
+        ended = partial(self._ended, Source.TOKENIZER, kind, inbound, found)
+        weight = len(inbound.body)
+        if weight > _AT_ONCE_BYTES:
+            self._in_thread(partial(_whole, tokenizer, kind, document), ended, weight)
+            return
+        work = _begun(tokenizer, kind, document)
+        if work is None:
+            ended(None)
+        elif work.missing_chars <= _AT_ONCE_CHARS:
+            ended(_ids(work))
+        else:
+            self._in_thread(partial(_ids, work), ended, weight)
+
+    def _in_thread(
+        self, job: "Callable[[], array[int] | None]", ended: "Callable[[array[int] | None], None]", weight: int
+    ) -> None:
+        if not self._lane.run(job, ended, weight):
+            ended(None)
+
+    def _asked(self, kind: EndpointKind, inbound: Inbound, found: Found, raw: bytes | None) -> None:
+        ended = partial(self._ended, Source.ENGINE, kind, inbound, found)
+        if raw is None:
+            ended(None)
+        elif len(raw) > _ANSWER_AT_ONCE_BYTES:
+            self._in_thread(partial(read_tokens, raw), ended, len(raw))
+        else:
+            ended(read_tokens(raw))
+
+    def _ended(
+        self, source: Source, kind: EndpointKind, inbound: Inbound, found: Found, ids: "array[int] | None"
+    ) -> None:
+        if ids is not None:
+            self._tell(found, ids, source)
+        else:
+            self.missed[source] += 1
+            self._by_bytes(kind, inbound, found)
+
+    def _by_bytes(self, kind: EndpointKind, inbound: Inbound, found: Found) -> None:
+        self._tell(found, pseudo_tokens(kind, inbound.body, inbound.spans), Source.BYTES)
+
+    def _tell(self, found: Found, ids: Sequence[int], source: Source) -> None:
+        self.found[source] += 1
+        found(Prompt(ids, source))
+
+
+def _begun(tokenizer: Tokenizer, kind: EndpointKind, document: Mapping[str, object]) -> Work | None:
+    try:
+        return (tokenizer.chat if kind == "chat" else tokenizer.text)(document, _MOST_CHARS)
+    except Exception:  # noqa: BLE001  a template is a program, and what is put into it a stranger's: it may raise anything
+        return None
+
+
+def _ids(work: Work) -> "array[int] | None":
+    try:
+        return work.ids()
+    except Exception:  # noqa: BLE001  the library's errors are of no class of their own
+        return None
+
+
+def _whole(tokenizer: Tokenizer, kind: EndpointKind, document: Mapping[str, object]) -> "array[int] | None":
+    work = _begun(tokenizer, kind, document)
+    return None if work is None else _ids(work)
