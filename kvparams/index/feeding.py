@@ -215,6 +215,14 @@ class RoutingFeed:
         elif cached > believed and len(held) >= ledger.capacity - ledger.capacity // 16:
             ledger.capacity = min(self._most, ledger.capacity + cached - believed + ledger.capacity // 16)
 
+    def failed(self, routed: Routed, hashes: Hashes) -> None:
+        """That request, which has these blocks, was not computed: what it was to bring is not there."""
+        ledger = self._ledgers.get(routed.worker)
+        if ledger is not None:
+            gone = hashes[len(routed.used) :]
+            ledger.held.removed(routed.worker, gone)
+            self._drop(routed.worker, [gone])
+
     def lost(self, worker: Hashable) -> None:
         """It has restarted, or is gone: it has nothing."""
         self._ledgers.pop(worker, None)

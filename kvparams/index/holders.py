@@ -5,7 +5,7 @@ worker has four bits side by side. The bits of a worker that has gone are taken 
 that is done nobody else gets them, and `live` says which bits count.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Final
 
 import numpy as np
@@ -48,14 +48,6 @@ class Holders:
     def __len__(self) -> int:
         """Sets in use."""
         return len(self.masks) - len(self._free)
-
-    def __contains__(self, worker: Hashable) -> bool:
-        return worker in self._places
-
-    @property
-    def workers(self) -> list[Hashable]:
-        """Those that are there, or have been since they were last dropped."""
-        return list(self._places)
 
     def bits(self, worker: Hashable) -> int:
         """All bits of a worker, the nearest level lowest; 0 if it is not there."""
@@ -117,6 +109,14 @@ class Holders:
             self._spread[mask] = names
         for name in names:
             into[name] = blocks
+
+    def members(self, number: int) -> Iterator[tuple[Hashable, int]]:
+        """The workers of a set, each with its levels."""
+        mask = self.masks[number] & self.live
+        while mask:
+            bit = (mask & -mask).bit_length() - 1
+            mask &= mask - 1
+            yield self._names[bit // LEVELS], bit % LEVELS
 
     def within(self, mask: int, level: int) -> int:
         """For each worker that has a bit of this level or a nearer one, its lowest bit."""

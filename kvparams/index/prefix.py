@@ -21,7 +21,7 @@ _NOBODY: Final[dict[Hashable, int]] = {}
 _NONE: Final[Hashes] = np.empty(0, np.uint64)
 _PURGED: Final = 64
 """Sets from which bits of workers that have gone are taken, with each change."""
-_SWEPT: Final = 2048
+_SWEPT: Final = 1024
 """Nodes looked at, with each change, for those that nobody holds any more."""
 
 

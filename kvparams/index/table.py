@@ -77,7 +77,7 @@ class Table:
     def insert(self, hashes: Hashes, numbers: Numbers) -> None:
         """Of hashes that are not there, each one once."""
         self._used += len(hashes)
-        self._grow(4 * len(hashes) + 16)
+        self._grow(2 * len(hashes) + 16)
         while len(hashes):
             homes = self._homes(hashes)
             free = self._rows.take(homes, axis=0) == 0

@@ -19,6 +19,7 @@ __all__ = ["Tree"]
 _EPOCHS: Final = 1024
 """How finely uses are told apart: one epoch in that many uses of as many blocks as there may be."""
 _FREED: Final = 0xFFFFFFFF
+_EVERY: Final = 1 << 31
 _AT_ONCE: Final = 1024
 """Blocks looked up together; what lies behind a gap is not looked up."""
 _ROW: Final = 256
@@ -83,6 +84,22 @@ class Tree:
         """The epoch in which each block was used last; 0 where there is no node."""
         numbers = self._table.find(hashes)
         return self._epochs.take(numbers) * (numbers != 0)
+
+    def hashes_of(self, first: int, end: int) -> Hashes:
+        """Which blocks the nodes with these numbers are; 0 where there is none."""
+        return self._hashes[first:end].copy()
+
+    def rows(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The nodes among these numbers: from where to where each follows the one before and is held by the same, and
+        the node in front of the first of them."""
+        numbers = np.arange(first, end)
+        alive = self._hashes[first:end] != 0
+        parents, sets = self._parents[first:end], self.sets[first:end]
+        begins = alive.copy()
+        begins[1:] &= (parents[1:] != numbers[:-1]) | (sets[1:] != sets[:-1])
+        ends = np.append(begins[1:] | ~alive[1:], True) & alive
+        for start, last in zip(numbers[begins].tolist(), numbers[ends].tolist(), strict=True):
+            yield start, last + 1, int(parents[start - first])
 
     def leading(self, hashes: Hashes) -> Iterator[Numbers]:
         """The sets of the nodes of these blocks, up to the first that is not there, in pieces.
@@ -167,7 +184,7 @@ class Tree:
         gone: list[int] = []
         for number in numbers.tolist():
             if not self._kids_at[number]:
-                self._climb(number, gone, 0, 0)
+                self._climb(number, gone, 0, _EVERY)
         return self._release(gone)
 
     def evict(self, count: int, until: int) -> Hashes:
@@ -192,7 +209,7 @@ class Tree:
         and fewer than `count` have gone."""
         kids, parents, sets, epochs = self._kids_at, self._parents_at, self._sets_at, self._epochs_at
         while True:
-            if count and parents[number] == number - 1 and parents[number - 1] == number - 2 and kids[number - 1] == 1:
+            if parents[number] == number - 1 and parents[number - 1] == number - 2 and kids[number - 1] == 1:
                 number = self._climb_row(number, gone, until, count)
             gone.append(number)
             kids[number] = _FREED
@@ -215,7 +232,7 @@ class Tree:
         above = slice(first, number)
         stays = self._parents[first + 1 : number + 1] != np.arange(first, number)
         stays |= self._kids[above] != 1
-        stays |= self._epochs[above] > until
+        stays |= (self._epochs[above] > until) & (self.sets[above] != 0)
         last = number - int(stays[::-1].argmax()) if stays.any() else first
         gone.extend(range(number, last, -1))
         self._kids[last + 1 : number + 1] = _FREED
