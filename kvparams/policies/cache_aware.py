@@ -7,7 +7,8 @@ is no threshold between cache and load, because both are seconds, and no switch 
 What computing this prompt takes is also what others wait for it. How many those are is what a candidate in the middle
 has in flight (Little's law: as many arrive during a stay as stay). So a second of computing costs one second and that
 many more: the busier everybody is, the more a cached prefix is worth. The middle one, because a heap on few, where a
-prefix is hot, says nothing of the others: there it has to spread.
+prefix is hot, says nothing of the others. And nobody is made to wait for others' sake more than twice as long as it
+would have to: so a hot prefix spreads.
 
 Costs that are as good as equal are: speeds are learnt, no better than to some hundredths. Of equals the one with the
 fewest legs runs it, then the one whose last leg ended first. So with little to do everyone gets a request before anyone
@@ -24,6 +25,8 @@ from kvparams.scheduling import Candidate, RequestFacts, Role
 
 __all__ = ["CacheAware"]
 
+_PATIENCE: Final = 2.0
+"""Times the least expected time to first token: whoever would take longer is not asked."""
 _EQUAL: Final = 1.02
 """Costs that differ by less than this factor are as good as equal."""
 
@@ -33,6 +36,8 @@ C = TypeVar("C", bound=Candidate)
 class CacheAware:
     """Prefill by expected time to first token; decode, which has its KV fetched in any case, by load."""
 
+    uses_prefixes: Final = True
+
     def __init__(self) -> None:
         self._by_load = LeastLoad()
 
@@ -41,13 +46,9 @@ class CacheAware:
         if candidates[0].instance.role is Role.DECODE:
             return self._by_load.choose(candidates, request, turn)
         behind = sorted(each.in_flight for each in candidates)[(len(candidates) - 1) // 2]
-        costs = [_cost(each, request, behind) for each in candidates]
-        enough = _EQUAL * min(costs)
-        equals = [each for each, cost in zip(candidates, costs, strict=True) if cost <= enough]
+        expected = [(expect(each, request), each) for each in candidates]
+        latest = _PATIENCE * min(each.ttft_s for each, _ in expected)
+        costs = [(each.ttft_s + behind * each.work_s, one) for each, one in expected if each.ttft_s <= latest]
+        enough = _EQUAL * min(cost for cost, _ in costs)
+        equals = [one for cost, one in costs if cost <= enough]
         return min(from_turn(equals, turn), key=lambda each: (each.in_flight, each.pace.ended))
-
-
-def _cost(candidate: Candidate, request: RequestFacts, behind: int) -> float:
-    """Seconds, its own until the first token and those of so many behind it."""
-    wait_s, fetch_s, work_s, *_ = expect(candidate, request)
-    return max(wait_s, fetch_s) + work_s * (1 + behind)

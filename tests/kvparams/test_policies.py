@@ -1,0 +1,289 @@
+"""What every policy keeps to, and what each is for."""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams import plugins
+from kvparams.expectation import expect
+from kvparams.pace import Pace
+from kvparams.policies.affinity import SessionAffinity
+from kvparams.policies.cache_aware import CacheAware
+from kvparams.policies.least_load import LeastLoad
+from kvparams.policies.random_choice import RandomChoice
+from kvparams.policies.two_choices import TwoChoices
+from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+POLICIES: dict[str, type[SchedulingPolicy]] = {
+    "cache_aware": CacheAware,
+    "least_load": LeastLoad,
+    "random": RandomChoice,
+    "round_robin": RoundRobin,
+    "session_affinity": SessionAffinity,
+    "two_choices": TwoChoices,
+}
+
+
+@dataclass(eq=False)
+class Seat:
+    """One instance, with books that a test keeps."""
+
+    instance: Instance
+    pace: Pace
+    in_flight: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Fleet:
+    """Instances of one role and their clock."""
+
+    count: int
+    role: Role = Role.PREFILL
+    now: float = 0.0
+    seats: list[Seat] = field(default_factory=list[Seat])
+
+    def __post_init__(self) -> None:
+        for index in range(self.count):
+            instance = Instance(f"engine-{index}", "1", self.role, f"http://engine-{index}", "content")
+            self.seats.append(Seat(instance, Pace(lambda: self.now)))
+
+    def run(self, seat: Seat, request: RequestFacts) -> None:
+        """It is given this request."""
+        seat.in_flight += 1
+        seat.tokens += request.tokens
+        expected = expect(seat, request)
+        seat.pace.begin(request.request_id, expected.work_s, expected.fetch_s)
+
+    def end(self, seat: Seat, request: RequestFacts) -> None:
+        """It has done it, as was expected."""
+        seat.in_flight -= 1
+        seat.tokens -= request.tokens
+        seat.pace.end(request.request_id)
+
+    def teach(self, tokens_per_s: float) -> None:
+        """All are as fast."""
+        for seat in self.seats:
+            for tokens in (1000, 2000, 8000, 500, 4000, 16000) * 4:
+                seat.pace.begin("lesson", 1.0)
+                self.now += tokens / tokens_per_s
+                seat.pace.end("lesson", tokens, tokens)
+
+
+def asked(name: str = "r", tokens: int = 1000, **more: object) -> RequestFacts:
+    """A request."""
+    facts = RequestFacts(name, name, None, 1, 1, None, None, tokens=tokens)
+    return facts._replace(**more)
+
+
+loads = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50_000), st.integers(0, 8_000)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_is_registered_by_its_name(name: str) -> None:
+    assert plugins.load("policies", name) is POLICIES[name]
+    assert set(POLICIES) <= set(plugins.names("policies"))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+@given(loads, st.integers(0, 2**40), st.text(max_size=5), st.sampled_from(Role))
+def test_a_choice_is_a_candidate_and_the_same_every_time(
+    policy: Callable[[], SchedulingPolicy],
+    loads: list[tuple[int, int, int]],
+    turn: int,
+    session: str,
+    role: Role,
+) -> None:
+    fleet = Fleet(len(loads), role)
+    cached = dict[Instance, int]()
+    for seat, (in_flight, tokens, held) in zip(fleet.seats, loads, strict=True):
+        seat.in_flight, seat.tokens = in_flight, tokens
+        for leg in range(in_flight):
+            seat.pace.begin(leg, tokens / 10_000)
+        cached[seat.instance] = held
+    request = asked(tokens=8_000, session=session, cached=cached, stored=4_000)
+    chosen = policy().choose(fleet.seats, request, turn)
+    assert chosen in fleet.seats
+    assert policy().choose(fleet.seats, request, turn) is chosen
+    assert policy().choose(tuple(fleet.seats), request, turn) is chosen
+
+
+@pytest.mark.parametrize("policy", [CacheAware, LeastLoad, RoundRobin])
+@given(st.integers(1, 12), st.integers(0, 1000))
+def test_with_little_to_do_everyone_gets_a_request_before_anyone_gets_two(
+    policy: Callable[[], SchedulingPolicy], count: int, turn: int
+) -> None:
+    fleet, one = Fleet(count), policy()
+    for number in range(count):
+        request = asked(str(number))
+        fleet.run(one.choose(fleet.seats, request, turn + number), request)
+    assert [seat.in_flight for seat in fleet.seats] == [1] * count
+
+
+@given(st.integers(2, 8))
+def test_and_also_where_one_request_has_ended_before_the_next_comes(count: int) -> None:
+    """What nobody holds goes round: to whoever has been idle longest."""
+    fleet, policy, chosen = Fleet(count), CacheAware(), set[str]()
+    for number in range(count):
+        fleet.now += 100.0
+        request = asked(str(number))
+        seat = policy.choose(fleet.seats, request, 0)
+        chosen.add(seat.instance.id)
+        fleet.run(seat, request)
+        fleet.now += 1.0
+        fleet.end(seat, request)
+    assert len(chosen) == count
+
+
+def test_a_cached_prefix_is_gone_back_to() -> None:
+    fleet = Fleet(4)
+    holder = fleet.seats[2]
+    request = asked(tokens=8_000, cached={holder.instance: 7_000})
+    assert {CacheAware().choose(fleet.seats, request, turn).instance.id for turn in range(8)} == {holder.instance.id}
+
+
+def test_unless_it_is_sooner_computed_elsewhere() -> None:
+    """The same request, with work before it at the holder: the switch is this request's own, by seconds."""
+    fleet = Fleet(4)
+    fleet.teach(10_000.0)
+    holder = fleet.seats[2]
+    request = asked(tokens=8_000, cached={holder.instance: 7_000})
+    small = asked("small", tokens=100, cached={holder.instance: 90})
+    holder.in_flight = 1
+    holder.pace.begin("before", 0.5)
+    assert CacheAware().choose(fleet.seats, request, 0) is holder
+    assert CacheAware().choose(fleet.seats, small, 0) is not holder
+    holder.pace.begin("more", 0.5)
+    assert CacheAware().choose(fleet.seats, request, 0) is not holder
+
+
+@given(st.integers(2, 6), st.integers(500, 20_000))
+def test_a_hot_prefix_spreads(count: int, tokens: int) -> None:
+    """Many ask for one prompt at once: nobody waits more than twice as long as elsewhere, in the end all hold it."""
+    fleet, policy = Fleet(count), CacheAware()
+    held: dict[Instance, int] = {}
+    for number in range(400):
+        request = asked(str(number), tokens, cached=dict(held))
+        least = min(expect(seat, request).ttft_s for seat in fleet.seats)
+        seat = policy.choose(fleet.seats, request, number)
+        assert expect(seat, request).ttft_s <= 2.0 * least
+        fleet.run(seat, request)
+        held[seat.instance] = tokens
+        if len(held) == count:
+            return
+    raise AssertionError(f"only {len(held)} of {count} ever hold it")
+
+
+def test_whoever_is_slow_gets_less() -> None:
+    fleet = Fleet(2)
+    for seat, rate in zip(fleet.seats, (2_000.0, 8_000.0), strict=True):
+        for tokens in (1000, 4000, 2000, 8000) * 5:
+            seat.pace.begin("lesson", 1.0)
+            fleet.now += tokens / rate
+            seat.pace.end("lesson", tokens, tokens)
+    policy = CacheAware()
+    for number in range(100):
+        request = asked(str(number), 2_000)
+        fleet.run(policy.choose(fleet.seats, request, number), request)
+    slow, fast = (seat.in_flight for seat in fleet.seats)
+    assert 10 <= slow <= 25
+    assert fast == 100 - slow
+
+
+def test_what_a_store_has_is_fetched_where_that_is_sooner() -> None:
+    fleet = Fleet(1)
+    seat = fleet.seats[0]
+    near = expect(seat, asked(tokens=8_000, stored=7_000))
+    assert (near.cached, near.fetched, near.computed) == (0, 7_000, 1_000)
+    assert near.ttft_s < expect(seat, asked(tokens=8_000)).ttft_s
+    seat.pace.begin("others fetch", 0.0, fetch_s=60.0)
+    assert expect(seat, asked(tokens=8_000, stored=7_000)).fetched == 0
+    own = expect(seat, asked(tokens=8_000, stored=7_000, cached={seat.instance: 7_500}))
+    assert (own.cached, own.fetched, own.computed) == (7_500, 0, 500)
+
+
+def test_decode_goes_where_least_runs_whatever_is_cached() -> None:
+    fleet = Fleet(3, Role.DECODE)
+    for seat, in_flight in zip(fleet.seats, (2, 1, 2), strict=True):
+        seat.in_flight = in_flight
+    request = asked(tokens=8_000, cached={fleet.seats[0].instance: 8_000})
+    assert CacheAware().choose(fleet.seats, request, 0) is fleet.seats[1]
+
+
+@given(st.integers(1, 12), st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=60))
+def test_affinity_is_bounded(count: int, sessions: list[str]) -> None:
+    """Nobody runs more than 5/4 of the mean, rounded up, however popular a conversation."""
+    fleet, policy = Fleet(count), SessionAffinity()
+    for number, session in enumerate(sessions):
+        policy.choose(fleet.seats, asked(session=session), number).in_flight += 1
+        assert max(seat.in_flight for seat in fleet.seats) <= -(-5 * (number + 1) // (4 * count))
+
+
+def test_a_conversation_returns_and_others_stay_when_someone_leaves() -> None:
+    fleet, policy = Fleet(8), SessionAffinity()
+    sessions = [asked(session=f"conversation {number}") for number in range(400)]
+    before = [policy.choose(fleet.seats, request, turn) for turn, request in enumerate(sessions)]
+    assert before == [policy.choose(fleet.seats, request, 0) for request in sessions]
+    gone = fleet.seats.pop(3)
+    for request, seat in zip(sessions, before, strict=True):
+        assert (policy.choose(fleet.seats, request, 0) is seat) == (seat is not gone)
+    assert 20 < before.count(gone) < 90
+    tenants = {policy.choose(fleet.seats, asked(session="1", tenant=tenant), 0).instance.id for tenant in "abcdefgh"}
+    assert len(tenants) > 1
+
+
+def test_random_is_even_and_two_choices_are_more_even() -> None:
+    fleets = {policy: Fleet(8) for policy in (RandomChoice, TwoChoices)}
+    for policy, fleet in fleets.items():
+        for number in range(800):
+            policy().choose(fleet.seats, asked(str(number)), number).in_flight += 1
+    spread = {policy: max(seat.in_flight for seat in fleet.seats) - 100 for policy, fleet in fleets.items()}
+    assert 2 < spread[RandomChoice] < 45
+    assert spread[TwoChoices] <= 3
+
+
+def test_a_third_party_registers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's example, installed as a distribution of somebody else."""
+    example = re.search(r"```python\n(from collections.*?class MostCached.*?)```", README, re.DOTALL)
+    assert example is not None
+    (tmp_path / "their_policies.py").write_text(example.group(1))
+    info = tmp_path / "their_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvparams.policies]\nmost_cached = their_policies:MostCached\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    policy = cast("type[SchedulingPolicy]", plugins.load("policies", "most_cached"))()
+    fleet = Fleet(3)
+    request = asked(cached={fleet.seats[1].instance: 5, fleet.seats[2].instance: 9})
+    chosen: list[str] = []
+    for turn in range(5):
+        seat = policy.choose(fleet.seats, request, turn)
+        seat.in_flight += 1
+        chosen.append(seat.instance.id)
+    assert chosen == ["engine-2", "engine-2", "engine-1", "engine-1", "engine-0"]
+
+
+def test_a_shuffled_life_leaves_the_books_empty() -> None:
+    die = Random(1)
+    fleet, policy = Fleet(5), CacheAware()
+    running: list[tuple[Seat, RequestFacts]] = []
+    for number in range(2000):
+        fleet.now += die.expovariate(5.0)
+        if running and die.random() < 0.5:
+            fleet.end(*running.pop(die.randrange(len(running))))
+        request = asked(str(number), die.randrange(1, 9000))
+        seat = policy.choose(fleet.seats, request, number)
+        fleet.run(seat, request)
+        running.append((seat, request))
+    for each in running:
+        fleet.end(*each)
+    assert [(seat.in_flight, seat.tokens, seat.pace.wait_s) for seat in fleet.seats] == [(0, 0, 0.0)] * 5
