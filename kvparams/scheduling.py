@@ -105,6 +105,9 @@ class RequestFacts(NamedTuple):
     """Tokens of the prompt's prefix that an instance is believed to hold; none where it is not named."""
     stored: int = 0
     """Tokens of the prompt's prefix that can be fetched from a store or a peer by whoever runs the leg."""
+    routing_ids: Sequence[int] | None = None
+    """The prompt as ids by which to find its prefix, where the proxy makes any: its token ids, or pseudo tokens. They
+    may be wrong, so they are for routing alone and stand in no document."""
 
 
 C = TypeVar("C", bound=Candidate)

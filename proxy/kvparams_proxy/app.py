@@ -52,6 +52,8 @@ from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
 from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.tokens.asked import AskedEngines
+from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
@@ -113,6 +115,7 @@ def create_app(settings: Settings) -> Starlette:
             ProductionStackGauges(metrics, fleet, loop.time),
         )
         lag = LoopLag(loop, metrics.turn_lag)
+        tokens = _tokens(loop, settings, fleet, pools, watch)
         resources = Resources(
             loop=loop,
             fleet=fleet,
@@ -127,6 +130,7 @@ def create_app(settings: Settings) -> Starlette:
             releases=releases,
             addresses=addresses,
             pins=pins,
+            tokens=tokens,
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
         )
         split = manager() if signer is None else manager(signer)
@@ -153,6 +157,8 @@ def create_app(settings: Settings) -> Starlette:
         fleet.close()
         pools.close()
         lag.close()
+        if tokens is not None:
+            tokens.close()
         ledger.close()
         if journal is not None:
             journal.close()
@@ -173,6 +179,14 @@ def create_app(settings: Settings) -> Starlette:
     )
     app.router.redirect_slashes = False  # `/v1/models/` is another path, and not served
     return app
+
+
+def _tokens(
+    loop: asyncio.AbstractEventLoop, settings: Settings, fleet: Fleet, pools: Pools, watch: Watch
+) -> TokenService | None:
+    if not settings.tokenizers:
+        return None
+    return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))
 
 
 def _pool(registry: Registry, limits: UpstreamLimits, instance: Instance) -> Pool:

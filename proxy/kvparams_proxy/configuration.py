@@ -31,6 +31,8 @@ from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_fr
 from kvparams_proxy.settings import Settings, known_rules
 from kvparams_proxy.signing import FollowedSigner, Signing
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, server_context
+from kvparams_proxy.tokens.choices import TokenizerError, load_tokenizers
+from kvparams_proxy.tokens.service import Tokenizers
 
 __all__ = ["Configuration", "configure"]
 
@@ -82,6 +84,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     tls = _tls(values, problems)
     _check_keys(values["client-keys"], problems)
     signing = _signing(values, problems)
+    tokenizers = _tokenizers(values, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
@@ -95,6 +98,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             client_keys=values["client-keys"],
             signing=signing,
             policy=values["policy"],
+            tokenizers=tokenizers,
             prefill_timeout_s=values["prefill-timeout"],
             decode_timeout_s=values["decode-timeout"],
             client_timeout_s=values["client-timeout"],
@@ -250,6 +254,14 @@ def _signing(values: Mapping[str, Any], problems: Problems) -> Signing | None:
     except ValueError as error:
         problems.add("--audience", str(error))
     return signing
+
+
+def _tokenizers(values: Mapping[str, Any], problems: Problems) -> Tokenizers:
+    try:
+        return load_tokenizers(values["tokenizer"] or {})
+    except TokenizerError as error:
+        problems.add("--tokenizer", str(error))
+        return {}
 
 
 def _check_keys(path: Path | None, problems: Problems) -> None:

@@ -12,12 +12,19 @@ from typing import Final, NamedTuple, cast
 from kvparams import plugins
 from kvparams_proxy.registry.parsing import unknown_names
 from kvparams_proxy.registry.problems import Problems
+from kvparams_proxy.tokens.choices import read_choices
 
 __all__ = ["DEFAULTS", "OPTIONS", "Kind", "Option", "check_settings"]
 
 _CONTINUATION: Final = (
     "a stream whose decode engine fails goes on on another, from its token ids; not with `n` above 1, `stop`, tools, "
     "logprobs, structured output or penalties, which end with an error event"
+)
+
+
+_TOKENIZER: Final = (
+    "how prompts that are text get token ids, for routing: by the tokenizer in this folder (tokenizer.json), by the "
+    "engine's /tokenize, or by bytes; several, for some models each, separated by commas"
 )
 
 
@@ -119,6 +126,7 @@ _PATH: Final = Kind("FILE", str, _check_path)
 _SHARE: Final = Kind("SHARE", _number, _check_share)
 _LOG: Final = Kind("FILE|-|off", str, _check_log)
 _POLICY: Final = Kind("NAME", str, _check_policy, lambda: plugins.names("policies"))
+_TOKENIZERS: Final = Kind("[MODEL=]PATH|engine|bytes", str, read_choices)
 SWITCH: Final = Kind("", str, _check_switch)
 """A flag without a value; true or false in the file."""
 
@@ -158,6 +166,7 @@ OPTIONS: Final = (
     *_group(
         "how legs run",
         ("policy", _POLICY, "round_robin", "who runs a leg"),
+        ("tokenizer", _TOKENIZERS, None, _TOKENIZER),
         ("prefill-timeout", _SECONDS, 300.0, "for a whole prefill leg"),
         ("decode-timeout", _SECONDS, 600.0, "the longest silence of a decode engine"),
         ("retries", _count(0), 2, "further attempts one request may have when engines fail"),

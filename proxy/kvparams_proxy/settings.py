@@ -14,6 +14,8 @@ from kvparams_proxy.registry.entries import Rules
 from kvparams_proxy.registry.providers import Provider
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.signing import Signing
+from kvparams_proxy.tokens.choices import By
+from kvparams_proxy.tokens.service import Tokenizers
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 __all__ = ["Settings", "known_dialects", "known_rules"]
@@ -53,6 +55,8 @@ class Settings:
     """Documents are signed, for engines that verify them."""
     policy: str = "round_robin"
     """A name in the entry-point group `kvparams.policies`; both roles use it."""
+    tokenizers: Tokenizers = field(default_factory=dict[str | None, By])
+    """How prompts get the ids that policies route by; without, only those that the client sent are known."""
     manager: str = "prefill_then_decode"
     """A name in the entry-point group `kvparams.managers`."""
     prefill_timeout_s: float = 300.0

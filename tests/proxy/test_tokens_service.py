@@ -24,10 +24,11 @@ from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.tokens.asked import AskedEngines, read_tokens, tokenize_body
 from kvparams_proxy.tokens.by_bytes import pseudo_tokens
+from kvparams_proxy.tokens.choices import By, TokenizerError
 from kvparams_proxy.tokens.files import load_tokenizer
 from kvparams_proxy.tokens.lane import Lane
-from kvparams_proxy.tokens.local import LocalTokenizer, TokenizerError, Work
-from kvparams_proxy.tokens.service import By, Prompt, Source, Tokenizers, TokenService
+from kvparams_proxy.tokens.local import LocalTokenizer, Work
+from kvparams_proxy.tokens.service import Prompt, Source, Tokenizers, TokenService
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits

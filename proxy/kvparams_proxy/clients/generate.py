@@ -15,12 +15,13 @@ from kvparams.plan import RequestManager
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
-from kvparams_proxy.clients.intake import read
+from kvparams_proxy.clients.intake import Inbound, read
 from kvparams_proxy.clients.strip_list import FORWARDED, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.telemetry.account import Refusal
+from kvparams_proxy.tokens.service import Prompt
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
@@ -98,7 +99,7 @@ class Generate:
                 transfer_id,
                 settings.body,
                 client,
-                keep_document=settings.continuation,
+                keep_document=settings.continuation or resources.tokens is not None,
             )
             if inbound.stripped:
                 resources.metrics.stripped["body"] += 1
@@ -116,9 +117,19 @@ class Generate:
         if resources.tracer is not None:
             trace, forwarded = resources.tracer.begin(forwarded)
         upstream = b"".join(forwarded)
-        Execution(
-            resources, self._manager, self._endpoint, inbound, upstream, authorization, downstream, done, trace
-        ).run()
+
+        def execute(prompt: Prompt | None) -> None:
+            routed = inbound if prompt is None else _routed(inbound, prompt)
+            if not settings.continuation:  # whoever has the document is continued
+                routed = routed._replace(document=None)
+            Execution(
+                resources, self._manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
+            ).run()
+
+        if resources.tokens is None:
+            execute(None)
+        else:
+            resources.tokens.find(self._endpoint.kind, inbound, execute)
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answer with an error in place of an execution."""
@@ -167,6 +178,12 @@ class Generating:
             downstream.close()
             if not done.done() or done.cancelled():  # the server has cancelled this task, and what it waited for
                 downstream.drop()
+
+
+def _routed(inbound: Inbound, prompt: Prompt) -> Inbound:
+    """With ids to route by: they also say how long the prompt is."""
+    facts = inbound.facts
+    return inbound._replace(facts=facts._replace(routing_ids=prompt.ids, tokens=len(prompt.ids) or facts.tokens))
 
 
 def _set(done: asyncio.Future[None]) -> None:

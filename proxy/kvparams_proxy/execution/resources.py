@@ -15,6 +15,7 @@ from kvparams_proxy.settings import Settings
 from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.pools import Pools
 
 __all__ = ["Resources"]
@@ -39,5 +40,7 @@ class Resources:
     releases: Releases
     addresses: Addresses
     pins: Pins
+    tokens: TokenService | None = None
+    """Without one nobody looks for token ids that the client did not send."""
     tracer: Tracer | None = None
     """Without one the client's trace context passes through untouched."""

@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from kvparams_proxy.tokens.chat import ChatTemplate
-from kvparams_proxy.tokens.local import CACHE_BYTES, LocalTokenizer, TokenizerError
+from kvparams_proxy.tokens.choices import TokenizerError
+from kvparams_proxy.tokens.local import CACHE_BYTES, LocalTokenizer
 
 __all__ = ["load_tokenizer"]
 

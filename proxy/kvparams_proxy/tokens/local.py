@@ -10,20 +10,17 @@ from typing import Final, cast
 from tokenizers import Tokenizer
 
 from kvparams_proxy.tokens.chat import ChatTemplate
+from kvparams_proxy.tokens.choices import TokenizerError
 from kvparams_proxy.tokens.conversation import NotText
 from kvparams_proxy.tokens.cuts import Cuts
 from kvparams_proxy.tokens.segments import Segments
 
-__all__ = ["CACHE_BYTES", "LocalTokenizer", "TokenizerError", "Work"]
+__all__ = ["CACHE_BYTES", "LocalTokenizer", "Work"]
 
 CACHE_BYTES: Final = 64 << 20
 _LONGEST_CHARS: Final = 1024
 """A part that is longer is encoded where other threads may run beside it: `encode_batch_fast` gives the interpreter's
 lock away, `encode` does not (tokenizers 0.23), but is there at once."""
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be used."""
 
 
 class Work:

@@ -16,9 +16,10 @@ from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.tokens.asked import AskedEngines, read_tokens
 from kvparams_proxy.tokens.by_bytes import pseudo_tokens
+from kvparams_proxy.tokens.choices import By
 from kvparams_proxy.tokens.lane import Lane
 
-__all__ = ["By", "Prompt", "Source", "TokenService", "Tokenizer", "Tokenizers", "Work"]
+__all__ = ["Prompt", "Source", "TokenService", "Tokenizer", "Tokenizers", "Work"]
 
 _MOST_CHARS: Final = 4 << 20
 """Of a prompt: some million tokens. Longer ones go by bytes."""
@@ -45,13 +46,6 @@ class Prompt(NamedTuple):
 
     ids: Sequence[int]
     source: Source
-
-
-class By(StrEnum):
-    """How, where it is not by a tokenizer of ours."""
-
-    ENGINE = "engine"
-    BYTES = "bytes"
 
 
 class Work(Protocol):
