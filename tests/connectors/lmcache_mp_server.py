@@ -17,7 +17,7 @@ from benchmarks.processes import free_ports, http_get
 
 __all__ = ["MPServer"]
 
-_START_S: Final = 60.0
+_START_S: Final = 120.0
 
 
 class MPServer:
