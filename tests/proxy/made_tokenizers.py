@@ -1,6 +1,7 @@
 """Small tokenizers, trained on the spot, and chat templates in the forms of three families of models."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Final, cast
 
@@ -142,36 +143,46 @@ MISTRAL: Final = """{%- if messages[0]["role"] == "system" %}
 """As Mistral has it: no generation prompt, tools before the last question."""
 
 
-def byte_level(*, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it."""
+def byte_level(*, nfc: bool = False) -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have it. A new one each time, the same one within a process."""
+    return Tokenizer.from_str(_byte_level(nfc))
+
+
+def metaspace() -> Tokenizer:
+    """As Llama 2 and Mistral have it: a blank becomes a mark, and one is put before the text where it begins."""
+    return Tokenizer.from_str(_metaspace())
+
+
+@cache
+def _byte_level(nfc: bool) -> str:
     tokenizer = Tokenizer(models.BPE())
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _trained(tokenizer, pre_tokenizers.ByteLevel.alphabet())
 
 
-def metaspace() -> Tokenizer:
-    """As Llama 2 and Mistral have it: a blank becomes a mark, and one is put before the text where it begins."""
+@cache
+def _metaspace() -> str:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<s>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
     return _trained(tokenizer, [])
 
 
-def _trained(tokenizer: Tokenizer, alphabet: list[str]) -> Tokenizer:
+def _trained(tokenizer: Tokenizer, alphabet: list[str]) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    text = (_ROOT / "ARCHITECTURE.md").read_text()
+    text = (_ROOT / "LICENSE").read_text()
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     begin = cast("int", tokenizer.token_to_id("<s>"))
     tokenizer.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", begin)])
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def save(tokenizer: Tokenizer, folder: Path, template: str | None = CHATML, **config: object) -> Path:

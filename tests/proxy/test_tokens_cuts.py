@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer
 
 from kvparams_proxy.tokens.cuts import Cuts
 from kvparams_proxy.tokens.local import LocalTokenizer, Work
@@ -22,7 +22,7 @@ def _with(*tokens: AddedToken) -> Tokenizer:
 
 MADE: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
-    "byte level, NFC": lambda: byte_level(normalizer=normalizers.NFC()),
+    "byte level, NFC": lambda: byte_level(nfc=True),
     "metaspace": metaspace,
     "blanks taken": lambda: _with(
         AddedToken("<left>", lstrip=True, normalized=False),
