@@ -15,7 +15,7 @@ from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
 from kvparams.plan import Choose, Context, KVLease, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.canonical import NotCanonical
-from kvparams.trust.signing import Signer
+from kvparams.trust.signing import Native, Signer
 from kvparams.versions import downgrade, for_reader
 
 __all__ = ["OneEngine", "PrefillThenDecode"]
@@ -63,9 +63,8 @@ class PrefillThenDecode:
                 return
             place = None if speech.bootstrap is None else context.place(prefill)
             known = _known(request, sent)
-            asked = speech.prefill_keys(transfer)
-            if self._signer is not None:
-                asked = self._signer.native(asked)
+            text = speech.prefill_keys(transfer)
+            asked = Native(text) if self._signer is None else self._signer.native(text)
             params = self._document(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
             try:
                 answer: LegAnswer = yield Leg(  # pyright: ignore[reportAssignmentType]
@@ -90,7 +89,7 @@ class PrefillThenDecode:
             except HandoffMissing:
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
-            lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(native))
+            lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(native.text))
             context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)
             if result is not None:
@@ -132,10 +131,10 @@ class PrefillThenDecode:
                     return
             transfer, attempt = context.next_transfer(), attempt + 1
 
-    def _native(self, keys: Mapping[str, object]) -> bytes:
-        """Native keys of a decode leg, as text; canonical where they are signed."""
+    def _native(self, keys: Mapping[str, object]) -> Native:
+        """Native keys of a decode leg."""
         if self._signer is None:
-            return to_json(keys)
+            return Native(to_json(keys))
         try:
             return self._signer.native(keys)
         except NotCanonical as error:
@@ -143,7 +142,7 @@ class PrefillThenDecode:
 
     def _document(
         self,
-        native: bytes,
+        native: Native,
         request: RequestFacts,
         transfer: str,
         attempt: int,
@@ -166,11 +165,11 @@ class PrefillThenDecode:
             template = self._templates[kind] = Template(params) if plain else Outline(params)
         if isinstance(template, Template):
             text = template.fill(request.request_id, transfer, request.cache_salt)
-            return {"kv_transfer_params": beside(native, text)}
+            return {"kv_transfer_params": beside(native.text, text)}
         members = template.members(request.request_id, transfer, request.cache_salt)
         if signer is None:
             members.update((name, sent_member(name, value)) for name, value in known.items())
-            return {"kv_transfer_params": beside(native, b"{%b}" % b",".join(members.values()))}
+            return {"kv_transfer_params": beside(native.text, b"{%b}" % b",".join(members.values()))}
         members.update((name, member(name, value)) for name, value in known.items())
         return {"kv_transfer_params": signer.carrier(native, members, sent_prefix(known.get("prefix")))}
 

@@ -113,7 +113,7 @@ class Usage(Part, frozen=True):
 class Signature(Part, frozen=True):
     """Who vouches for the document and for the native keys beside it: see `kvparams.trust`."""
 
-    alg: Annotated[str, StringConstraints(max_length=64, pattern=r"^[a-z0-9-]+$")]
+    alg: Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[a-z0-9-]*$")]
     """How `value` is made; `hmac-sha256` is what is known here."""
     kid: Identifier
     """The name of the key."""

@@ -17,6 +17,8 @@ import uvicorn
 
 from kvparams.errors import KVParamsError
 from kvparams.trust.gate import Gate
+from kvparams.trust.verifying import SKEW_S
+from kvparams_connectors.process import began
 from reference_engine.api import create_app
 from reference_engine.cache import PagedCache
 from reference_engine.embeddings import Embedder
@@ -108,7 +110,9 @@ def _gate(arguments: argparse.Namespace) -> Gate | None:
         return None
     if audience is None:
         raise ValueError("--verify-with needs --audience, the pool that this engine belongs to")
-    return Gate(Path(keys), audience, time.time, instance=cast("str | None", arguments.id))
+    skew_s = cast("int", arguments.clock_skew)
+    name = cast("str | None", arguments.id)
+    return Gate(Path(keys), audience, time.time, since=began(), instance=name, skew_s=skew_s)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -130,6 +134,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _skew(text: str) -> int:
+    """Seconds by which clocks may differ: as many as the protocol allows."""
+    if not text.isdecimal() or int(text) > 300:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 300")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reference_engine", description="A small but real inference engine.")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both")
@@ -140,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--store", metavar="URL", help="share KV through this store, e.g. file:///dev/shm/kv?size=1GiB")
     parser.add_argument("--verify-with", metavar="FILE", help="believe only documents signed with a key of this file")
     parser.add_argument("--audience", metavar="POOL", help="... and made for this pool")
+    parser.add_argument(
+        "--clock-skew",
+        type=_skew,
+        default=int(SKEW_S),
+        metavar="SECONDS",
+        help="... by how much clocks may differ; for so long after its start it is not ready (default: 30)",
+    )
     parser.add_argument("--no-verify", action="store_true", help="use stored pages unchecked (to show what that does)")
     parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")

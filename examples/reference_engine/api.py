@@ -85,7 +85,7 @@ def create_app(service: Service) -> Starlette:
     async def health(_: Request) -> Response:
         sharing = service.sharing
         state = {"role": sharing.role, "id": sharing.instance.id, "incarnation": sharing.instance.incarnation}
-        return JSONResponse(state, 200 if service.engine.alive else 503)
+        return JSONResponse(state, 200 if service.engine.alive and sharing.ready else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -6,6 +6,7 @@ An engine author needs five things: read a request's document (`KVSharing.read`)
 store while the engine computes; its loop asks again.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, Literal
@@ -140,6 +141,11 @@ class KVSharing:
             return read_request(kv_transfer_params, request_id=request_id)
         except (InvalidParams, Untrusted) as error:
             raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is signed is let in."""
+        return self._gate is None or self._gate.ready <= time.time()
 
     def session(self, prompt: list[int], handoff: Handoff) -> KVSession | None:
         """One sequence's dealings with the store; None where there is none."""

@@ -1,12 +1,15 @@
 """The canonical form: one sequence of bytes for everything that is the same JSON, so that it can be signed.
 
 Whoever holds the parsed dictionary can make it: names sorted, no white space, integers as decimal digits, one escaping
-of text, UTF-8. There are no floats in it, because no two languages write them alike, and token ids stand there by their
-digest, whatever form the prefix has. The one rule: what cannot be written in exactly one way is refused, never rounded.
+of text, UTF-8. There are no floats in a document's, because no two languages write them alike, and among native keys
+they stand by their bits; token ids stand there by their digest, whatever form the prefix has. The one rule: what cannot
+be written in exactly one way is refused, never rounded.
 """
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from math import isfinite
+from struct import pack
 from typing import Final, cast
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -88,12 +91,13 @@ def digest_of(text: bytes) -> str:
     return f"sha256:{sha256(text).hexdigest()}"
 
 
-def canonical_json(value: object, *path: str | int) -> bytes:
+def canonical_json(value: object, *path: str | int, fractions: bool = False) -> bytes:
     """The canonical form of any JSON value.
 
     Args:
         value: as a parser gives it; tuples count as lists.
         path: where it stands, for the error.
+        fractions: whether there may be floats in it, as among native keys; then it need not be JSON.
 
     Raises:
         NotCanonical: see there.
@@ -114,7 +118,11 @@ def canonical_json(value: object, *path: str | int) -> bytes:
     if kind is bool:
         return b"true" if value else b"false"
     if kind is float:
-        raise NotCanonical(path, "a number that is no integer has no canonical form, and cannot be signed")
+        if not fractions:
+            raise NotCanonical(path, "a number that is no integer has no canonical form, and cannot be signed")
+        if not isfinite(number := cast("float", value)):
+            raise NotCanonical(path, "NaN and infinities are not JSON")
+        return b"d%b" % pack(">d", number).hex().encode()
     if len(path) >= _MAX_DEPTH:
         raise NotCanonical(path, f"nested deeper than {_MAX_DEPTH} levels")
     if kind is list or kind is tuple:
@@ -122,15 +130,17 @@ def canonical_json(value: object, *path: str | int) -> bytes:
         plain = _integers(items) if len(items) else b"[]"
         if plain is not None:
             return plain
-        return b"[%b]" % b",".join([canonical_json(item, *path, index) for index, item in enumerate(items)])
+        return b"[%b]" % b",".join(
+            [canonical_json(item, *path, index, fractions=fractions) for index, item in enumerate(items)]
+        )
     if kind is dict or isinstance(value, Mapping):
         if not _NAMES.issuperset(map(type, cast("Mapping[object, object]", value))):
             raise NotCanonical(path, "a member's name is a string")
-        return _object(cast("Mapping[str, object]", value), path)
+        return _object(cast("Mapping[str, object]", value), path, fractions)
     raise NotCanonical(path, f"{kind.__name__} is not a JSON value")
 
 
-def _object(members: Mapping[str, object], path: Path) -> bytes:
+def _object(members: Mapping[str, object], path: Path, fractions: bool) -> bytes:
     """Neighbours that are no list and no object are written together: a call for each costs more than its text."""
     pieces: list[bytes] = []
     run: dict[str, object] = {}
@@ -144,7 +154,7 @@ def _object(members: Mapping[str, object], path: Path) -> bytes:
             if run:
                 pieces.append(to_json(run)[1:-1])
                 run = {}
-            pieces.append(b"%b:%b" % (to_json(name), canonical_json(member, *path, name)))
+            pieces.append(b"%b:%b" % (to_json(name), canonical_json(member, *path, name, fractions=fractions)))
         if run:
             pieces.append(to_json(run)[1:-1])
     except PydanticSerializationError:

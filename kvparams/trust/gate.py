@@ -30,6 +30,7 @@ class Gate:
         audience: str,
         now: Callable[[], float],
         *,
+        since: float,
         instance: str | None = None,
         skew_s: float = SKEW_S,
     ) -> None:
@@ -37,6 +38,8 @@ class Gate:
             keys: the file; read again when it changes.
             audience: the pool that this engine belongs to.
             now: the time, in seconds since 1970.
+            since: when this process began. Whoever was here before may have accepted what was signed until `skew_s`
+                after that, so it is refused; it is a warning in the log where that time is not over yet.
             instance: this engine's name in the deployment, where it knows it.
             skew_s: by how much its clock and a proxy's may differ.
 
@@ -48,7 +51,14 @@ class Gate:
         self._now = now
         self._instance = instance
         self._skew_s = skew_s
-        self._replay = ReplayWindow(now())
+        self._replay = ReplayWindow(since)
+        self.ready: Final = since + skew_s
+        """From when on what is signed is let in, in seconds since 1970."""
+        if (left := self.ready - now()) > 0:
+            _log.warning(
+                "signed documents are refused for another %.0f s: one that was here before may have accepted them",
+                left,
+            )
         self.refused: dict[Reason, int] = {}
         """How many were, and why."""
 

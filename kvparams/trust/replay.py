@@ -20,7 +20,8 @@ class ReplayWindow:
 
     def __init__(self, since: float, capacity: int = _CAPACITY) -> None:
         """Args:
-        since: now. What was signed before is refused: it may have been used by whoever was here before.
+        since: when this process began. What was signed before, by a clock that may be wrong, is refused: whoever was
+            here before may have accepted it.
         capacity: how many nonces are remembered; about 200 bytes each.
         """
         if capacity < 1:

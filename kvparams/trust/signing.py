@@ -2,14 +2,15 @@
 
 A signature covers the whole document and, by their digest, the native keys beside it: what the engine will really use.
 The one rule: what is signed is what is sent. The text that goes out is the canonical form itself, with the signature's
-value put into it, so there is no second writer that could say something else.
+value put into it, so there is no second writer that could say something else; but for native keys with a fraction,
+whose canonical form is not JSON.
 """
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from itertools import count
 from secrets import token_hex
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from pydantic_core import from_json, to_json
 
@@ -17,10 +18,10 @@ from kvparams.codec import DOCUMENT_KEY
 from kvparams.errors import KVParamsError
 from kvparams.outline import beside, joined, sent_prefix
 from kvparams.params import KVTransferParams
-from kvparams.trust.canonical import UNSIGNED, canonical_json, fragments, native_members
+from kvparams.trust.canonical import UNSIGNED, NotCanonical, canonical_json, fragments, native_members
 from kvparams.trust.keyring import Keyring
 
-__all__ = ["ALGORITHM", "LIFETIME_S", "MAX_LIFETIME_S", "NoSigningKey", "Signer"]
+__all__ = ["ALGORITHM", "LIFETIME_S", "MAX_LIFETIME_S", "Native", "NoSigningKey", "Signer"]
 
 ALGORITHM: Final = "hmac-sha256"
 LIFETIME_S: Final = 300
@@ -36,6 +37,15 @@ class NoSigningKey(KVParamsError):
 
     def __str__(self) -> str:
         return "no key may sign now: each begins later or has ended; `kvparams signing-keys rotate` makes one"
+
+
+class Native(NamedTuple):
+    """Native keys, ready to be sent."""
+
+    text: bytes
+    """Of a JSON object."""
+    digest: bytes = b""
+    """SHA-256 of its canonical form, in hexadecimal; empty where nobody signs."""
 
 
 class Signer:
@@ -80,7 +90,7 @@ class Signer:
         self._lifetime_s = lifetime_s
         self._run = token_hex(12).encode()
         self._numbers = count()
-        self._natives: dict[bytes, bytes] = {}
+        self._natives: dict[bytes, Native] = {}
         self._second = -1
         self._head = b""
         self._tag: Callable[[bytes], str] = _no_key
@@ -90,28 +100,28 @@ class Signer:
         self._keyring = keyring
         self._second = -1  # so the next one asks for its key
 
-    def native(self, keys: bytes | Mapping[str, object]) -> bytes:
-        """Native keys in canonical form, as `carrier` takes them.
+    def native(self, keys: bytes | Mapping[str, object]) -> Native:
+        """Native keys, as `carrier` takes them.
 
         Args:
             keys: the object, of which `kvparams.trust.canonical.UNSIGNED` is left out; or its text, which has none of
                 these: what was asked before is found at once.
 
         Raises:
-            NotCanonical: they cannot be signed; for example there is a float among them.
+            NotCanonical: they cannot be signed; for example there is an integer of more than 64 bits among them.
             ValueError: they are no text of a JSON object.
         """
         if not isinstance(keys, bytes):
-            return canonical_json(keys if UNSIGNED.isdisjoint(keys) else native_members(keys))
+            return _native(keys if UNSIGNED.isdisjoint(keys) else native_members(keys))
         known = self._natives.get(keys)
         if known is None:
-            known = canonical_json(from_json(keys))
+            known = _native(from_json(keys))
             if len(self._natives) >= _REMEMBERED:
                 self._natives.clear()
             self._natives[keys] = known
         return known
 
-    def carrier(self, native: bytes, members: dict[str, bytes], prefix: bytes | None = None) -> bytes:
+    def carrier(self, native: Native, members: dict[str, bytes], prefix: bytes | None = None) -> bytes:
         """The text of a whole `kv_transfer_params`: native keys, and a signed document.
 
         Args:
@@ -126,8 +136,7 @@ class Signer:
         second = int(self._now())
         if second != self._second:
             self._begin(second)
-        digest = sha256(native).hexdigest()
-        signature = b'%b%b","nonce":"%b-%x"' % (self._head, digest.encode(), self._run, next(self._numbers))
+        signature = b'%b%b","nonce":"%b-%x"' % (self._head, native.digest, self._run, next(self._numbers))
         members["signature"] = signature
         names = sorted(members)
         at = names.index("signature")
@@ -136,7 +145,7 @@ class Signer:
         if prefix is not None:
             members["prefix"] = prefix
             before = joined(members, names[:at])
-        return beside(native, b'{%b,%b,"value":"%b"},%b}' % (before, signature, tag.encode(), after))
+        return beside(native.text, b'{%b,%b,"value":"%b"},%b}' % (before, signature, tag.encode(), after))
 
     def sign(self, params: KVTransferParams, native: Mapping[str, object] | None = None) -> dict[str, object]:
         """The value of `kv_transfer_params`: as `kvparams.write` makes it, with a signed document.
@@ -149,7 +158,7 @@ class Signer:
 
         Raises:
             NoSigningKey: there is no key for this time.
-            NotCanonical: there is a float in the document or among the keys.
+            NotCanonical: there is a float in the document, or a number of more than 64 bits.
         """
         found = native or {}
         text = self.carrier(self.native(native_members(found)), fragments(params), sent_prefix(params.prefix))
@@ -170,6 +179,15 @@ class Signer:
             key.kid.encode(),
         )
         self._second, self._tag = second, key.tag
+
+
+def _native(keys: Mapping[str, object]) -> Native:
+    try:
+        text = canonical = canonical_json(keys)
+    except NotCanonical:  # a fraction, perhaps
+        canonical = canonical_json(keys, fractions=True)
+        text = to_json(keys)
+    return Native(text, sha256(canonical).hexdigest().encode())
 
 
 def _no_key(text: bytes) -> str:

@@ -27,9 +27,9 @@ Reason = Literal[
     "unsigned",  # native keys without a document, or a document without a signature
     "algorithm",  # not one that is known here
     "key",  # no key of this name here, or not one that was valid when the document was signed
-    "uncanonical",  # a float, or an integer of more than 64 bits: nobody can have signed it
+    "uncanonical",  # a float in the document, or an integer of more than 64 bits: nobody can have signed it
     "forged",  # the document is not the one that was signed
-    "native",  # the native keys are not those that were signed
+    "native",  # the native keys are not those that were signed, or the prompt beside them is not
     "audience",  # for another pool
     "instance",  # for another instance of the pool
     "lifetime",  # it may be used for longer than is allowed, or for no time
@@ -46,7 +46,7 @@ _SAID: Final[Mapping[Reason, str]] = {
     "key": "is signed with a key that is not known here, or was not valid then",
     "uncanonical": "holds a number that cannot be signed",
     "forged": "is not what was signed",
-    "native": "stands beside native keys that are not those that were signed",
+    "native": "stands beside native keys, or ids of a prompt, that are not those that were signed",
     "audience": "is for another pool of engines",
     "instance": "is for another engine",
     "lifetime": f"is good for longer than {MAX_LIFETIME_S} seconds, or for none",
@@ -112,6 +112,8 @@ def verify(
     if signature is None:
         raise Untrusted("unsigned")
     _judge(params, signature, native, keyring, skew_s)
+    if not _same_prompt(params, carrier.get("prompt_token_ids")):
+        raise Untrusted("native")
     if signature.aud != audience:
         raise Untrusted("audience")
     if instance is not None and _addressee(params) not in (instance, None):
@@ -123,7 +125,7 @@ def verify(
         raise Untrusted("early")
     if signature.exp <= came - skew_s:
         raise Untrusted("expired")
-    if signature.iat + skew_s < replay.since:
+    if signature.iat - skew_s < replay.since:
         raise Untrusted("replayed")
     if not replay.take(f"{signature.kid} {signature.nonce} {part}", signature.exp + skew_s, min(now, came)):
         raise Untrusted("replayed")
@@ -140,13 +142,25 @@ def _judge(
     if key is None or not key.valid(signature.iat, skew_s):
         raise Untrusted("key")
     try:
-        document, beside = canonical(params), canonical_json(native)
+        document, beside = canonical(params), canonical_json(native, fractions=True)
     except NotCanonical:
         raise Untrusted("uncanonical") from None
     if not compare_digest(key.tag(document), signature.value):
         raise Untrusted("forged")
     if not compare_digest(digest_of(beside), signature.native):
         raise Untrusted("native")
+
+
+def _same_prompt(params: KVTransferParams, ids: object) -> bool:
+    """Whether ids that stand beside a document, of which the signature says nothing, begin with what it says."""
+    if ids is None:
+        return True
+    if params.prefix is None or type(ids) is not list or not {int}.issuperset(map(type, cast("list[object]", ids))):
+        return False
+    try:
+        return params.prefix.covers(cast("list[int]", ids))
+    except OverflowError:  # no token ids
+        return False
 
 
 def _addressee(params: KVTransferParams) -> str | None:

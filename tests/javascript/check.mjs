@@ -11,7 +11,7 @@ import { Dialect } from "./dialects.mjs";
 import { readEvents } from "./events.mjs";
 import { dump, NotJson, parse, same } from "./json.mjs";
 import { keyOf, namespaceDigest, pagesOf, refusal as pageRefusal, write } from "./pages.mjs";
-import { canonical, canonicalDocument, nativeKeys, refusal as signatureRefusal } from "./signatures.mjs";
+import { canonicalDocument, canonicalNative, refusal as signatureRefusal } from "./signatures.mjs";
 import { downgrade, negotiate } from "./versions.mjs";
 
 const VECTOR_LEVELS = 512; // a vector holds documents that are too deep for a reader
@@ -117,7 +117,7 @@ function judges(reader, tables) {
       agree("refused", signatureRefusal(one, SKEW_S), one.refused);
       if ("canonical" in one) {
         agree("canonical", canonicalDocument(one.kv_transfer_params.kvparams), one.canonical);
-        agree("canonical_native", canonical(nativeKeys(one.kv_transfer_params)), one.canonical_native);
+        agree("canonical_native", canonicalNative(one.kv_transfer_params), one.canonical_native);
       }
     },
   };

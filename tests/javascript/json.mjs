@@ -142,6 +142,7 @@ export function same(one, other) {
 /** The text of a value, as `parse` reads it: no digit is lost, and a fraction stays one. */
 export function dump(value) {
   if (isInteger(value)) return value.toString();
+  if (Object.is(value, -0)) return "-0.0";
   if (typeof value === "number") return Number.isInteger(value) ? value.toExponential() : String(value);
   if (Array.isArray(value)) return `[${value.map(dump).join(",")}]`;
   if (!isObject(value)) return JSON.stringify(value);

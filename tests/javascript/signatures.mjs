@@ -1,7 +1,7 @@
 // The canonical form and the signature: section 13 of spec.md.
 
 import { createHmac, timingSafeEqual } from "node:crypto";
-import { bytesOf, digestOf } from "./documents.mjs";
+import { bytesOf, digestOf, packed } from "./documents.mjs";
 import { isInteger, isObject } from "./json.mjs";
 
 const LOWEST = -(2n ** 63n);
@@ -10,18 +10,29 @@ const MAX_LIFETIME = 3600n;
 
 export class NotCanonical extends Error {}
 
-/** The one text of a value. */
-export function canonical(value) {
+/** The one text of a value; `fractions`: whether it may hold a number that is no integer. */
+export function canonical(value, fractions = false) {
   if (isInteger(value)) {
     if (value < LOWEST || value > HIGHEST) throw new NotCanonical("an integer of more than 64 bits");
     return value.toString();
   }
-  if (typeof value === "number") throw new NotCanonical("a fraction or an exponent");
-  if (Array.isArray(value)) return `[${value.map(canonical).join(",")}]`;
+  if (typeof value === "number") {
+    if (!fractions || !Number.isFinite(value)) throw new NotCanonical("a fraction or an exponent");
+    const double = Buffer.alloc(8);
+    double.writeDoubleBE(value);
+    return `d${double.toString("hex")}`;
+  }
+  if (typeof value === "string") return text(value);
+  if (Array.isArray(value)) return `[${value.map((entry) => canonical(entry, fractions)).join(",")}]`;
   if (!isObject(value)) return JSON.stringify(value);
   const byBytes = (one, other) => Buffer.compare(Buffer.from(one), Buffer.from(other));
   const names = Object.keys(value).sort(byBytes);
-  return `{${names.map((name) => `${JSON.stringify(name)}:${canonical(value[name])}`).join(",")}}`;
+  return `{${names.map((name) => `${text(name)}:${canonical(value[name], fractions)}`).join(",")}}`;
+}
+
+function text(value) {
+  if (/\p{Surrogate}/u.test(value)) throw new NotCanonical("a surrogate without its other half");
+  return JSON.stringify(value);
 }
 
 export function canonicalDocument(document) {
@@ -39,7 +50,18 @@ export function canonicalDocument(document) {
   return canonical(rest);
 }
 
-export const nativeKeys = ({ kvparams, prompt_token_ids, ...others }) => others;
+export const canonicalNative = ({ kvparams, prompt_token_ids, ...others }) => canonical(others, true);
+
+/** draft#13.14: whether the ids of a prompt beside a document begin with its prefix. */
+function samePrompt({ prompt_token_ids: ids = null }, prefix) {
+  if (ids === null) return true;
+  const areIds = Array.isArray(ids) && ids.every((id) => isInteger(id) && id >= 0n && id < 2n ** 32n);
+  if (!areIds || prefix === null) return false;
+  const known = bytesOf(prefix);
+  const count = known === null ? Number(prefix.count) : known.length / 4;
+  if (ids.length < count) return false;
+  return digestOf(packed(ids.slice(0, count))) === (known === null ? prefix.digest : digestOf(known));
+}
 
 /** The first reason of draft#13.8 for which a reader refuses, or null. */
 export function refusal({ kv_transfer_params: carrier, keys, audience, instance, now, since, used = [] }, skew) {
@@ -51,19 +73,19 @@ export function refusal({ kv_transfer_params: carrier, keys, audience, instance,
   const { iat, exp } = signature;
   if (key === undefined || iat + skew < key.not_before) return "key";
   if (key.not_after !== null && iat - skew >= key.not_after) return "key";
-  let text, native;
+  let signed, native;
   try {
-    text = canonicalDocument(document);
-    native = canonical(nativeKeys(carrier));
+    signed = canonicalDocument(document);
+    native = canonicalNative(carrier);
   } catch (error) {
     if (!(error instanceof NotCanonical)) throw error;
     return "uncanonical";
   }
   const value = createHmac("sha256", Buffer.from(key.secret, "hex"))
-    .update(`kvparams signature 1\n${text}`)
+    .update(`kvparams signature 1\n${signed}`)
     .digest("hex");
   if (!equal(value, signature.value)) return "forged";
-  if (!equal(digestOf(native), signature.native)) return "native";
+  if (!equal(digestOf(native), signature.native) || !samePrompt(carrier, document.prefix ?? null)) return "native";
   if (signature.aud !== audience) return "audience";
   const addressee = { prefill: document.producer?.id, decode: document.consumer?.id }[document.phase];
   if (instance !== undefined && addressee !== undefined && addressee !== instance) return "instance";
@@ -71,7 +93,7 @@ export function refusal({ kv_transfer_params: carrier, keys, audience, instance,
   if (iat > now + skew) return "early";
   if (exp <= now - skew) return "expired";
   const replayed = used.some(([kid, nonce]) => kid === signature.kid && nonce === signature.nonce);
-  return replayed || iat + skew < since ? "replayed" : null;
+  return replayed || iat - skew < since ? "replayed" : null;
 }
 
 const equal = (one, other) => one.length === other.length && timingSafeEqual(Buffer.from(one), Buffer.from(other));

@@ -1,6 +1,7 @@
 """The canonical form: one sequence of bytes for one document, and none for what has no exact one."""
 
 import json
+import struct
 import sys
 from typing import Any
 
@@ -38,6 +39,17 @@ def plain(value: object) -> bytes:
 def test_every_value_is_written_as_the_specification_says(value: object) -> None:
     assert canonical_json(value) == plain(value)
     assert json.loads(canonical_json(value)) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_fraction_stands_by_its_bits_where_it_may_stand_at_all(value: float) -> None:
+    """Spec-mandated, draft#13.1."""
+    text = canonical_json({"a": [value, 4]}, fractions=True).decode()
+    assert text == f'{{"a":[d{struct.pack(">d", value).hex()},4]}}'
+    assert struct.unpack(">d", bytes.fromhex(text[7:23]))[0].hex() == value.hex()
+    assert canonical_json(4.0, fractions=True) == b"d4010000000000000"
+    with pytest.raises(NotCanonical):
+        canonical_json({"a": [value, 4]})
 
 
 @given(st.lists(INTEGERS | st.lists(INTEGERS, max_size=9), max_size=40))
@@ -84,6 +96,7 @@ def test_all_of_unicode_has_one_escaping() -> None:
     ],
 )
 def test_what_has_no_exact_form_is_refused_by_its_place(value: object, path: tuple[str | int, ...]) -> None:
+    """Spec-mandated, draft#13.2."""
     with pytest.raises(NotCanonical) as caught:
         canonical_json(value)
     assert caught.value.path == path

@@ -159,6 +159,23 @@ def test_no_vectors_are_no_agreement(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout.splitlines()[0]) == (1, f"DISAGREES no vectors in {tmp_path}")
 
 
+def test_what_only_a_parsed_object_can_hold_has_no_canonical_form_there_either() -> None:
+    """Spec-mandated, draft#13.2: no vector can say it."""
+    node = shutil.which("node")
+    assert node is not None
+    code = """
+        const { canonicalNative, NotCanonical } = await import(process.argv[1]);
+        for (const value of [NaN, -Infinity, "\\ud800", { "\\udc00": 1n }, "\\ud83d\\ude00"]) {
+          try { console.log(canonicalNative({ kvparams: 1n, x: [value] })); }
+          catch (error) { console.log(error instanceof NotCanonical); }
+        }"""
+    signatures = CHECK.with_name("signatures.mjs").as_uri()
+    ran = subprocess.run(
+        [node, "--input-type=module", "-e", code, signatures], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.splitlines() == ["true"] * 4 + ['{"x":["\U0001f600"]}']
+
+
 def test_it_shares_no_code_with_anything_else() -> None:
     """It imports its own files and Node's library; so it proves what can be built from the spec."""
     imported = {

@@ -1,6 +1,7 @@
 """Signatures: what was signed is believed once, by whom it is for, in its time; anything else is refused in words."""
 
 import json
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import to_json
 
 from kvparams import InvalidParams, TokenPrefix, dump, parse, read_request
 from kvparams.coordination import PrefillThenDecode
@@ -80,11 +82,11 @@ def ring_of(case: dict[str, Any]) -> Keyring:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_every_vector_is_judged_as_it_says(case: dict[str, Any]) -> None:
-    """Spec-mandated, draft#13.1 to draft#13.13: the vectors were made from the words of the spec, by other code."""
+    """Spec-mandated, draft#13.1 to draft#13.14: the vectors were made from the words of the spec, by other code."""
     carrier = case["kv_transfer_params"]
     if "canonical" in case:
         assert canonical(parse(carrier["kvparams"])).decode() == case["canonical"]
-        assert canonical_json(native_members(carrier)).decode() == case["canonical_native"]
+        assert canonical_json(native_members(carrier), fractions=True).decode() == case["canonical_native"]
     replay = ReplayWindow(case["since"])
     for kid, nonce in case.get("used", []):
         assert replay.take(f"{kid} {nonce} ", case["now"] + 1000, case["now"])
@@ -109,7 +111,7 @@ def test_every_reason_has_a_vector_and_the_spec_says_what_it_is() -> None:
 # what is signed
 
 
-@pytest.mark.parametrize("native", [{}, NATIVE, {**NATIVE, "prompt_token_ids": [1, 2]}])
+@pytest.mark.parametrize("native", [{}, NATIVE, {**NATIVE, "remote_blocks_expiry_time": 12345.75}])
 @pytest.mark.parametrize(
     "prefix", [None, [1, 2, 3], {"count": 1, "packed": "AQAAAA==", "x": 1}, {"count": 1, "ids": [1]}]
 )
@@ -194,13 +196,41 @@ def test_a_verifier_that_looked_at_the_document_alone_would_let_changed_native_k
 def test_what_cannot_be_signed_is_said_in_words() -> None:
     with pytest.raises(NotCanonical, match="cannot be signed"):
         signer().sign(parse({**SMALL, "extensions": {"com.example": {"x": 0.5}}}))
-    with pytest.raises(NotCanonical, match="remote_blocks_expiry_time"):
-        signer().sign(parse(SMALL), {"remote_blocks_expiry_time": 1.25})
+    wrongs: dict[str, Any] = {"huge": 2**64, "nan": float("nan"), "infinite": [float("-inf")], "half": "\ud800"}
+    for name, wrong in wrongs.items():
+        with pytest.raises(NotCanonical, match=name if name != "half" else "surrogates"):
+            signer().sign(parse(SMALL), {"fraction": 0.5, name: wrong})
+        assert refused({**signer().sign(parse(SMALL), {"fraction": 0.5}), name: wrong}) == "uncanonical"
     with pytest.raises(NoSigningKey):
         signer(keyring=Keyring([SigningKey("k", bytes(32), NOW + 1)])).sign(parse(SMALL))
     for wrong in ({"audience": ""}, {"audience": "a b"}, {"audience": "é"}, {"lifetime_s": 0}, {"lifetime_s": 3601}):
         with pytest.raises(ValueError, match="1 to"):
             signer(**wrong)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_fraction_among_native_keys_is_believed_as_any_text_of_the_same_double(value: float) -> None:
+    """Spec-mandated, draft#13.2; the next double is another one, and so is the integer."""
+    carrier = signer().sign(parse(SMALL), {"expiry": value})
+    texts = {repr(value), f"{value:.17e}", to_json(value).decode()}
+    whole = json.dumps(carrier | {"expiry": "HERE"})
+    for text in texts:
+        assert check(whole.replace('"HERE"', text)) is not None
+    assert refused(carrier | {"expiry": math.nextafter(value, 0 if value else 1)}) == "native"
+    if value.is_integer() and -(2**63) <= value < 2**64:
+        assert refused(carrier | {"expiry": int(value)}) == "native"
+
+
+def test_ids_of_a_prompt_that_nobody_signed_are_not_used() -> None:
+    """Spec-mandated, draft#13.14: nobody else holds them against anything, as they are not among what is signed."""
+    for prefix, good in ((None, False), ([1, 2], True), ([1, 2, 3, 4], False), ([2], False)):
+        document = parse(SMALL if prefix is None else SMALL | {"prefix": prefix})
+        carrier = signer().sign(document, NATIVE | {"prompt_token_ids": [1, 2, 3]})
+        if good:
+            assert check(carrier) is not None
+        else:
+            assert refused(carrier) == "native"
+        assert check({name: value for name, value in carrier.items() if name != "prompt_token_ids"}) is not None
 
 
 # keys and time
@@ -245,6 +275,26 @@ def test_it_is_believed_in_its_time_and_within_what_clocks_may_differ(offset: in
     else:
         said = refused(carrier, now=at, skew_s=skew, replay=ReplayWindow(0))
         assert said == ("early" if offset < 0 else "expired")
+
+
+@given(offset=st.integers(-30, 329), gap=st.integers(1, 60), took=st.integers(0, 400))
+def test_what_an_engine_before_this_one_has_accepted_is_refused(offset: int, gap: int, took: int) -> None:
+    """Spec-mandated, draft#13.9: however wrong the proxy's clock may be, and however long the engine took to start."""
+    carrier = signer().sign(parse(SMALL))
+    accepted = NOW + offset
+    assert check(carrier, now=accepted, replay=ReplayWindow(0)) is not None
+    began = accepted + gap
+    assert refused(carrier, now=began + took, replay=ReplayWindow(began)) in ("replayed", "expired")
+
+
+def test_an_engine_takes_what_is_signed_when_what_clocks_may_differ_by_has_passed_since_it_began() -> None:
+    """The control: the law above could be kept by refusing everything."""
+    for later, good in ((0, False), (29, False), (30, True), (40, True)):
+        carrier = signer(now=lambda later=later: NOW + later).sign(parse(SMALL))
+        if good:
+            assert check(carrier, now=NOW + later, replay=ReplayWindow(NOW)) is not None
+        else:
+            assert refused(carrier, now=NOW + later, replay=ReplayWindow(NOW)) == "replayed"
 
 
 def test_a_request_that_has_waited_is_judged_by_when_it_came() -> None:
@@ -405,10 +455,10 @@ def test_an_answer_that_cannot_be_signed_is_not_handed_on() -> None:
     table = Table(NIXL)
     table.found = PLACE
     plan = PrefillThenDecode(signer()).legs(FACTS, table)
-    with pytest.raises(HandoffMissing, match=r"cannot be signed: remote_blocks_expiry_time: "):
-        table.run(plan, lambda leg: LegAnswer(HANDOFF | {"remote_blocks_expiry_time": 1.5}))
+    with pytest.raises(HandoffMissing, match=r"cannot be signed: later: "):
+        table.run(plan, lambda leg: LegAnswer(HANDOFF | {"later": 2**64}))
     unsigned = PrefillThenDecode().legs(FACTS, Table(NIXL))
-    Table(NIXL).run(unsigned, lambda leg: LegAnswer(HANDOFF | {"remote_blocks_expiry_time": 1.5}))
+    Table(NIXL).run(unsigned, lambda leg: LegAnswer(HANDOFF | {"later": 2**64}))
 
 
 def test_a_producer_with_a_float_is_handed_on_where_nobody_signs() -> None:

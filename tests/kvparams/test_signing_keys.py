@@ -186,7 +186,7 @@ def test_a_followed_file_is_read_again_and_a_broken_one_changes_nothing(path: Pa
 def test_a_gate_follows_its_keys_and_counts_what_it_refuses(path: Path) -> None:
     create_keyring(path, Keyring([SigningKey("a", SECRET, NOW)]))
     at = [float(NOW)]
-    gate = Gate(path, "pool", lambda: at[0], instance="d1")
+    gate = Gate(path, "pool", lambda: at[0], since=NOW - 30, instance="d1")
     signer = Signer(read_keyring(path), "pool", lambda: at[0])
     carrier = signer.sign(parse({**SMALL, "consumer": {"id": "d1"}}), {"remote_host": "h"})
     assert gate.admit(carrier) is not None
@@ -201,6 +201,28 @@ def test_a_gate_follows_its_keys_and_counts_what_it_refuses(path: Path) -> None:
     at[0] += 10
     assert gate.admit(signer.sign(parse(SMALL))) is not None
     assert gate.admit(signer.sign(parse(SMALL)), arrived=at[0] - 5, part="1") is not None
+
+
+def test_a_gate_says_how_long_it_refuses_what_an_engine_before_it_may_have_accepted(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spec-mandated, draft#13.9."""
+    create_keyring(path, Keyring([SigningKey("a", SECRET, NOW - 100)]))
+    at = [NOW + 8.0]
+    gate = Gate(path, "pool", lambda: at[0], since=NOW)
+    signer = Signer(read_keyring(path), "pool", lambda: at[0])
+    assert [record.getMessage() for record in caplog.records] == [
+        "signed documents are refused for another 22 s: one that was here before may have accepted them"
+    ]
+    assert gate.ready == NOW + 30
+    with pytest.raises(Untrusted, match="replayed"):
+        gate.admit(signer.sign(parse(SMALL)))
+    at[0] = gate.ready
+    assert gate.admit(signer.sign(parse(SMALL))) is not None
+    caplog.clear()
+    Gate(path, "pool", lambda: at[0], since=NOW)  # vLLM's, which takes longer to start
+    Gate(path, "pool", lambda: NOW + 1.0, since=NOW, skew_s=1)
+    assert caplog.records == []
 
 
 # the command

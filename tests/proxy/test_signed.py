@@ -98,6 +98,8 @@ async def test_a_release_is_signed_too(scripted: Any, proxy: Any, keys: Path, di
     assert engine.heads[1].split(b" ")[1] == path
     found = Engine(keys).believes(body)
     assert found.phase == ("decode" if dialect == "nixl" else "release")
+    if dialect == "nixl":  # draft#13.12
+        assert found.consumer == parse(json.loads(decode.bodies[0])["kv_transfer_params"]["kvparams"]).consumer
     assert found.mode == ("pull" if dialect == "nixl" else "store")
     first = parse(json.loads(prefill.bodies[0])["kv_transfer_params"]["kvparams"])
     assert found.transfer == first.transfer
@@ -113,8 +115,24 @@ async def test_what_could_not_be_signed_is_counted(scripted: Any, proxy: Any, tm
     assert await running.metric("kvparams_proxy_handoffs_refused_total") == 1
 
 
+async def test_a_time_with_a_fraction_is_signed_as_the_double_that_it_is(scripted: Any, proxy: Any, keys: Path) -> None:
+    """vLLM's NIXL answers with one (`remote_blocks_expiry_time`)."""
+    timed = NIXL | {"remote_blocks_expiry_time": 12345.75}
+    prefill = await scripted(answering(ANSWER | {"kv_transfer_params": timed}))
+    decode = await scripted(answering(ANSWER))
+    running = await proxy([prefill.url], [decode.url], signing=Signing(keys, "pool-a"))
+    assert (await running.client.post("/v1/completions", json=CLIENT)).status_code == 200
+    (body,) = decode.bodies
+    assert json.loads(body)["kv_transfer_params"]["remote_blocks_expiry_time"] == 12345.75
+    later = body.replace(b"12345.75", b"12345.76")
+    assert later != body
+    with pytest.raises(Untrusted, match="native"):
+        Engine(keys).believes(later)
+    assert Engine(keys).believes(body).phase == "decode"
+
+
 async def test_what_cannot_be_signed_is_not_sent(scripted: Any, proxy: Any, keys: Path) -> None:
-    prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL | {"remote_blocks_expiry_time": 1.5}}))
+    prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL | {"later": 2**64}}))
     decode = await scripted(answering(ANSWER))
     running = await proxy([prefill.url], [decode.url], signing=Signing(keys, "pool-a"))
     got = await running.client.post("/v1/completions", json=CLIENT)

@@ -109,7 +109,7 @@ class Releases:
             return
         if not pool.keyed:
             headers += credentials
-        params = self._params(held, instance.version)
+        params = self._params(held, instance)
         if params is None:
             self.orphaned += 1
             return
@@ -123,14 +123,14 @@ class Releases:
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
 
-    def _params(self, held: Held, version: str) -> bytes | None:
+    def _params(self, held: Held, instance: Instance) -> bytes | None:
         """The text of `kv_transfer_params`; None where it should be signed, and cannot."""
         abandon = held.abandon
         if self._signer is None:
-            return abandon.native if abandon.leg else beside(b"{}", dump_json(_document(held, version)))
+            return abandon.native if abandon.leg else beside(b"{}", dump_json(_document(held, instance)))
         try:
             native = self._signer.native(abandon.native if abandon.leg else b"{}")
-            return self._signer.carrier(native, fragments(_document(held, version)))
+            return self._signer.carrier(native, fragments(_document(held, instance)))
         except (NoSigningKey, NotCanonical) as error:
             _log.error("%s", error)
             return None
@@ -176,15 +176,16 @@ class _Release:
         self._owner.ended(self, error is None and head.status == 200)
 
 
-def _document(held: Held, version: str) -> KVTransferParams:
+def _document(held: Held, instance: Instance) -> KVTransferParams:
     """The release of a transfer; on a leg that fetches the KV once more, what it says of itself. It is all of 1.0."""
     lease = held.lease
-    return parse(
-        {
-            "version": version,
-            "request_id": held.inbound.facts.request_id,
-            "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
-            "phase": "decode" if held.abandon.leg else "release",
-            "mode": held.mode,
-        }
-    )
+    members: dict[str, object] = {
+        "version": instance.version,
+        "request_id": held.inbound.facts.request_id,
+        "transfer": {"id": lease.transfer_id, "attempt": lease.attempt},
+        "phase": "decode" if held.abandon.leg else "release",
+        "mode": held.mode,
+    }
+    if held.abandon.leg:
+        members["consumer"] = {"id": instance.id}
+    return parse(members)

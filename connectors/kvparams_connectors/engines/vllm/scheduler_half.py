@@ -36,6 +36,7 @@ from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm.tables import BlockTables
 from kvparams_connectors.engines.vllm.tally import UNTRUSTED
+from kvparams_connectors.process import began
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.settings import StoreError
 
@@ -211,7 +212,7 @@ def _gate(settings: VLLMSettings) -> Gate | None:
     if settings.verify_with is None or settings.audience is None:
         return None
     try:
-        return Gate(settings.verify_with, settings.audience, time.time)
+        return Gate(settings.verify_with, settings.audience, time.time, since=began())
     except KeyringError as error:
         raise StoreError(f"kv_connector_extra_config.verify_with: {error}") from error
 
