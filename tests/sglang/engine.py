@@ -10,7 +10,7 @@ from tests.sglang.pools import Shape, device_pool, fill, fill_pages, host_pool, 
 
 __all__ = ["Engine"]
 
-_WAIT_S: Final = 60.0
+_WAIT_S: Final = 120.0
 
 
 def _same(layer: int) -> int:

@@ -12,7 +12,18 @@ import httpx
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
 
-__all__ = ["ANSWER_S", "CONNECTOR", "PATIENCE_S", "READY_S", "complete", "counters", "start_engine", "transfer_config"]
+__all__ = [
+    "ANSWER_S",
+    "CALM",
+    "CONNECTOR",
+    "ENVIRONMENT",
+    "PATIENCE_S",
+    "READY_S",
+    "complete",
+    "counters",
+    "start_engine",
+    "transfer_config",
+]
 
 CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
 READY_S: Final = 900.0
@@ -21,7 +32,9 @@ ANSWER_S: Final = 300.0
 """Within which they answer; milliseconds as a rule."""
 PATIENCE_S: Final = 120.0
 """For what becomes true behind an answer."""
-_ENVIRONMENT: Final = {
+CALM: Final = ("--probe", "5")
+"""For a proxy: an engine that is busy is not taken for one that is gone."""
+ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,6 +44,7 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTHONWARNINGS": "ignore",
 }
+"""Of a process that has an engine."""
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 
 
@@ -69,7 +83,7 @@ def start_engine(
 ) -> Server:
     """Start an engine, about 15 s until it serves; does not wait for it."""
     port = free_port()
-    settings = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+    settings = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
     command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *(f"{key}={value}" for key, value in settings.items())]
     command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]

@@ -13,7 +13,7 @@ import pytest
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
-from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine
+from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, counters, start_engine
 from tests.vllm.traffic import Ask
 
 __all__ = [
@@ -146,7 +146,7 @@ def start_pair(
     first, second = start("P", prefill, 0), start("D", decode, 1)
     processes.wait_ready(first, second, within_s=READY_S)
     settings = () if prefill.bootstrap is None else ("--bootstrap", f"P={prefill.bootstrap}")
-    proxy = processes.proxy([first], [second], *settings, connector=connector)
+    proxy = processes.proxy([first], [second], *CALM, *settings, connector=connector)
     processes.wait_ready(proxy, within_s=PATIENCE_S)
     return Pair(first, second, proxy)
 

@@ -16,13 +16,15 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
+from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
 from tests.vllm.own_connectors import Alone
 from tests.vllm.real_stores import KINDS, running_store
 from tests.vllm.traffic import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+_PATIENT: Final = {"promise_s": 60.0, "deadline_s": 120.0}
+"""On a busy machine too all that is promised is loaded."""
 _FILE: Final = ("file",)
 _ON_A_BUDGET: Final = (_FILE, ("peer",), ("valkey", "mooncake"), ("lmcache", "tiered"))
 _AT_LENGTH: Final = (_FILE, *((kind,) for kind in KINDS if kind != "file"))
@@ -60,9 +62,8 @@ def fleets(
         processes = stack.enter_context(Processes(tmp_path_factory.mktemp("logs")))
 
         def engine(name: str, url: str, role: str, core: int, *more: str) -> Server:
-            return start_engine(
-                processes, name, model, *more, transfer=transfer_config(url, role=role, engine_id=name), core=core
-            )
+            transfer = transfer_config(url, role=role, engine_id=name, extra=_PATIENT)
+            return start_engine(processes, name, model, *more, transfer=transfer, core=core)
 
         for core, kind in enumerate(kinds):
             urls = stack.enter_context(running_store(kind, tmp_path_factory.mktemp(kind)))
@@ -76,7 +77,7 @@ def fleets(
                 decode = replace(prefill, name=f"{kind}-D")
             found.append(_Fleet(kind, prefill, decode, prefill))
         processes.wait_ready(*(fleet.prefill for fleet in found), *(fleet.decode for fleet in found), within_s=READY_S)
-        found = [replace(fleet, proxy=processes.proxy([fleet.prefill], [fleet.decode])) for fleet in found]
+        found = [replace(fleet, proxy=processes.proxy([fleet.prefill], [fleet.decode], *CALM)) for fleet in found]
         processes.wait_ready(*(fleet.proxy for fleet in found), within_s=PATIENCE_S)
         yield found
 
@@ -110,7 +111,7 @@ def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server
     (fleet,) = fleets
     engines = [fleet.prefill, fleet.decode]
     with Processes(tmp_path) as processes:
-        proxy = processes.proxy(engines, [replace(engine, name=f"{engine.name}-decode") for engine in engines])
+        proxy = processes.proxy(engines, [replace(engine, name=f"{engine.name}-decode") for engine in engines], *CALM)
         processes.wait_ready(proxy, within_s=PATIENCE_S)
         chance = random.Random(21)
         history: list[int] = []

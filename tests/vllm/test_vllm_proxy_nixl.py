@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server, proxy_command
-from tests.vllm.engines import ANSWER_S, counters
+from tests.vllm.engines import ANSWER_S, CALM, counters
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair, usage
 from tests.vllm.traffic import Ask, answers
 
@@ -118,7 +118,7 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
 
 def test_a_client_that_leaves_between_the_legs_leaves_no_blocks(pair: Pair, tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
-        narrow = processes.proxy([pair.prefill], [pair.decode], "--decode-requests", "1", connector="nixl")
+        narrow = processes.proxy([pair.prefill], [pair.decode], *CALM, "--decode-requests", "1", connector="nixl")
         processes.wait_ready(narrow)
         took = asyncio.run(_leave_between_legs(pair, narrow.url))
         metrics = httpx.get(f"{narrow.url}/metrics", timeout=ANSWER_S).text
