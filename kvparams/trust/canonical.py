@@ -91,13 +91,13 @@ def digest_of(text: bytes) -> str:
     return f"sha256:{sha256(text).hexdigest()}"
 
 
-def canonical_json(value: object, *path: str | int, fractions: bool = False) -> bytes:
+def canonical_json(value: object, *path: str | int, fractions: list[float] | None = None) -> bytes:
     """The canonical form of any JSON value.
 
     Args:
         value: as a parser gives it; tuples count as lists.
         path: where it stands, for the error.
-        fractions: whether there may be floats in it, as among native keys; then it need not be JSON.
+        fractions: takes those that are in it, as native keys may have; with one it is no JSON. None: it may have none.
 
     Raises:
         NotCanonical: see there.
@@ -118,10 +118,11 @@ def canonical_json(value: object, *path: str | int, fractions: bool = False) -> 
     if kind is bool:
         return b"true" if value else b"false"
     if kind is float:
-        if not fractions:
+        if fractions is None:
             raise NotCanonical(path, "a number that is no integer has no canonical form, and cannot be signed")
         if not isfinite(number := cast("float", value)):
             raise NotCanonical(path, "NaN and infinities are not JSON")
+        fractions.append(number)
         return b"d%b" % pack(">d", number).hex().encode()
     if len(path) >= _MAX_DEPTH:
         raise NotCanonical(path, f"nested deeper than {_MAX_DEPTH} levels")
@@ -140,7 +141,7 @@ def canonical_json(value: object, *path: str | int, fractions: bool = False) -> 
     raise NotCanonical(path, f"{kind.__name__} is not a JSON value")
 
 
-def _object(members: Mapping[str, object], path: Path, fractions: bool) -> bytes:
+def _object(members: Mapping[str, object], path: Path, fractions: list[float] | None) -> bytes:
     """Neighbours that are no list and no object are written together: a call for each costs more than its text."""
     pieces: list[bytes] = []
     run: dict[str, object] = {}

@@ -18,7 +18,7 @@ from kvparams.codec import DOCUMENT_KEY
 from kvparams.errors import KVParamsError
 from kvparams.outline import beside, joined, sent_prefix
 from kvparams.params import KVTransferParams
-from kvparams.trust.canonical import UNSIGNED, NotCanonical, canonical_json, fragments, native_members
+from kvparams.trust.canonical import UNSIGNED, canonical_json, fragments, native_members
 from kvparams.trust.keyring import Keyring
 
 __all__ = ["ALGORITHM", "LIFETIME_S", "MAX_LIFETIME_S", "Native", "NoSigningKey", "Signer"]
@@ -182,12 +182,9 @@ class Signer:
 
 
 def _native(keys: Mapping[str, object]) -> Native:
-    try:
-        text = canonical = canonical_json(keys)
-    except NotCanonical:  # a fraction, perhaps
-        canonical = canonical_json(keys, fractions=True)
-        text = to_json(keys)
-    return Native(text, sha256(canonical).hexdigest().encode())
+    fractions: list[float] = []
+    canonical = canonical_json(keys, fractions=fractions)
+    return Native(to_json(keys) if fractions else canonical, sha256(canonical).hexdigest().encode())
 
 
 def _no_key(text: bytes) -> str:

@@ -142,7 +142,7 @@ def _judge(
     if key is None or not key.valid(signature.iat, skew_s):
         raise Untrusted("key")
     try:
-        document, beside = canonical(params), canonical_json(native, fractions=True)
+        document, beside = canonical(params), canonical_json(native, fractions=[])
     except NotCanonical:
         raise Untrusted("uncanonical") from None
     if not compare_digest(key.tag(document), signature.value):

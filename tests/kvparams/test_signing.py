@@ -86,7 +86,7 @@ def test_every_vector_is_judged_as_it_says(case: dict[str, Any]) -> None:
     carrier = case["kv_transfer_params"]
     if "canonical" in case:
         assert canonical(parse(carrier["kvparams"])).decode() == case["canonical"]
-        assert canonical_json(native_members(carrier), fractions=True).decode() == case["canonical_native"]
+        assert canonical_json(native_members(carrier), fractions=[]).decode() == case["canonical_native"]
     replay = ReplayWindow(case["since"])
     for kid, nonce in case.get("used", []):
         assert replay.take(f"{kid} {nonce} ", case["now"] + 1000, case["now"])
