@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     assert seen["vllm:external_prefix_cache_hits_total"] > 0
     assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
     assert not counters(pair.prefill)["vllm:kv_cache_usage_perc"]
-    record({"prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+    record({"connector": "MooncakeConnector", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
 
 
 def test_a_stop_token_first_does_not_take_the_kv_away(pair: Pair) -> None:

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     # What decode computes of a prompt itself is the last token, and what its own cache had.
     assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
     _until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode), _SOON_S)
-    record({"prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+    record({"connector": "NixlConnector", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
 
 
 def test_usage_is_what_prefill_computed_and_found(pair: Pair) -> None:
