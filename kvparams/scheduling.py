@@ -114,7 +114,11 @@ C = TypeVar("C", bound=Candidate)
 
 
 class SchedulingPolicy(Protocol):
-    """Chooses among candidates. Third parties register theirs in the entry-point group `kvparams.policies`."""
+    """Chooses among candidates. Third parties register theirs in the entry-point group `kvparams.policies`.
+
+    One whose class has `uses_prefixes = True` is told what prefill instances are believed to have cached
+    (`RequestFacts.cached`), and how they keep pace. For others nobody keeps these books.
+    """
 
     def choose(self, candidates: Sequence[C], request: RequestFacts, turn: int) -> C:
         """The candidate that runs the leg.

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from random import Random
-from secrets import token_hex
+from secrets import randbits, token_hex
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from starlette.applications import Starlette
@@ -50,6 +50,7 @@ from kvparams_proxy.telemetry.journal import Journal
 from kvparams_proxy.telemetry.lag import LoopLag
 from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.prefix_gauges import PrefixGauges
 from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokens.asked import AskedEngines
@@ -59,6 +60,7 @@ from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
     from kvparams_proxy.telemetry.spans import SpanExport
 
 __all__ = ["create_app"]
@@ -84,10 +86,12 @@ def create_app(settings: Settings) -> Starlette:
     signing = None if settings.signing is None else FollowedSigner(settings.signing)
     signer = None if signing is None else signing.signer
     make_spans = _span_export(settings.trace)
+    make_prefixes = _prefixes(policy)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
+        prefixes = make_prefixes(loop.time)
         fleet = Fleet(
             (),
             {role: policy() for role in Role},
@@ -97,6 +101,7 @@ def create_app(settings: Settings) -> Starlette:
             queue=settings.queue,
             breaker=settings.breaker,
             slow_start_s=settings.slow_start_s,
+            prefixes=prefixes,
         )
         registry = Registry(fleet, settings.rules)
         pools = Pools(partial(_pool, registry, settings.upstream))
@@ -113,6 +118,7 @@ def create_app(settings: Settings) -> Starlette:
             metrics,
             Gauges(metrics, fleet, pools, releases, journal),
             ProductionStackGauges(metrics, fleet, loop.time),
+            *(() if prefixes is None else (PrefixGauges(prefixes),)),
         )
         lag = LoopLag(loop, metrics.turn_lag)
         tokens = _tokens(loop, settings, fleet, pools, watch)
@@ -132,6 +138,7 @@ def create_app(settings: Settings) -> Starlette:
             pins=pins,
             tokens=tokens,
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
+            prefixes=prefixes,
         )
         split = manager() if signer is None else manager(signer)
         generate = {
@@ -218,6 +225,18 @@ def _span_export(ratio: float | None) -> Callable[[], "SpanExport | None"]:
         message = f"traces need OpenTelemetry ({error}): pip install 'kvparams[tracing]'"
         raise PluginError(message) from error
     return SpanExport
+
+
+def _prefixes(policy: type[SchedulingPolicy]) -> "Callable[[Callable[[], float]], Prefixes | None]":
+    """Makes the books of caches. numpy is imported only where the policy looks at them."""
+    if not getattr(policy, "uses_prefixes", False):
+        return lambda now: None
+    try:
+        from kvparams_proxy.fleet.prefixes import Prefixes
+    except ImportError as error:
+        message = f"this policy needs numpy ({error}): pip install 'kvparams[proxy,index]'"
+        raise PluginError(message) from error
+    return lambda now: Prefixes(now, randbits(64))
 
 
 def _identifiers() -> Callable[[], str]:

@@ -33,7 +33,7 @@ from .acting import Actor
 MEMBERS = [
     *("time", "request_id", "transfer_ids", "tenant", "model", "endpoint", "stream", "outcome", "status", "error"),
     *("route", "queued_ms", "prefill_ms", "result_ms", "decode_ms", "stream_ms", "total_ms", "prompt_tokens"),
-    *("cached_tokens", "completion_tokens", "retries", "answer_bytes", "trace_id"),
+    *("predicted_tokens", "cached_tokens", "completion_tokens", "retries", "answer_bytes", "trace_id"),
 ]
 PROMPT = "the secret of the prompt"
 BODY: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": 8}

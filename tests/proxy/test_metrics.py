@@ -297,7 +297,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
-    seen = await stage(retries=0)
+    seen = await stage(retries=0, policy="cache_aware")
     await seen.ask()
     await seen.ask(**STREAM)
     await seen.ask(max_tokens=0)

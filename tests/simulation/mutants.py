@@ -110,7 +110,7 @@ EQUIVALENT: dict[str, str] = {
     "kvparams.coordination:PrefillThenDecode._document: self._templates.clear()": _CACHE,
     "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatch:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
-    "dispatch:Dispatcher.freed: self._room.freed()": "it only measures, for Retry-After",
+    "dispatch:Dispatcher.released: self._room.freed()": "it only measures, for Retry-After",
     "kvparams.fairqueue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
     "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
     "app:_following: task.cancel()": f"{_LIMIT}there is no file of client keys",

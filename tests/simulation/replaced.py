@@ -18,6 +18,7 @@ from kvparams_proxy import app as proxy_app
 from kvparams_proxy.clients import downstream as proxy_downstream
 from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.execution import releases as proxy_releases
+from kvparams_proxy.fleet import prefixes as proxy_prefixes
 from kvparams_proxy.telemetry import journal as proxy_journal
 from kvparams_proxy.upstream import pool as proxy_pool
 from kvparams_proxy.upstream.connection import Connection
@@ -117,6 +118,7 @@ def prepare() -> None:
     cast("Any", proxy_downstream).HIGH_WATER = 400
     cast("Any", proxy_journal).LineWriter = Lines
     cast("Any", proxy_pool).Connection = _Numbered
+    cast("Any", proxy_prefixes).BLOCK_TOKENS = 2  # prompts are short here
     for name in ("kvparams_proxy", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)

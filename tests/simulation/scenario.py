@@ -90,6 +90,7 @@ class Scenario(NamedTuple):
     """One run."""
 
     seed: int
+    policy: str
     dialect: str
     prefills: int
     decodes: int
@@ -248,6 +249,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         operations = tuple(_operation(random, prefills + decodes) for _ in range(random.choice((1, 2, 4))))
     return Scenario(
         seed=seed,
+        policy="round_robin" if seed % 4 else "cache_aware",
         dialect=random.choice(("nixl", "nixl", "nixl", "store", "store-drop")),
         prefills=prefills,
         decodes=decodes,

@@ -311,6 +311,7 @@ class World:
             slow_start_s=scenario.slow_start_s,
             continuation=scenario.continues,
             log_requests="-",
+            policy=scenario.policy,
             upstream=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
         )
         Budget.reserve = float(scenario.reserve)

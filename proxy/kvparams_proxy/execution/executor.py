@@ -8,7 +8,7 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 import logging
 from collections.abc import Callable
 from time import perf_counter, time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvparams.codec import carrier
 from kvparams.errors import JSONTextError
@@ -25,12 +25,16 @@ from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.execution.reports import report
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.metrics import failure_kind
 from kvparams_proxy.telemetry.tracing import Trace
 from kvparams_proxy.upstream.connection import Exchange
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["Execution"]
 
@@ -283,12 +287,19 @@ class Execution:
 
     def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """A leg whose answer is wanted whole has ended."""
+        if self._resources.prefixes is not None and error is None and head.status == 200:
+            self._report(self._resources.prefixes, raw)
         leg = self._end_leg()
         try:
             if not self._failed(leg, head, raw, error):
                 self._whole_ended(leg, head, raw)
         except Exception as fault:  # noqa: BLE001  nobody else would answer the client
             self._refuse(refusal(fault))
+
+    def _report(self, prefixes: "Prefixes", raw: bytes) -> None:
+        """A leg has ended well; what a prefill engine had cached counts before its load is given back."""
+        if self._leg is not None and self._leg.instance.role is Role.PREFILL:
+            self._account.decision = report(prefixes, self.facts, raw)
 
     def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
         try:
@@ -437,4 +448,6 @@ class Execution:
         lines = b"x-request-id: %b\r\n" % self.facts.request_id.encode()
         if not self._resources.settings.expose_route:
             return lines
-        return lines + b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)
+        lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)
+        decision = self._account.decision
+        return lines if decision is None else lines + b"x-kvparams-decision: %b\r\n" % decision.words().encode()

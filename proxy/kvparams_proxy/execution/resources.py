@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvparams.dialects import Dialect
 from kvparams.retries import RetryBudget
@@ -17,6 +18,9 @@ from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.pools import Pools
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["Resources"]
 
@@ -44,3 +48,5 @@ class Resources:
     """Without one nobody looks for token ids that the client did not send."""
     tracer: Tracer | None = None
     """Without one the client's trace context passes through untouched."""
+    prefixes: "Prefixes | None" = None
+    """What prefill engines are believed to have cached, where the policy looks at it: the fleet's."""

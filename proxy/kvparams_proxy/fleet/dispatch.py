@@ -7,7 +7,7 @@ on are kept from those behind it.
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from math import ceil
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerState
@@ -17,6 +17,9 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.slowstart import CallLater, SlowStart
 from kvparams_proxy.fleet.waiting import Waiter, Waiting, WaitingRoom, unavailable
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["Dispatcher"]
 
@@ -41,16 +44,19 @@ class Dispatcher:
         slow_start_s: float,
         now: Callable[[], float],
         call_later: CallLater,
+        prefixes: "Prefixes | None" = None,
     ) -> None:
-        """`members` is the fleet's own mapping, of all roles; it is only read."""
+        """`members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at
+        them."""
         self.role: Final = role
         self.guarded = False
-        """Whether anything but the policy has a say now: a limit, a slow start, a breaker that is not closed."""
+        """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""
         self.limited: Final = limits.requests is not None or limits.tokens is not None
         """Whether anybody ever waits here."""
         self._careful = False
-        """Whether a slow start, or a breaker that is not closed, has a say now."""
+        """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
         self._policy = policy
+        self._prefixes = prefixes
         self._members = members
         self._requests = limits.requests
         self._tokens = limits.tokens
@@ -121,8 +127,10 @@ class Dispatcher:
 
     # what the fleet tells
 
-    def freed(self) -> None:
+    def released(self, member: Member, facts: RequestFacts) -> None:
         """A leg was released, while guarded."""
+        if self._prefixes is not None:
+            self._prefixes.released(member, facts)
         if self.limited:
             self._room.freed()
             if self._room:
@@ -184,7 +192,10 @@ class Dispatcher:
             return None
         turn = self._turn
         self._turn = turn + 1
-        chosen = self._policy.choose(roomy, facts, turn)
+        if self._prefixes is None:
+            chosen = self._policy.choose(roomy, facts, turn)
+        else:
+            chosen = self._prefixes.choose(self._policy, roomy, facts, turn)
         chosen.in_flight += 1
         chosen.tokens += facts.tokens
         if chosen.breaker.state is BreakerState.HALF_OPEN:
@@ -214,7 +225,7 @@ class Dispatcher:
 
     def _guard(self, mine: list[Member]) -> None:
         troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
-        self._careful = troubled or self._slow.active
+        self._careful = troubled or self._slow.active or self._prefixes is not None
         self.guarded = self.limited or self._careful
 
     # those who wait

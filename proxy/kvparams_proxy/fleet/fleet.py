@@ -7,7 +7,7 @@ processes would have to share is behind this object, which is passed in and neve
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from secrets import token_hex
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
@@ -20,6 +20,9 @@ from kvparams_proxy.fleet.earlier import Earlier
 from kvparams_proxy.fleet.member import Member, MemberState, RoleHealth
 from kvparams_proxy.fleet.slowstart import CallLater
 from kvparams_proxy.fleet.waiting import Waiter
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["Fleet", "FleetListener"]
 
@@ -50,6 +53,7 @@ class Fleet:
         queue: QueueLimits | None = None,
         breaker: BreakerLimits | None = None,
         slow_start_s: float = 10.0,
+        prefixes: "Prefixes | None" = None,
     ) -> None:
         """The instances that are there from the start are taken for ready until somebody learns otherwise.
 
@@ -62,7 +66,9 @@ class Fleet:
             queue: for each role that has limits, who may wait for room.
             breaker: when an instance that fails is left alone.
             slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
+            prefixes: what prefill instances have cached, where their policy looks at it.
         """
+        self._prefixes = prefixes
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
         self._now = now
         self._members: dict[str, Member] = {}
@@ -84,6 +90,7 @@ class Fleet:
                 slow_start_s,
                 now,
                 call_later,
+                prefixes if role is Role.PREFILL else None,
             )
             for role in Role
         }
@@ -226,7 +233,7 @@ class Fleet:
         dispatcher = self._roles[instance.role]
         if dispatcher.guarded:
             self._breakers.released(member, facts)
-            dispatcher.freed()
+            dispatcher.released(member, facts)
         if member.left:
             self._say_left(member)
 
@@ -351,6 +358,8 @@ class Fleet:
             member.trial = None
             member.breaker.end_trial()
         self._earlier.add(member)
+        if self._prefixes is not None:
+            self._prefixes.lost(member.instance)
 
     def _changed(self, member: Member) -> None:
         self._roles[member.instance.role].changed()

@@ -4,14 +4,17 @@ The one rule: nothing of what was asked or answered is in it, no address and no 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from kvparams.lifecycle import Lifecycle
 from kvparams.scheduling import Instance, RequestFacts
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.telemetry.tracing import Trace
 
-__all__ = ["Account", "Reader", "Refusal"]
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Decision
+
+__all__ = ["Account", "Reader", "Refusal", "prompt_usage"]
 
 _MOST_TOKENS: Final = 1 << 40
 """More than this is no number of tokens, whatever an engine says."""
@@ -25,6 +28,7 @@ class Account:
         "cached_tokens",
         "code",
         "completion_tokens",
+        "decision",
         "ended_s",
         "endpoint",
         "facts",
@@ -72,6 +76,8 @@ class Account:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         """Of the prompt, as prefill says."""
+        self.decision: Decision | None = None
+        """Why its prefill leg went where it did; None where nobody looked at caches."""
         self.completion_tokens: int | None = None
         """As decode says; a stream whose client has not asked for usage does not say it."""
 
@@ -82,14 +88,7 @@ class Account:
 
     def prefilled(self, answer: Mapping[str, object]) -> None:
         """Prefill's answer is here."""
-        usage = answer.get("usage")
-        if not isinstance(usage, dict):
-            return
-        members = cast("dict[str, object]", usage)
-        self.prompt_tokens = _tokens(members.get("prompt_tokens"))
-        details = members.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
+        self.prompt_tokens, self.cached_tokens = prompt_usage(answer)
 
     def decoded(self, usage: Mapping[str, object]) -> None:
         """Decode has said what the answer cost, once or again and again; the last word counts."""
@@ -137,6 +136,17 @@ class Reader(Protocol):
     def refused(self, refusal: Refusal) -> None:
         """One was answered with an error before it began to be executed."""
         ...
+
+
+def prompt_usage(answer: Mapping[str, object]) -> tuple[int | None, int | None]:
+    """Tokens of the prompt, and of these those that were cached, as an engine's answer says; None where it does not."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return None, None
+    members = cast("dict[str, object]", usage)
+    details = members.get("prompt_tokens_details")
+    cached = cast("dict[str, object]", details).get("cached_tokens") if isinstance(details, dict) else None
+    return _tokens(members.get("prompt_tokens")), _tokens(cached)
 
 
 def _tokens(value: object) -> int | None:

@@ -30,7 +30,8 @@ _NOTHING: Final[dict[State, float]] = dict.fromkeys(WAYS, 0.0)
 _LINE: Final = (
     '{"time":"%s.%03dZ","request_id":%s,"transfer_ids":[%s],"tenant":%s,"model":%s,"endpoint":%s,"stream":%s,'
     '"outcome":"%s","status":%s,"error":%s,"route":[%s],"queued_ms":%.1f,"prefill_ms":%.1f,"result_ms":%.1f,'
-    '"decode_ms":%.1f,"stream_ms":%.1f,"total_ms":%.1f,"prompt_tokens":%s,"cached_tokens":%s,"completion_tokens":%s,'
+    '"decode_ms":%.1f,"stream_ms":%.1f,"total_ms":%.1f,"prompt_tokens":%s,"predicted_tokens":%s,'
+    '"cached_tokens":%s,"completion_tokens":%s,'
     '"retries":%d,"answer_bytes":%d,"trace_id":%s}\n'
 )
 
@@ -75,7 +76,7 @@ class Journal:
         transfers = _text(facts.transfer_id)
         if account.further_transfers:
             transfers = ",".join((transfers, *map(_text, account.further_transfers)))
-        code, trace, status = account.code, account.trace, account.status
+        code, trace, status, decision = account.code, account.trace, account.status, account.decision
         prompt, cached, completion = account.prompt_tokens, account.cached_tokens, account.completion_tokens
         ended_s = account.ended_s
         self._add(
@@ -100,6 +101,7 @@ class Journal:
                 spent["first_byte"] * 1000,
                 (since_s - begun_s) * 1000,
                 "null" if prompt is None else prompt,
+                "null" if decision is None else decision.expected.cached,
                 "null" if cached is None else cached,
                 "null" if completion is None else completion,
                 account.retries,
@@ -120,7 +122,7 @@ class Journal:
             _LINE
             % (
                 *(self._time(now), now % 1 * 1000, *identity, path, "null", outcome, error.status),
-                *(_text(error.name[:_WORD]), "", *times, "null", "null", "null", 0, 0, _trace(refusal.trace)),
+                *(_text(error.name[:_WORD]), "", *times, *("null",) * 4, 0, 0, _trace(refusal.trace)),
             )
         )
 

@@ -1,0 +1,96 @@
+"""How far what was believed of prefix caches comes true, and a word in the log when it no longer does.
+
+The one rule: only engines know what they had cached; what they do not report is counted as not reported, never guessed.
+"""
+
+import logging
+from collections import deque
+from typing import Final
+
+__all__ = ["Predictions"]
+
+_log: Final = logging.getLogger(__name__)
+_RECENT: Final = 256
+_ENOUGH: Final = 32
+"""Fewer legs say nothing."""
+_BAD: Final = 0.5
+_GOOD: Final = 0.75
+
+
+class Predictions:
+    """All of one proxy, in tokens."""
+
+    __slots__ = ("_alarmed", "_recent", "_silent", "_true", "_wanted", "hits", "predicted", "queries", "zero_matches")
+
+    def __init__(self) -> None:
+        self.queries = 0
+        """Prompt tokens that were looked up."""
+        self.predicted = 0
+        """Of these, believed to be cached where they were sent."""
+        self.hits = 0
+        """Of these, cached there as the engine reports."""
+        self.zero_matches = 0
+        """Prompts of which nobody was believed to have anything."""
+        self._recent: deque[tuple[int, int]] = deque()
+        """What was predicted for the last legs that were to hit, and how much of it came true."""
+        self._wanted = self._true = 0
+        """Their sums."""
+        self._silent = 0
+        """Legs that were to hit, since an engine reported anything."""
+        self._alarmed = False
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of what was predicted for the last legs that came true; None where there were none."""
+        return self._true / self._wanted if self._wanted else None
+
+    def asked(self, tokens: int, best: int) -> None:
+        """A prompt was looked up; whoever has most of it is believed to have `best` tokens."""
+        self.queries += tokens
+        if not best:
+            self.zero_matches += 1
+
+    def ended(self, predicted: int, settled: int, cached: int | None) -> None:
+        """A leg has ended well.
+
+        Args:
+            predicted: tokens that were believed to be cached when it would run.
+            settled: of these, believed to be there already when it was sent: they must come true.
+            cached: what its engine reports, if it does.
+        """
+        self.predicted += predicted
+        if cached is not None:
+            self.hits += cached
+            self._silent = 0
+        elif predicted:
+            self._silent += 1
+            if self._silent == _RECENT:
+                _log.warning(
+                    "%d prompts were expected to be cached and no prefill engine reports cached_tokens: what is "
+                    "believed of their caches is not corrected (vLLM: --enable-prompt-tokens-details)",
+                    _RECENT,
+                )
+        if not settled or cached is None:
+            return
+        if len(self._recent) == _RECENT:
+            wanted, true = self._recent.popleft()
+            self._wanted -= wanted
+            self._true -= true
+        true = min(settled, cached)
+        self._recent.append((settled, true))
+        self._wanted += settled
+        self._true += true
+        self._judge()
+
+    def _judge(self) -> None:
+        share = self._true / self._wanted
+        if not self._alarmed and share < _BAD and len(self._recent) >= _ENOUGH:
+            self._alarmed = True
+            _log.warning(
+                "prefix caches: only %.0f %% of the tokens that were expected to be cached were, over the last %d legs",
+                100 * share,
+                len(self._recent),
+            )
+        elif self._alarmed and share > _GOOD:
+            self._alarmed = False
+            _log.warning("prefix caches: what is expected to be cached is again (%.0f %%)", 100 * share)

@@ -1,0 +1,231 @@
+"""What prefill engines are believed to have in their prefix caches, for policies that look at it (`uses_prefixes`).
+
+It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
+believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
+computed both side by side all the same, so what only a running leg brings says nothing about how much fits.
+
+The one rule: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
+`kvparams.index.chain`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and SGLang name
+a LoRA by the model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from typing import Final, NamedTuple
+
+from kvparams.expectation import Expectation, expect
+from kvparams.index.chain import Chain, Hashes
+from kvparams.index.feeding import Routed, RoutingFeed
+from kvparams.index.prefix import PrefixIndex
+from kvparams.scheduling import Instance, RequestFacts, SchedulingPolicy
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.predictions import Predictions
+
+__all__ = ["BLOCK_TOKENS", "Decision", "Prefixes"]
+
+BLOCK_TOKENS: Final = 64
+"""A multiple of the block sizes of vLLM (16), TensorRT-LLM (32) and SGLang (1): a quarter of the work for less than 64
+tokens that are computed again."""
+_MOST_TOKENS: Final = 1 << 17
+"""Of one prompt; what comes behind is not looked at. So many take some 0.5 ms."""
+_BLOCKS: Final = 1 << 20
+"""Of all engines together, some 60 MiB when all are used."""
+_FITS: Final = 1 << 15
+"""Blocks that one engine's cache is believed to hold at first: more than most, since misses correct it at once."""
+_MOST_FITS: Final = 1 << 18
+_NAMED: Final = 8
+"""Candidates that a decision names."""
+
+
+class Decision(NamedTuple):
+    """Why a leg went where it did."""
+
+    chosen: Instance
+    tokens: int
+    """Of the prompt."""
+    expected: Expectation
+    candidates: Sequence[Instance]
+    cached: Mapping[Instance, int]
+    """Tokens that instances were believed to have; none where it is not named."""
+
+    def words(self) -> str:
+        """For people: the chosen one first, then those that were believed to have most."""
+        it = self.expected
+        named = sorted(self.candidates, key=lambda each: (-self.cached.get(each, 0), each.id))
+        others = [each for each in named if each is not self.chosen]
+        parts = [
+            f"{self.chosen.id}: {it.cached} of {self.tokens} tokens cached, wait {1000 * it.wait_s:.0f} ms, "
+            f"compute {1000 * it.work_s:.0f} ms"
+        ]
+        parts += [f"{each.id}: {self.cached.get(each, 0)} cached" for each in others[: _NAMED - 1]]
+        if len(others) >= _NAMED:
+            parts.append(f"{len(others) - _NAMED + 1} more")
+        return "; ".join(parts)
+
+
+class _Leg:
+    """One that runs."""
+
+    __slots__ = ("answered", "cached", "decision", "fresh", "hashes", "prompt_tokens", "routed", "settled")
+
+    def __init__(self, decision: Decision, hashes: Hashes | None) -> None:
+        self.decision = decision
+        self.hashes = hashes
+        self.routed: Routed | None = None
+        self.settled = 0
+        """Blocks that were believed to be there, not only to come."""
+        self.fresh = 0
+        """The hash of the first block that it brings; 0 where it brings none."""
+        self.answered = False
+        """Whether it has ended well; then what its engine reports is here, as far as it does."""
+        self.prompt_tokens: int | None = None
+        self.cached: int | None = None
+
+
+class Prefixes:
+    """All prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
+
+    def __init__(self, now: Callable[[], float], seed: int) -> None:
+        """
+        Args:
+            now: the clock, in seconds.
+            seed: 64 bits that clients do not know.
+        """
+        self._now = now
+        self._chain = Chain(seed, BLOCK_TOKENS)
+        self._index = PrefixIndex(_BLOCKS)
+        self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
+        self._legs: dict[str, _Leg] = {}
+        """By transfer id of the request, which has one prefill leg at a time."""
+        self._coming: dict[Instance, dict[int, int]] = {}
+        """By instance, first blocks that running legs bring, and how many bring each."""
+        self._grains: dict[Instance, int] = {}
+        """What every number of cached tokens that an instance has reported is a multiple of."""
+        self.predictions: Final = Predictions()
+
+    def __len__(self) -> int:
+        """Legs that run."""
+        return len(self._legs)
+
+    @property
+    def blocks(self) -> int:
+        """That somebody is believed to have."""
+        return len(self._index)
+
+    def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
+        """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `released`."""
+        hashes = self._hashes(facts)
+        if hashes is not None:
+            most = (facts.tokens - 1) // BLOCK_TOKENS  # the last token is always computed
+            held = self._index.match(hashes).held[0]
+            cached = {
+                who: BLOCK_TOKENS * min(blocks, most) for who, blocks in held.items() if isinstance(who, Instance)
+            }
+            facts = facts._replace(cached=cached)
+        chosen = policy.choose(_untried(members, facts) or members, facts, turn)
+        instance, expected = chosen.instance, expect(chosen, facts)
+        decision = Decision(instance, facts.tokens, expected, [each.instance for each in members], facts.cached)
+        leg = self._legs[facts.transfer_id] = _Leg(decision, hashes)
+        chosen.pace.begin(facts.transfer_id, expected.work_s, expected.fetch_s)
+        if hashes is not None:
+            self.predictions.asked(facts.tokens, max(facts.cached.get(each.instance, 0) for each in members))
+            self._believe(leg, instance, hashes)
+        return chosen
+
+    def reported(self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> Decision | None:
+        """The leg that runs for this request has ended well; its engine says so much of it, or nothing. Call
+        `Fleet.release` after this.
+
+        Returns:
+            Why it went there.
+        """
+        leg = self._legs.get(facts.transfer_id)
+        if leg is None:
+            return None
+        leg.answered = True
+        leg.prompt_tokens, leg.cached = prompt_tokens, cached
+        return leg.decision
+
+    def released(self, member: Member, facts: RequestFacts) -> None:
+        """Its leg is over, however it went."""
+        leg = self._legs.pop(facts.transfer_id, None)
+        if leg is None:
+            return
+        instance, predicted = leg.decision.chosen, leg.decision.expected.cached
+        grain, cached = self._grains.get(instance, 0), leg.cached
+        if cached is None and grain:
+            cached = 0  # vLLM 0.32.0 leaves out what is 0
+        elif cached and member.instance is instance and not member.left:
+            grain = self._grains[instance] = gcd(grain, cached)
+        if leg.answered:
+            tokens = leg.prompt_tokens or facts.tokens
+            found = predicted if cached is None else cached
+            member.pace.end(facts.transfer_id, max(1, tokens - found), tokens)
+        else:
+            member.pace.end(facts.transfer_id)
+        if leg.routed is None or leg.hashes is None:
+            return
+        self._settle(leg, instance)
+        if not leg.answered:
+            self._feed.failed(leg.routed, leg.hashes)
+            return
+        self.predictions.ended(predicted, min(predicted, leg.settled * BLOCK_TOKENS), cached)
+        if cached is not None:
+            self._correct(leg, leg.routed, cached, grain)
+
+    def lost(self, instance: Instance) -> None:
+        """It has gone, or was started anew: it has nothing."""
+        self._feed.lost(instance)
+        self._grains.pop(instance, None)
+
+    def _hashes(self, facts: RequestFacts) -> Hashes | None:
+        """None where there are no token ids."""
+        ids = facts.token_ids
+        if ids is None:
+            return None
+        namespace = self._chain.namespace(facts.model or "*", None, facts.cache_salt)
+        return self._chain.hashes(ids if len(ids) <= _MOST_TOKENS else ids[:_MOST_TOKENS], namespace)
+
+    def _believe(self, leg: _Leg, instance: Instance, hashes: Hashes) -> None:
+        routed = leg.routed = self._feed.routed(instance, hashes, self._now())
+        believed = len(routed.used)
+        if believed < len(hashes):
+            leg.fresh = int(hashes[believed])
+        coming = self._coming.setdefault(instance, {})
+        leg.settled = believed
+        if coming:
+            for number, one in enumerate(hashes[:believed].tolist()):
+                if one in coming:
+                    leg.settled = number
+                    break
+        if leg.fresh:
+            coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
+
+    def _settle(self, leg: _Leg, instance: Instance) -> None:
+        """What it brings comes no longer: it is there, or will never be."""
+        coming = self._coming[instance]
+        if leg.fresh:
+            coming[leg.fresh] -= 1
+            if not coming[leg.fresh]:
+                del coming[leg.fresh]
+        if not coming:
+            del self._coming[instance]
+
+    def _correct(self, leg: _Leg, routed: Routed, cached: int, grain: int) -> None:
+        """Hold what was believed against what is reported, where that says anything."""
+        most = (leg.decision.tokens - 1) // BLOCK_TOKENS
+        believed, settled = min(len(routed.used), most), min(leg.settled, most)
+        blocks = min(cached // BLOCK_TOKENS, most)
+        if blocks > believed:
+            self._feed.reported(routed._replace(used=routed.used[:believed]), blocks)
+        elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
+            self._feed.reported(routed._replace(used=routed.used[:settled]), blocks)
+
+
+def _untried(members: Sequence[Member], facts: RequestFacts) -> list[Member]:
+    """Those whose speed is a guess where others' is known: a wrong guess might keep them idle for ever. A prompt of
+    which somebody has half is not for trying."""
+    known = any(each.pace.speed.seen for each in members)
+    if not known or 2 * max(facts.cached.values(), default=0) >= facts.tokens > 0:
+        return []
+    return [each for each in members if not (each.pace.speed.seen or each.in_flight)]

@@ -1,0 +1,42 @@
+"""What is believed of prefix caches and how far it comes true, for Prometheus; only where the policy looks at it.
+
+Queries and hits are counted in tokens, as vLLM counts its own (`vllm:prefix_cache_queries`, `vllm:prefix_cache_hits`).
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefixes import Prefixes
+
+__all__ = ["PrefixGauges"]
+
+
+class PrefixGauges(Collector):
+    """Read at each scrape."""
+
+    def __init__(self, prefixes: "Prefixes") -> None:
+        self._prefixes = prefixes
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        seen = self._prefixes.predictions
+        for name, text, value in (
+            ("queries", "Prompt tokens that were looked up, each time a prefill leg was given away.", seen.queries),
+            ("predicted_hits", "Of these, expected to be cached where the leg went.", seen.predicted),
+            ("hits", "Of these, cached there as the engine reports.", seen.hits),
+            ("zero_matches", "Prompts of which no candidate was expected to have anything.", seen.zero_matches),
+        ):
+            yield CounterMetricFamily(f"kvparams_proxy_prefix_cache_{name}", text, value=value)
+        accuracy = GaugeMetricFamily(
+            "kvparams_proxy_prefix_cache_accuracy",
+            "The share of the tokens expected to be cached that were, over the last 256 legs with such tokens.",
+        )
+        if seen.accuracy is not None:
+            accuracy.add_metric([], seen.accuracy)
+        yield accuracy
+        blocks = "Blocks of 64 tokens that some engine is believed to have."
+        yield GaugeMetricFamily("kvparams_proxy_prefix_cache_blocks", blocks, value=self._prefixes.blocks)

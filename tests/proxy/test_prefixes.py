@@ -1,0 +1,384 @@
+"""What the proxy believes of prefix caches: against caches that are known, and through the whole proxy."""
+
+import json
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks.stub_engine import StubEngines
+from kvparams.policies.cache_aware import CacheAware
+from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.prefixes import BLOCK_TOKENS, Decision, Prefixes
+
+from .clock import Clock
+from .conftest import Proxy, StartProxy
+from .stage import until
+
+_NUMBERS = count(1)
+
+
+class Engine:
+    """A prefix cache: the blocks used last, as many as fit."""
+
+    def __init__(self, blocks: int = 10_000, block: int = 16) -> None:
+        self.blocks, self.block = blocks, block
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.asked = self.hit = 0
+
+    def look(self, tokens: Sequence[int], salt: str | None) -> int:
+        """Tokens that it need not compute."""
+        found = 0
+        for name in self._names(tokens, salt):
+            if name not in self.cached or found + self.block >= len(tokens):
+                break
+            found += self.block
+        self.asked += len(tokens)
+        self.hit += found
+        return found
+
+    def keep(self, tokens: Sequence[int], salt: str | None) -> None:
+        """It has computed them."""
+        for name in reversed(list(self._names(tokens, salt))):
+            self.cached[name] = None
+            self.cached.move_to_end(name)
+        while len(self.cached) > self.blocks:
+            self.cached.popitem(last=False)
+
+    def _names(self, tokens: Sequence[int], salt: str | None) -> Iterator[int]:
+        name = hash(salt)
+        for end in range(self.block, len(tokens) + 1, self.block):
+            name = hash((name, *tokens[end - self.block : end]))
+            yield name
+
+
+class Waits:
+    """Nobody waits here."""
+
+    def __init__(self, facts: RequestFacts) -> None:
+        self.facts = facts
+
+    def granted(self, instance: Instance) -> None:
+        raise AssertionError(instance)
+
+    def refused(self, error: ProxyError) -> None:
+        raise AssertionError(error)
+
+
+class Site:
+    """A fleet of prefill engines whose caches are known."""
+
+    def __init__(self, engines: Sequence[Engine], *, aware: bool = True) -> None:
+        self.clock = Clock()
+        self.prefixes = Prefixes(self.clock.now, seed=1)
+        self.engines = {f"p{number}": engine for number, engine in enumerate(engines)}
+        self.fleet = Fleet(
+            [Instance(id, "1", Role.PREFILL, f"http://{id}", "nixl") for id in self.engines],
+            {role: CacheAware() if aware else RoundRobin() for role in Role},
+            self.clock.now,
+            self.clock.call_later,
+            slow_start_s=0.0,
+            prefixes=self.prefixes if aware else None,
+        )
+
+    def member(self, id: str) -> Member:
+        return next(each for each in self.fleet.members if each.instance.id == id)
+
+    def facts(self, tokens: Sequence[int], salt: str | None = None, model: str = "m") -> RequestFacts:
+        name = f"r{next(_NUMBERS)}"
+        return RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, tokens=len(tokens))
+
+    @contextmanager
+    def leg(self, facts: RequestFacts, *, well: bool = True, tells: bool = True) -> Generator[Instance]:
+        """One leg, as the proxy runs it; what it finds is looked for when it begins."""
+        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
+        assert instance is not None
+        assert facts.token_ids is not None
+        engine = self.engines[instance.id]
+        cached = engine.look(facts.token_ids, facts.cache_salt)
+        yield instance
+        self.clock.pass_time(0.01 + 1e-4 * (len(facts.token_ids) - cached))
+        if well:
+            engine.keep(facts.token_ids, facts.cache_salt)
+            self.decision = self.prefixes.reported(facts, len(facts.token_ids), cached if tells else None)
+        self.fleet.release(instance, facts)
+
+    decision: Decision | None = None
+
+    def ask(self, tokens: Sequence[int], salt: str | None = None, **how: bool) -> str:
+        with self.leg(self.facts(tokens, salt), **how) as instance:
+            pass
+        return instance.id
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is kept of legs."""
+        return not len(self.prefixes) and all(member.pace.wait_s == 0.0 for member in self.fleet.members)
+
+    @property
+    def hit_ratio(self) -> float:
+        return sum(each.hit for each in self.engines.values()) / sum(each.asked for each in self.engines.values())
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return Random(seed).choices(range(1000), k=tokens)
+
+
+def conversations(site: Site, many: int, turns: int) -> None:
+    """All go on at once, a turn each; another 200 tokens are said in every turn."""
+    for turn in range(turns):
+        for one in range(many):
+            site.ask(prompt(one, 1000 + 200 * turn))
+
+
+def test_conversations_return_to_the_engine_that_has_them_and_the_others_get_their_share() -> None:
+    aware, blind = Site([Engine() for _ in range(4)]), Site([Engine() for _ in range(4)], aware=False)
+    for site in (aware, blind):
+        conversations(site, many=13, turns=6)
+    best = 1 - 2000 / 9000  # 200 new tokens a turn, and 1,000 at first
+    assert aware.hit_ratio > 0.98 * best
+    assert blind.hit_ratio < 0.6 * best
+    asked = [engine.asked for engine in aware.engines.values()]
+    assert max(asked) < 2 * min(asked)
+    assert aware.idle
+    assert aware.prefixes.predictions.accuracy == 1.0
+
+
+def test_what_is_predicted_is_what_a_cache_that_is_large_enough_reports_up_to_a_block() -> None:
+    site = Site([Engine(), Engine(), Engine()])
+    for turn in range(1, 8):
+        for one in range(5):
+            site.ask(prompt(one, 97 * turn))
+            assert site.decision is not None
+            # the same again, and the last token is computed in any case
+            site.ask(prompt(one, 97 * turn))
+            best = (97 * turn - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            assert site.decision.expected.cached == best
+    assert site.prefixes.predictions.accuracy == 1.0
+
+
+@pytest.mark.parametrize(
+    ("other", "shared"),
+    [({"salt": "a"}, True), ({"salt": "b"}, False), ({"salt": None}, False), ({"model": "n"}, False)],
+)
+def test_nothing_is_shared_between_salts_and_models(other: dict[str, Any], shared: bool) -> None:
+    site, tokens = Site([Engine()]), prompt(1, 640)
+    with site.leg(site.facts(tokens, "a")):
+        pass
+    with site.leg(site.facts(tokens, **{"salt": "a", "model": "m", **other})):
+        pass
+    assert site.decision is not None
+    assert (site.decision.expected.cached > 0) is shared
+
+
+def test_an_engine_that_was_started_anew_or_that_left_has_nothing() -> None:
+    site, tokens = Site([Engine(), Engine()]), prompt(1, 640)
+    first = site.ask(tokens)
+    assert site.ask(tokens) == first
+    member = site.member(first)
+    for ready in (True, False, True):
+        site.fleet.learn(member, ready, member.models)
+    site.engines[first].cached.clear()
+    site.ask(tokens)
+    assert site.decision is not None
+    assert not site.decision.cached
+
+    other = next(id for id in site.engines if id != first)
+    for id in (first, other):
+        site.fleet.remove(id)
+        site.fleet.add(Instance(id, "2", Role.PREFILL, f"http://{id}", "nixl"))
+        site.fleet.learn(site.member(id), True, None)
+    site.ask(tokens)
+    assert not site.decision.cached
+
+
+def test_a_leg_that_fails_leaves_no_belief() -> None:
+    site, tokens = Site([Engine()]), prompt(1, 640)
+    site.ask(tokens[:320])
+    site.ask(tokens, well=False)
+    site.ask(tokens)
+    assert site.decision is not None
+    assert site.decision.expected.cached == 320
+    assert site.idle
+
+
+def test_a_cache_smaller_than_believed_is_corrected_by_what_its_engine_reports() -> None:
+    """Four conversations fit into a cache, and 24 are held. The control is told nothing."""
+    came_true: dict[bool, float] = {}
+    for tells in (True, False):
+        site, die, turns = Site([Engine(blocks=210), Engine(blocks=210)]), Random(3), [0] * 24
+        predicted = true = 0
+        for step in range(500):
+            one = die.randrange(24)
+            turns[one] = (turns[one] + 1) % 6
+            before = sum(engine.hit for engine in site.engines.values())
+            site.ask(prompt(one, 400 + 100 * turns[one]), tells=tells)
+            assert site.decision is not None
+            if step >= 200:
+                predicted += site.decision.expected.cached
+                true += min(site.decision.expected.cached, sum(e.hit for e in site.engines.values()) - before)
+        came_true[tells] = true / predicted
+    assert came_true[True] > 1.5 * came_true[False], came_true
+
+
+def test_what_is_computed_side_by_side_is_not_taken_for_a_small_cache() -> None:
+    site = Site([Engine()])
+    old = [prompt(seed, 640) for seed in range(20)]
+    for tokens in old:
+        site.ask(tokens)
+    for seed in range(100, 105):
+        facts = [site.facts(prompt(seed, 640)) for _ in range(3)]
+        with site.leg(facts[0]), site.leg(facts[1]), site.leg(facts[2]):
+            pass
+    for tokens in old:
+        site.ask(tokens)
+        assert site.decision is not None
+        assert site.decision.expected.cached == 576
+    assert site.idle
+
+
+def test_blocks_of_an_engine_that_are_larger_than_ours_are_not_taken_for_misses() -> None:
+    site = Site([Engine(block=528)])
+    old = [prompt(seed, 2000) for seed in range(10)]
+    for tokens in (*old, *old, *old):
+        site.ask(tokens)
+    assert site.decision is not None
+    assert site.decision.expected.cached > 1500
+
+
+def test_an_engine_that_has_reported_and_says_nothing_has_found_nothing() -> None:
+    """vLLM leaves `cached_tokens` out where it would be 0."""
+    site, tokens = Site([Engine()]), prompt(1, 640)
+    site.ask(tokens, tells=False)
+    site.ask(tokens, tells=False)
+    assert site.decision is not None
+    assert site.decision.expected.cached == 576  # nothing is known against it
+    site.ask(tokens)
+    site.engines["p0"].cached.clear()
+    site.ask(tokens, tells=False)
+    assert site.prefixes.predictions.accuracy == 0.5
+    site.ask(tokens)
+    assert site.prefixes.predictions.accuracy == pytest.approx(2 / 3)
+
+
+def test_a_hot_prefix_spreads_under_load_and_stays_where_it_is_without() -> None:
+    site, shared = Site([Engine() for _ in range(4)]), prompt(1, 2000)
+    for number in range(12):
+        site.ask([*shared, *prompt(100 + number, 50)])
+    alone = {each.asked for each in site.engines.values()}
+    assert len(alone - {0}) <= 2
+    facts = [site.facts([*shared, *prompt(200 + number, 2000)]) for number in range(12)]
+    chosen = [site.fleet.acquire(Role.PREFILL, one, (), Waits(one)) for one in facts]
+    assert {each.id for each in chosen if each is not None} == set(site.engines)
+    for one, instance in zip(facts, chosen, strict=True):
+        assert instance is not None
+        site.fleet.release(instance, one)
+    assert site.idle
+
+
+def test_of_a_prompt_without_end_only_the_beginning_is_looked_at() -> None:
+    site, tokens = Site([Engine(block=4096)]), [7] * 400_000
+    site.ask(tokens)
+    assert site.prefixes.blocks == (1 << 17) // BLOCK_TOKENS
+    site.ask(tokens)
+    assert site.decision is not None
+    assert site.decision.expected.cached == 1 << 17
+
+
+def test_words_of_a_decision_are_bounded() -> None:
+    site, tokens = Site([Engine() for _ in range(300)]), prompt(1, 640)
+    first = site.ask(tokens)
+    site.ask(tokens)
+    assert site.decision is not None
+    words = site.decision.words()
+    assert words.startswith(f"{site.decision.chosen.id}: ")
+    assert len(words) < 400
+    assert "293 more" in words or "292 more" in words
+    assert first in words
+
+
+def test_round_robin_keeps_no_such_books() -> None:
+    site = Site([Engine(), Engine()], aware=False)
+    site.ask(prompt(1, 640))
+    assert not len(site.prefixes)
+    assert site.prefixes.predictions.queries == 0
+    assert all(member.pace.ended == 0.0 for member in site.fleet.members)
+
+
+def test_predictions_that_no_longer_come_true_are_told_once_and_so_is_their_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    predictions = Site([Engine()]).prefixes.predictions
+    with caplog.at_level(logging.WARNING):
+        for _ in range(300):
+            predictions.ended(640, 640, 640)
+        assert not caplog.records
+        for _ in range(300):
+            predictions.ended(640, 640, 0)
+        assert len(caplog.records) == 1
+        assert "only 50 %" in caplog.records[0].message
+        assert predictions.accuracy == 0.0
+        for _ in range(300):
+            predictions.ended(640, 640, 640)
+        assert len(caplog.records) == 2
+        for _ in range(300):
+            predictions.ended(640, 640, None)
+        assert len(caplog.records) == 3
+        assert "--enable-prompt-tokens-details" in caplog.records[-1].message
+
+
+# through the whole proxy
+
+
+async def test_the_decision_is_in_the_answer_the_log_and_the_metrics(
+    stub: StubEngines, proxy: StartProxy, tmp_path: Path
+) -> None:
+    urls = {role: [engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")}
+    log = tmp_path / "log"
+    running = await proxy(urls["prefill"], urls["decode"], policy="cache_aware", log_requests=str(log))
+    body = {"model": "stub", "prompt": prompt(1, 640), "max_tokens": 4}
+    answers = [await running.client.post("/v1/completions", json=body) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    where = {answer.headers["x-kvparams-prefill"] for answer in answers[1:]}
+    assert len(where) == 1
+    assert " 0 of 640 tokens cached" in answers[0].headers["x-kvparams-decision"]
+    assert await running.metric("kvparams_proxy_prefix_cache_queries_total") == 3 * 640
+    assert await running.metric("kvparams_proxy_prefix_cache_zero_matches_total") >= 1
+    assert await running.metric("kvparams_proxy_prefix_cache_hits_total") == 3 * 7
+    assert (await running.client.get("/metrics")).text.count("kvparams_proxy_prefix_cache_accuracy ") >= 1
+
+    async def written() -> bool:
+        return log.exists() and log.read_text().count("\n") == 3
+
+    await until(written)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["cached_tokens"] for line in lines] == [7, 7, 7]
+    assert [line["predicted_tokens"] for line in lines][:1] == [0]
+    assert set(lines[0]) >= {"predicted_tokens", "cached_tokens"}
+
+
+async def test_text_has_no_ids_yet_and_is_routed_by_load(stub: StubEngines, proxy: StartProxy) -> None:
+    urls = {role: [engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")}
+    running = await proxy(urls["prefill"], urls["decode"], policy="cache_aware")
+    body = {"model": "stub", "prompt": "who is there? " * 100, "max_tokens": 4}
+    answers = [await running.client.post("/v1/completions", json=body) for _ in range(4)]
+    assert {answer.headers["x-kvparams-prefill"] for answer in answers} == {"prefill-0", "prefill-1"}
+    assert await running.metric("kvparams_proxy_prefix_cache_queries_total") == 0
+    assert await running.metric("kvparams_proxy_in_flight") == 0
+
+
+async def test_round_robin_says_nothing_of_caches(stubbed: Proxy) -> None:
+    answer = await stubbed.client.post("/v1/completions", json={"model": "stub", "prompt": [1, 2], "max_tokens": 4})
+    assert "x-kvparams-prefill" in answer.headers
+    assert "x-kvparams-decision" not in answer.headers
+    assert "prefix_cache" not in (await stubbed.client.get("/metrics")).text
