@@ -26,10 +26,10 @@ class BlockCache:
         return matched(blocks, self.held)
 
     def use(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """It holds them now; what came and what went."""
+        """It holds them now, as many from the beginning as fit; what came and what went."""
         held = self.held
         came: list[int] = []
-        for block in reversed(blocks):
+        for block in reversed(blocks[: self.capacity]):
             if block in held:
                 held.move_to_end(block)
             else:

@@ -16,6 +16,7 @@ where it has one to configure. Decode goes to the fewest answers, for all alike.
 
 from collections.abc import Sequence
 from random import Random
+from typing import Final
 
 from benchmarks.replay.beliefs import Belief, ByEvents, Routed
 from benchmarks.replay.cache import matched
@@ -218,15 +219,19 @@ class Dynamo(Indexed):
 
 
 class Mooncake(Indexed):
-    """The least estimated time to first token: what is queued there, then what is left of this prompt."""
+    """The least estimated time to first token: what is queued there, then what is left of this prompt.
+
+    The estimates are by one configured curve; whenever a prefill ends, those of what is still queued are added up anew.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._cost = Cost()
         self._free_at = [0.0] * world.workers
+        self._queued: list[dict[int, float]] = [{} for _ in range(world.workers)]
 
     def pick(self, leg: Leg, now: float) -> int:
-        """The least estimate, at the configured speed."""
+        """The least estimate."""
         tokens = leg.request.tokens
         best, least = 0, (float("inf"), 0.0)
         for worker, match in enumerate(self.matches(leg)):
@@ -235,10 +240,17 @@ class Mooncake(Indexed):
             if (end, begin) < least:
                 best, least = worker, (end, begin)
         self._free_at[best] = least[0]
+        self._queued[best][leg.number] = least[0] - least[1]
         return best
 
+    def done(self, leg: Leg, now: float) -> None:
+        """It is queued no more."""
+        super().done(leg, now)
+        del self._queued[leg.worker][leg.number]
+        self._free_at[leg.worker] = now + sum(self._queued[leg.worker].values())
 
-PEERS: dict[str, type[Peer]] = {
+
+PEERS: Final[dict[str, type[Peer]]] = {
     "round robin": RoundRobin,
     "fewest requests": FewestRequests,
     "least load": LeastLoad,
