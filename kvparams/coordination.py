@@ -3,6 +3,7 @@
 The one rule: no I/O here. A manager is a generator of steps; it is told how each ended and says what comes next.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -89,14 +90,16 @@ class PrefillThenDecode:
             except HandoffMissing:
                 _drop(prefill, context, speech, transfer, attempt)
                 raise
-            lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(native.text))
+            answered_s = context.now()
+            lease = KVLease(prefill, answered_s + speech.lease_s, transfer, attempt, speech.abandon(native.text))
             context.hold(lease)
             result = read_request(answer.kv_transfer_params, request_id=request.request_id)
             if result is not None:
+                _check(result, request.request_id, transfer, attempt, speech.mode)
                 if result.producer is not None and result.producer.address is not None:
                     context.pin(prefill, {"address": result.producer.address})
                 if result.lease is not None:
-                    lease = lease._replace(until_s=context.now() + result.lease.ttl_ms / 1000)
+                    lease = lease._replace(until_s=answered_s + result.lease.ttl_ms / 1000)
                     context.hold(lease)
             while True:
                 try:
@@ -105,12 +108,13 @@ class PrefillThenDecode:
                     if not context.may_retry():
                         raise
                     break
-                if context.now() >= lease.until_s:  # so it has, by a moment
+                now_s = context.now()
+                if now_s >= lease.until_s:  # so it has, by a moment
                     context.give_back(decode)
                     if not context.may_retry():
                         raise LegFailed("the KV was given up before a decode engine had room", another=False)
                     break
-                handed = known if result is None else known | _handed_on(result, decode.version)
+                handed = known if result is None else known | _handed_on(result, decode.version, now_s - answered_s)
                 params = self._document(
                     native, request, transfer, attempt, "decode", speech.mode, prefill, decode, handed
                 )
@@ -204,14 +208,31 @@ def _known(request: RequestFacts, sent: Sent | None) -> dict[str, object]:
     return known
 
 
-def _handed_on(result: KVTransferParams, version: str) -> dict[str, object]:
-    """What a decode engine that speaks this version is told of prefill's result, and what of it it must understand.
+def _check(result: KVTransferParams, request_id: str, transfer: str, attempt: int, mode: Mode) -> None:
+    """Refuse a document that answers something else: its KV would be another prompt's.
+
+    Raises:
+        HandoffMissing: it does.
+    """
+    named = result.transfer
+    if result.phase != "prefill_result" or result.mode != mode:
+        raise HandoffMissing(f"the prefill engine answered with {result.phase}, {result.mode}")
+    if result.request_id != request_id or named.id != transfer or named.attempt != attempt:
+        raise HandoffMissing("the prefill engine answered with the document of another request or try")
+
+
+def _handed_on(result: KVTransferParams, version: str, passed_s: float) -> dict[str, object]:
+    """What a decode engine that speaks this version is told of prefill's result, and what of it it must understand;
+    of the lease what is left of it, `passed_s` after it came.
 
     Raises:
         LossyDowngrade: it cannot be told what it must understand.
     """
     result = for_reader(result, version)
     handed: dict[str, object] = {name: getattr(result, name) for name in _HANDED_ON if name in result.model_fields_set}
+    if result.lease is not None:
+        left_ms = max(result.lease.ttl_ms - math.ceil(passed_s * 1000), 1)
+        handed["lease"] = result.lease.model_copy(update={"ttl_ms": left_ms})
     critical = [path for path in result.must_understand or () if path.partition(".")[0] in handed]
     return {**handed, "must_understand": critical} if critical else handed
 

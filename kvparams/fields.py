@@ -131,7 +131,10 @@ Visible = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._~-]*$")]
 """1 to 128 of the characters that need no escaping in a URL."""
 Address = Annotated[
-    str, StringConstraints(max_length=262, pattern=r"^(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$")
+    str,
+    StringConstraints(
+        min_length=1, max_length=262, pattern=r"^(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$"
+    ),
 ]
 """`host:port`: a name, an IPv4 address, or an IPv6 address in brackets."""
 Key = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[!-~]*$")]

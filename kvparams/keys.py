@@ -42,15 +42,18 @@ WIRE_LAYOUT: Final = "layer.kv.head.token.dim"
 """The canonical order of a page's payload: per layer all of K, then all of V; elements little-endian, no gaps."""
 
 MAX_KEY_CHARS: Final = 128
-"""No key is longer; every key is ASCII from `[A-Za-z0-9._-]`."""
+"""No key is longer; every key is ASCII from `[A-Za-z0-9._-]`, those made here have at most 120 characters."""
 
 _NAMESPACE_DOMAIN: Final = b"kvparams namespace 1\n"
 _PAGE_DOMAIN: Final = b"kvparams page 1\n"
 _MAX_TEXT_BYTES: Final = 1024
-_MAX_PAGE_TOKENS: Final = 1 << 16
-_MAX_LAYERS: Final = 1 << 12
-_MAX_HEADS: Final = 1 << 12
-_MAX_DIM: Final = 1 << 16
+_MAX_PAGE_TOKENS: Final = 1 << 24
+_MAX_LAYERS: Final = (1 << 16) - 1
+_MAX_HEADS: Final = (1 << 16) - 1
+_MAX_DIM: Final = (1 << 16) - 1
+_MAX_EXTRAS: Final = 1 << 16
+_MAX_POSITION: Final = 1 << 63
+_MAX_PAYLOAD_BYTES: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +171,15 @@ class Namespace:
         return hashlib.sha256(encoded).digest()
 
     def payload_bytes(self, tokens: int, rectangle: Rectangle) -> int:
-        """Bytes that `tokens` tokens of the part `rectangle` take in the wire layout."""
+        """Bytes that `tokens` tokens of the part `rectangle` take in the wire layout.
+
+        Raises:
+            ValueError: they are more than a page may have (2^40).
+        """
         per_token = rectangle.layers * rectangle.heads * (self.geometry.k_dim + self.geometry.v_dim)
-        return tokens * per_token * DTYPE_BYTES[self.dtype]
+        found = tokens * per_token * DTYPE_BYTES[self.dtype]
+        _bounded("payload_bytes", found, 0, _MAX_PAYLOAD_BYTES)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +197,8 @@ class Extra:
     """16 to 64 bytes that stand for the content, the same wherever it appears (for example its SHA-256)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end:
-            raise ValueError(f"an extra covers the positions [{self.start}, {self.end}): nothing")
+        if not 0 <= self.start < self.end <= _MAX_POSITION:
+            raise ValueError(f"an extra covers the positions [{self.start}, {self.end}): nothing that there is")
         if not 16 <= len(self.digest) <= 64:
             raise ValueError(f"an extra's digest has 16 to 64 bytes, not {len(self.digest)}")
 
@@ -228,13 +237,15 @@ def page_chain(namespace: Namespace, token_ids: Sequence[int], extras: Iterable[
         extras: what else the KV depends on. Positions behind the last token are ignored.
 
     Raises:
-        ValueError: a token id is not an integer in [0, 2^32).
+        ValueError: a token id is not an integer in [0, 2^32), or there are more than 65,536 extras.
     """
     try:
         packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     except struct.error as error:
         raise ValueError(f"token ids are integers in [0, 2^32): {error}") from error
     others = tuple(extras)
+    if len(others) > _MAX_EXTRAS:
+        raise ValueError(f"{len(others)} extras are more than {_MAX_EXTRAS}")
     size = namespace.page_tokens
     chain = namespace.digest
     pages: list[Page] = []

@@ -36,7 +36,8 @@ SPOKEN: Final = (PROTOCOL_VERSION,)
 LOWEST: Final = "1.0"
 """What is written to who does not say what it speaks."""
 ADDED: Final[Mapping[str, frozenset[str]]] = {}
-"""Members by the minor version that has added them, named as in `must_understand`; all others are of 1.0."""
+"""Members by the minor version that has added them, named as in `must_understand`, and values, named `mode=broadcast`;
+all others are of 1.0."""
 
 _FORM: Final = re.compile(r"(0|[1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})")
 
@@ -91,7 +92,7 @@ class NoCommonVersion(KVParamsError):
 
 
 class LossyDowngrade(KVParamsError):
-    """The reader's version does not have members that must be understood."""
+    """The reader's version does not have members that must be understood, or values that are there."""
 
     def __init__(self, version: str, members: tuple[str, ...]) -> None:
         super().__init__(version, members)
@@ -154,7 +155,7 @@ def downgrade(
         added: which version has added what.
 
     Raises:
-        LossyDowngrade: some of these members must be understood.
+        LossyDowngrade: some of these members must be understood, or are there with a value that has come after it.
         UnsupportedVersion: of the document or `to`.
         ValueError: `to` is not earlier.
     """
@@ -162,11 +163,12 @@ def downgrade(
         raise ValueError(f"{to} is not earlier than {document['version']}")
     later = {path for version, paths in added.items() if _minor(version) > _minor(to) for path in paths}
     critical = cast("Iterable[str] | None", document.get("must_understand")) or ()
-    lost = tuple(path for path in critical if path in later)
+    values = {entry for entry in later if "=" in entry}
+    lost = (*(path for path in critical if path in later), *sorted(one for one in values if _says(document, one)))
     if lost:
         raise LossyDowngrade(to, lost)
     kept = dict(document)
-    for path in later:
+    for path in later - values:
         kept = _without(kept, path.split("."))
     return {**kept, "version": to}
 
@@ -219,6 +221,11 @@ def _without(value: Mapping[str, object], path: list[str]) -> dict[str, object]:
     if not isinstance(inner, Mapping):
         return dict(value)
     return {**value, first: _without(cast("Mapping[str, object]", inner), rest)}
+
+
+def _says(document: Mapping[str, object], entry: str) -> bool:
+    name, _, value = entry.partition("=")
+    return document.get(name) == value
 
 
 def _has(value: object, path: list[str]) -> bool:

@@ -103,10 +103,11 @@ class KVSharing:
         """
         params = self._admit(kv_transfer_params, request_id)
         if params is not None:
-            self._check(params, prompts)
+            self._check(params, prompts, cache_salt)
         shared = params
-        if cache_salt is not None and (params is None or params.isolation is None):
-            isolation = Isolation(cache_salt=cache_salt)
+        told = None if params is None else params.isolation
+        if cache_salt is not None and (told is None or "cache_salt" not in told.model_fields_set):
+            isolation = (told or Isolation()).model_copy(update={"cache_salt": cache_salt})
             blank = KVTransferParams(
                 version=PROTOCOL_VERSION,
                 request_id=request_id,
@@ -211,7 +212,8 @@ class KVSharing:
         stats = self._connector.stats()
         return StoreCounts(stats.bytes_loaded, stats.bytes_saved, stats.pages_refused)
 
-    def _check(self, params: KVTransferParams, prompts: Sequence[Sequence[int]]) -> None:
+    def _check(self, params: KVTransferParams, prompts: Sequence[Sequence[int]], cache_salt: str | None) -> None:
+        isolation = params.isolation or Isolation()
         if params.mode != "store":
             fault = f"mode {params.mode!r} is not spoken here: KV travels through a store; start the proxy with "
             fault += "--connector store"
@@ -223,6 +225,8 @@ class KVSharing:
             fault = "this engine has no store: start it with --store URL"
         elif params.prefix is not None and len(prompts) == 1 and not params.prefix.covers(prompts[0]):
             fault = "the prefix is not that of this prompt: proxy and engine do not tokenize alike"
+        elif "cache_salt" in isolation.model_fields_set and cache_salt not in (None, isolation.cache_salt):
+            fault = "isolation.cache_salt is not the request's cache_salt"
         else:
             return
         raise RequestError(f"kv_transfer_params: {fault}", param="kv_transfer_params")

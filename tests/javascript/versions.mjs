@@ -35,8 +35,10 @@ const minor = (version) => Number(version.split(".")[1]);
 /** The document in an earlier version, or the members that cannot be said there (draft#6.7, draft#6.8). */
 export function downgrade(document, to, added) {
   const later = Object.entries(added).flatMap(([version, paths]) => (minor(version) > minor(to) ? paths : []));
-  const lost = (document.must_understand ?? []).filter((path) => later.includes(path));
+  const values = later.filter((entry) => entry.includes("=")).sort();
+  const said = values.filter((entry) => document[entry.split("=")[0]] === entry.slice(entry.indexOf("=") + 1));
+  const lost = [...(document.must_understand ?? []).filter((path) => later.includes(path)), ...said];
   if (lost.length > 0) return { lost };
-  const kept = later.reduce((whole, path) => without(whole, path.split(".")), document);
+  const kept = later.filter((entry) => !values.includes(entry)).reduce((whole, path) => without(whole, path.split(".")), document);
   return { downgraded: { ...kept, version: to } };
 }

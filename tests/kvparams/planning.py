@@ -1,13 +1,15 @@
 """Runs a plan without any I/O: chooses in order, hands each leg to a script."""
 
+import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvparams.dialects import Dialect, Place
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Plan
 from kvparams.scheduling import Instance, Role
 from kvparams.trust.pinning import Pins
 
-__all__ = ["Table", "fleet_of"]
+__all__ = ["Table", "echoed", "fleet_of"]
 
 
 def fleet_of(prefill: int = 1, decode: int = 1) -> list[Instance]:
@@ -16,6 +18,20 @@ def fleet_of(prefill: int = 1, decode: int = 1) -> list[Instance]:
     return [
         Instance(f"{role}-{index}", "boot", role, "http://h:1", "x") for role in Role for index in range(numbers[role])
     ]
+
+
+def echoed(answer: Mapping[str, object], asked: str | bytes | None) -> dict[str, object]:
+    """The answer, its document with the ids and the mode of the one that was asked: as every engine answers.
+
+    Args:
+        answer: a `kv_transfer_params`; one without a document stays as it is.
+        asked: the text of the `kv_transfer_params` of the leg.
+    """
+    theirs = answer.get("kvparams")
+    ours: Any = json.loads(asked or b"{}").get("kvparams")
+    if not isinstance(theirs, dict) or ours is None:
+        return dict(answer)
+    return {**answer, "kvparams": {**theirs, **{name: ours[name] for name in ("request_id", "transfer", "mode")}}}
 
 
 class Table:
@@ -45,6 +61,8 @@ class Table:
         """What the bootstrap server of every prefill engine says."""
         self.pinned: list[tuple[str, Mapping[str, object]]] = []
         self.pins: Pins | None = None
+        self.echoes = True
+        """Documents of answers are those of the legs that were asked (`echoed`)."""
 
     def dialect(self, instance: Instance) -> Dialect:
         return self.speech
@@ -93,6 +111,9 @@ class Table:
                 else:
                     self.legs.append(step)
                     ended = answer(step)
+                    if self.echoes and isinstance(ended, LegAnswer):
+                        params = echoed(ended.kv_transfer_params, step.changes.get("kv_transfer_params"))
+                        ended = ended._replace(kv_transfer_params=params)
                     step = plan.throw(ended) if isinstance(ended, LegFailed) else plan.send(ended)
         except StopIteration:
             return self.legs

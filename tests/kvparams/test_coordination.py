@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from kvparams.dialects import Abandon, Dialect, HandoffMissing
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import DROPPING_STORE, STORE
 from kvparams.errors import InvalidParams
+from kvparams.params import KNOWN_PATHS, KVTransferParams, Lease, Usage
 from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import RequestFacts, Role
 from kvparams.tokens import TokenPrefix
@@ -180,6 +181,63 @@ def test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again() -> None:
         assert len(table.given_back) == (0 if prefills == 1 else 3)
 
 
+@pytest.mark.parametrize(("waits_s", "left_ms"), [(0.0, 1000), (0.25, 750), (0.9996, 1)])
+def test_decode_is_told_what_is_left_of_the_lease(waits_s: float, left_ms: int) -> None:
+    """Spec-mandated, draft#3.9: counted by our own clock from when it came; what else stands in it stays."""
+    table = Table(STORE)
+    table.waits_s = waits_s
+    lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000, "unknown": 1}}}
+    table.run(PrefillThenDecode().legs(facts(), table), lambda _: LegAnswer(lease))
+    assert params(table.legs[1])["kvparams"]["lease"] == {"ttl_ms": left_ms, "unknown": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"phase": "decode"},
+        {"phase": "decode_result"},
+        {"mode": "pull"},
+        {"request_id": "another"},
+        {"transfer": {"id": "another", "attempt": 1}},
+        {"transfer": {"id": "tra", "attempt": 2}},
+    ],
+)
+def test_the_document_of_something_else_in_an_answer_is_not_used(wrong: dict[str, object]) -> None:
+    """Spec-mandated, draft#4.6."""
+    right: dict[str, object] = {**RESULT, "request_id": "req", "transfer": {"id": "tra", "attempt": 1}}
+    for result, told in ((right, 2), (right | wrong, 1)):
+        table = Table(STORE)
+        table.echoes = False
+        plan = PrefillThenDecode().legs(facts(), table)
+        if told == 2:
+            table.run(plan, lambda _, result=result: LegAnswer({"kvparams": result}))
+        else:
+            with pytest.raises(HandoffMissing, match="prefill engine answered with"):
+                table.run(plan, lambda _, result=result: LegAnswer({"kvparams": result}))
+        assert len(table.legs) == told
+        assert len(table.leases) == 1  # and so it is given back
+
+
+def members(document: Mapping[str, Any], before: str = "") -> set[str]:
+    """The paths of a document's members, as `must_understand` names them."""
+    found = {before + name for name in document}
+    for name, one in document.items():
+        if isinstance(one, dict):
+            found |= members(cast("dict[str, Any]", one), f"{before}{name}.")
+    return found
+
+
+def test_no_document_that_is_made_here_has_a_member_of_its_own() -> None:
+    """Spec-mandated, draft#5.8: only what prefill's answer has stays (draft#5.2)."""
+    table = Table(STORE)
+    lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000, "unknown": 1}, "producer": {"id": "p"}}}
+    table.run(PrefillThenDecode().legs(facts(token_ids=[1], cache_salt="s"), table), lambda _: LegAnswer(lease))
+    prefill, decode = (members(params(leg)["kvparams"]) for leg in table.legs)
+    assert prefill - KNOWN_PATHS == set()
+    assert decode - KNOWN_PATHS == {"lease.unknown"}
+    assert not any("." in name for part in (KVTransferParams, Lease, Usage) for name in part.model_fields)
+
+
 def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> None:
     given_up = LegFailed("given up", another=False)
     for retries in (0, 1):
@@ -187,7 +245,8 @@ def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> N
         plan = PrefillThenDecode().legs(facts(), table)
         next(plan)
         plan.send(table.fleet[0])
-        plan.send(LegAnswer({"kvparams": RESULT}))  # it waits for a decode engine
+        result = RESULT | {"request_id": "req", "transfer": {"id": "tra", "attempt": 1}}
+        plan.send(LegAnswer({"kvparams": result}))  # it waits for a decode engine
         if retries == 0:
             with pytest.raises(LegFailed, match="given up"):
                 plan.throw(given_up)

@@ -160,11 +160,11 @@ def test_what_a_rank_holds_is_in_the_key_and_not_in_the_namespace() -> None:
 
 
 def test_the_longest_key_is_within_the_limit_and_plain() -> None:
-    shape = Geometry(4096, 4096, 1 << 16, 1 << 16)
-    namespace = replace(SPACE, geometry=shape, page_tokens=1 << 16)
-    page = Page(0, 0, 1 << 16, b"\xff" * 32)
-    longest = page_key(namespace, page, Rectangle(4095, 4096, 4095, 4096))
-    assert len(longest) <= MAX_KEY_CHARS
+    most = (1 << 16) - 1
+    namespace = replace(SPACE, geometry=Geometry(most, most, most, most), page_tokens=1 << 24)
+    page = Page(0, 0, 1 << 24, b"\xff" * 32)
+    longest = page_key(namespace, page, Rectangle(most - 1, most, most - 1, most))
+    assert len(longest) == 120 <= MAX_KEY_CHARS
     assert re.fullmatch(r"[A-Za-z0-9._-]+", longest)
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_token_id_is_refused(token: int) -> None:
         {"revision": ""},
         {"dtype": "float33"},
         {"page_tokens": 0},
-        {"page_tokens": (1 << 16) + 1},
+        {"page_tokens": (1 << 24) + 1},
         {"model": "m" * 1025},
         {"cache_salt": "s" * 1025},
     ],
@@ -227,14 +227,35 @@ def test_a_namespace_that_says_too_little_or_too_much_is_refused(change: dict[st
         replace(SPACE, **change)  # pyright: ignore[reportArgumentType]
 
 
+def test_more_than_a_page_may_hold_is_refused() -> None:
+    """The control is one token, or one extra, less."""
+    space = replace(SPACE, geometry=Geometry(1, 1, 1 << 15, 1 << 15), dtype="float16", page_tokens=1 << 24)
+    whole = Rectangle.whole(space.geometry)
+    assert space.payload_bytes(1 << 23, whole) == 1 << 40
+    with pytest.raises(ValueError, match="payload_bytes"):
+        space.payload_bytes((1 << 23) + 1, whole)
+    extras = [Extra(0, 1, b"d" * 16)] * (1 << 16)
+    assert page_chain(SPACE, [], extras) == ()
+    with pytest.raises(ValueError, match="65537 extras"):
+        page_chain(SPACE, [], [*extras, extras[0]])
+
+
 def test_impossible_shapes_are_refused() -> None:
-    for arguments in ((0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, -1), (4097, 1, 1, 1)):
+    for arguments in (
+        (0, 1, 1, 1),
+        (1, 0, 1, 1),
+        (1, 1, 0, 1),
+        (1, 1, 1, -1),
+        (65536, 1, 1, 1),
+        (1, 65536, 1, 1),
+        (1, 1, 65536, 1),
+    ):
         with pytest.raises(ValueError, match="must be in"):
             Geometry(*arguments)
     for arguments in ((0, 0, 0, 1), (2, 1, 0, 1), (0, 1, 1, 1), (-1, 1, 0, 1)):
         with pytest.raises(ValueError, match="must be in"):
             Rectangle(*arguments)
-    for start, end in ((3, 3), (-1, 2), (5, 2)):
+    for start, end in ((3, 3), (-1, 2), (5, 2), (0, 2**63 + 1)):
         with pytest.raises(ValueError, match="nothing"):
             Extra(start, end, b"d" * 32)
     with pytest.raises(ValueError, match="digest"):

@@ -28,11 +28,12 @@ SHOWN = {
     "test_decode_computes_one_prompt_token_and_says_what_one_engine_says",
     "draft#4.3": "tests/proxy/test_failover.py::test_with_nixl_a_claimed_transfer_is_never_asked_for_again",
     "draft#4.4": "tests/reference_engine/test_transfers.py::test_a_transfer_that_is_not_known_or_over_is_no_fault",
+    "draft#4.5": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
     "draft#10.2": "tests/vllm/test_core_scheduler_half.py::test_what_no_key_can_say_is_not_cached",
+    "draft#10.3": "connectors/kvparams_connectors/conformance/levels.py::test_the_longest_and_oddest_keys_work",
     "draft#12.1": "tests/proxy/test_strip_list.py::"
     "test_no_client_makes_an_engine_go_anywhere_or_load_anything_that_the_proxy_has_not_chosen",
     "draft#12.2": "tests/proxy/test_corrections.py::test_cached_tokens_become_prefills_and_params_go",
-    "draft#12.3": "tests/connectors/test_peer.py::test_an_address_that_is_not_allowed_is_never_contacted",
     "draft#12.5": "tests/proxy/test_journal.py::test_nothing_of_prompt_answer_key_or_address_is_in_it",
 }
 """Tests that show a requirement and do not name it."""

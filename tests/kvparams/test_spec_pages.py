@@ -53,6 +53,7 @@ def test_the_legs_in_the_engine_page_are_those_that_are_planned() -> None:
     client = {name: value for name, value in legs["decode"].items() if name != "kv_transfer_params"}
     body = json.dumps(client | {"n": 1, "best_of": 1, "min_tokens": 1, "stream_options": {}}).encode()
     table = Table(STORE, fleet(), one_token=one_token("completions", body, fields(body)))
+    table.waits_s = 0.05
     answer = LegAnswer(legs["answer"]["kv_transfer_params"])
     prefill, decode = table.run(PrefillThenDecode().legs(facts(client["prompt"]), table), lambda _: answer)
     assert json.loads(edit(body, fields(body), prefill.changes)) == legs["prefill"]
@@ -100,4 +101,6 @@ def test_the_legs_in_the_proxy_page_are_those_that_are_planned() -> None:
     legs = table.run(PrefillThenDecode().legs(facts([1, 2, 3]), table), lambda _: answers.pop(0))
     assert [leg.instance.role for leg in legs] == [Role.PREFILL, Role.DECODE] * 2
     assert params(legs[1]) == shown["handed"]
+    assert shown["again"]["transfer"]["id"] != shown["handed"][DOCUMENT_KEY]["transfer"]["id"]
+    shown["again"]["transfer"]["id"] = "transfer-1"
     assert params(legs[2])[DOCUMENT_KEY] == shown["again"]

@@ -215,7 +215,7 @@ def test_the_names_of_what_must_be_understood_go_with_the_members_that_are_hande
 def faults(added: Any, deprecated: Any, known: frozenset[str], spoken: str) -> list[str]:
     """What does not fit together."""
     later = [path for paths in added.values() for path in paths]
-    found = [path for path in later if path not in known or later.count(path) > 1]
+    found = [path for path in later if path.partition("=")[0] not in known or later.count(path) > 1]
     found += [version for version in added if negotiate([version], [spoken]) != version or version == "1.0"]
     found += [one.member for one in deprecated if one.member not in known or one.member in added.get(one.since, ())]
     return found + [one.since for one in deprecated if negotiate([one.since], [spoken]) != one.since]

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 
 from kvparams import parse
+from tests.kvparams.planning import echoed
 
 ANSWER = {
     "id": "cmpl-1",
@@ -43,9 +45,15 @@ CLIENT: dict[str, Any] = {
 }
 
 
-def answering(document: dict[str, Any]) -> Any:
+def answering(document: dict[str, Any], *, echoes: bool = True) -> Any:
+    """Answers so; `echoes`: a document in it is that of the leg."""
+
     async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        raw = json.dumps(document).encode()
+        params: Any = document.get("kv_transfer_params")
+        asked = json.dumps(json.loads(body or b"{}").get("kv_transfer_params") or {})
+        if echoes and isinstance(params, dict):
+            params = echoed(cast("dict[str, Any]", params), asked)
+        raw = json.dumps(document | ({} if params is None else {"kv_transfer_params": params})).encode()
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
         )
@@ -84,7 +92,7 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_ask
 
 
 async def test_every_attempt_has_a_transfer_id_of_its_own(scripted: Any, proxy: Any) -> None:
-    """Two requests with the client's same X-Request-Id must not claim each other's KV."""
+    """Spec-mandated, draft#3.15: two requests with the client's same X-Request-Id must not claim each other's KV."""
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL}))
     decode = await scripted(answering(ANSWER))
     running = await proxy([prefill.url], [decode.url])
@@ -94,6 +102,7 @@ async def test_every_attempt_has_a_transfer_id_of_its_own(scripted: Any, proxy: 
     ids = [[parse(json.loads(b)["kv_transfer_params"]["kvparams"]).transfer.id for b in pair] for pair in legs]
     assert all(first == second for first, second in ids)
     assert len({first for first, _ in ids}) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{24}-[0-9a-f]+", first) for first, _ in ids)  # 96 bits, and no word of a client
 
 
 async def test_client_supplied_params_and_steering_headers_never_reach_an_engine(scripted: Any, proxy: Any) -> None:

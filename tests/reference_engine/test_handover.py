@@ -135,6 +135,21 @@ async def test_another_cache_salt_finds_nothing(client: httpx.AsyncClient, prefi
     assert (theirs.count("cached_tokens"), mine.count("cached_tokens")) == (0, PAGE_TOKENS)
 
 
+async def test_the_salt_of_the_document_holds_and_another_one_beside_it_is_refused(
+    client: httpx.AsyncClient, prefill: str, both: str
+) -> None:
+    """Spec-mandated, draft#12.3; where the document names none, that of the request holds."""
+    body: JSON = {"prompt": random_prompt(1_005, 100), "temperature": 0}
+    salted = body | {"cache_salt": "mine"}
+    await prefill_leg(client, prefill, salted, isolation={})
+    assert (await ask(client, both, PATH, body)).count("cached_tokens") == 0
+    assert (await ask(client, both, PATH, salted)).count("cached_tokens") == 99
+    await prefill_leg(client, prefill, salted, isolation={"cache_salt": "mine"})
+    for told in ("theirs", None):
+        with pytest.raises(AnswerError, match=r"isolation\.cache_salt is not the request's"):
+            await prefill_leg(client, prefill, salted, isolation={"cache_salt": told})
+
+
 async def test_several_prompts_and_choices_travel_in_one_request(
     client: httpx.AsyncClient, prefill: str, decode: str, single: str
 ) -> None:

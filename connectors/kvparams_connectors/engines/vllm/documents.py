@@ -78,7 +78,7 @@ def read_handoff(
         fault = _fault(params, cache_salt, lora)
         if fault is not None:
             return Handoff(None, None, f"kv_transfer_params: {fault}")
-    if isolation is not None:
+    if isolation is not None and "cache_salt" in isolation.model_fields_set:
         cache_salt = isolation.cache_salt
     shared = None
     if params is not None or cache_salt is not None or lora is not None:
@@ -120,7 +120,7 @@ def _fault(params: KVTransferParams, cache_salt: str | None, lora: str | None) -
         return f"phase {params.phase!r} does not belong to a request for tokens"
     if isolation.lora is not None and isolation.lora != lora:
         return "isolation.lora is not the adapter that the engine uses for this request"
-    if isolation.cache_salt is not None and cache_salt is not None and isolation.cache_salt != cache_salt:
+    if "cache_salt" in isolation.model_fields_set and cache_salt not in (None, isolation.cache_salt):
         return "isolation.cache_salt is not the request's cache_salt"
     return None
 
