@@ -128,8 +128,9 @@ def at_rest(world: "World") -> Iterator[str]:
         if member.trial is not None or member.breaker.trial:
             yield f"a trial leg of {member.instance.id} runs for ever"
     if resources.prefixes is not None:
-        if len(resources.prefixes) or (left := _inside(resources.prefixes, "_coming")):
-            yield f"books are kept of prefill legs that are over: {len(resources.prefixes)}, {left!r}"
+        for name in ("_legs", "_coming"):
+            if left := _inside(resources.prefixes, name):
+                yield f"of prefill legs that are over {name} is kept: {left!r}"
         for member in fleet.members:
             if left := _inside(member.pace, "_given"):
                 yield f"{member.instance.id} is said to have work: {left!r}"

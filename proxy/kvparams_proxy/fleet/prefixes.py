@@ -157,10 +157,12 @@ class Prefixes:
             cached = 0  # vLLM 0.32.0 leaves out what is 0
         elif cached and member.instance is instance and not member.left:
             grain = self._grains[instance] = gcd(grain, cached)
+        if leg.prompt_tokens and leg.prompt_tokens != facts.tokens:  # ours are not the engine's own ids
+            grain = max(grain, facts.tokens // 4)
+            cached = None if cached is None else cached * facts.tokens // leg.prompt_tokens
         if leg.answered:
-            tokens = leg.prompt_tokens or facts.tokens
             found = predicted if cached is None else cached
-            member.pace.end(facts.transfer_id, max(1, tokens - found), tokens)
+            member.pace.end(facts.transfer_id, max(1, facts.tokens - found), facts.tokens)
         else:
             member.pace.end(facts.transfer_id)
         if leg.routed is None or leg.hashes is None:
@@ -180,7 +182,7 @@ class Prefixes:
 
     def _hashes(self, facts: RequestFacts) -> Hashes | None:
         """None where there are no token ids."""
-        ids = facts.token_ids
+        ids = facts.token_ids if facts.routing_ids is None else facts.routing_ids
         if ids is None:
             return None
         namespace = self._chain.namespace(facts.model or "*", None, facts.cache_salt)

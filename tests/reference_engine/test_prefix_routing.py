@@ -1,0 +1,128 @@
+"""Conversations through the real proxy and real engines with prefix caches: `cache_aware` beside round robin.
+
+What was hit is what the engines count themselves. Each conversation has a cache salt of its own as well as its text, so
+that nothing is shared between them.
+"""
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.client import new_client
+from demo.processes import Processes
+
+pytestmark = pytest.mark.slow
+
+_TURNS, _TALKS = 5, 6
+_FIRST, _MORE = 300, 100
+"""Tokens of a conversation's first prompt, and of each further turn."""
+Record = Callable[[dict[str, object]], None]
+
+
+@dataclass
+class Site:
+    """Two prefill engines, one for decode, and a proxy before them."""
+
+    processes: Processes
+    store: str
+    policy: str
+
+    def start(self) -> None:
+        self.prefill = [self.processes.engine(f"p{number}", "prefill", self.store) for number in range(2)]
+        self.decode = [self.processes.engine("d0", "decode", self.store)]
+        more = ("--policy", self.policy, "--log-requests", "off", "--probe", "0.2")
+        self.proxy = self.processes.proxy(self.prefill, self.decode, *more)
+        self.processes.wait_ready(*self.prefill, *self.decode, self.proxy)
+
+    async def ask(self, client: httpx.AsyncClient, prompt: list[int], salt: str) -> Any:
+        body = {"model": "reference", "prompt": prompt, "max_tokens": 2, "cache_salt": salt}
+        answer = await client.post(f"{self.proxy.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    async def metric(self, client: httpx.AsyncClient, url: str, name: str) -> float:
+        text = (await client.get(f"{url}/metrics")).text
+        found = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+    async def hit_ratio(self, client: httpx.AsyncClient) -> float:
+        """As the prefill engines count."""
+        hit = asked = 0.0
+        for engine in self.prefill:
+            for source in ("local_cache", "external_kv", "computed"):
+                name = f'reference_engine:prompt_tokens_total{{source="{source}"}}'
+                count = await self.metric(client, engine.url, name)
+                asked += count
+                hit += count if source == "local_cache" else 0.0
+        return hit / asked
+
+
+def prompt(talk: int, turn: int) -> list[int]:
+    return Random(talk).choices(range(32, 127), k=_FIRST + _MORE * turn)
+
+
+async def talk(site: Site, client: httpx.AsyncClient) -> list[Any]:
+    """All conversations go on side by side, each turn when the one before is over."""
+
+    async def one(number: int) -> list[Any]:
+        return [await site.ask(client, prompt(number, turn), f"salt-{number}") for turn in range(_TURNS)]
+
+    return [answer for answers in await asyncio.gather(*map(one, range(_TALKS))) for answer in answers]
+
+
+async def test_turns_of_a_conversation_go_where_they_were_and_hit_more_than_by_round_robin(
+    tmp_path: Path, record: Record
+) -> None:
+    ratios: dict[str, float] = {}
+    for policy in ("cache_aware", "round_robin"):
+        with Processes(tmp_path) as processes:
+            site = Site(processes, f"file://{tmp_path}/{policy}?size=256MiB", policy)
+            await asyncio.to_thread(site.start)
+            async with new_client() as client:
+                answers = await talk(site, client)
+                ratios[policy] = await site.hit_ratio(client)
+                if policy == "cache_aware":
+                    assert all("x-kvparams-decision" in answer.headers for answer in answers)
+                    accuracy = await site.metric(client, site.proxy.url, "kvparams_proxy_prefix_cache_accuracy")
+                    assert accuracy > 0.95
+    sizes = [_FIRST + _MORE * turn for turn in range(_TURNS)]
+    best = sum(sizes[:-1]) / sum(sizes)
+    assert ratios["cache_aware"] > 0.9 * best, ratios
+    assert ratios["cache_aware"] > 1.2 * ratios["round_robin"], ratios
+    record({"hit ratio": ratios, "best": best})
+
+
+async def test_an_engine_that_restarts_is_forgotten_and_salts_share_nothing(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        site = Site(processes, f"file://{tmp_path}/store?size=256MiB", "cache_aware")
+        await asyncio.to_thread(site.start)
+        async with new_client() as client:
+            expected = re.compile(r": (\d+) of 500 tokens cached")
+
+            async def believed(salt: str) -> int:
+                answer = await site.ask(client, prompt(1, 2), salt)
+                found = expected.search(answer.headers["x-kvparams-decision"])
+                assert found is not None
+                return int(found[1])
+
+            assert await believed("a") == 0
+            assert await believed("a") == 448
+            assert await believed("b") == 0
+            for engine in site.prefill:
+                port = engine.url.rpartition(":")[2]
+                await asyncio.to_thread(processes.stop, engine)
+                command = ("-m", "reference_engine", "--id", engine.name, "--role", "prefill", "--port", port)
+                again = processes.start(engine.name, sys.executable, *command, "--store", site.store, port=int(port))
+                await asyncio.to_thread(processes.wait_ready, again)
+            async with asyncio.timeout(20):
+                while (await client.get(f"{site.proxy.url}/health")).status_code != 200:  # noqa: ASYNC110  it tells nobody
+                    await asyncio.sleep(0.05)
+            assert await believed("a") == 0
