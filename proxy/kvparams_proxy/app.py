@@ -52,6 +52,7 @@ from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.prefix_gauges import PrefixGauges
 from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
+from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokens.asked import AskedEngines
 from kvparams_proxy.tokens.service import TokenService
@@ -114,14 +115,15 @@ def create_app(settings: Settings) -> Starlette:
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
         spans = make_spans()
         ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
+        tokens = _tokens(loop, settings, fleet, pools, watch)
         exposition = Exposition(
             metrics,
             Gauges(metrics, fleet, pools, releases, journal),
             ProductionStackGauges(metrics, fleet, loop.time),
             *(() if prefixes is None else (PrefixGauges(prefixes),)),
+            *(() if tokens is None else (PromptGauges(tokens),)),
         )
         lag = LoopLag(loop, metrics.turn_lag)
-        tokens = _tokens(loop, settings, fleet, pools, watch)
         resources = Resources(
             loop=loop,
             fleet=fleet,

@@ -28,6 +28,7 @@ from kvparams_proxy.telemetry.gauges import Gauges
 from kvparams_proxy.telemetry.histogram import Histogram
 from kvparams_proxy.telemetry.lag import LoopLag
 from kvparams_proxy.telemetry.metrics import FAILURES, Metrics
+from kvparams_proxy.tokens.choices import By
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
@@ -297,7 +298,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
-    seen = await stage(retries=0, policy="cache_aware")
+    seen = await stage(retries=0, policy="cache_aware", tokenizers={None: By.BYTES})
     await seen.ask()
     await seen.ask(**STREAM)
     await seen.ask(max_tokens=0)

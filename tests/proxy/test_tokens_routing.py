@@ -153,6 +153,8 @@ async def test_an_engine_that_is_asked_says_no_ids_and_requests_go_on(
     running = await proxy(*_urls(stub), tokenizers={None: By.ENGINE})
     assert (await running.client.post(COMPLETIONS, json=BODY)).status_code == 200
     assert list(seen[0].routing_ids or ()) == list(array("I", b'"Who is ther'))
+    assert await running.metric('kvparams_proxy_prompts_total{source="bytes"}') == 1
+    assert await running.metric('kvparams_proxy_prompts_missed_total{source="engine"}') == 1
 
 
 # what an operator says

@@ -1,0 +1,34 @@
+"""Where the ids came from by which prompts were routed, for Prometheus; only with `--tokenizer`."""
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvparams_proxy.tokens.service import Source, TokenService
+
+__all__ = ["PromptGauges"]
+
+
+class PromptGauges(Collector):
+    """Read at each scrape."""
+
+    def __init__(self, tokens: TokenService) -> None:
+        self._tokens = tokens
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        found = CounterMetricFamily(
+            "kvparams_proxy_prompts", "Prompts with ids to route by, by where these came from.", labels=["source"]
+        )
+        for source in Source:
+            found.add_metric([source], self._tokens.found[source])
+        yield found
+        missed = CounterMetricFamily(
+            "kvparams_proxy_prompts_missed",
+            "Prompts that went by bytes since their tokenizer or engine had no ids for them.",
+            labels=["source"],
+        )
+        for source in (Source.TOKENIZER, Source.ENGINE):
+            missed.add_metric([source], self._tokens.missed[source])
+        yield missed
