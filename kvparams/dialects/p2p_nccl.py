@@ -22,6 +22,6 @@ P2P_NCCL_TABLE: Final = Table(
     since="0.9",
     until="0.26",
     source="vLLM 0.20.0 distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_connector.py",
-    request_id=r"___prefill_addr_[A-Za-z0-9._\[\]:-]{1,80}:[0-9]{1,5}___decode_addr_[A-Za-z0-9._\[\]:-]{1,80}:[0-9]{1,5}_[0-9a-f]{32}",
+    request_id=r"^___prefill_addr_[A-Za-z0-9._\[\]:-]{1,80}:[0-9]{1,5}___decode_addr_[A-Za-z0-9._\[\]:-]{1,80}:[0-9]{1,5}_[0-9a-f]{32}$",
     notes=("The body has no native keys. Whoever chooses the request id chooses the addresses that engines contact.",),
 )

@@ -94,7 +94,7 @@ def reported_error(
         return failed
     if not 400 <= status < 500:
         return failed
-    if isinstance(param, str) and param.startswith("kv_transfer_params"):
+    if isinstance(param, str) and f"{param}.".startswith("kv_transfer_params."):
         failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
         return failed
     plain = told(error, addresses, sent)

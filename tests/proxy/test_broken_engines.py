@@ -279,15 +279,21 @@ async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(script
     assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("param", ["kv_transfer_params", "kv_transfer_params.kvparams", "kv_transfer_params_of_mine"])
 async def test_a_refusal_of_kv_params_is_not_the_clients_fault(
-    scripted: Any, proxy: Any, caplog: pytest.LogCaptureFixture
+    scripted: Any, proxy: Any, caplog: pytest.LogCaptureFixture, param: str
 ) -> None:
-    """It sent none: the deployment is wired wrongly, and the log says what the engine said."""
-    raw = b'{"error":{"message":"mode pull is not spoken here.","type":"BadRequestError","param":"kv_transfer_params"}}'
+    """It sent none: the deployment is wired wrongly, and the log says what the engine said. The control is a member of
+    the client's own."""
+    error = {"message": "mode pull is not spoken here.", "type": "BadRequestError", "param": param}
+    raw = json.dumps({"error": error}).encode()
     refusal = b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
     prefill, decode = await scripted(sending(refusal)), await scripted(sending(whole(GOOD)))
     running = await proxy([prefill.url], [decode.url])
     got = await running.client.post("/v1/completions", json=BODY)
+    if param.endswith("mine"):
+        assert (got.status_code, got.json()["error"]["param"]) == (400, param)
+        return
     assert (got.status_code, got.json()["error"]["code"]) == (502, "prefill_failed")
     assert "--connector" in got.json()["error"]["message"]
     assert "mode pull" not in got.text
