@@ -21,7 +21,7 @@ USER = {"role": "user", "content": "What is a lease?"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": " One, "}, "two", {"type": "text", "text": "three. "}]}
 SYSTEM = {"role": "system", "content": "Be brief."}
 DEVELOPER = {"role": "developer", "content": "Be kind."}
-SAID = {"role": "assistant", "content": " A promise \u2764\ufe0f\n", "reasoning_content": "\nlease\n"}
+SAID = {"role": "assistant", "content": " A promise \u2764\ufe0f\n", "reasoning": "\nlease\n"}
 ARGUMENTS = '{"b": "é<", "a": [1, 2.50]}'
 CALL = {
     "role": "assistant",
@@ -102,6 +102,18 @@ def test_chats_have_the_token_ids_of_the_engine(engine: Server, folder: Path, tm
         assert ids == expected, document
         alike += ids is not None
     assert alike >= 20
+
+
+def test_chats_have_the_token_ids_that_the_engine_computes(engine: Server, folder: Path) -> None:
+    """Its answer names them; and there `reasoning_content` and `reasoning_effort` count, unlike at `/tokenize`."""
+    local = load_tokenizer(folder)
+    older = {"role": "assistant", "content": "A promise.", "reasoning_content": "lease"}
+    more: list[dict[str, Any]] = [{}, {"reasoning_effort": "none"}, {"tools": [TOOL], "tool_choice": "none"}]
+    for messages, asked in product([[USER], [SYSTEM, USER, older, PARTS], [USER, CALL, RESULT]], more):
+        document = {"model": "tiny", "messages": messages, **asked, "max_tokens": 1, "return_token_ids": True}
+        got = httpx.post(f"{engine.url}/v1/chat/completions", json=document, timeout=ANSWER_S, verify=NO_CERTIFICATES)
+        got.raise_for_status()
+        assert list(local.chat(document, MOST).ids()) == got.json()["prompt_token_ids"], document
 
 
 def test_texts_have_the_token_ids_of_the_engine(engine: Server, folder: Path) -> None:
