@@ -23,6 +23,7 @@ __all__ = ["OneEngine", "PrefillThenDecode"]
 
 _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 """What a decode leg is told of prefill's result."""
+_TTL: Final = {"ttl_ms"}
 _REMEMBERED: Final = 4096
 """Templates kept at most: one for each pair of instances that ever met, and each incarnation."""
 
@@ -233,10 +234,10 @@ def _handed_on(result: KVTransferParams, version: str, passed_s: float) -> dict[
     lease = result.lease
     if lease is not None:
         left_ms = max(lease.ttl_ms - math.ceil(passed_s * 1000), 1)
-        if lease.model_extra:
-            handed["lease"] = lease.model_copy(update={"ttl_ms": left_ms})
-        else:  # nearly always, and a copy takes longer than all else here
+        if lease.model_fields_set == _TTL and not lease.model_extra:  # nearly always; a copy takes far longer
             handed["lease"] = b'"lease":{"ttl_ms":%d}' % left_ms
+        else:
+            handed["lease"] = lease.model_copy(update={"ttl_ms": left_ms})
     critical = [path for path in result.must_understand or () if path.partition(".")[0] in handed]
     return {**handed, "must_understand": critical} if critical else handed
 
