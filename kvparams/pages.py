@@ -83,7 +83,7 @@ REASONS: Final[tuple[Reason, ...]] = (
     "flipped_payload",
     "forged",
 )
-"""Every reason for which a page is refused; spec/draft/spec.md section 11 lists the checks in their order."""
+"""Every reason for which a page is refused; spec/1.0/spec.md section 11 lists the checks in their order."""
 
 USABLE_BY_OTHERS: Final[frozenset[Reason]] = frozenset({"version", "locked"})
 """Reasons that lie with the reader: with a newer build or another key the page may be good, so it is no reader's to

@@ -1,6 +1,6 @@
 """`KVTransferParams`: the one document that proxy, prefill engine, decode engine and store agree on.
 
-Protocol 1.0; `spec/draft/spec.md` says in words what stands here. The one rule: absent and null stay apart. A
+Protocol 1.0; `spec/1.0/spec.md` says in words what stands here. The one rule: absent and null stay apart. A
 member that was never set is not written, one that was set to None is written as null, and nothing has a default value
 on the wire.
 """

@@ -1,7 +1,7 @@
 """Minor versions of the protocol: what both sides speak, and documents said in the words of another one.
 
 What each minor version has added stands in `ADDED`, what shall go one day in `DEPRECATED`, and both in
-`spec/draft/versions.json` too; section 6 of the spec says what follows. The one rule: a member that is dropped is
+`spec/1.0/versions.json` too; section 6 of the spec says what follows. The one rule: a member that is dropped is
 dropped because the reader's version does not have it, and never where somebody has said that it must be understood.
 """
 

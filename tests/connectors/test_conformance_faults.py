@@ -368,7 +368,7 @@ def test_a_few_thousand_random_faults_and_not_one_wrong_byte(sealed: bool) -> No
 def test_a_million_random_faults_and_not_one_wrong_byte(
     effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
 ) -> None:
-    """Spec-mandated, draft#11.2: through the wrapper, by every kind of fault; half of the time the pages have tags."""
+    """Spec-mandated, 1.0#11.2: through the wrapper, by every kind of fault; half of the time the pages have tags."""
     wanted = effort(30_000, 1_000_000)
     faults: Counter[str] = Counter()
     refused: Counter[str] = Counter()

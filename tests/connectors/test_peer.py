@@ -258,7 +258,7 @@ def a_document(address: str) -> KVTransferParams:
 
 
 def test_an_address_that_is_not_allowed_is_never_contacted(opened: list[KVStore]) -> None:
-    """draft#3.14: whatever a document says, only peers are asked; the control is the same store with this peer."""
+    """1.0#3.14: whatever a document says, only peers are asked; the control is the same store with this peer."""
     with a_listener() as listener:
         forged = f"127.0.0.1:{listener.getsockname()[1]}"
         elsewhere = peer(opened, peers="10.0.0.0/8,localhost")  # a name is not its address

@@ -287,7 +287,7 @@ def test_what_was_not_held_until_the_end_is_not_believed(opened: list[KVStore], 
 def test_memory_that_is_said_to_be_on_another_host_is_not_asked_for(
     opened: list[KVStore], host: str, asked: bool
 ) -> None:
-    """draft#3.14 holds for what a peer says, too: also where the other host is a peer. The same host is the control."""
+    """1.0#3.14 holds for what a peer says, too: also where the other host is a peer. The same host is the control."""
     placed = Placed(Result(Code.OK, SIZE), 1, ((1 << 40, SIZE),))
     with socket.create_server((host, 0)) as elsewhere:
         table = placement_table(Placement(f"{host}:{elsewhere.getsockname()[1]}", [placed, placed]))

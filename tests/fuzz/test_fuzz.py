@@ -28,7 +28,7 @@ from .mutation import spoiled_json
 Effort = Callable[[int, int], int]
 Record = Callable[[dict[str, object]], None]
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors"
 TABLES = tables()
 PINS = Pins(TABLES.values())
 ENGINE = Instance("p0", "b", Role.PREFILL, "http://10.0.0.7:8000", "nixl")
@@ -161,7 +161,7 @@ def held(message: Message) -> Hashable:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_reader_of_documents_reads_or_refuses(effort: Effort, record: Record) -> None:
-    """Spec-mandated, draft#12.4."""
+    """Spec-mandated, 1.0#12.4."""
     campaign = Campaign("document", spoiled_json, read, documents())
     seen = campaign.last(effort(4, 600), seed=1)
     assert campaign.inputs > 100

@@ -1,7 +1,7 @@
 // Reads nothing but the folder of one version of the protocol (its schema, its tables and its vectors) and agrees with every vector, or
 // says where it does not. Shares no code with anything else in this project: it was written from spec.md.
 //
-//     node tests/javascript/check.mjs spec/draft
+//     node tests/javascript/check.mjs spec/1.0
 
 import { readdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";

@@ -29,7 +29,7 @@ const below = (path, start) => start.every((name, i) => path[i] === name);
 
 /** Makes problems from what a schema finds wrong. */
 function problemsOf(faults) {
-  // draft#7.1: nothing is judged in what has too many entries or members
+  // 1.0#7.1: nothing is judged in what has too many entries or members
   const large = faults.filter(({ keyword }) => keyword === "maxItems" || keyword === "maxProperties");
   const judged = faults.filter(
     (one) => !large.some(({ path }) => path.length < one.path.length && below(one.path, path)),
@@ -41,11 +41,11 @@ function problemsOf(faults) {
     const named = fault.value.length > 0 && [...fault.value].length <= MAX_NAME;
     return { path: fault.path, kind: named ? "critical" : "length" };
   });
-  // draft#7.5: what is too long is not also of a wrong form
+  // 1.0#7.5: what is too long is not also of a wrong form
   const all = found.filter(
     (one) => one.kind !== "value" || !found.some((other) => other.kind === "length" && same(other.path, one.path)),
   );
-  // draft#7.3: a conflict is judged where the members in themselves are right
+  // 1.0#7.3: a conflict is judged where the members in themselves are right
   return all.filter(
     (one) => one.kind !== "conflict" || !all.some((other) => other !== one && below(other.path, one.path)),
   );
@@ -118,14 +118,14 @@ export class Reader {
   problems(document) {
     const faults = this.#schema.faults(document);
     if (isObject(document) && faults.some((one) => one.path[0] === "version" && one.keyword === "pattern")) {
-      return [problem("version", "version")]; // draft#6.2
+      return [problem("version", "version")]; // 1.0#6.2
     }
     const found = problemsOf(faults);
     if (!isObject(document)) return found;
     const crowded = [[[], document], ...namesOf(document).map((name) => [[name], document[name]])].filter(
       ([, part]) => isObject(part) && namesOf(part).length > MAX_MEMBERS,
     );
-    if (crowded.length > 0) return crowded.map(([path]) => problem("length", ...path)); // draft#7.2
+    if (crowded.length > 0) return crowded.map(([path]) => problem("length", ...path)); // 1.0#7.2
     const conflict = (member) => {
       if (!found.some((one) => one.path[0] === member)) found.push(problem("conflict", member));
     };
@@ -140,7 +140,7 @@ export class Reader {
     return found;
   }
 
-  /** A value that nobody here knows: draft#5.6, with the faults in the order of the text. */
+  /** A value that nobody here knows: 1.0#5.6, with the faults in the order of the text. */
   #kept(value, path, level) {
     const nested = isObject(value) || Array.isArray(value);
     if (nested && level > MAX_LEVELS) return [{ path, keyword: "maxItems" }];

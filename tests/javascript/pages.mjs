@@ -137,7 +137,7 @@ export function write(namespace, page, rectangle, payload, sealed, key) {
   return stored;
 }
 
-/** Why a stored page is refused, or null: draft#11.4. */
+/** Why a stored page is refused, or null: 1.0#11.4. */
 export function refusal(namespace, page, rectangle, stored, keys) {
   const wanted = identity(namespace, page, rectangle);
   if (stored.length < HEADER) return "torn";

@@ -52,7 +52,7 @@ export function canonicalDocument(document) {
 
 export const canonicalNative = ({ kvparams, prompt_token_ids, ...others }) => canonical(others, true);
 
-/** draft#13.14: whether the ids of a prompt beside a document begin with its prefix. */
+/** 1.0#13.14: whether the ids of a prompt beside a document begin with its prefix. */
 function samePrompt({ prompt_token_ids: ids = null }, prefix) {
   if (ids === null) return true;
   const areIds = Array.isArray(ids) && ids.every((id) => isInteger(id) && id >= 0n && id < 2n ** 32n);
@@ -63,7 +63,7 @@ function samePrompt({ prompt_token_ids: ids = null }, prefix) {
   return digestOf(packed(ids.slice(0, count))) === (known === null ? prefix.digest : digestOf(known));
 }
 
-/** The first reason of draft#13.8 for which a reader refuses, or null. */
+/** The first reason of 1.0#13.8 for which a reader refuses, or null. */
 export function refusal({ kv_transfer_params: carrier, keys, audience, instance, now, since, used = [] }, skew) {
   const { kvparams: document } = carrier;
   const signature = document?.signature;

@@ -13,7 +13,7 @@ function highest(versions) {
   return found;
 }
 
-/** The highest version that both speak, or null (draft#6.6). */
+/** The highest version that both speak, or null (1.0#6.6). */
 export function negotiate(ours, theirs) {
   const [mine, others] = [highest(ours), highest(theirs)];
   const both = [...mine.keys()].filter((major) => others.has(major));
@@ -32,7 +32,7 @@ function without(value, [name, ...rest]) {
 
 const minor = (version) => Number(version.split(".")[1]);
 
-/** The document in an earlier version, or the members that cannot be said there (draft#6.7, draft#6.8). */
+/** The document in an earlier version, or the members that cannot be said there (1.0#6.7, 1.0#6.8). */
 export function downgrade(document, to, added) {
   const later = Object.entries(added).flatMap(([version, paths]) => (minor(version) > minor(to) ? paths : []));
   const values = later.filter((entry) => entry.includes("=")).sort();

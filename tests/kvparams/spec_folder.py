@@ -6,5 +6,5 @@ from typing import Final
 __all__ = ["ROOT", "SPEC", "VECTORS"]
 
 ROOT: Final = Path(__file__).parents[2]
-SPEC: Final = ROOT / "spec" / "draft"
+SPEC: Final = ROOT / "spec" / "1.0"
 VECTORS: Final = SPEC / "vectors"

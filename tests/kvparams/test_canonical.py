@@ -43,7 +43,7 @@ def test_every_value_is_written_as_the_specification_says(value: object) -> None
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_fraction_stands_by_its_bits_where_it_may_stand_at_all(value: float) -> None:
-    """Spec-mandated, draft#13.1."""
+    """Spec-mandated, 1.0#13.1."""
     text = canonical_json({"a": [value, 4]}, fractions=[]).decode()
     assert text == f'{{"a":[d{struct.pack(">d", value).hex()},4]}}'
     assert struct.unpack(">d", bytes.fromhex(text[7:23]))[0].hex() == value.hex()
@@ -96,7 +96,7 @@ def test_all_of_unicode_has_one_escaping() -> None:
     ],
 )
 def test_what_has_no_exact_form_is_refused_by_its_place(value: object, path: tuple[str | int, ...]) -> None:
-    """Spec-mandated, draft#13.2."""
+    """Spec-mandated, 1.0#13.2."""
     with pytest.raises(NotCanonical) as caught:
         canonical_json(value)
     assert caught.value.path == path
@@ -116,7 +116,7 @@ def test_a_value_that_is_nested_too_deep_is_refused_and_not_followed() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20))
 def test_every_form_of_a_prefix_has_one_canonical_form(ids: list[int]) -> None:
-    """Spec-mandated, draft#13.3."""
+    """Spec-mandated, 1.0#13.3."""
     forms = [TokenPrefix.pack(ids), TokenPrefix.by_digest(ids), TokenPrefix.listed(ids)]
     listed = parse({**SMALL, "prefix": {"count": len(ids), "ids": ids}})
     texts = {canonical({**SMALL, "prefix": dump(form)}) for form in forms[:2]} | {canonical(listed)}

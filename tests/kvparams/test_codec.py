@@ -56,7 +56,7 @@ def found(document: Any) -> list[tuple[tuple[str | int, ...], ProblemKind]]:
 @given(st.dictionaries(NAMES.filter(lambda name: name not in MEMBERS), VALUES, max_size=6), VALUES)
 @example({}, -0.0)
 def test_unknown_members_come_back_as_they_were(unknown: dict[str, Any], inner: object) -> None:
-    """Spec-mandated, draft#5.2: at every depth, whatever they are."""
+    """Spec-mandated, 1.0#5.2: at every depth, whatever they are."""
     document = {
         **REQUIRED,
         "transfer": {"id": "t", "attempt": 1, "zz": inner},
@@ -95,7 +95,7 @@ def test_no_text_raises_anything_but_ours(text: str | bytes) -> None:
     "member", ["foo", "transfer", "prefix", "load_keys", "extensions", "must_understand", "version"]
 )
 def test_hostile_nesting_is_refused_in_every_member(member: str) -> None:
-    """Spec-mandated, draft#12.4: deep, endless and self-containing values end in a problem, not in a crash."""
+    """Spec-mandated, 1.0#12.4: deep, endless and self-containing values end in a problem, not in a crash."""
     deep: object = 0
     for _ in range(100_000):
         deep = [deep]
@@ -147,7 +147,7 @@ def test_json_text_is_compact_utf_8() -> None:
 
 
 def test_a_message_never_repeats_a_value_of_the_document() -> None:
-    """Spec-mandated, draft#7.4: salts and keys are secrets."""
+    """Spec-mandated, 1.0#7.4: salts and keys are secrets."""
     secret = "s3cr3t" * 50
     with pytest.raises(InvalidParams) as caught:
         parse(
@@ -160,14 +160,14 @@ def test_a_message_never_repeats_a_value_of_the_document() -> None:
 
 
 def test_a_document_with_too_many_members_is_refused_before_any_is_judged() -> None:
-    """Spec-mandated, draft#5.7, draft#12.4."""
+    """Spec-mandated, 1.0#5.7, 1.0#12.4."""
     crowd = {f"x{number}": float("nan") for number in range(100_000)}
     assert found({**REQUIRED, **crowd}) == [((), "length")]
     assert found({**REQUIRED, "lease": crowd, "usage": crowd}) == [(("lease",), "length"), (("usage",), "length")]
 
 
 def test_a_request_without_params_has_no_document() -> None:
-    """Spec-mandated, draft#2.3."""
+    """Spec-mandated, 1.0#2.3."""
     assert read_request(None) is None
     assert read_request({}) is None
     assert read_request("{}") is None
@@ -176,7 +176,7 @@ def test_a_request_without_params_has_no_document() -> None:
 
 @pytest.mark.parametrize("text", ["null", " \t\r\n null\n"])
 def test_the_text_of_null_has_no_document(text: str) -> None:
-    """Spec-mandated, draft#2.3: as where the field itself is null."""
+    """Spec-mandated, 1.0#2.3: as where the field itself is null."""
     assert read_request(text) is None
 
 
@@ -191,7 +191,7 @@ def test_text_that_only_looks_like_null_is_refused(text: str) -> None:
     "value", [5, True, 1.5, [], ["kvparams"], ("kvparams",), {"kvparams"}, b"{}", bytearray(b"{}")]
 )
 def test_what_is_neither_an_object_nor_text_carries_no_params(value: Any) -> None:
-    """Spec-mandated, draft#2.5: one problem of the kind type, and never another exception."""
+    """Spec-mandated, 1.0#2.5: one problem of the kind type, and never another exception."""
     for read in (read_request, trio.read):
         with pytest.raises(InvalidParams) as caught:
             read(value)
@@ -204,7 +204,7 @@ def test_what_is_neither_an_object_nor_its_text_is_no_document(value: object) ->
 
 
 def test_longer_text_is_refused_before_it_is_read() -> None:
-    """Spec-mandated, draft#3.12: the bound itself is still read."""
+    """Spec-mandated, 1.0#3.12: the bound itself is still read."""
     text = json.dumps(REQUIRED)
     longest = text + " " * ((16 << 20) - len(text))
     assert parse(longest) == parse(REQUIRED)
@@ -212,7 +212,7 @@ def test_longer_text_is_refused_before_it_is_read() -> None:
 
 
 def test_a_lone_surrogate_is_a_wrong_value_where_no_text_was_read() -> None:
-    """Spec-mandated, draft#3.1: a reader that is handed an object by a laxer parser finds it too."""
+    """Spec-mandated, 1.0#3.1: a reader that is handed an object by a laxer parser finds it too."""
     assert found({**REQUIRED, "x": "\ud800"}) == [(("x",), "value")]
     assert found({**REQUIRED, "isolation": {"cache_salt": "\ud800"}}) == [(("isolation", "cache_salt"), "value")]
     assert found(json.dumps({**REQUIRED, "x": "\ud800"})) == [((), "json")]
@@ -225,7 +225,7 @@ def test_the_document_is_read_from_an_object_or_its_text() -> None:
 
 @pytest.mark.parametrize("value", [None, 1, "{}", json.dumps(REQUIRED), [REQUIRED]])
 def test_the_document_in_a_request_is_an_object(value: object) -> None:
-    """Spec-mandated, draft#2.1."""
+    """Spec-mandated, 1.0#2.1."""
     with pytest.raises(InvalidParams) as caught:
         read_request({"kvparams": value})
     assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(("kvparams",), "type")]
@@ -239,7 +239,7 @@ def test_text_that_is_no_object_is_refused(text: str, kind: str) -> None:
 
 
 def test_writing_leaves_the_native_keys_as_they_are() -> None:
-    """Spec-mandated, draft#2.2."""
+    """Spec-mandated, 1.0#2.2."""
     native = {"do_remote_decode": True, "remote_block_ids": None, "room": 2**63 - 1, "kvparams": "an older one"}
     before = dict(native)
     params = parse(REQUIRED)
@@ -255,7 +255,7 @@ def test_what_was_written_into_a_request_is_read_from_it(native: dict[str, objec
 
 
 def test_a_version_that_goes_through_is_kept() -> None:
-    """Spec-mandated, draft#6.3."""
+    """Spec-mandated, 1.0#6.3."""
     assert dump(parse({**REQUIRED, "version": "1.7", "new": 1})) == {**REQUIRED, "version": "1.7", "new": 1}
 
 

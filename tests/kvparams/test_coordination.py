@@ -183,7 +183,7 @@ def test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again() -> None:
 
 @pytest.mark.parametrize(("waits_s", "left_ms"), [(0.0, 1000), (0.25, 750), (0.9996, 1)])
 def test_decode_is_told_what_is_left_of_the_lease(waits_s: float, left_ms: int) -> None:
-    """Spec-mandated, draft#3.9: counted by our own clock from when it came; what else stands in it stays."""
+    """Spec-mandated, 1.0#3.9: counted by our own clock from when it came; what else stands in it stays."""
     for beside in ({}, {"unknown": 1}):
         table = Table(STORE)
         table.waits_s = waits_s
@@ -204,7 +204,7 @@ def test_decode_is_told_what_is_left_of_the_lease(waits_s: float, left_ms: int) 
     ],
 )
 def test_the_document_of_something_else_in_an_answer_is_not_used(wrong: dict[str, object]) -> None:
-    """Spec-mandated, draft#4.6."""
+    """Spec-mandated, 1.0#4.6."""
     right: dict[str, object] = {**RESULT, "request_id": "req", "transfer": {"id": "tra", "attempt": 1}}
     for result, told in ((right, 2), (right | wrong, 1)):
         table = Table(STORE)
@@ -229,7 +229,7 @@ def members(document: Mapping[str, Any], before: str = "") -> set[str]:
 
 
 def test_no_document_that_is_made_here_has_a_member_of_its_own() -> None:
-    """Spec-mandated, draft#5.8: only what prefill's answer has stays (draft#5.2)."""
+    """Spec-mandated, 1.0#5.8: only what prefill's answer has stays (1.0#5.2)."""
     table = Table(STORE)
     lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000, "unknown": 1}, "producer": {"id": "p"}}}
     table.run(PrefillThenDecode().legs(facts(token_ids=[1], cache_salt="s"), table), lambda _: LegAnswer(lease))

@@ -15,7 +15,7 @@ from kvparams.dialects.table import LEGS
 from kvparams.translation import decode, encode
 from tests.kvparams.dialect_messages import same
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "dialects"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "dialects"
 Case = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def test_every_dialect_has_vectors_of_every_leg_and_of_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(("name", "case"), cases(), ids=name_of)
 def test_the_sdk_translates_every_message_as_the_vector_says(name: str, case: Case) -> None:
-    """Spec-mandated, draft#15.1."""
+    """Spec-mandated, 1.0#15.1."""
     table, engine = tables()[name], case.get("engine")
     told = case["message"]
     message = Message(told["request_id"], told["body"], told.get("headers", {}))

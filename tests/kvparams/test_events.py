@@ -20,7 +20,7 @@ from kvparams.events.model import MAX_EVENTS, MAX_PROBLEMS, MEDIA
 from kvparams.events.plain import plain_batch
 from kvparams.tokens import MAX_TOKENS, unpack
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "events.json"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
 SOURCE = Source("engine-a")
 Case = dict[str, Any]
 
@@ -58,7 +58,7 @@ def kinds(batch: Batch) -> list[tuple[tuple[str | int, ...], str]]:
 
 @pytest.mark.parametrize("case", cases(), ids=name_of)
 def test_every_message_is_read_as_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#14.1 to draft#14.9."""
+    """Spec-mandated, 1.0#14.1 to 1.0#14.9."""
     if case["valid"]:
         assert [plain_batch(batch) for batch in read(case)] == case["batches"]
         return
@@ -68,7 +68,7 @@ def test_every_message_is_read_as_the_vector_says(case: Case) -> None:
 
 
 def test_every_medium_with_a_name_is_known() -> None:
-    """Spec-mandated, draft#14.5: whatever the case of its letters."""
+    """Spec-mandated, 1.0#14.5: whatever the case of its letters."""
     for name, medium in MEDIA.items():
         for word in (name, name.upper()):
             (event,) = decode(packed(stored(medium=word)), SOURCE).events
@@ -77,7 +77,7 @@ def test_every_medium_with_a_name_is_known() -> None:
 
 
 def test_a_block_is_removed_from_the_place_where_it_was_stored() -> None:
-    """Spec-mandated, draft#14.5: groups, owners and media keep equal hashes apart."""
+    """Spec-mandated, 1.0#14.5: groups, owners and media keep equal hashes apart."""
     where = {"medium": "CPU", "group_idx": 2, "ownership": "kvcr"}
     gone = {"type": "BlockRemoved", "block_hashes": [1]}
     came, left, other = decode(packed(stored(**where), gone | where, gone | where | {"group_idx": 3}), SOURCE).events
@@ -121,7 +121,7 @@ def test_the_rank_of_a_batch_replaces_that_of_its_source() -> None:
 
 
 def test_too_many_bytes_are_refused_unread() -> None:
-    """Spec-mandated, draft#14.10."""
+    """Spec-mandated, 1.0#14.10."""
     payload = packed(stored())
     assert decode(payload, SOURCE, max_bytes=len(payload)).events
     with pytest.raises(InvalidEvents, match="at most") as caught:
@@ -133,7 +133,7 @@ def test_too_many_bytes_are_refused_unread() -> None:
 
 
 def test_too_many_events_are_refused() -> None:
-    """Spec-mandated, draft#14.10: and as many as there may be are not."""
+    """Spec-mandated, 1.0#14.10: and as many as there may be are not."""
     cleared = {"type": "AllBlocksCleared"}
     assert len(decode(packed(*[cleared] * MAX_EVENTS), SOURCE).events) == MAX_EVENTS
     with pytest.raises(InvalidEvents) as caught:
@@ -146,7 +146,7 @@ def test_too_many_events_are_refused() -> None:
 
 
 def test_too_many_tokens_and_blocks_cost_the_event() -> None:
-    """Spec-mandated, draft#14.10."""
+    """Spec-mandated, 1.0#14.10."""
     many = [1] * (MAX_TOKENS + 1)
     batch = decode(
         packed(stored(token_ids=many), stored(block_hashes=many), stored(extra_keys=[["x" * 2**18]])), SOURCE
@@ -160,7 +160,7 @@ def test_too_many_tokens_and_blocks_cost_the_event() -> None:
 
 
 def test_the_first_problems_are_described_and_all_are_counted() -> None:
-    """Spec-mandated, draft#14.8; also where a batch has to be read event by event."""
+    """Spec-mandated, 1.0#14.8; also where a batch has to be read event by event."""
     wrong = stored(token_ids=[-1])
     for also in ([], [{"type": "Later"}]):
         batch = decode(packed(*also, *[wrong] * 40, stored()), SOURCE)
@@ -171,7 +171,7 @@ def test_the_first_problems_are_described_and_all_are_counted() -> None:
 
 
 def test_an_event_of_too_many_members_is_left_out() -> None:
-    """Spec-mandated, draft#14.10: an event that is read as it should be may have as many as it likes."""
+    """Spec-mandated, 1.0#14.10: an event that is read as it should be may have as many as it likes."""
     crowd = {str(number): 0 for number in range(257)}
     batch = decode(packed({"type": "Later"} | crowd, ["Later", *crowd], stored() | crowd), SOURCE)
     assert len(batch.events) == 1
@@ -196,13 +196,13 @@ def test_a_hostile_batch_is_done_with_in_time() -> None:
     ],
 )
 def test_depth_is_refused(payload: bytes) -> None:
-    """Spec-mandated, draft#14.10."""
+    """Spec-mandated, 1.0#14.10."""
     with pytest.raises(InvalidEvents, match="deep"):
         decode(payload, SOURCE)
 
 
 def test_deep_text_is_refused() -> None:
-    """Spec-mandated, draft#14.10."""
+    """Spec-mandated, 1.0#14.10."""
     for text in ("[" * 100_000, '[{"x":' * 50_000):
         with pytest.raises(InvalidEvents):
             decode_trtllm(text, SOURCE)
@@ -230,7 +230,7 @@ def test_the_error_is_ours_and_repeats_no_value() -> None:
 
 
 def test_nothing_here_can_run_what_it_reads() -> None:
-    """Spec-mandated, draft#14.15: no module of the ground imports such a decoder."""
+    """Spec-mandated, 1.0#14.15: no module of the ground imports such a decoder."""
     for module in (Path(__file__).parents[2] / "kvparams").rglob("*.py"):
         assert not re.search(r"\b(import|from) (pickle|marshal|shelve|dill)\b", module.read_text()), module
 
@@ -240,7 +240,7 @@ END = b"\xff" * 8
 
 
 def test_frames_of_a_live_message() -> None:
-    """Spec-mandated, draft#14.11."""
+    """Spec-mandated, 1.0#14.11."""
     assert read_live([b"kv@pod@m", NUMBER, b"payload"]) == Frames(b"kv@pod@m", 7, b"payload")
     for frames in (
         [],
@@ -256,7 +256,7 @@ def test_frames_of_a_live_message() -> None:
 
 @pytest.mark.parametrize("front", [[], [b""], [b"topic"], [b"", b"topic"], [b"", b""]])
 def test_frames_of_a_replayed_message(front: list[bytes]) -> None:
-    """Spec-mandated, draft#14.11: with the topic and without, behind an empty frame or not."""
+    """Spec-mandated, 1.0#14.11: with the topic and without, behind an empty frame or not."""
     topic = front[-1] if front else b""
     assert read_replayed([*front, NUMBER, b"payload"]) == Frames(topic, 7, b"payload")
     assert read_replayed([*front, END, b""]) is None
@@ -264,7 +264,7 @@ def test_frames_of_a_replayed_message(front: list[bytes]) -> None:
 
 @pytest.mark.parametrize("frames", [[], [NUMBER], [b"x", b"", NUMBER, b""], [b""] * 5, [b"", b"", b"1234567", b""]])
 def test_frames_that_answer_nothing(frames: list[bytes]) -> None:
-    """Spec-mandated, draft#14.11."""
+    """Spec-mandated, 1.0#14.11."""
     with pytest.raises(InvalidEvents):
         read_replayed(frames)
 

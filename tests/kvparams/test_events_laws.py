@@ -31,7 +31,7 @@ from kvparams.events.plain import plain_batch
 from kvparams.tokens import MAX_TOKENS, pack
 from tests.fuzz.campaign import Campaign
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "events.json"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
 SOURCE = Source("e")
 MASK = 2**64 - 1
 Said = dict[str, Any]
@@ -122,7 +122,7 @@ def test_what_an_engine_says_comes_out_in_messagepack(
     ranked: bool,
     junk: bool,
 ) -> None:
-    """Spec-mandated, draft#14.2, draft#14.3, draft#14.7: unknown events between them change nothing but their count."""
+    """Spec-mandated, 1.0#14.2, 1.0#14.3, 1.0#14.7: unknown events between them change nothing but their count."""
     events: list[Json] = [form(one, hash_as, "CPU") for one in said]
     if junk:
         events.insert(len(events) // 2, {"type": "Later", "x": {"y": [1]}})
@@ -135,7 +135,7 @@ def test_what_an_engine_says_comes_out_in_messagepack(
 
 @given(st.lists(stored() | st.just({"op": "cleared"}), max_size=5), st.sampled_from([unsigned, hexadecimal]))
 def test_what_an_engine_says_comes_out_of_tensorrt_llms_json(said: list[Said], hash_as: Callable[[int], Json]) -> None:
-    """Spec-mandated, draft#14.9."""
+    """Spec-mandated, 1.0#14.9."""
     events: list[Json] = []
     for number, one in enumerate(said):
         if one["op"] == "cleared":
@@ -163,7 +163,7 @@ def test_what_an_engine_says_comes_out_of_tensorrt_llms_json(said: list[Said], h
 
 @given(SAID, st.integers(0, MASK))
 def test_what_a_router_event_says_comes_out_of_dynamos_json(said: list[Said], worker: int) -> None:
-    """Spec-mandated, draft#14.9: tokens never do, for none were said."""
+    """Spec-mandated, 1.0#14.9: tokens never do, for none were said."""
     events: list[Json] = []
     for number, one in enumerate(said):
         data: Json = "cleared"
@@ -228,7 +228,7 @@ def feed(message: bytes) -> int:
 @example(b"")
 @example(b"\x93\xcb\x7f\xf8\0\0\0\0\0\0\x90\0")
 def test_any_bytes_are_read_or_refused(message: bytes) -> None:
-    """Spec-mandated, draft#14.1."""
+    """Spec-mandated, 1.0#14.1."""
     feed(message)
 
 
@@ -244,7 +244,7 @@ MEMBERS = st.dictionaries(WORDS, ANYTHING, max_size=4)
 
 @given(st.lists(st.tuples(stored(), MEMBERS), max_size=3), ANYTHING, ANYTHING)
 def test_any_structure_is_read_or_refused(events: list[tuple[Said, Said]], time_said: Json, rank: Json) -> None:
-    """Spec-mandated, draft#14.1, draft#14.7: members of any type in place of those that belong there."""
+    """Spec-mandated, 1.0#14.1, 1.0#14.7: members of any type in place of those that belong there."""
     wrong = [as_map(said, signed, "GPU") | members for said, members in events]
     message = msgspec.msgpack.encode([1.5, [*wrong, {"type": "AllBlocksCleared"}, *map(list, events)], 0])
     assert Cleared() in decode(message, SOURCE).events

@@ -19,12 +19,12 @@ def fed(*numbers: int, remembered: int = 8) -> SequenceTracker:
 
 
 def test_one_after_another_is_in_order() -> None:
-    """Spec-mandated, draft#14.12."""
+    """Spec-mandated, 1.0#14.12."""
     assert fed(*range(100)).next == 100
 
 
 def test_a_gap_says_how_much_is_missing_and_takes_nothing() -> None:
-    """Spec-mandated, draft#14.12: the replay begins with the last one taken, so that its mark can be compared."""
+    """Spec-mandated, 1.0#14.12: the replay begins with the last one taken, so that its mark can be compared."""
     tracker = fed(0, 1, 2)
     assert tracker.observe(5, 105) == Order("gap", 2, 2)
     assert tracker.observe(6, 106) == Order("gap", 3, 2)
@@ -35,12 +35,12 @@ def test_a_gap_says_how_much_is_missing_and_takes_nothing() -> None:
 
 
 def test_who_joins_late_misses_what_came_before() -> None:
-    """Spec-mandated, draft#14.12."""
+    """Spec-mandated, 1.0#14.12."""
     assert SequenceTracker().observe(3, 1) == Order("gap", 3, 0)
 
 
 def test_another_batch_of_a_number_that_was_taken_is_a_restart() -> None:
-    """Spec-mandated, draft#14.13: nothing is taken, and all of the new publisher's batches are asked for."""
+    """Spec-mandated, 1.0#14.13: nothing is taken, and all of the new publisher's batches are asked for."""
     tracker = fed(0, 1, 2)
     assert tracker.observe(1, 999) == Order("restart")
     assert tracker.next == 0
@@ -51,21 +51,21 @@ def test_another_batch_of_a_number_that_was_taken_is_a_restart() -> None:
 
 
 def test_what_is_too_old_to_be_known_is_a_restart() -> None:
-    """Spec-mandated, draft#14.13: in doubt the source is cleared."""
+    """Spec-mandated, 1.0#14.13: in doubt the source is cleared."""
     tracker = fed(*range(20), remembered=8)
     assert tracker.observe(12, 112) == Order("duplicate")
     assert tracker.observe(11, 111) == Order("restart")
 
 
 def test_a_stream_without_marks_never_repeats_itself() -> None:
-    """Spec-mandated, draft#14.13."""
+    """Spec-mandated, 1.0#14.13."""
     tracker = SequenceTracker()
     assert tracker.observe(0) == tracker.observe(1) == Order("in_order")
     assert tracker.observe(1) == Order("restart")
 
 
 def test_what_cannot_be_replayed_is_given_up() -> None:
-    """Spec-mandated, draft#14.14: after the source was cleared; what came before is no duplicate of anything then."""
+    """Spec-mandated, 1.0#14.14: after the source was cleared; what came before is no duplicate of anything then."""
     tracker = fed(0, 1)
     tracker.resume(7)
     assert (tracker.next, tracker.last) == (7, 7)
@@ -75,7 +75,7 @@ def test_what_cannot_be_replayed_is_given_up() -> None:
 
 
 def test_what_was_given_up_may_still_come() -> None:
-    """Spec-mandated, draft#14.14: a replay can be ahead of live batches; what lies before the gap is no part of it."""
+    """Spec-mandated, 1.0#14.14: a replay can be ahead of live batches; what lies before the gap is no part of it."""
     tracker = fed(0, 1)
     assert tracker.observe(4, 104).finding == "gap"
     tracker.resume(7)
@@ -206,7 +206,7 @@ QUICK = settings(stateful_step_count=20)
 
 
 def test_who_follows_the_tracker_never_believes_two_publishers() -> None:
-    """Spec-mandated, draft#14.12 to draft#14.14."""
+    """Spec-mandated, 1.0#14.12 to 1.0#14.14."""
     run_state_machine_as_test(Following, settings=QUICK)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -57,7 +57,7 @@ def plain_hashes(seed: int, size: int, namespace: int, ids: list[int]) -> list[i
 
 @pytest.mark.parametrize("case", cases("chain"), ids=name_of)
 def test_the_sdk_derives_the_block_hashes_that_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#16.1, draft#16.2."""
+    """Spec-mandated, 1.0#16.1, 1.0#16.2."""
     seed, named = int(case["seed"], 16), case["namespace"]
     chain = Chain(seed, case["block_size"])
     namespace = chain.namespace(named["model"], named["lora"], named["cache_salt"])
@@ -68,7 +68,7 @@ def test_the_sdk_derives_the_block_hashes_that_the_vector_says(case: Case) -> No
 
 @pytest.mark.parametrize("case", cases("chain"), ids=name_of)
 def test_the_words_of_the_spec_give_the_block_hashes_that_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#16.1: computed without any code of the package."""
+    """Spec-mandated, 1.0#16.1: computed without any code of the package."""
     seed, named = int(case["seed"], 16), case["namespace"]
     namespace = plain_namespace(seed, named["model"], named["lora"], named["cache_salt"])
     assert f"{namespace:016x}" == case["number"]
@@ -85,7 +85,7 @@ def test_the_words_of_the_spec_give_the_block_hashes_that_the_vector_says(case: 
 def test_what_is_vectorised_is_what_the_words_say(
     seed: int, size: int, texts: tuple[str, str | None, str | None], ids: list[int]
 ) -> None:
-    """Spec-mandated, draft#16.1, draft#16.2."""
+    """Spec-mandated, 1.0#16.1, 1.0#16.2."""
     chain = Chain(seed, size)
     namespace = chain.namespace(*texts)
     assert namespace == plain_namespace(seed, *texts)

@@ -124,7 +124,7 @@ def test_lost_doubled_and_reordered_events_never_invent_a_block(
 
 
 def test_blocks_that_depend_on_more_than_tokens_are_not_hashed() -> None:
-    """Spec-mandated, draft#16.3: an image in the second block; a salt and an adapter are in the namespace."""
+    """Spec-mandated, 1.0#16.3: an image in the second block; a salt and an adapter are in the namespace."""
     event = Stored(DEVICE, A + B + C, 8, None, pack([1, 2, 3, 4, 5, 6]), SIZE)
     index, feed = fed(event._replace(extras=(None, ("image-digest",), None)))
     assert index.match(hashes([1, 2, 3, 4, 5, 6])).held[0] == {"w": 1}

@@ -29,7 +29,7 @@ def check(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_agrees_with_every_vector() -> None:
-    """Spec-mandated, draft#1.1: none is left out, and each file is counted."""
+    """Spec-mandated, 1.0#1.1: none is left out, and each file is counted."""
     ran = check(SPEC)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     counted = {
@@ -160,7 +160,7 @@ def test_no_vectors_are_no_agreement(tmp_path: Path) -> None:
 
 
 def test_what_only_a_parsed_object_can_hold_has_no_canonical_form_there_either() -> None:
-    """Spec-mandated, draft#13.2: no vector can say it."""
+    """Spec-mandated, 1.0#13.2: no vector can say it."""
     node = shutil.which("node")
     assert node is not None
     code = """

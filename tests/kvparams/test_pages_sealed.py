@@ -58,7 +58,7 @@ def test_a_page_is_opened_with_the_keys_it_was_sealed_with(method: Method, token
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_flipped_bit_of_the_header_is_refused_even_under_checksums_that_fit(method: Method) -> None:
-    """Spec-mandated, draft#11.6."""
+    """Spec-mandated, 1.0#11.6."""
     page = sealed(keys(method=method))
     for bit in range(8 * HEADER_BYTES):
         flipped = bytearray(page)
@@ -70,7 +70,7 @@ def test_every_flipped_bit_of_the_header_is_refused_even_under_checksums_that_fi
 
 @given(EITHER, st.integers(0, 8 * IDENTITY.payload_bytes - 1))
 def test_a_forged_payload_under_checksums_that_fit_is_refused_as_forged(method: Method, bit: int) -> None:
-    """Spec-mandated, draft#11.6. The control: without keys the same forgery is believed."""
+    """Spec-mandated, 1.0#11.6. The control: without keys the same forgery is believed."""
     for by, expected in ((keys(method=method), "forged"), (None, None)):
         page = sealed(by)
         page[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
@@ -132,7 +132,7 @@ def test_a_page_by_another_key_is_locked(method: Method, pair: list[bytes]) -> N
 
 
 def test_pages_with_and_without_tags_are_not_taken_for_each_other() -> None:
-    """Spec-mandated, draft#11.6, draft#11.7: no downgrade, and in words what to do."""
+    """Spec-mandated, 1.0#11.6, 1.0#11.7: no downgrade, and in words what to do."""
     refusal = verify(memoryview(sealed(None)), IDENTITY, keys())
     assert refusal is not None
     assert (refusal.reason, "keys are configured here" in refusal.message) == ("unsealed", True)
@@ -169,7 +169,7 @@ def test_a_refusal_says_whether_the_page_may_be_good_for_others() -> None:
 
 
 def test_no_two_pages_share_a_page_key() -> None:
-    """Spec-mandated, draft#11.5: the fixed nonce is safe because of it."""
+    """Spec-mandated, 1.0#11.5: the fixed nonce is safe because of it."""
     salts = {bytes(sealed(keys())[120:152]) for _ in range(200)}
     assert len(salts) == 200
 

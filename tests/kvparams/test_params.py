@@ -61,7 +61,7 @@ def test_parts_are_frozen() -> None:
 
 
 def test_absent_and_null_are_not_equal() -> None:
-    """Spec-mandated, draft#5.1."""
+    """Spec-mandated, 1.0#5.1."""
     assert made() != made(lease=None)
     assert made(lease=None) == made(lease=None)
     assert made(producer={"id": "p"}) != made(producer={"id": "p", "incarnation": None})
@@ -75,7 +75,7 @@ def test_equal_documents_hash_equal() -> None:
 
 
 def test_two_endpoints_are_one_instance_only_with_the_same_incarnation() -> None:
-    """Spec-mandated, draft#3.8."""
+    """Spec-mandated, 1.0#3.8."""
     assert {Endpoint(id="p", incarnation="1"), Endpoint(id="p", incarnation="1")} == {Endpoint(id="p", incarnation="1")}
     assert Endpoint(id="p", incarnation="1") != Endpoint(id="p", incarnation="2")
     assert Endpoint(id="p", incarnation="1") != Endpoint(id="q", incarnation="1")
@@ -120,7 +120,7 @@ def test_an_object_that_holds_itself_is_refused() -> None:
     ids=[f"bound {number}" for number in range(8)],
 )
 def test_lists_and_text_are_bounded(members: dict[str, object], fits: bool) -> None:
-    """Spec-mandated, draft#3.4, draft#5.6, draft#12.4: the bounds that are too large for vectors."""
+    """Spec-mandated, 1.0#3.4, 1.0#5.6, 1.0#12.4: the bounds that are too large for vectors."""
     if fits:
         assert dump(made(**members)) == {**REQUIRED, **members}
         return
@@ -149,7 +149,7 @@ def test_packed_ids_come_back(ids: list[int]) -> None:
 
 @given(IDS)
 def test_every_form_of_a_prefix_has_the_same_digest(ids: list[int]) -> None:
-    """Spec-mandated, draft#8.4."""
+    """Spec-mandated, 1.0#8.4."""
     spelled = TokenPrefix(count=len(ids), ids=tuple(ids))
     forms = (TokenPrefix.pack(ids), TokenPrefix.by_digest(ids), TokenPrefix.listed(ids), spelled)
     assert {form.digest_text() for form in forms} == {token_digest(pack(ids))}

@@ -197,7 +197,7 @@ def test_what_is_no_address_is_let_through_as_it_came() -> None:
     ],
 )
 def test_values_out_of_bounds_are_refused(said: dict[str, Any]) -> None:
-    """Spec-mandated, draft#12.7. A tensor-parallel size of a billion makes a decode engine build as long a list."""
+    """Spec-mandated, 1.0#12.7. A tensor-parallel size of a billion makes a decode engine build as long a list."""
     assert refusal(ANSWER | said).reason == "value"
 
 
@@ -223,7 +223,7 @@ def test_every_row_whose_value_is_an_address_says_so() -> None:
 
 
 def test_the_spec_names_every_member_that_is_an_address() -> None:
-    spec = (Path(__file__).parents[2] / "spec" / "draft" / "spec.md").read_text()
+    spec = (Path(__file__).parents[2] / "spec" / "1.0" / "spec.md").read_text()
     (line,) = [line for line in spec.splitlines() if line.startswith("Members that are addresses, ")]
     parts = line.partition(" at least: ")[2].split("; ")
     named = {part.split(" ")[0].rstrip("s"): set(re.findall(r"`([^`]+)`", part)) for part in parts}
@@ -290,7 +290,7 @@ def document(address: str) -> dict[str, Any]:
     ],
 )
 def test_the_plan_sends_no_decode_leg_with_such_an_answer(dialect: Any, good: Any, evil: Any) -> None:
-    """Spec-mandated, draft#12.6."""
+    """Spec-mandated, 1.0#12.6."""
     assert len(planned(dialect, good, PINS).legs) == 2
     assert len(planned(dialect, evil, None).legs) == 2  # the control: without pins it is sent
     table = Table(dialect, [replace(each, url="http://10.0.0.7:1", dialect="nixl") for each in fleet_of()])

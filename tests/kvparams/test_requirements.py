@@ -17,29 +17,28 @@ TEXT = (SPEC / "spec.md").read_text()
 NUMBER = r"[a-z0-9.]+#\d+\.\d+"
 PAGES = ("engine.md", "store.md", "proxy.md")
 SHOWN = {
-    "draft#3.7": "tests/proxy/test_journal.py::test_retries_show_their_transfers_and_where_they_went",
-    "draft#3.9": "tests/kvparams/test_coordination.py::test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again",
-    "draft#3.10": "tests/reference_engine/test_handover.py::"
-    "test_kv_that_is_not_there_is_recomputed_or_an_error_as_asked",
-    "draft#3.11": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
-    "draft#3.13": "tests/proxy/test_legs.py::test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
-    "draft#4.1": "tests/proxy/test_legs.py::test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
-    "draft#4.2": "tests/reference_engine/test_handover.py::"
+    "1.0#3.7": "tests/proxy/test_journal.py::test_retries_show_their_transfers_and_where_they_went",
+    "1.0#3.9": "tests/kvparams/test_coordination.py::test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again",
+    "1.0#3.10": "tests/reference_engine/test_handover.py::test_kv_that_is_not_there_is_recomputed_or_an_error_as_asked",
+    "1.0#3.11": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
+    "1.0#3.13": "tests/proxy/test_legs.py::test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
+    "1.0#4.1": "tests/proxy/test_legs.py::test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
+    "1.0#4.2": "tests/reference_engine/test_handover.py::"
     "test_decode_computes_one_prompt_token_and_says_what_one_engine_says",
-    "draft#4.3": "tests/proxy/test_failover.py::test_with_nixl_a_claimed_transfer_is_never_asked_for_again",
-    "draft#4.4": "tests/reference_engine/test_transfers.py::test_a_transfer_that_is_not_known_or_over_is_no_fault",
-    "draft#4.5": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
-    "draft#10.2": "tests/vllm/test_core_scheduler_half.py::test_what_no_key_can_say_is_not_cached",
-    "draft#10.3": "connectors/kvparams_connectors/conformance/levels.py::test_the_longest_and_oddest_keys_work",
-    "draft#12.1": "tests/proxy/test_strip_list.py::"
+    "1.0#4.3": "tests/proxy/test_failover.py::test_with_nixl_a_claimed_transfer_is_never_asked_for_again",
+    "1.0#4.4": "tests/reference_engine/test_transfers.py::test_a_transfer_that_is_not_known_or_over_is_no_fault",
+    "1.0#4.5": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
+    "1.0#10.2": "tests/vllm/test_core_scheduler_half.py::test_what_no_key_can_say_is_not_cached",
+    "1.0#10.3": "connectors/kvparams_connectors/conformance/levels.py::test_the_longest_and_oddest_keys_work",
+    "1.0#12.1": "tests/proxy/test_strip_list.py::"
     "test_no_client_makes_an_engine_go_anywhere_or_load_anything_that_the_proxy_has_not_chosen",
-    "draft#12.2": "tests/proxy/test_corrections.py::test_cached_tokens_become_prefills_and_params_go",
-    "draft#12.5": "tests/proxy/test_journal.py::test_nothing_of_prompt_answer_key_or_address_is_in_it",
+    "1.0#12.2": "tests/proxy/test_corrections.py::test_cached_tokens_become_prefills_and_params_go",
+    "1.0#12.5": "tests/proxy/test_journal.py::test_nothing_of_prompt_answer_key_or_address_is_in_it",
 }
 """Tests that show a requirement and do not name it."""
 UNSHOWN = {
-    "draft#16.4": "of proxies: nothing here answers a request",
-    "draft#16.5": "of proxies: nothing here makes a seed or answers a client",
+    "1.0#16.4": "of proxies: nothing here answers a request",
+    "1.0#16.5": "of proxies: nothing here makes a seed or answers a client",
 }
 """What cannot be shown here, with the reason."""
 

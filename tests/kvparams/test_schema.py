@@ -112,7 +112,7 @@ def model_accepts(document: dict[str, Any]) -> bool:
 @settings(max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 @given(document=documents())
 def test_schema_and_model_judge_alike(document: dict[str, Any], schema_accepts: Callable[[object], bool]) -> None:
-    """Spec-mandated: what only the model can say (draft#3.5, draft#8.3, 32 levels) is not in these documents."""
+    """Spec-mandated: what only the model can say (1.0#3.5, 1.0#8.3, 32 levels) is not in these documents."""
     assert schema_accepts(document) is model_accepts(document)
 
 

@@ -28,7 +28,7 @@ from kvparams.trust.signing import MAX_LIFETIME_S, NoSigningKey, Signer
 from kvparams.trust.verifying import REASONS, Untrusted, verify
 from tests.kvparams.planning import Table, fleet_of
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "signatures.json"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "signatures.json"
 CASES: list[dict[str, Any]] = json.loads(VECTORS.read_bytes())["cases"]
 NOW = 1_767_225_600
 KEY = SigningKey("k", bytes(32), NOW - 10)
@@ -82,7 +82,7 @@ def ring_of(case: dict[str, Any]) -> Keyring:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_every_vector_is_judged_as_it_says(case: dict[str, Any]) -> None:
-    """Spec-mandated, draft#13.1 to draft#13.14: the vectors were made from the words of the spec, by other code."""
+    """Spec-mandated, 1.0#13.1 to 1.0#13.14: the vectors were made from the words of the spec, by other code."""
     carrier = case["kv_transfer_params"]
     if "canonical" in case:
         assert canonical(parse(carrier["kvparams"])).decode() == case["canonical"]
@@ -168,7 +168,7 @@ ODD: st.SearchStrategy[Any] = (
 @settings(max_examples=150)
 @given(st.data())
 def test_one_change_anywhere_and_it_is_not_believed(data: st.DataObject) -> None:
-    """Spec-mandated, draft#13.4 and draft#13.5."""
+    """Spec-mandated, 1.0#13.4 and 1.0#13.5."""
     document = {
         **SMALL,
         "prefix": {"count": 2, "digest": TokenPrefix.by_digest([1, 2]).digest_text()},
@@ -210,7 +210,7 @@ def test_what_cannot_be_signed_is_said_in_words() -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_fraction_among_native_keys_is_believed_as_any_text_of_the_same_double(value: float) -> None:
-    """Spec-mandated, draft#13.2; the next double is another one, and so is the integer."""
+    """Spec-mandated, 1.0#13.2; the next double is another one, and so is the integer."""
     carrier = signer().sign(parse(SMALL), {"expiry": value})
     texts = {repr(value), f"{value:.17e}", to_json(value).decode()}
     whole = json.dumps(carrier | {"expiry": "HERE"})
@@ -222,7 +222,7 @@ def test_a_fraction_among_native_keys_is_believed_as_any_text_of_the_same_double
 
 
 def test_ids_of_a_prompt_that_nobody_signed_are_not_used() -> None:
-    """Spec-mandated, draft#13.14: nobody else holds them against anything, as they are not among what is signed."""
+    """Spec-mandated, 1.0#13.14: nobody else holds them against anything, as they are not among what is signed."""
     for prefix, good in ((None, False), ([1, 2], True), ([1, 2, 3, 4], False), ([2], False)):
         document = parse(SMALL if prefix is None else SMALL | {"prefix": prefix})
         carrier = signer().sign(document, NATIVE | {"prompt_token_ids": [1, 2, 3]})
@@ -237,7 +237,7 @@ def test_ids_of_a_prompt_that_nobody_signed_are_not_used() -> None:
 
 
 def test_the_newest_key_signs_and_the_old_one_is_believed_until_nothing_of_it_is_left() -> None:
-    """Spec-mandated, draft#13.7: a key is changed without one request lost, at any moment."""
+    """Spec-mandated, 1.0#13.7: a key is changed without one request lost, at any moment."""
     old, new = SigningKey("old", b"o" * 32, NOW - 1000, NOW + 120), SigningKey("new", b"n" * 32, NOW + 60)
     ring = Keyring([old, new])
     at = [float(NOW)]
@@ -267,7 +267,7 @@ def test_a_signer_changes_its_keys_at_once() -> None:
 
 @given(offset=st.integers(-5000, 5000), lifetime=st.integers(1, MAX_LIFETIME_S), skew=st.integers(0, 60))
 def test_it_is_believed_in_its_time_and_within_what_clocks_may_differ(offset: int, lifetime: int, skew: int) -> None:
-    """Spec-mandated, draft#13.11."""
+    """Spec-mandated, 1.0#13.11."""
     carrier = signer(lifetime_s=lifetime).sign(parse(SMALL))
     at = NOW + offset
     if -skew <= offset < lifetime + skew:
@@ -279,7 +279,7 @@ def test_it_is_believed_in_its_time_and_within_what_clocks_may_differ(offset: in
 
 @given(offset=st.integers(-30, 329), gap=st.integers(1, 60), took=st.integers(0, 400))
 def test_what_an_engine_before_this_one_has_accepted_is_refused(offset: int, gap: int, took: int) -> None:
-    """Spec-mandated, draft#13.9: however wrong the proxy's clock may be, and however long the engine took to start."""
+    """Spec-mandated, 1.0#13.9: however wrong the proxy's clock may be, and however long the engine took to start."""
     carrier = signer().sign(parse(SMALL))
     accepted = NOW + offset
     assert check(carrier, now=accepted, replay=ReplayWindow(0)) is not None
@@ -307,7 +307,7 @@ def test_a_request_that_has_waited_is_judged_by_when_it_came() -> None:
 
 
 def test_it_is_believed_once() -> None:
-    """Spec-mandated, draft#13.9: also where the other copy is in another form."""
+    """Spec-mandated, 1.0#13.9: also where the other copy is in another form."""
     replay = ReplayWindow(NOW - 100)
     carrier: dict[str, Any] = signer().sign(parse({**SMALL, "prefix": [1]}))
     assert check(carrier, replay=replay) is not None
@@ -319,7 +319,7 @@ def test_it_is_believed_once() -> None:
 
 
 def test_what_is_wrong_uses_no_nonce_up() -> None:
-    """Spec-mandated, draft#13.10; that values are compared in constant time is `hmac.compare_digest`'s word."""
+    """Spec-mandated, 1.0#13.10; that values are compared in constant time is `hmac.compare_digest`'s word."""
     replay = ReplayWindow(NOW - 100)
     carrier = signer().sign(parse(SMALL), NATIVE)
     for _ in range(3):
@@ -435,7 +435,7 @@ def carriers(
 def test_every_leg_of_a_plan_is_signed_and_otherwise_says_the_same(
     dialect: Dialect, request_facts: RequestFacts
 ) -> None:
-    """Spec-mandated, draft#13.12: also those after a failure, each with a nonce of its own."""
+    """Spec-mandated, 1.0#13.12: also those after a failure, each with a nonce of its own."""
     failed = LegFailed("broken", another=True, claimed=False)
     ends = [failed, None, failed, None]
     plain = carriers(dialect, request_facts, None, ends)

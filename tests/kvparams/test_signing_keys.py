@@ -206,7 +206,7 @@ def test_a_gate_follows_its_keys_and_counts_what_it_refuses(path: Path) -> None:
 def test_a_gate_says_how_long_it_refuses_what_an_engine_before_it_may_have_accepted(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Spec-mandated, draft#13.9."""
+    """Spec-mandated, 1.0#13.9."""
     create_keyring(path, Keyring([SigningKey("a", SECRET, NOW - 100)]))
     at = [NOW + 8.0]
     gate = Gate(path, "pool", lambda: at[0], since=NOW)

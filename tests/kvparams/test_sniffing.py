@@ -19,7 +19,7 @@ from kvparams.sniffing import Ambiguous, Unrecognised, matches, pick, sniff
 from kvparams.translation import decode, encode
 from tests.kvparams.dialect_messages import JSON, NAMES
 
-VECTORS = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "dialects"
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "dialects"
 TABLES = tables()
 SIX = {
     "do_remote_decode": True,
@@ -103,7 +103,7 @@ def test_keys_that_several_have_are_asked_about(message: Message, names: set[str
     ],
 )
 def test_the_leg_of_a_trio_is_told_by_its_keys(members: dict[str, object], phases: tuple[str, ...]) -> None:
-    """As draft#9.5 has it."""
+    """As 1.0#9.5 has it."""
     assert sniff(native(**members), TABLES.values()).phases == phases
 
 

@@ -65,14 +65,14 @@ def says_or_names(table: Table, params_leg: Leg, draw: st.DataObject) -> None:
 @settings(max_examples=25, suppress_health_check=SLOWNESS)
 @given(EVERYWHERE.flatmap(lambda one: st.tuples(st.just(one), messages(*one))))
 def test_what_was_read_is_written_back_as_it_was(drawn: tuple[tuple[Table, Leg], Message]) -> None:
-    """Spec-mandated, draft#15.1 and draft#15.2."""
+    """Spec-mandated, 1.0#15.1 and 1.0#15.2."""
     keeps_what_it_reads(*drawn[0], drawn[1])
 
 
 @settings(max_examples=25, suppress_health_check=SLOWNESS)
 @given(EVERYWHERE, st.data())
 def test_a_document_is_said_in_full_or_what_is_lost_is_named(one: tuple[Table, Leg], data: st.DataObject) -> None:
-    """Spec-mandated, draft#15.4."""
+    """Spec-mandated, 1.0#15.4."""
     says_or_names(*one, data)
 
 
@@ -147,7 +147,7 @@ def test_what_the_dialect_needs_and_the_document_does_not_say_is_named() -> None
 
 
 def test_the_transfer_is_the_same_on_every_leg_where_nobody_names_it() -> None:
-    """Spec-mandated, draft#15.3."""
+    """Spec-mandated, 1.0#15.3."""
     for request_id in ("7f3c", "a/b", "x" * 256):
         asked = Message(request_id, {"kv_transfer_params": {"do_remote_decode": True}})
         told = replace(message(), request_id=request_id)

@@ -41,7 +41,7 @@ def several_prompts(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(one_prompt() | several_prompts(), NATIVE)
 def test_what_was_read_is_written_back_as_it_was(members: dict[str, Any], native: dict[str, Any]) -> None:
-    """Spec-mandated, draft#9.6: also through the documents and their JSON, and from text."""
+    """Spec-mandated, 1.0#9.6: also through the documents and their JSON, and from text."""
     value = {**native, **members}
     found = trio.read(value)
     documents = found.to_params("r", "t")
@@ -91,7 +91,7 @@ def test_every_form_of_the_prefix_is_written_as_a_list() -> None:
 
 
 def test_a_digest_is_not_written_as_a_trio() -> None:
-    """Spec-mandated, draft#9.7."""
+    """Spec-mandated, 1.0#9.7."""
     hidden = document(prefix={"count": 1, "digest": "sha256:" + "0" * 64})
     with pytest.raises(InvalidParams) as caught:
         trio.write([document(prefix=[1]), hidden], batched=True)
@@ -112,7 +112,7 @@ def test_several_documents_without_a_batch_are_our_own_mistake() -> None:
 
 
 def test_a_request_that_carries_the_trio_is_named_by_its_reader() -> None:
-    """Spec-mandated, draft#9.4."""
+    """Spec-mandated, 1.0#9.4."""
     value = {"prefix_prompt_ids": [1], "kvcache_store_keys": ["k"]}
     for given_value in (value, json.dumps(value)):
         found = read_request(given_value, request_id="cmpl-7")
@@ -143,6 +143,6 @@ def test_a_trio_for_several_prompts_is_not_one_document() -> None:
 
 
 def test_the_document_wins_over_a_trio_beside_it() -> None:
-    """Spec-mandated, draft#2.4: even over one that is broken."""
+    """Spec-mandated, 1.0#2.4: even over one that is broken."""
     params = document(load_keys=["ours"])
     assert read_request(write(params, {"kvcache_load_keys": 7})) == params

@@ -49,7 +49,7 @@ def test_every_kind_of_vector_is_there() -> None:
 
 @pytest.mark.parametrize("case", cases("document"), ids=name_of)
 def test_the_sdk_judges_every_document_as_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#1.1."""
+    """Spec-mandated, 1.0#1.1."""
     given = case["document"] if "document" in case else case["text"]
     if case["valid"]:
         params = parse(given)
@@ -69,13 +69,13 @@ def test_the_sdk_judges_every_document_as_the_vector_says(case: Case) -> None:
 def test_the_schema_judges_every_document_as_the_vector_says(
     case: Case, schema_accepts: Callable[[object], bool]
 ) -> None:
-    """Spec-mandated, draft#1.1: as far as a schema can say it."""
+    """Spec-mandated, 1.0#1.1: as far as a schema can say it."""
     assert schema_accepts(case["document"]) is (case["valid"] or case.get("beyond_schema", False))
 
 
 @pytest.mark.parametrize("case", [one for one in cases("document") if "document" in one], ids=name_of)
 def test_a_document_is_judged_the_same_as_text_and_inside_a_request(case: Case) -> None:
-    """Spec-mandated, draft#2.1: inside `kv_transfer_params` only the start of the paths differs."""
+    """Spec-mandated, 1.0#2.1: inside `kv_transfer_params` only the start of the paths differs."""
     text = json.dumps(case["document"])
     wrapped = json.dumps({"do_remote_decode": True, "kvparams": case["document"]})
     if case["valid"]:
@@ -92,7 +92,7 @@ def test_a_document_is_judged_the_same_as_text_and_inside_a_request(case: Case) 
 
 @pytest.mark.parametrize("case", cases("carrier"), ids=name_of)
 def test_the_sdk_reads_every_carrier_as_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#2: what is no text in the vector is also read as its text."""
+    """Spec-mandated, 1.0#2: what is no text in the vector is also read as its text."""
     value = case["kv_transfer_params"]
     for given in [value] if isinstance(value, str) else [value, json.dumps(value)]:
         if case["valid"]:
@@ -106,7 +106,7 @@ def test_the_sdk_reads_every_carrier_as_the_vector_says(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("trio"), ids=name_of)
 def test_the_sdk_judges_every_trio_as_the_vector_says(case: Case, schema_accepts: Callable[[object], bool]) -> None:
-    """Spec-mandated, draft#9: also as JSON text."""
+    """Spec-mandated, 1.0#9: also as JSON text."""
     if not case["valid"]:
         for value in (case["trio"], json.dumps(case["trio"])):
             with pytest.raises(InvalidParams) as caught:
@@ -123,7 +123,7 @@ def test_the_sdk_judges_every_trio_as_the_vector_says(case: Case, schema_accepts
 
 @pytest.mark.parametrize("case", cases("versions"), ids=name_of)
 def test_the_sdk_speaks_the_version_that_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#6.6, draft#6.7, draft#6.8."""
+    """Spec-mandated, 1.0#6.6, 1.0#6.7, 1.0#6.8."""
     if "ours" not in case:
         added = {version: frozenset(paths) for version, paths in case["added"].items()}
         if "lost" not in case:
@@ -147,7 +147,7 @@ def namespace_of(given: Case) -> Namespace:
 
 @pytest.mark.parametrize("case", cases("keys"), ids=name_of)
 def test_the_sdk_derives_the_keys_that_the_vector_says(case: Case) -> None:
-    """Spec-mandated, draft#10.1: the vectors were computed from the words of the spec, by other code."""
+    """Spec-mandated, 1.0#10.1: the vectors were computed from the words of the spec, by other code."""
     namespace = namespace_of(case["namespace"])
     extras = [Extra(one["start"], one["end"], bytes.fromhex(one["digest"])) for one in case["extras"]]
     pages = page_chain(namespace, case["token_ids"], extras)
@@ -158,7 +158,7 @@ def test_the_sdk_derives_the_keys_that_the_vector_says(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("pages"), ids=name_of)
 def test_the_sdk_judges_every_stored_page_as_the_vector_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spec-mandated, draft#11.1, draft#11.3 to draft#11.7."""
+    """Spec-mandated, 1.0#11.1, 1.0#11.3 to 1.0#11.7."""
     namespace = namespace_of(case["namespace"])
     index: int = case["page"]
     page = page_chain(namespace, case["token_ids"])[index]

@@ -34,7 +34,7 @@ from kvparams.versions import (
 from tests.kvparams.next_minor import NEXT, NEXT_ADDED, NEXT_DEPRECATED
 from tests.kvparams.planning import Table, fleet_of
 
-TABLE = json.loads((Path(__file__).parents[2] / "spec" / "draft" / "versions.json").read_bytes())
+TABLE = json.loads((Path(__file__).parents[2] / "spec" / "1.0" / "versions.json").read_bytes())
 REQUIRED: dict[str, Any] = {
     "version": "1.0",
     "request_id": "r",
@@ -69,7 +69,7 @@ def documents(draw: st.DrawFn, version: str = "1.0", *, later: bool = False) -> 
 
 @given(VERSIONS, VERSIONS)
 def test_both_speak_the_lower_of_two_minor_versions_whoever_asks(one: str, other: str) -> None:
-    """Spec-mandated, draft#6.6: as numbers, not as text."""
+    """Spec-mandated, 1.0#6.6: as numbers, not as text."""
     found = negotiate([one], [other])
     assert found == negotiate([other], [one]) == f"1.{min(int(one[2:]), int(other[2:]))}"
     assert found in (one, other)
@@ -88,7 +88,7 @@ def test_both_speak_the_lower_of_two_minor_versions_whoever_asks(one: str, other
     ],
 )
 def test_what_both_speak(ours: list[str], theirs: list[object], expected: str) -> None:
-    """Spec-mandated, draft#6.6: what is no version is passed over."""
+    """Spec-mandated, 1.0#6.6: what is no version is passed over."""
     assert negotiate(ours, theirs) == expected
 
 
@@ -96,7 +96,7 @@ def test_what_both_speak(ours: list[str], theirs: list[object], expected: str) -
     "theirs", [[], ["2.0"], ["0.9"], ["1.01"], ["1.10000"], ["\uff11.0"], ["1.0\n"], [1.0], [{}], "1.0"]
 )
 def test_where_no_version_is_common_that_is_an_error_of_ours(theirs: Any) -> None:
-    """Spec-mandated, draft#6.6."""
+    """Spec-mandated, 1.0#6.6."""
     with pytest.raises(NoCommonVersion, match="no version of the protocol is spoken by both"):
         negotiate(["1.0"], theirs)
 
@@ -115,7 +115,7 @@ def test_upgrade_then_downgrade_changes_nothing(document: dict[str, Any], to: st
 
 @given(documents(NEXT, later=True))
 def test_downgrade_takes_away_what_has_been_added_and_nothing_else(document: dict[str, Any]) -> None:
-    """Spec-mandated, draft#6.7."""
+    """Spec-mandated, 1.0#6.7."""
     before = deepcopy(document)
     found = downgrade(document, "1.0", NEXT_ADDED)
     assert document == before
@@ -135,7 +135,7 @@ def test_within_its_own_version_a_document_stays_as_it_is(document: dict[str, An
 
 @given(documents(NEXT, later=True), st.booleans())
 def test_what_must_be_understood_is_never_dropped(document: dict[str, Any], there: bool) -> None:
-    """Spec-mandated, draft#6.8: named, and not there at all, it is as critical."""
+    """Spec-mandated, 1.0#6.8: named, and not there at all, it is as critical."""
     if there:
         assume(document.get("lease"))
         document["lease"]["once"] = True
@@ -175,7 +175,7 @@ def test_a_reader_is_given_what_both_speak() -> None:
 
 @given(documents(), VERSIONS)
 def test_a_member_that_is_known_is_judged_in_a_document_of_any_version(document: dict[str, Any], version: str) -> None:
-    """Spec-mandated, draft#6.4."""
+    """Spec-mandated, 1.0#6.4."""
     document["version"] = version
     assert dump(parse(document)) == document
     document["lease"] = {"ttl_ms": 0}
@@ -197,7 +197,7 @@ def planned(result: dict[str, Any], prefill: str, decode: str) -> list[dict[str,
 
 
 def test_the_names_of_what_must_be_understood_go_with_the_members_that_are_handed_on() -> None:
-    """Spec-mandated, draft#6.9, draft#6.5: `usage` is not handed on, and its name is not."""
+    """Spec-mandated, 1.0#6.9, 1.0#6.5: `usage` is not handed on, and its name is not."""
     lease = {"ttl_ms": 7, "unknown": 1}
     named = ["lease.ttl_ms", "usage.saved_bytes", "lease", "load_keys"]
     result = {**REQUIRED, "lease": lease, "load_keys": [], "usage": {}, "must_understand": named}
@@ -222,7 +222,7 @@ def faults(added: Any, deprecated: Any, known: frozenset[str], spoken: str) -> l
 
 
 def test_the_tables_fit_what_is_known_here() -> None:
-    """Ours, draft#6.10: a deprecated member is still read."""
+    """Ours, 1.0#6.10: a deprecated member is still read."""
     assert faults(ADDED, DEPRECATED, KNOWN_PATHS, PROTOCOL_VERSION) == []
     known = KNOWN_PATHS | NEXT_ADDED[NEXT]
     assert faults(NEXT_ADDED, NEXT_DEPRECATED, known, NEXT) == []
@@ -269,7 +269,7 @@ def definition(schema: dict[str, Any], path: str) -> dict[str, Any]:
     ],
 )
 def test_what_is_deprecated_stays_for_twelve_months(day: date, until: date, enough: bool) -> None:
-    """Spec-mandated, draft#6.10."""
+    """Spec-mandated, 1.0#6.10."""
     if enough:
         assert "not before " + str(until) in str(Deprecation("store_keys", NEXT, day, until))
     else:

@@ -92,7 +92,7 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_ask
 
 
 async def test_every_attempt_has_a_transfer_id_of_its_own(scripted: Any, proxy: Any) -> None:
-    """Spec-mandated, draft#3.15: two requests with the client's same X-Request-Id must not claim each other's KV."""
+    """Spec-mandated, 1.0#3.15: two requests with the client's same X-Request-Id must not claim each other's KV."""
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL}))
     decode = await scripted(answering(ANSWER))
     running = await proxy([prefill.url], [decode.url])

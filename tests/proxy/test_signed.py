@@ -98,7 +98,7 @@ async def test_a_release_is_signed_too(scripted: Any, proxy: Any, keys: Path, di
     assert engine.heads[1].split(b" ")[1] == path
     found = Engine(keys).believes(body)
     assert found.phase == ("decode" if dialect == "nixl" else "release")
-    if dialect == "nixl":  # draft#13.12
+    if dialect == "nixl":  # 1.0#13.12
         assert found.consumer == parse(json.loads(decode.bodies[0])["kv_transfer_params"]["kvparams"]).consumer
     assert found.mode == ("pull" if dialect == "nixl" else "store")
     first = parse(json.loads(prefill.bodies[0])["kv_transfer_params"]["kvparams"])

@@ -49,7 +49,7 @@ async def serving(stack: Any, versions: bytes) -> str:
 async def test_an_engine_with_which_no_version_is_common_is_given_no_work(
     stack: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the proxies, draft#6.5, draft#6.6; the control is the engines that speak 1.y beside others, or say nothing."""
+    """Of the proxies, 1.0#6.5, 1.0#6.6; the control is the engines that speak 1.y beside others, or say nothing."""
     good = [await serving(stack, versions) for versions in LATER]
     bad = [await serving(stack, versions) for versions in NONE]
     async with probed(*good, *bad) as proxied:
@@ -111,7 +111,7 @@ async def test_what_a_later_engine_wants_understood_is_refused_in_words(
 
 
 async def test_what_must_be_understood_of_what_is_handed_on_is_said_to_decode(scripted: Any, proxy: Any) -> None:
-    """Of proxies, draft#6.9."""
+    """Of proxies, 1.0#6.9."""
     critical = RESULT | {"must_understand": ["usage", "lease.ttl_ms"]}
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": {"kvparams": critical}}))
     decode = await scripted(answering(ANSWER))

@@ -72,7 +72,7 @@ def test_only_what_was_signed_is_believed_and_only_once(keys: Path) -> None:
 
 
 def test_an_engine_that_has_just_begun_is_not_ready_to_believe_anybody(keys: Path) -> None:
-    """Spec-mandated, draft#13.9: one before it may have accepted what is signed now."""
+    """Spec-mandated, 1.0#13.9: one before it may have accepted what is signed now."""
     carrier = Signer(read_keyring(keys), "pool-a", time.time).sign(parse(DOCUMENT))
     engine = sharing(Gate(keys, "pool-a", time.time, since=time.time()))
     assert not engine.ready
@@ -100,7 +100,7 @@ print(began(), time.time())
 
 
 def test_native_keys_that_stand_elsewhere_are_not_acted_on(keys: Path) -> None:
-    """Spec-mandated, draft#13.15: of every dialect, those that stand outside `kv_transfer_params`."""
+    """Spec-mandated, 1.0#13.15: of every dialect, those that stand outside `kv_transfer_params`."""
     engine = sharing(Gate(keys, "pool-a", time.time, since=time.time() - 60))
     seen: set[str] = set()
     for path in (SPEC / "vectors" / "dialects").glob("*.json"):

@@ -138,7 +138,7 @@ async def test_another_cache_salt_finds_nothing(client: httpx.AsyncClient, prefi
 async def test_the_salt_of_the_document_holds_and_another_one_beside_it_is_refused(
     client: httpx.AsyncClient, prefill: str, both: str
 ) -> None:
-    """Spec-mandated, draft#12.3; where the document names none, that of the request holds."""
+    """Spec-mandated, 1.0#12.3; where the document names none, that of the request holds."""
     body: JSON = {"prompt": random_prompt(1_005, 100), "temperature": 0}
     salted = body | {"cache_salt": "mine"}
     await prefill_leg(client, prefill, salted, isolation={})

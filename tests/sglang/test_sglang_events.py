@@ -27,7 +27,7 @@ else:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-_VECTORS: Final = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "events.json"
+_VECTORS: Final = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
 _SOURCE: Final = Source("engine")
 _WAIT_MS: Final = 20_000
 _CASES: Final = [

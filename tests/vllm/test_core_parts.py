@@ -129,14 +129,14 @@ def test_what_is_in_doubt_switches_the_store_off(change: dict[str, Any], more: d
 
 
 def test_a_salt_that_the_document_does_not_name_is_the_requests() -> None:
-    """Spec-mandated, draft#12.3."""
+    """Spec-mandated, 1.0#12.3."""
     for isolation, salt in (({"lora": "l"}, "s"), ({"lora": "l", "cache_salt": "s"}, None)):
         handoff = _read({**_DOCUMENT, "isolation": isolation}, cache_salt=salt, lora="l")
         assert (handoff.shared.isolation.cache_salt, handoff.shared.isolation.lora) == ("s", "l")
 
 
 def test_a_document_of_another_prompt_promises_nothing() -> None:
-    """Spec-mandated, draft#8.6: the control is a beginning of the prompt."""
+    """Spec-mandated, 1.0#8.6: the control is a beginning of the prompt."""
     handoff = _read({**_DOCUMENT, "prefix": [9]})
     assert (handoff.params, handoff.off) == (None, None)
     assert _read({**_DOCUMENT, "prefix": [1, 2]}).prefilling

@@ -35,7 +35,7 @@ else:
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
-_VECTORS: Final = Path(__file__).parents[2] / "spec" / "draft" / "vectors" / "events.json"
+_VECTORS: Final = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
 _SOURCE: Final = Source("engine")
 _WAIT_MS: Final = 120_000
 _SINCE_032: Final[set[str]] = {"ownership", "session_id"} if is_earlier() else set()
