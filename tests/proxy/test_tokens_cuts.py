@@ -1,14 +1,16 @@
 """A text is cut only where its parts have the token ids of the whole."""
 
+import json
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
-from kvparams_proxy.tokens.cuts import Cuts
+from kvparams_proxy.tokens.cuts import Cuts, splits_words
 from kvparams_proxy.tokens.local import LocalTokenizer, Work
 from kvparams_proxy.tokens.segments import Segments
 from tests.proxy.made_tokenizers import SPECIALS, byte_level, metaspace
@@ -20,10 +22,28 @@ def _with(*tokens: AddedToken) -> Tokenizer:
     return tokenizer
 
 
+def _llama3(digits: str) -> Tokenizer:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
 MADE: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "byte level, NFC": lambda: byte_level(nfc=True),
     "metaspace": metaspace,
+    "Llama 3": lambda: _llama3("{1,3}"),
+    "Qwen": lambda: _llama3(""),
     "blanks taken": lambda: _with(
         AddedToken("<left>", lstrip=True, normalized=False),
         AddedToken("<right>", rstrip=True, normalized=False),
@@ -37,7 +57,7 @@ PIECES = st.one_of(
     st.sampled_from(
         [*SPECIALS, *EXTRA, "<|im", "_start|>", "<", "|", "[/INST", "e\u0301", "\u0301", "\u1100", "\u1161"]
     ),
-    st.sampled_from([" ", "  ", "\n", " \n ", "a", "the prefix", "word", "x1", "é", "\U0001f600", ""]),
+    st.sampled_from([" ", "  ", "\n", " \n ", "a", "the prefix", "a b", "'s b", "word", "x1", "é", "\U0001f600", ""]),
     st.text(max_size=8).filter(lambda text: text.isprintable()),
 )
 TEXTS = st.lists(PIECES, max_size=24).map("".join)
@@ -49,9 +69,14 @@ def made() -> Callable[[str], Tokenizer]:
     return lambda name: kept.get(name) or kept.setdefault(name, MADE[name]())
 
 
+def _said(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
 def _cuts(tokenizer: Tokenizer, least: int) -> Cuts:
     added = tokenizer.get_added_tokens_decoder().values()
-    return Cuts(added, normalizes=tokenizer.normalizer is not None, least=least)
+    words = splits_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer))
+    return Cuts(added, normalizes=tokenizer.normalizer is not None, words=words, least=least)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -104,6 +129,21 @@ def test_elsewhere_a_cut_would_change_the_ids(made: Callable[[str], Tokenizer], 
     tokenizer = made(name)
     parts = [id for part in (text[:at], text[at:]) for id in tokenizer.encode(part, add_special_tokens=False).ids]
     assert parts != tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("byte level", True), ("Llama 3", True), ("Qwen", True), ("metaspace", False)]
+)
+def test_a_long_text_is_cut_between_words_where_the_tokenizer_does_so_too(
+    made: Callable[[str], Tokenizer], name: str, cut: bool
+) -> None:
+    """A text that goes on costs its end, though no added token is in it."""
+    local = LocalTokenizer(made(name))
+    text = "".join(f"word {number} and another's, " for number in range(600))
+    Work(local, text, special=True).ids()
+    further = Work(local, text + "and so on", special=True)
+    assert (further.missing_chars < 2_500) is cut
+    assert list(further.ids()) == made(name).encode(text + "and so on").ids
 
 
 def test_parts_are_not_shorter_than_they_must_be(made: Callable[[str], Tokenizer]) -> None:

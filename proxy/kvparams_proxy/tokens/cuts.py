@@ -1,7 +1,8 @@
 """Where a text may be cut so that its parts have the same token ids as the whole.
 
-The one rule: a text is cut only right before an added token that the tokenizer finds there. HF `tokenizers` looks for
-added tokens first, leftmost and longest, and normalises, splits and encodes what lies between two of them by itself
+The one rule: a text is cut only where the tokenizer itself is bound to. First, right before an added token that it
+finds. HF `tokenizers` looks for added tokens first, leftmost and longest, and normalises, splits and encodes what lies
+between two of them by itself
 (tokenizers 0.23 src/tokenizer/added_vocabulary.rs, extract_and_normalize). So with a token found at a place
 
 - nothing before it depends on what follows: a longer match that began earlier would have covered it,
@@ -11,6 +12,10 @@ added tokens first, leftmost and longest, and normalises, splits and encodes wha
 What would break this is left alone: tokens that take blanks before them (`lstrip`) or begin with one are no places to
 cut, a vocabulary with a token that must stand as a word (`single_word`) has none at all, and tokens that are looked for
 in the normalised text only count where there is no normaliser.
+
+Second, in long pieces of text, between an ASCII letter and a blank that another one follows, for tokenizers whose
+splitting is known (`splits_words`): none of these patterns has a match with a letter before a blank in it, none looks
+back, and none looks further ahead than the end of a run of letters.
 """
 
 import re
@@ -18,8 +23,17 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Final, Protocol
 
-__all__ = ["Added", "Cuts"]
+__all__ = ["Added", "Cuts", "splits_words"]
 
+_LLAMA3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KNOWN: Final = (_LLAMA3, _LLAMA3.replace("{1,3}", ""))
+"""Of Llama 3 and of Qwen 2 and 3, from their `tokenizer.json`. That of GPT-2 is what `ByteLevel` has itself."""
+_WORDS: Final = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
+_LONG: Final = 1024
+"""Characters, beyond which a piece of text is cut between words."""
 _LEAST: Final = 128
 """Characters between two cuts at least: a part costs an entry, whoever encodes it again some 30 microseconds."""
 
@@ -40,26 +54,29 @@ class Added(Protocol):
 class Cuts:
     """Cuts texts for one tokenizer."""
 
-    def __init__(self, added: Iterable[Added], *, normalizes: bool, least: int = _LEAST) -> None:
+    def __init__(self, added: Iterable[Added], *, normalizes: bool, words: bool = False, least: int = _LEAST) -> None:
         """
         Args:
             added: all added tokens of its vocabulary.
             normalizes: whether it has a normaliser.
+            words: whether it may be cut between words: see `splits_words`.
             least: how many characters a part has at least, but for the last one.
         """
         raw: list[str] = []
         late: list[str] = []
         self._safe: set[str] = set()
-        whole = False
+        whole = blanks = False
         for token in added:
             if not token.content:
                 continue
             whole = whole or token.single_word
+            blanks = blanks or any(character.isspace() for character in token.content)
             (late if token.normalized else raw).append(token.content)
             if not token.lstrip and not token.content[0].isspace() and not (token.normalized and normalizes):
                 self._safe.add(token.content)
         if whole:
             self._safe.clear()
+        self._long = _LONG // _LEAST * least if words and not whole and not blanks else 0
         self._raw = _pattern(raw)
         self._late = None if normalizes else _pattern(late)
         self._least = least
@@ -69,15 +86,23 @@ class Cuts:
         but for that one's last part."""
         edges = [0]
         if self._safe:
-            due = self._least
             for start in self._places(text):
-                if start >= due:
+                if start >= edges[-1] + self._least:
+                    self._between_words(text, edges, start)
                     edges.append(start)
-                    due = start + self._least
+        self._between_words(text, edges, len(text))
         if len(edges) == 1:
             return [text]
         edges.append(len(text))
         return [text[start:end] for start, end in pairwise(edges)]
+
+    def _between_words(self, text: str, edges: list[int], end: int) -> None:
+        """Add cuts behind the last one, as long as what follows it up to `end` is long."""
+        while self._long and end - edges[-1] > self._long:
+            found = _WORDS.search(text, edges[-1] + self._long, end)
+            if found is None:
+                return
+            edges.append(found.start())
 
     def _places(self, text: str) -> Iterator[int]:
         safe, late = self._safe, self._late
@@ -90,6 +115,25 @@ class Cuts:
             behind = found.end()
         if late is not None:
             yield from (inner.start() for inner in late.finditer(text, behind) if inner[0] in safe)
+
+
+def splits_words(normalizer: object, pre_tokenizer: object) -> bool:
+    """Whether a tokenizer with these parts, as `tokenizer.json` has them, may be cut between words."""
+    if normalizer is not None and normalizer != {"type": "NFC"}:
+        return False
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return True
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return pattern in _KNOWN
+        case _:
+            return False
 
 
 class _Tree(dict[str, "_Tree"]):

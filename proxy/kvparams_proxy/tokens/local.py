@@ -3,16 +3,17 @@
 The one rule: the ids are those of the whole text, however much of it was known.
 """
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from tokenizers import Tokenizer
 
 from kvparams_proxy.tokens.chat import ChatTemplate
 from kvparams_proxy.tokens.choices import TokenizerError
 from kvparams_proxy.tokens.conversation import NotText
-from kvparams_proxy.tokens.cuts import Cuts
+from kvparams_proxy.tokens.cuts import Cuts, splits_words
 from kvparams_proxy.tokens.segments import Segments
 
 __all__ = ["CACHE_BYTES", "LocalTokenizer", "Work"]
@@ -75,7 +76,9 @@ class LocalTokenizer:
         self._tokenizer: Final = tokenizer
         self._templates = templates or {}
         self.cuts: Final = Cuts(
-            tokenizer.get_added_tokens_decoder().values(), normalizes=tokenizer.normalizer is not None
+            tokenizer.get_added_tokens_decoder().values(),
+            normalizes=tokenizer.normalizer is not None,
+            words=splits_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer)),
         )
         self.segments: Final = Segments(cache_bytes)
         self.around: Final = _around(tokenizer)
@@ -114,6 +117,11 @@ class LocalTokenizer:
         if not isinstance(prompt, str) or len(prompt) > max_chars:
             raise NotText("there is not one prompt of text")
         return Work(self, prompt, special=document.get("add_special_tokens") is not False)
+
+
+def _said(part: Any) -> object:
+    """A part of a tokenizer, as its file has it."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
