@@ -12,6 +12,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.policies.cache_aware import CacheAware
@@ -123,6 +125,8 @@ class Site:
     @property
     def idle(self) -> bool:
         """Nothing is kept of legs."""
+        if self.prefixes._coming:  # pyright: ignore[reportPrivateUsage]  nobody else can see it leak
+            return False
         return not len(self.prefixes) and all(member.pace.wait_s == 0.0 for member in self.fleet.members)
 
     @property
@@ -244,6 +248,33 @@ def test_what_is_computed_side_by_side_is_not_taken_for_a_small_cache() -> None:
         site.ask(tokens)
         assert site.decision is not None
         assert site.decision.expected.cached == 576
+    assert site.idle
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 11), st.booleans()), max_size=60))
+def test_legs_end_in_any_order_and_nothing_is_left_of_them(
+    steps: list[tuple[bool, int, int, bool]],
+) -> None:
+    """Of few prompts, some the beginning of others, many at a time, well or not; engines restart in between."""
+    site = Site([Engine(blocks=30), Engine(blocks=30)])
+    running: list[tuple[RequestFacts, Instance]] = []
+    for begins, which, length, well in steps:
+        if begins or not running:
+            facts = site.facts(prompt(which, 1 + 50 * length))
+            instance = site.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
+            assert instance is not None
+            running.append((facts, instance))
+        else:
+            facts, instance = running.pop(length % len(running))
+            if well:
+                site.prefixes.reported(facts, facts.tokens, (None, 0, 64, facts.tokens - 1)[which])
+            elif which == 3:
+                member = site.member(instance.id)
+                for ready in (False, True):
+                    site.fleet.learn(member, ready, None)
+            site.fleet.release(instance, facts)
+    for facts, instance in running:
+        site.fleet.release(instance, facts)
     assert site.idle
 
 

@@ -193,25 +193,27 @@ class Prefixes:
         believed = len(routed.used)
         if believed < len(hashes):
             leg.fresh = int(hashes[believed])
-        coming = self._coming.setdefault(instance, {})
         leg.settled = believed
-        if coming:
+        coming = self._coming.get(instance)
+        if coming is not None:
             for number, one in enumerate(hashes[:believed].tolist()):
                 if one in coming:
                     leg.settled = number
                     break
         if leg.fresh:
+            coming = self._coming.setdefault(instance, {})
             coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
 
     def _settle(self, leg: _Leg, instance: Instance) -> None:
         """What it brings comes no longer: it is there, or will never be."""
+        if not leg.fresh:
+            return
         coming = self._coming[instance]
-        if leg.fresh:
-            coming[leg.fresh] -= 1
-            if not coming[leg.fresh]:
-                del coming[leg.fresh]
-        if not coming:
-            del self._coming[instance]
+        coming[leg.fresh] -= 1
+        if not coming[leg.fresh]:
+            del coming[leg.fresh]
+            if not coming:
+                del self._coming[instance]
 
     def _correct(self, leg: _Leg, routed: Routed, cached: int, grain: int) -> None:
         """Hold what was believed against what is reported, where that says anything."""
