@@ -1,5 +1,8 @@
 """What the proxy makes of texts and chats is what the engine makes of them: vLLM's `/tokenize`, and transformers."""
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
