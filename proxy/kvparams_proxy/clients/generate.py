@@ -120,7 +120,7 @@ class Generate:
 
         def execute(prompt: Prompt | None) -> None:
             routed = inbound if prompt is None else _routed(inbound, prompt)
-            if not settings.continuation:  # whoever has the document is continued
+            if routed.document is not None and not settings.continuation:  # whoever has the document is continued
                 routed = routed._replace(document=None)
             Execution(
                 resources, self._manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
