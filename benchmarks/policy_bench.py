@@ -5,7 +5,7 @@ the median of the ratios of single rounds. The first 73 % of a prompt are everyb
 cached; the rest is its own. So blocks are found, stored and, when there is no more room, forgotten. With `--cold`
 engines report nothing as cached: then each leg corrects what is believed. Bar: `cache_aware` at most twice round robin.
 
-    python benchmarks/policy_bench.py [--policy cache_aware] [--rounds 7] [--requests 1000] [--cold]
+    python -m benchmarks.policy_bench [--policy cache_aware] [--rounds 7] [--requests 1000] [--cold]
 """
 
 import argparse
@@ -30,10 +30,10 @@ _CONCURRENCY: Final = 64
 _LIMIT_S: Final = 60.0
 
 
-def _body() -> bytes:
-    """The counter is one of the ids: whatever it is, its number has no leading zero."""
+def _body(number: int) -> bytes:
+    """Of a round. Its number and the counter behind it are one of the ids."""
     ids = list(map(str, random.Random("policy").choices(range(1000, 128_000), k=_TOKENS)))
-    ids[int(_TOKENS * _SHARED)] = "1@@@@@@@@"
+    ids[int(_TOKENS * _SHARED)] = f"{2 + number % 40}@@@@@@@@"
     return b'{"model":"stub","max_tokens":16,"temperature":0.0,"prompt":[%b]}' % ",".join(ids).encode()
 
 
@@ -50,13 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as temporary, Processes(Path(temporary)) as processes:
             body = Path(temporary) / "body.json"
-            body.write_bytes(_body())
             ports = free_ports(6)
             engines = [f"http://127.0.0.1:{port}" for port in ports[:4]]
             roles = ("--prefill", "--prefill", "--decode", "--decode")
             stubs = [text for role, port in zip(roles, ports[:4], strict=True) for text in (role, str(port))]
             if not arguments.cold:
-                cached = int(_SHARED * len(_body()) / 4)  # the stub takes four bytes for a token
+                cached = int(_SHARED * len(_body(0)) / 4)  # the stub takes four bytes for a token
                 stubs += ["--cached-tokens", str(cached)]
             ready = [engines[0] + "/health"]
             processes.start("stub", [sys.executable, stub_engine.__file__, *stubs], ready=ready)
@@ -67,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = [kvparams, "proxy", "--port", str(port), *urls, "--connector", "nixl", "--policy", policy]
                 pids[policy] = processes.start(policy, command, ready=[f"http://127.0.0.1:{port}/health"])
             for number in range(-1, arguments.rounds):
+                body.write_bytes(_body(number))
                 for policy, port in zip(policies, ports[4:], strict=True):
                     before = tree_usage(pids[policy])
                     report = closed(

@@ -297,9 +297,11 @@ class Execution:
             self._refuse(refusal(fault))
 
     def _report(self, prefixes: "Prefixes", raw: bytes) -> None:
-        """A leg has ended well; what a prefill engine had cached counts before its load is given back."""
-        if self._leg is not None and self._leg.instance.role is Role.PREFILL:
-            self._account.decision = report(prefixes, self.facts, raw)
+        """A leg has ended well; what a prefill engine had cached counts before its load is given back. One that goes on
+        with a broken stream has another prompt than the one that was looked up."""
+        leg = self._leg
+        if leg is not None and leg.instance.role is Role.PREFILL and leg.resumed is None:
+            report(prefixes, self._account, raw)
 
     def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
         try:

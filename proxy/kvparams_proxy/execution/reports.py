@@ -3,23 +3,23 @@
 from typing import TYPE_CHECKING
 
 from kvparams.errors import JSONTextError
-from kvparams.scheduling import RequestFacts
 from kvparams_proxy.execution.corrections import load_answer
 from kvparams_proxy.execution.privacy import error_in
-from kvparams_proxy.telemetry.account import prompt_usage
+from kvparams_proxy.telemetry.account import Account
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefixes import Decision, Prefixes
+    from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["report"]
 
 
-def report(prefixes: "Prefixes", facts: RequestFacts, raw: bytes) -> "Decision | None":
-    """Tell it, unless the answer is an error or none; why the leg went where it did."""
+def report(prefixes: "Prefixes", account: Account, raw: bytes) -> None:
+    """Tell it, and the request's account why the leg went where it did, unless the answer is an error or none."""
     try:
         document = load_answer(raw)
     except JSONTextError:
-        return None
-    if error_in(document) is not None:
-        return None
-    return prefixes.reported(facts, *prompt_usage(document))
+        return
+    if error_in(document) is None:
+        account.prompt_tokens = account.cached_tokens = None  # of an attempt before
+        account.prefilled(document)
+        account.decision = prefixes.reported(account.facts, account.prompt_tokens, account.cached_tokens)

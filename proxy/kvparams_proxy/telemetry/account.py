@@ -14,7 +14,7 @@ from kvparams_proxy.telemetry.tracing import Trace
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefixes import Decision
 
-__all__ = ["Account", "Reader", "Refusal", "prompt_usage"]
+__all__ = ["Account", "Reader", "Refusal"]
 
 _MOST_TOKENS: Final = 1 << 40
 """More than this is no number of tokens, whatever an engine says."""
@@ -88,7 +88,14 @@ class Account:
 
     def prefilled(self, answer: Mapping[str, object]) -> None:
         """Prefill's answer is here."""
-        self.prompt_tokens, self.cached_tokens = prompt_usage(answer)
+        usage = answer.get("usage")
+        if not isinstance(usage, dict):
+            return
+        members = cast("dict[str, object]", usage)
+        self.prompt_tokens = _tokens(members.get("prompt_tokens"))
+        details = members.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
 
     def decoded(self, usage: Mapping[str, object]) -> None:
         """Decode has said what the answer cost, once or again and again; the last word counts."""
@@ -136,17 +143,6 @@ class Reader(Protocol):
     def refused(self, refusal: Refusal) -> None:
         """One was answered with an error before it began to be executed."""
         ...
-
-
-def prompt_usage(answer: Mapping[str, object]) -> tuple[int | None, int | None]:
-    """Tokens of the prompt, and of these those that were cached, as an engine's answer says; None where it does not."""
-    usage = answer.get("usage")
-    if not isinstance(usage, dict):
-        return None, None
-    members = cast("dict[str, object]", usage)
-    details = members.get("prompt_tokens_details")
-    cached = cast("dict[str, object]", details).get("cached_tokens") if isinstance(details, dict) else None
-    return _tokens(members.get("prompt_tokens")), _tokens(cached)
 
 
 def _tokens(value: object) -> int | None:
