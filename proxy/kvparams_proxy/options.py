@@ -161,7 +161,7 @@ OPTIONS: Final = (
         ("client-keys", _PATH, None, "clients need a key of this file; `kvparams keys` makes them"),
         ("client-timeout", _SECONDS, 300.0, "for how long a client may take nothing of its answer"),
         ("max-body-bytes", _count(1), 16 << 20, "of one request; images in chats may need more"),
-        ("expose-route", SWITCH, False, "name the instances used in x-kvparams-prefill and x-kvparams-decode"),
+        ("expose-route", SWITCH, False, "name the instances used in x-kvparams-prefill and -decode; in -decision why"),
     ),
     *_group(
         "how legs run",

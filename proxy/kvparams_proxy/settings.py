@@ -80,7 +80,8 @@ class Settings:
     slow_start_s: float = 10.0
     """In how much time an instance that comes (back) gets its whole share; 0 is at once."""
     expose_route: bool = False
-    """Name the instances that ran the legs in `x-kvparams-prefill` and `x-kvparams-decode`."""
+    """Name the instances that ran the legs in `x-kvparams-prefill` and `x-kvparams-decode`; where the policy looks at
+    prefix caches, say in `x-kvparams-decision` why."""
     log_requests: str = "-"
     """Where the request log goes: the path of a file, "-" for stdout, or "off"."""
     trace: float | None = None

@@ -77,7 +77,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         *("--prefill, the 1. time: [NAME=]URL must be http", "--decode, the 1. time", "--decode, the 2. time"),
         *(
             "--connector: must be one of content, mooncake, nixl",
-            "--policy: must be one of round_robin",
+            "--policy: must be one of cache_aware",
             "--port: must be a port",
         ),
         *("--probe: must be more than 0 seconds", "--queue: must be a whole number, at least 0", "--retries: must be"),
