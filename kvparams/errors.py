@@ -15,6 +15,7 @@
 The one rule: callers tell errors apart by class and by `Problem.kind`, never by message.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,7 @@ __all__ = [
     "Problem",
     "ProblemKind",
     "UnsupportedVersion",
+    "printable",
 ]
 
 ProblemKind = Literal[
@@ -45,6 +47,11 @@ class KVParamsError(Exception):
     """The root of every error this project raises on purpose."""
 
 
+def printable(text: str) -> str:
+    """The text as it is, or as JSON in ASCII where it has what a terminal would obey or cannot show."""
+    return text if text.isprintable() else json.dumps(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One fault in a document: where it is, of which kind, and in words."""
@@ -55,7 +62,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        where = ".".join(str(part) for part in self.path) or "document"
+        where = ".".join(printable(str(part)) for part in self.path) or "document"
         return f"{where}: {self.message} [{self.kind}]"
 
 

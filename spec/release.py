@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-__all__ = ["DIGESTS", "DRAFT", "digests", "faults", "freeze", "main", "release", "released"]
+__all__ = ["DIGESTS", "DRAFT", "digests", "faults", "freeze", "main", "release", "released", "seal"]
 
 DRAFT: Final = "draft"
 DIGESTS: Final = "DIGESTS"
@@ -44,6 +44,15 @@ def faults(folder: Path) -> list[str]:
     found = [f"{name}: has gone" for name in then.keys() - now.keys()]
     found += [f"{name}: has come" for name in now.keys() - then.keys()]
     return sorted(found + [f"{name}: has changed" for name in then.keys() & now.keys() if then[name] != now[name]])
+
+
+def seal(folder: Path) -> str:
+    """The SHA-256 of a released folder's `DIGESTS`: who rewrites both a file and its line there changes this.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+    """
+    return hashlib.sha256((folder / DIGESTS).read_bytes()).hexdigest()
 
 
 def released(spec: Path) -> list[Path]:
@@ -118,11 +127,13 @@ def main(words: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        changed = release(Path(__file__).parents[1], words[0])
+        root = Path(__file__).parents[1]
+        changed = release(root, words[0])
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         print(f"nothing is released: {error}", file=sys.stderr)
         return 1
     print(f"spec/{words[0]} is released; {len(changed)} files name it now. Look, test, and commit.")
+    print(f'Add to SEALS in tests/test_spec_released.py: "{words[0]}": "{seal(root / "spec" / words[0])}",')
     return 0
 
 

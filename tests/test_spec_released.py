@@ -1,13 +1,19 @@
 """What has been released under `spec/` stays as it is, and how a draft is released."""
 
+import hashlib
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from spec.release import DIGESTS, DRAFT, faults, freeze, main, release, released
+from spec.release import DIGESTS, DRAFT, faults, freeze, main, release, released, seal
 
 SPEC = Path(__file__).parents[1] / "spec"
+SEALS = {
+    "1.0": "474a3629dd8865d0814d7e8cfd119fa431261f60503e2ff847eec8aac3ea73fd",
+}
+"""By release the SHA-256 of its `DIGESTS`, which could be written anew. Lines here are added, never changed."""
 FILES = {
     f"spec/{DRAFT}/spec.md": f"# KVTransferParams 1.1 ({DRAFT})\n\n"
     f"This is a draft: it may change until it is released as `spec/1.1`.\n- **{DRAFT}#1.1** It MUST.\n",
@@ -41,6 +47,29 @@ def root(tmp_path: Path) -> Path:
 def test_what_has_been_released_is_as_it_was() -> None:
     """Released folders never change: see VERSIONING.md. The control is the next test."""
     assert {folder.name: faults(folder) for folder in released(SPEC)} == {folder.name: [] for folder in released(SPEC)}
+
+
+def test_the_digests_are_those_of_the_release() -> None:
+    """The control is the next test."""
+    assert {folder.name: seal(folder) for folder in released(SPEC)} == SEALS
+
+
+def test_digests_that_are_written_anew_are_seen(root: Path) -> None:
+    folder = root / "spec" / "1.0"
+    before = seal(folder)
+    (folder / "spec.md").write_bytes((folder / "spec.md").read_bytes() + b" ")
+    (folder / DIGESTS).unlink()
+    freeze(folder)
+    assert faults(folder) == []
+    assert seal(folder) != before
+
+
+def test_the_command_says_which_line_to_add(root: Path) -> None:
+    script = root / "spec" / "release.py"
+    script.write_bytes((SPEC / "release.py").read_bytes())
+    said = subprocess.run([sys.executable, script, "1.1"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256((root / "spec" / "1.1" / DIGESTS).read_bytes()).hexdigest()
+    assert said.endswith(f'"1.1": "{digest}",\n')
 
 
 def test_a_file_that_changes_or_comes_or_goes_is_seen(root: Path) -> None:

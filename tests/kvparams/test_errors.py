@@ -35,6 +35,13 @@ def test_the_text_says_where_and_what() -> None:
     assert str(InvalidParams(PROBLEMS)) == "load_keys.3: too long [length]; document: not JSON [json]"
 
 
+def test_a_name_that_a_terminal_would_obey_is_shown_as_json() -> None:
+    assert str(Problem(("extensions", "\x1b[31m\nX", 0), "value", "no")) == (
+        'extensions."\\u001b[31m\\nX".0: no [value]'
+    )
+    assert str(Problem(("\u202e", "\ud800", "naïve key"), "value", "no")) == '"\\u202e"."\\ud800".naïve key: no [value]'
+
+
 @pytest.mark.parametrize("kind", [InvalidParams, UnsupportedVersion])
 def test_an_error_survives_a_copy(kind: type[InvalidParams]) -> None:
     again = copy.copy(kind(PROBLEMS))
