@@ -190,7 +190,14 @@ def _parse(raw: bytes, limits: JSONLimits) -> object:
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise JSONTextError(f"not valid JSON: {error}") from error
+        raise JSONTextError(f"not valid JSON: {_encoding(raw) or error}") from error
+
+
+def _encoding(raw: bytes) -> str | None:
+    """Where the text is not in UTF-8 as JSON wants it: what it is in instead."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw[:2]:
+        return "it is UTF-16 or UTF-32; only UTF-8 is accepted"
+    return "it begins with a byte order mark (EF BB BF); none is accepted" if raw.startswith(b"\xef\xbb\xbf") else None
 
 
 def _check_crowd(raw: bytes, limits: JSONLimits) -> None:

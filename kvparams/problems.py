@@ -43,11 +43,22 @@ _MESSAGES: Final = {
     "string_pattern_mismatch": "Input is not of the form that the protocol gives this member",
     "tuple_type": "Input should be a list",
 }
+_FORMS: Final = {
+    r"^[!-~]*$": "visible ASCII characters",
+    r"^[A-Za-z0-9._~-]*$": "of A-Z a-z 0-9 . _ ~ -",
+    r"^[a-z0-9-]*$": "of a-z 0-9 -",
+    r"^(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$": "host:port, an IPv6 address in brackets",
+    r"^[a-z0-9-]+(?:\.[a-z0-9-]+)+$": "a domain name backwards, such as com.example.tiers",
+    r"^sha256:[0-9a-f]{64}$": "sha256: and 64 lower-case hexadecimal digits",
+    r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?$": "canonical base64",
+    r"^1\.(?:0|[1-9][0-9]{0,3})$": "1.0, 1.1 and so on",
+}
+"""By the pattern of a member its form in words."""
 
 
 def invalid(error: ValidationError) -> InvalidParams:
     """All of pydantic's findings, in the order of the document's definition."""
-    return InvalidParams(tuple(_problem(found) for found in error.errors(include_url=False, include_context=False)))
+    return InvalidParams(tuple(_problem(found) for found in error.errors(include_url=False)))
 
 
 def json_object(text: str | bytes) -> Mapping[str, object]:
@@ -70,4 +81,6 @@ def _problem(found: ErrorDetails) -> Problem:
     if found["type"] == "literal_error" and not isinstance(cast("object", found["input"]), str):
         kind = "type"
     path = tuple(part for part in found["loc"] if part != "[key]")
-    return Problem(path, kind, _MESSAGES.get(found["type"], found["msg"]))
+    message = _MESSAGES.get(found["type"], found["msg"])
+    form = _FORMS.get(found.get("ctx", {}).get("pattern", ""))
+    return Problem(path, kind, message if form is None else f"{message}: {form}")

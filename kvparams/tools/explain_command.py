@@ -8,7 +8,7 @@ from kvparams.dialects.registry import tables
 from kvparams.errors import InvalidParams
 from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
 from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
-from kvparams.tools.words import explained, given_in_words, told
+from kvparams.tools.words import explained, given_in_words, told, unknown_in
 
 __all__ = ["COMMAND"]
 
@@ -48,11 +48,13 @@ class ExplainCommand:
         found = load(arguments.file)
         document = document_in(found)
         if arguments.dialect == OURS or (table is None and document is not None):
+            ours = found if document is None else document
+            extensions = {one.extension for one in tables().values()} if ours.get("extensions") else ()
             try:
-                lines = told(parse(found if document is None else document))
+                lines = told(parse(ours), extensions)
             except InvalidParams as error:
                 print("This is meant to be a document of ours, and it is not valid:")
-                print("\n".join(f"  {problem}" for problem in error.problems))
+                print("\n".join(f"  {line}" for line in (*error.problems, *unknown_in(ours, extensions))))
                 return 1
             print("\n".join(lines))
             return 0

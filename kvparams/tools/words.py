@@ -4,18 +4,20 @@ The one rule: values are shown, because the reader has them anyway; a salt and a
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Final, cast
 
 from kvparams.codec import dump
 from kvparams.dialects.message import ABSENT, look
 from kvparams.dialects.table import LEGS, Leg, Row, Table, judge
-from kvparams.params import Endpoint, KVTransferParams, Mode, Phase
+from kvparams.errors import printable
+from kvparams.params import KNOWN_PATHS, Endpoint, KVTransferParams, Mode, Phase, Signature
 from kvparams.tools.reading import Given
 from kvparams.translation import decode
 from kvparams.versions import deprecated_in
 
-__all__ = ["explained", "given_in_words", "told"]
+__all__ = ["explained", "given_in_words", "told", "unknown_in"]
 
 _LEGS: Final[dict[Leg, str]] = {
     "P": "prefill request",
@@ -50,7 +52,7 @@ def given_in_words(given: Given, engine: str | None = None) -> tuple[list[str], 
     """What a message means, and whether nothing is wrong with it."""
     table, leg = given.table, LEGS[given.phase]
     problems = judge(table, given.message, leg, engine)
-    lines = [f"{table.title}: {_LEGS[leg]} of request {given.message.request_id}."]
+    lines = [f"{table.title}: {_LEGS[leg]} of request {printable(given.message.request_id)}."]
     lines += [f"({line})" for line in given.guessed]
     lines += [f"{_PHASES[given.phase]}; {_MODES[table.mode]}.", ""]
     said = list(_keys(given, leg, engine))
@@ -82,12 +84,33 @@ def explained(table: Table) -> list[str]:
     return [*lines, *(f"  note: {note}" for note in table.notes)]
 
 
-def told(params: KVTransferParams) -> list[str]:
-    """What a document of ours means."""
+def told(params: KVTransferParams, extensions: Collection[str]) -> list[str]:
+    """What a document of ours means.
+
+    Args:
+        params: the document.
+        extensions: those that are known.
+    """
     head = f"{_PHASES[params.phase]}; {_MODES[params.mode]}."
     lines = [f"A document of ours, version {params.version}.", head]
-    deprecated = [f"  {one}" for one in deprecated_in(dump(params))]
-    return lines + [f"  {line}" for line in _members(params)] + (["Worth knowing:", *deprecated] if deprecated else [])
+    document = dump(params)
+    notes = [*map(str, deprecated_in(document)), *unknown_in(document, extensions)]
+    lines += [f"  {line}" for line in _members(params)]
+    return [*lines, "Worth knowing:", *(f"  {note}" for note in notes)] if notes else lines
+
+
+def unknown_in(document: Mapping[str, object], extensions: Collection[str], parent: str = "") -> Iterator[str]:
+    """The members of a document, valid or not, that nobody here knows: a line each."""
+    for name, value in document.items():
+        path = parent + name
+        if path not in KNOWN_PATHS:
+            yield f"{printable(path)}: no version known here has this member; kept as it is"
+        elif isinstance(value, Mapping) and any(known.startswith(f"{path}.") for known in KNOWN_PATHS):
+            yield from unknown_in(cast("Mapping[str, object]", value), extensions, f"{path}.")
+        elif path == "extensions" and isinstance(value, Mapping):
+            for one in cast("Mapping[str, object]", value):
+                if one not in extensions:
+                    yield f"extensions.{printable(one)}: not known here; kept as it is"
 
 
 def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
@@ -99,17 +122,19 @@ def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
         if value is ABSENT or path in seen:
             continue
         seen.add(path)
-        where = ".".join(str(part) for part in (path[1:] if path[0] == "body" else path))
+        where = ".".join(printable(str(part)) for part in (path[1:] if path[0] == "body" else path))
         place = f" (our {row.member})" if row.is_member(leg) else ""
         note = "" if leg in row.legs else " -- means nothing on this leg"
-        yield f"  {where} = {_shown(row.name, value)}: {row.says or row.form.words}{place}{note}"
+        off = ", so not" if value is False else ", nothing said" if value is None else ""
+        yield f"  {where} = {_shown(row.name, value)}{off}: {row.says or row.form.words}{place}{note}"
     home = look(given.message.body, given.table.home(leg))
     if given.table.home(leg) and isinstance(home, dict):
         firsts = {path[len(given.table.home(leg)) + 1] for path in seen if path[0] == "body" and len(path) > 2}
         for name in cast("dict[str, object]", home):
             known = any(row.name.endswith("*") and name.startswith(row.name[:-1]) for row in given.table.rows)
             if name not in firsts and not known:
-                yield f"  {name}: not known to this dialect{f' of release {engine}' if engine else ''}; kept as it is"
+                release = f" of release {engine}" if engine else ""
+                yield f"  {printable(name)}: not known to this dialect{release}; kept as it is"
 
 
 def _members(params: KVTransferParams) -> Iterator[str]:
@@ -134,7 +159,15 @@ def _members(params: KVTransferParams) -> Iterator[str]:
     if params.must_understand:
         yield f"to be refused by whoever does not know {', '.join(params.must_understand)}"
     for name, extension in (params.extensions or {}).items():
-        yield f"{name} keeps {', '.join(extension) or 'nothing'}"
+        yield f"{name} keeps {', '.join(map(printable, extension)) or 'nothing'}"
+    if params.signature is not None:
+        yield _signed(params.signature)
+
+
+def _signed(signature: Signature) -> str:
+    times = (datetime.fromtimestamp(moment, UTC) for moment in (signature.iat, signature.exp))
+    made, ends = (f"{time:%Y-%m-%d %H:%M:%S}" for time in times)
+    return f"signed with key {signature.kid} for {signature.aud}, from {made} until {ends} UTC; not verified here"
 
 
 def _instance(endpoint: Endpoint) -> str:
@@ -157,4 +190,5 @@ def _shown(name: str, value: object) -> str:
     if name in _SECRET and value is not None:
         return "(not shown)"
     text = json.dumps(value, ensure_ascii=False)
+    text = text if text.isprintable() else json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

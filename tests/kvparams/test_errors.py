@@ -2,7 +2,7 @@
 
 import copy
 import multiprocessing
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 
@@ -10,6 +10,7 @@ from kvparams import (
     InvalidParams,
     JSONTextError,
     KVParamsError,
+    KVTransferParams,
     PluginError,
     Problem,
     UnsupportedVersion,
@@ -40,6 +41,51 @@ def test_a_name_that_a_terminal_would_obey_is_shown_as_json() -> None:
         'extensions."\\u001b[31m\\nX".0: no [value]'
     )
     assert str(Problem(("\u202e", "\ud800", "naïve key"), "value", "no")) == '"\\u202e"."\\ud800".naïve key: no [value]'
+
+
+def patterns(schema: object) -> set[str]:
+    """Every regular expression of a schema."""
+    if isinstance(schema, list):
+        return {one for inner in cast("list[object]", schema) for one in patterns(inner)}
+    if not isinstance(schema, dict):
+        return set()
+    members = cast("dict[str, object]", schema)
+    here = set(cast("dict[str, object]", members.get("patternProperties", {})))
+    here |= {one for one in [members.get("pattern")] if isinstance(one, str)}
+    return here | {one for inner in members.values() for one in patterns(inner)}
+
+
+def test_every_form_is_told_in_words() -> None:
+    assert set(problems._FORMS) == patterns(KVTransferParams.model_json_schema())  # pyright: ignore[reportPrivateUsage]
+    document = {"version": "1.0", "request_id": "r", "phase": "decode", "mode": "store"}
+    wrong = {
+        "transfer": {"id": "a b", "attempt": 1},
+        "producer": {"id": "p", "address": "host"},
+        "extensions": {"x": {"a": 1}},
+    }
+    with pytest.raises(InvalidParams) as caught:
+        parse(document | wrong)
+    told = {problem.path: problem.message.partition(": ")[2] for problem in caught.value.problems}
+    assert told == {
+        ("transfer", "id"): "of A-Z a-z 0-9 . _ ~ -",
+        ("producer", "address"): "host:port, an IPv6 address in brackets",
+        ("extensions", "x"): "a domain name backwards, such as com.example.tiers",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        ("{}".encode("utf-16-be"), "UTF-16"),
+        ("{}".encode("utf-32-le"), "UTF-16 or UTF-32"),
+        (b"{", "EOF"),
+    ],
+)
+def test_text_in_another_encoding_is_told(text: bytes, words: str) -> None:
+    with pytest.raises(InvalidParams, match=words):
+        parse(text)
 
 
 @pytest.mark.parametrize("kind", [InvalidParams, UnsupportedVersion])
