@@ -6,18 +6,42 @@ one fits, the answer is to ask for the connector that the engine is declared wit
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, cast
+from operator import itemgetter
+from typing import Final, NamedTuple, cast
 
 from kvparams.dialects.message import ABSENT, Message, look, unpacked
 from kvparams.dialects.table import LEGS, PHASES, Leg, Table, judge
-from kvparams.errors import KVParamsError
+from kvparams.errors import KVParamsError, Problem
 from kvparams.params import Phase
 
-__all__ = ["Ambiguous", "Match", "Unrecognised", "matches", "pick", "sniff"]
+__all__ = ["Ambiguous", "Match", "Near", "Unrecognised", "matches", "pick", "sniff"]
+
+_MOST_NEAR: Final = 3
+
+
+class Near(NamedTuple):
+    """A dialect that has these keys, and what is wrong with their values."""
+
+    dialect: str
+    phase: Phase
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        return f"--dialect {self.dialect} --phase {self.phase} ({self.problems[0]})"
 
 
 class Unrecognised(KVParamsError, ValueError):
-    """No registered dialect has these keys."""
+    """No registered dialect has these keys, or with such values. `nearest` names up to three that have most of them."""
+
+    def __init__(self, nearest: tuple[Near, ...] = ()) -> None:
+        super().__init__(nearest)
+        self.nearest = nearest
+
+    def __str__(self) -> str:
+        if not self.nearest:
+            return "no registered dialect has these keys"
+        said = "; or ".join(map(str, self.nearest))
+        return f"no registered dialect has these keys with such values; name the dialect (translate: --from): {said}"
 
 
 class Ambiguous(KVParamsError, ValueError):
@@ -41,6 +65,20 @@ class Match(NamedTuple):
     """Keys that it knows on one of them."""
     foreign: int
     """Keys beside them that it does not."""
+    like: tuple[str, ...] = ()
+    """Other dialects whose messages nobody can tell from its own."""
+
+    def __str__(self) -> str:
+        if not self.like:
+            return self.table.name
+        return f"{self.table.name} ({' and '.join(self.like)} {'write' if len(self.like) > 1 else 'writes'} the same)"
+
+
+class _Scored(NamedTuple):
+    table: Table
+    leg: Leg
+    known: int
+    foreign: int
 
 
 def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None) -> Match:
@@ -55,32 +93,61 @@ def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None)
         Unrecognised: none has these keys, or with these values.
         Ambiguous: several have.
     """
-    found = matches(unpacked(message), tables, phase)
+    message = unpacked(message)
+    closest = _closest(message, tables, phase)
+    found = _valid(message, closest)
     if not found:
-        raise Unrecognised("no registered dialect has these keys with such values; name the dialect to learn why")
+        raise Unrecognised(_near(message, closest))
     names = {one.table for one in found}
-    found = [one for one in found if one.table.like not in names]  # told apart by nobody, and needs not be
-    if len(found) > 1:
-        raise Ambiguous(tuple(one.table.name for one in found))
-    return found[0]
+    apart = [one for one in found if one.table.like not in names]
+    if len(apart) > 1:
+        raise Ambiguous(tuple(one.table.name for one in apart))
+    return apart[0]._replace(like=tuple(one.table.name for one in found if one.table.like is apart[0].table))
 
 
 def matches(message: Message, tables: Iterable[Table], phase: Phase | None = None) -> list[Match]:
-    """The dialects in which it is valid and that know most of its keys; none that knows none of them."""
-    found: list[Match] = []
+    """The dialects that know most of its keys, of those the ones in which it is valid; none that knows none of them."""
+    return _valid(message, _closest(message, tables, phase))
+
+
+def _closest(message: Message, tables: Iterable[Table], phase: Phase | None) -> list[_Scored]:
+    """The dialects with the fewest foreign keys, by leg. Keys come before values: one value out of bounds makes no
+    message one of another dialect, to which half of its keys are foreign."""
+    scored: list[_Scored] = []
     for table in tables:
-        legs: dict[Phase, tuple[int, int]] = {}
-        for leg in _legs(table):
-            known, foreign = _count(table, message, leg)
-            if known and phase in (None, PHASES[leg]) and not judge(table, message, leg):
-                legs[PHASES[leg]] = known, foreign
-        if legs:
-            least = min(foreign for _, foreign in legs.values())
-            phases: tuple[Phase, ...] = tuple(one for one, (_, foreign) in legs.items() if foreign == least)
-            phases = _told(table, message, phases) or phases
-            found.append(Match(table, phases, max(known for known, _ in legs.values()), least))
+        legs: list[Leg] = [leg for leg in _legs(table) if phase in (None, PHASES[leg])]
+        scored += [_Scored(table, leg, *_count(table, message, leg)) for leg in legs]
+    scored = [one for one in scored if one.known]
+    least = min((one.foreign for one in scored), default=0)
+    closest = {one.table for one in scored if one.foreign == least}
+    return [one for one in scored if one.table in closest]
+
+
+def _valid(message: Message, closest: Iterable[_Scored]) -> list[Match]:
+    legs: dict[Table, list[_Scored]] = {}
+    for one in closest:
+        if not judge(one.table, message, one.leg):
+            legs.setdefault(one.table, []).append(one)
+    found: list[Match] = []
+    for table, valid in legs.items():
+        least = min(one.foreign for one in valid)
+        phases: tuple[Phase, ...] = tuple(PHASES[one.leg] for one in valid if one.foreign == least)
+        phases = _told(table, message, phases) or phases
+        found.append(Match(table, phases, max(one.known for one in valid), least))
     least = min((one.foreign for one in found), default=0)
     return [one for one in found if one.foreign == least]
+
+
+def _near(message: Message, closest: Iterable[_Scored]) -> tuple[Near, ...]:
+    """Of each dialect the leg on which least is wrong; of those that nobody can tell apart, one."""
+    found: dict[Table, tuple[int, Near]] = {}
+    for one in closest:
+        problems = tuple(judge(one.table, message, one.leg))
+        wrong = one.foreign + len(problems)
+        if one.table not in found or wrong < found[one.table][0]:
+            found[one.table] = wrong, Near(one.table.name, PHASES[one.leg], problems)
+    ranked = sorted((each for table, each in found.items() if table.like not in found), key=itemgetter(0))
+    return tuple(near for _, near in ranked[:_MOST_NEAR])
 
 
 def _told(table: Table, message: Message, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:

@@ -38,17 +38,26 @@ def native(**members: object) -> Message:
     return Message("7f3c", {"kv_transfer_params": members})
 
 
-def vectors() -> list[tuple[str, dict[str, Any]]]:
+def vectors(valid: bool = True) -> list[tuple[str, dict[str, Any]]]:
     read = [json.loads(path.read_bytes()) for path in sorted(VECTORS.glob("*.json"))]
-    return [(one["dialect"], case) for one in read for case in one["cases"] if case["valid"] and "engine" not in case]
+    cases = [(one["dialect"], case) for one in read for case in one["cases"] if "engine" not in case]
+    return [(name, case) for name, case in cases if case["valid"] is valid]
+
+
+def message_of(case: dict[str, Any]) -> Message:
+    told = case["message"]
+    return Message(told["request_id"], told["body"], told.get("headers", {}))
+
+
+def root(name: str) -> str:
+    like = TABLES[name].like
+    return name if like is None else like.name
 
 
 @pytest.mark.parametrize(("name", "case"), vectors(), ids=lambda one: one["name"] if isinstance(one, dict) else None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
 def test_what_engines_write_is_recognised_or_among_the_candidates(name: str, case: dict[str, Any]) -> None:
-    told = case["message"]
-    message = Message(told["request_id"], told["body"], told.get("headers", {}))
-    like = TABLES[name].like
-    names = {name} if like is None else {name, like.name}
+    message = message_of(case)
+    names = {name, root(name)}
     candidates = matches(message, TABLES.values())
     if not candidates:
         assert not message.body.get("kv_transfer_params"), "only what says nothing at all is not recognised"
@@ -58,6 +67,52 @@ def test_what_engines_write_is_recognised_or_among_the_candidates(name: str, cas
         found = sniff(message, TABLES.values())
         assert found.table.name in names
         assert case["phase"] in found.phases
+
+
+def test_a_wrong_value_makes_no_message_one_of_another_dialect() -> None:
+    """Keys come before values: who has fewest of its keys foreign is asked, and nobody else."""
+    seen = 0
+    for name, case in vectors(valid=False):
+        with suppress(Ambiguous, Unrecognised):
+            found = sniff(message_of(case), TABLES.values())
+            pulling = name == "nixl-push" and found.table.name == "nixl"  # by its own keys, a message of the other
+            assert root(found.table.name) == root(name) or pulling, f"{name}: {case['name']} is {found}"
+            continue
+        seen += 1
+    assert seen > 100
+
+
+def test_what_is_refused_names_the_nearest_dialects_and_what_to_type() -> None:
+    """With what is wrong there; none only where nobody has these keys."""
+    seen = 0
+    for name, case in vectors(valid=False):
+        found: Unrecognised | None = None
+        try:
+            sniff(message_of(case), TABLES.values())
+        except Unrecognised as error:
+            found = error
+        except Ambiguous:
+            continue
+        nearest = () if found is None else found.nearest
+        assert len(nearest) <= 3
+        for near in nearest:
+            with pytest.raises(InvalidParams) as refused:
+                decode(TABLES[near.dialect], message_of(case), near.phase)
+            assert refused.value.problems == near.problems
+            assert f"--dialect {near.dialect} --phase {near.phase} ({near.problems[0]})" in str(found)
+        seen += root(name) in {root(near.dialect) for near in nearest}
+    assert seen > 130
+    with pytest.raises(Unrecognised) as nothing:
+        sniff(native(foo=1), TABLES.values())
+    assert nothing.value.nearest == ()
+
+
+def test_who_writes_the_same_is_said() -> None:
+    own = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "remote_request_id": "r", "tp_size": 1}
+    answer = native(do_remote_decode=False, do_remote_prefill=True, remote_block_ids=[1], transfer_mode="pull", **own)
+    found = sniff(answer, TABLES.values(), "prefill_result")
+    assert str(found) == "nixl (aibrix and neuron write the same)"
+    assert str(sniff(native(prefix_prompt_ids=[1]), TABLES.values())) == "trio"
 
 
 @pytest.mark.parametrize(
