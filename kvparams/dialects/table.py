@@ -9,14 +9,14 @@ Legs are letters: P the prefill request, R its answer, D the decode request, A i
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, cast
+from typing import Final, Literal, cast, get_args
 
 from pydantic import ValidationError
 
 from kvparams.dialects.forms import FLAG, JSON, Form
 from kvparams.dialects.message import ABSENT, Message, Path, look, place
 from kvparams.errors import InvalidParams, Problem
-from kvparams.params import Mode, Phase
+from kvparams.params import KNOWN_PATHS, Mode, Phase
 from kvparams.problems import invalid
 
 __all__ = ["LEGS", "PHASES", "AddressKind", "Leg", "Order", "Row", "Table", "is_needed", "judge", "older"]
@@ -33,7 +33,21 @@ PHASES: Final[Mapping[Leg, Phase]] = {leg: phase for phase, leg in LEGS.items()}
 _VERSION: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6}){0,3}")
 _HEADER: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _VISIBLE: Final = re.compile(r"[!-~]{1,256}")
+_EXTENSION: Final = re.compile(r"(?=.{1,128}\Z)[a-z0-9-]+(?:\.[a-z0-9-]+)+")  # as the protocol's ExtensionName
 _MOST_HEADERS: Final = 64
+_OWN: Final = ("version", "request_id", "phase", "mode", "must_understand", "signature", "extensions")
+_MEMBERS: Final = {path for path in KNOWN_PATHS if path.partition(".")[0] not in _OWN} - {"transfer.attempt"}
+"""What a row can be: the others are the protocol's, the message's or the table's."""
+
+
+def _accept(where: str, name: str, value: object, good: bool) -> None:
+    if not good:
+        raise ValueError(f"{where}: {name} cannot be {value!r}")
+
+
+def _releases(where: str, since: str | None, until: str | None) -> None:
+    for name, release in (("since", since), ("until", until)):
+        _accept(where, name, release, release is None or _VERSION.match(release) is not None)
 
 
 def older(version: str, than: str) -> bool:
@@ -89,6 +103,23 @@ class Row:
             return True
         return not (self.since and older(engine, self.since)) and not (self.until and not older(engine, self.until))
 
+    def check(self, where: str) -> None:
+        """Refuse a field that says what it cannot; `where` begins the error's message.
+
+        Raises:
+            ValueError: one does.
+        """
+        _accept(where, "name", self.name, bool(self.name))
+        _accept(where, "legs", self.legs, set(self.legs) <= set(PHASES))
+        of = () if self.of is None else self.of
+        legs = {"needed": self.needed, "marks": self.marks, "tells": self.tells, "of": of, "usual": self.usual}
+        for field_name, said in legs.items():
+            _accept(where, field_name, said, set(said) <= set(self.legs))
+        _accept(where, "member", self.member, self.member is None or self.member in _MEMBERS)
+        _accept(where, "where", self.where, self.where in ("home", "body", "headers"))
+        _accept(where, "address", self.address, self.address is None or self.address in get_args(AddressKind))
+        _releases(where, self.since, self.until)
+
     def is_member(self, leg: Leg) -> bool:
         """Whether it is a member of our document on this leg."""
         return self.member is not None and leg in (self.legs if self.of is None else self.of)
@@ -126,6 +157,20 @@ class Table:
     """What the native keys of several dialects have in common: from one to the other they go as they are."""
     like: "Table | None" = None
     """Whose messages these are as well: nobody can tell the two apart."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would only go wrong when a message comes.
+
+        Raises:
+            ValueError: a field of the table or of one of its rows says what it cannot; the message names both.
+        """
+        _accept(self.name, "extension", self.extension, _EXTENSION.fullmatch(self.extension) is not None)
+        _accept(self.name, "mode", self.mode, self.mode in get_args(Mode))
+        _accept(self.name, "order", self.order, self.order in get_args(Order))
+        _accept(self.name, "carried", list(self.carried), bool(self.carried) and set(self.carried) <= set(PHASES))
+        _releases(self.name, self.since, self.until)
+        for row in self.rows:
+            row.check(f"{self.name}, row {row.name!r}")
 
     def __repr__(self) -> str:
         return f"Table({self.name!r})"

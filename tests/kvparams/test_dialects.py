@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -13,9 +14,11 @@ from kvparams.codec import DOCUMENT_KEY
 from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.dialects.content import CONTENT
+from kvparams.dialects.forms import FLAG
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.registry import route_names, routes, table, tables
+from kvparams.dialects.table import Row
 from kvparams.dialects.trio import TRIO_TABLE
 from kvparams.params import Mode
 from kvparams.plan import Leg, LegAnswer, LegFailed
@@ -190,3 +193,54 @@ def test_whatever_it_answers_is_used_or_refused(answer: object) -> None:
         place = placed(answer)
         assert place["remote_bootstrap_addr"] == URL
         assert isinstance(place["remote_engine_id"], str)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("extension", "acme"),
+        ("extension", "\x1b[31m\nX"),
+        ("mode", "teleport"),
+        ("order", "backwards"),
+        ("carried", {"X": "kv_transfer_params"}),
+        ("carried", {}),
+        ("since", "soon"),
+        ("until", ""),
+    ],
+)
+def test_a_table_that_says_what_it_cannot_is_refused_by_field(field: str, value: object) -> None:
+    changed: dict[str, Any] = {field: value}
+    with pytest.raises(ValueError, match=rf"^trio: {field} cannot be ") as refused:
+        replace(TRIO_TABLE, **changed)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("member", "transfer.idd"),
+        ("member", "extensions"),
+        ("member", "transfer.attempt"),
+        ("legs", "PX"),
+        ("needed", "A"),
+        ("marks", {"A": True}),
+        ("tells", "A"),
+        ("of", "A"),
+        ("usual", {"A": None}),
+        ("where", "trailer"),
+        ("address", "street"),
+        ("since", "soon"),
+        ("until", "v1"),
+    ],
+)
+def test_a_row_that_says_what_it_cannot_is_refused_by_field(field: str, value: object) -> None:
+    changed: dict[str, Any] = {field: value}
+    row = replace(Row("own", FLAG), **changed)
+    with pytest.raises(ValueError, match=rf"^trio, row {row.name!r}: {field} cannot be "):
+        replace(TRIO_TABLE, rows=(*TRIO_TABLE.rows, row))
+
+
+def test_what_a_row_can_say_is_accepted() -> None:
+    row = Row("own", FLAG, "PD", member="isolation.cache_salt", of="D", address="host", since="0.9", until="1.0.post1")
+    assert row in replace(TRIO_TABLE, rows=(*TRIO_TABLE.rows, row)).rows
