@@ -10,10 +10,14 @@ The one rule: nothing is imported before it is asked for by name.
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 from kvparams.errors import PluginError
 
 __all__ = ["load", "load_all", "load_each", "names"]
+
+_OURS: Final = frozenset({"kvparams", "kvparams_proxy", "kvparams_connectors"})
+"""The packages of this project, which has extras."""
 
 
 def names(kind: str) -> list[str]:
@@ -26,7 +30,7 @@ def load(kind: str, name: str) -> object:
 
     Raises:
         PluginError: the name is unknown (the message lists the known ones), registered twice for different objects,
-            or its module cannot be imported (the message says what is missing).
+            or its module cannot be imported, or lacks or refuses the object (the message says why).
     """
     found = tuple(entry_points(group=f"kvparams.{kind}", name=name))
     if not found:
@@ -73,9 +77,10 @@ def _loaded(kind: str, name: str, registered: Iterable[EntryPoint]) -> object:
     (point,) = found.values()
     try:
         return point.load()
-    except ImportError as error:
-        extra = point.extras or [point.value.split(".")[0].removeprefix("kvparams_")]
-        raise PluginError(
-            f"{name!r} ({point.value}) cannot be imported: {error}. "
-            f"If a package is missing, install the extra: pip install 'kvparams[{','.join(extra)}]'"
-        ) from error
+    except (ImportError, AttributeError, ValueError) as error:  # a table refuses its fields with the last
+        package = point.module.split(".")[0]
+        hint = ""
+        if package in _OURS and isinstance(error, ImportError):
+            extra = ",".join(point.extras or [package.removeprefix("kvparams_")])
+            hint = f". If a package is missing, install the extra: pip install 'kvparams[{extra}]'"
+        raise PluginError(f"{name!r} ({point.value}) cannot be loaded: {error}{hint}") from error

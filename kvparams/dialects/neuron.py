@@ -15,7 +15,8 @@ __all__ = ["NEURON_TABLE", "UNASKED_ROWS"]
 
 def _unmarked(row: Row) -> Row:
     marks = {leg: value for leg, value in row.marks.items() if leg != "P"}
-    return replace(row, marks=marks, usual={}) if row.marks != marks else row
+    usual = {} if row.marks != marks else {leg: value for leg, value in row.usual.items() if leg != "P"}
+    return replace(row, marks=marks, usual=usual)
 
 
 UNASKED_ROWS: Final = tuple(_unmarked(row) for row in NIXL_TABLE.rows)

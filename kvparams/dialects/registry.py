@@ -11,7 +11,7 @@ from kvparams.dialects import Dialect
 from kvparams.dialects.table import Table
 from kvparams.errors import PluginError
 
-__all__ = ["route_names", "routes", "table", "tables"]
+__all__ = ["each_table", "route_names", "routes", "table", "tables"]
 
 
 def tables() -> dict[str, Table]:
@@ -20,8 +20,22 @@ def tables() -> dict[str, Table]:
     Raises:
         PluginError: one of them cannot be loaded.
     """
-    found = {name: _table(one) for name, one in plugins.load_all("dialects").items()}
+    found = {name: _table(name, one) for name, one in plugins.load_all("dialects").items()}
     return {name: one for name, one in found.items() if one is not None}
+
+
+def each_table() -> tuple[list[Table], list[PluginError]]:
+    """As `tables`, for those who go on without what cannot be loaded: the second list says what that is, and why."""
+    found: list[Table] = []
+    broken: list[PluginError] = []
+    for name, one in plugins.load_each("dialects").items():
+        try:
+            table = _table(name, one)
+        except PluginError as error:
+            broken.append(error)
+        else:
+            found += [] if table is None else [table]
+    return found, broken
 
 
 def table(name: str) -> Table:
@@ -30,7 +44,7 @@ def table(name: str) -> Table:
     Raises:
         PluginError: it is not registered, or has no table because it speaks our document alone.
     """
-    found = _table(plugins.load("dialects", name))
+    found = _table(name, plugins.load("dialects", name))
     if found is None:
         raise PluginError(f"{name!r} says nothing beside our document: translate to or from 'kvparams'")
     return found
@@ -52,6 +66,14 @@ def route_names() -> list[str]:
     return [name for name, one in loaded.items() if not isinstance(one, Table | PluginError)]
 
 
-def _table(found: object) -> Table | None:
-    found = found if isinstance(found, Table) else getattr(found, "table", None)
-    return found if isinstance(found, Table) else None
+def _table(name: str, loaded: object) -> Table | None:
+    if isinstance(loaded, PluginError):
+        raise loaded
+    found = loaded if isinstance(loaded, Table) else getattr(loaded, "table", None)
+    if not isinstance(found, Table):
+        if not hasattr(loaded, "prefill_keys"):
+            raise PluginError(f"{name!r} in 'kvparams.dialects' is neither a Table nor a Dialect")
+        return None
+    if found.name != name:
+        raise PluginError(f"{name!r} in 'kvparams.dialects' is a table of another name: {found.name!r}")
+    return found

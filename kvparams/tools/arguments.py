@@ -1,14 +1,16 @@
 """Arguments that the three tools share."""
 
 import argparse
+import sys
 from typing import Final, get_args
 
-from kvparams.dialects.registry import tables
+from kvparams import plugins
+from kvparams.dialects import registry
 from kvparams.dialects.table import Table
 from kvparams.params import Phase
 from kvparams.tools.reading import OURS, Unreadable
 
-__all__ = ["FORMS", "add_engine", "add_file", "add_phase", "named"]
+__all__ = ["FORMS", "add_engine", "add_file", "add_phase", "candidates", "named"]
 
 FORMS: Final = """
 FILE holds one JSON object, which may be
@@ -44,11 +46,21 @@ def named(name: str | None) -> Table | None:
 
     Raises:
         Unreadable: there is no such dialect; the known ones are listed.
-        PluginError: one of them cannot be loaded.
+        PluginError: it cannot be loaded, or has no table.
     """
     if name is None or name == OURS:
         return None
-    known = tables()
+    known = plugins.names("dialects")
     if name not in known:
         raise Unreadable(f"no dialect is called {name!r}; known: {', '.join((OURS, *known))}")
-    return known[name]
+    return registry.table(name)
+
+
+def candidates(table: Table | None) -> list[Table]:
+    """The dialects that it can be: the one that was named, else all; what cannot be loaded is told and left out."""
+    if table is not None:
+        return [table]
+    found, broken = registry.each_table()
+    for error in broken:
+        sys.stderr.write(f"left out: {error}\n")
+    return found

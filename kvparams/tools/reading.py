@@ -3,6 +3,7 @@
 The one rule: what was taken for what is said, and can be said by the caller instead.
 """
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Final, NamedTuple, cast
 from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects.message import Message, unpacked
 from kvparams.dialects.table import LEGS, PHASES, Table
-from kvparams.errors import InvalidParams, KVParamsError
+from kvparams.errors import InvalidParams, KVParamsError, Problem
 from kvparams.params import Phase
 from kvparams.problems import json_object
 from kvparams.sniffing import matches, pick, sniff
 
-__all__ = ["OURS", "Given", "Unreadable", "document_in", "load", "message_of", "recognise"]
+__all__ = ["OURS", "Given", "Unreadable", "document_in", "load", "message_of", "recognise", "unexamined"]
 
 OURS: Final = "kvparams"
 """The name of our own document, where a dialect is asked for."""
@@ -25,12 +26,14 @@ _CARRIERS: Final = frozenset(
     {"kv_transfer_params", "disaggregated_params", "disagg_prefill_resp", "prefill_result", "bootstrap_info"}
 )
 _BODY: Final = frozenset({"model", "prompt", "messages", "choices", "input", "bootstrap_room", "bootstrap_host"})
+_DOCUMENT: Final = frozenset({"version", "request_id", "transfer", "phase", "mode"})
 _ANSWER: Final = frozenset({"choices", "usage", "object"})
 _MOST_BYTES: Final = 16 << 20
+_MOST_NAMED: Final = 8
 
 
 class Unreadable(KVParamsError, ValueError):
-    """The file cannot be read, or holds nothing that a tool could work with."""
+    """The file cannot be read, or what it holds cannot be told."""
 
 
 class Given(NamedTuple):
@@ -47,7 +50,8 @@ def load(file: str) -> Mapping[str, object]:
     """The JSON object in the file; `-` is standard input.
 
     Raises:
-        Unreadable: there is none; the message says why.
+        Unreadable: the file cannot be read.
+        InvalidParams: what it holds is no JSON object, or JSON that the protocol refuses.
     """
     try:
         if file == "-":
@@ -57,29 +61,56 @@ def load(file: str) -> Mapping[str, object]:
                 text = opened.read(_MOST_BYTES + 1)
     except OSError as error:
         raise Unreadable(f"{file}: {error.strerror}") from error
-    try:
-        return json_object(text)  # which refuses what is longer
-    except InvalidParams as error:
-        raise Unreadable(f"{file}: {error}") from error
+    return json_object(text)  # which refuses what is longer
 
 
 def document_in(found: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Our document, where the object is one or carries one; None where not.
+    """Our document, where the object is one (two of its members tell) or carries one; None where not.
 
     Raises:
-        Unreadable: what it carries is no object.
+        InvalidParams: what it carries is no object.
     """
-    if "version" in found and "transfer" in found:
+    if _is_document(found):
         return found
+    holder = _holder(found)
+    if holder is None:
+        return None
+    document = holder[DOCUMENT_KEY]
+    if not isinstance(document, Mapping):
+        raise InvalidParams((Problem((DOCUMENT_KEY,), "type", "Input should be an object"),))
+    return cast("Mapping[str, object]", document)
+
+
+def unexamined(found: Mapping[str, object], option: str) -> str | None:
+    """In words, the native keys beside our document, which nobody looks at unless `option` names their dialect."""
+    holder = None if _is_document(found) else _holder(found)
+    if holder is None or (holder is found and _is_whole(found)):
+        return None
+    names = [name if name.isprintable() else json.dumps(name) for name in holder if name != DOCUMENT_KEY]
+    if not names:
+        return None
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"native keys beside the document were not examined ({option} NAME does): " + (
+        ", ".join(names[:_MOST_NAMED]) + more
+    )
+
+
+def _is_document(found: Mapping[str, object]) -> bool:
+    if "version" in found and "transfer" in found:
+        return True
+    return len(_DOCUMENT & found.keys()) > 1 and DOCUMENT_KEY not in found and not _is_whole(found)
+
+
+def _is_whole(found: Mapping[str, object]) -> bool:
+    """Whether it is a message, or a whole body."""
+    return not (_CARRIERS | _BODY | {"body", "headers"}).isdisjoint(found)
+
+
+def _holder(found: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The object that has our document under its key."""
     bodies = (found, _object(found.get("body")) or {})
-    carried = [unpacked(Message("", body)).body.get("kv_transfer_params") for body in bodies]
-    for holder in (*carried, found):
-        if isinstance(holder, Mapping) and DOCUMENT_KEY in holder:
-            document = cast("Mapping[str, object]", holder)[DOCUMENT_KEY]
-            if not isinstance(document, Mapping):
-                raise Unreadable(f"{DOCUMENT_KEY}: Input should be an object")
-            return cast("Mapping[str, object]", document)
-    return None
+    carried = [_object(unpacked(Message("", body)).body.get("kv_transfer_params")) for body in bodies]
+    return next((one for one in (*carried, found) if one is not None and DOCUMENT_KEY in one), None)
 
 
 def message_of(found: Mapping[str, object], request_id: str | None = None) -> Message:

@@ -6,11 +6,12 @@ import sys
 from typing import Final
 
 from kvparams.codec import dump, parse
-from kvparams.dialects.registry import tables
+from kvparams.dialects.table import Table
 from kvparams.errors import InvalidParams
-from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
-from kvparams.tools.reading import OURS, Unreadable, document_in, load, message_of, recognise
-from kvparams.translation import LossyTranslation, Translated, decode, rephrase, translate
+from kvparams.params import KVTransferParams
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
+from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
+from kvparams.translation import LossyTranslation, Translated, decode, encode, rephrase, translate
 
 __all__ = ["COMMAND"]
 
@@ -23,7 +24,8 @@ example:
   kvparams translate --from nixl --to nixl --engine 0.14.0 answer.json
 
 The message goes to standard output as {{"request_id", "body", "headers"}}. What the other dialect has no words for is
-an error that names it (status 1); with --lossy it is written without, and that is named on standard error. Where KV
+an error that names it (status 1); with --lossy it is written without, and that is named on standard error. A document
+that came from B is written back as it was; of another mode it gets that of B, which is told on standard error. Where KV
 lies is never translated: block ids and addresses are of use only to the connector that made them.
 """
 
@@ -47,15 +49,17 @@ class TranslateCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it."""
-        found = load(arguments.file)
         source, target = named(arguments.source), named(arguments.target)
-        document = document_in(found)
         try:
+            found = load(arguments.file)
+            document = document_in(found)
             if arguments.source == OURS or (source is None and document is not None):
                 params = parse(found if document is None else document)
+                if arguments.source is None and (words := unexamined(found, "--from")):
+                    print(words, file=sys.stderr)
             else:
                 message = message_of(found, arguments.request_id)
-                given = recognise(message, tables().values(), source, arguments.phase, found)
+                given = recognise(message, candidates(source), source, arguments.phase, found)
                 for line in given.guessed:
                     print(line, file=sys.stderr)
                 source = given.table
@@ -63,13 +67,32 @@ class TranslateCommand:
             if target is None:
                 print(json.dumps(dump(params), indent=2, ensure_ascii=False))
                 return 0
+            if source is None and _was_in(target, params):
+                source = target
             if source is None:
                 written = rephrase(target, params, arguments.engine)
             else:
                 written = translate(source, target, params, arguments.engine)
         except InvalidParams as error:
-            raise Unreadable(str(error)) from error
+            for problem in error.problems:
+                print(problem, file=sys.stderr)
+            return 1
+        if written.params.mode != params.mode:
+            print(f"the mode is {written.params.mode}, as {target.name} has it; it was {params.mode}", file=sys.stderr)
         return _say(written, target.name, lossy=arguments.lossy)
+
+
+def _was_in(table: Table, params: KVTransferParams) -> bool:
+    """Whether a document was decoded from this dialect, as far as it shows: then it is written as it is."""
+    if params.mode != table.mode:
+        return False
+    if table.extension in (params.extensions or {}):
+        return True
+    try:
+        encode(table, params)
+    except (LossyTranslation, InvalidParams):
+        return False
+    return True
 
 
 def _say(written: Translated, name: str, *, lossy: bool) -> int:

@@ -5,11 +5,10 @@ import sys
 from typing import Final
 
 from kvparams.codec import parse
-from kvparams.dialects.registry import tables
 from kvparams.dialects.table import LEGS, judge
 from kvparams.errors import InvalidParams
-from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
-from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
+from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
 from kvparams.versions import deprecated_in
 
 __all__ = ["COMMAND"]
@@ -21,7 +20,8 @@ example:
   kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
 
 Every problem is one line: where it is, what it is, and its kind in brackets. The status is 0 for what is valid, 1 for
-what is not, and 2 where that cannot be told. What is valid and deprecated is told on standard error.
+what is not, JSON that the protocol refuses included, and 2 where that cannot be told. What is valid and deprecated is
+told on standard error, and so are native keys beside a document, which are not examined.
 """
 
 
@@ -40,10 +40,16 @@ class ValidateCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it."""
-        found = load(arguments.file)
-        table, document = named(arguments.dialect), document_in(found)
+        table = named(arguments.dialect)
+        try:
+            found = load(arguments.file)
+            document = document_in(found)
+        except InvalidParams as error:
+            return _refused(error)
         if arguments.dialect == OURS or (table is None and document is not None):
             ours = found if document is None else document
+            if arguments.dialect is None and (words := unexamined(found, "--dialect")):
+                print(words, file=sys.stderr)
             try:
                 parse(ours)
             except InvalidParams as error:
@@ -52,7 +58,7 @@ class ValidateCommand:
                 print(one, file=sys.stderr)
             print("valid: a document of ours")
             return 0
-        given = recognise(message_of(found, arguments.request_id), tables().values(), table, arguments.phase, found)
+        given = recognise(message_of(found, arguments.request_id), candidates(table), table, arguments.phase, found)
         for line in given.guessed:
             print(line, file=sys.stderr)
         problems = judge(given.table, given.message, LEGS[given.phase], arguments.engine)

@@ -2,12 +2,17 @@
 
 import io
 import json
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvparams.cli import main
+from tests.kvparams.dialect_messages import same
+
+VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "dialects"
 
 ANSWER: dict[str, Any] = {
     "id": "cmpl-7f3c",
@@ -137,12 +142,9 @@ def test_every_dialect_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        ("[]", [], "should be an object"),
-        ('{"a": 1, "a": 2}', [], "json"),
         ("{}", [], "no registered dialect"),
         ("{}", ["--dialect", "no-such"], "known: kvparams, aibrix"),
         ("{}", ["--dialect", "nixl"], "--phase"),
-        ('{"kvparams": 1}', [], "should be an object"),
         ('{"do_remote_decode": true}', [], "can be any of"),
     ],
 )
@@ -174,3 +176,126 @@ def test_params_that_are_text_are_read_as_the_object(
         said.append((status, capsys.readouterr().out))
     assert said[0] == said[1]
     assert "remote_host" in said[0][1] or "transfer" in said[0][1]
+
+
+@pytest.mark.parametrize("path", sorted(VECTORS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_valid_message_comes_back_as_it_was(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(path.read_bytes())
+    for case in content["cases"]:
+        if not case["valid"]:
+            continue
+        engine = ["--engine", case["engine"]] if "engine" in case else []
+        source = written(tmp_path / "message.json", case["message"])
+        there = ["translate", "--from", content["dialect"], "--to", "kvparams", "--phase", case["phase"], source]
+        assert main(there) == 0, case["name"]
+        document = json.loads(capsys.readouterr().out)
+        back = ["--from", "kvparams", "--to", content["dialect"], *engine]
+        assert main(["translate", *back, written(tmp_path / "document.json", document)]) == 0, case["name"]
+        said = capsys.readouterr()
+        assert same(json.loads(said.out), case["message"]), case["name"]
+        assert not said.err
+
+
+DOCUMENT = {
+    "version": "1.0",
+    "request_id": "r",
+    "phase": "prefill",
+    "mode": "store",
+    "transfer": {"id": "t", "attempt": 1},
+}
+
+
+def test_another_mode_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "stored.json", DOCUMENT)
+    main(["translate", "--to", "nixl", "--lossy", path])
+    assert "the mode is pull, as nixl has it; it was store" in capsys.readouterr().err
+    main(["translate", "--to", "nixl", "--lossy", written(tmp_path / "pulled.json", {**DOCUMENT, "mode": "pull"})])
+    assert "the mode" not in capsys.readouterr().err
+
+
+def alone(native: object) -> object:
+    return native
+
+
+def in_a_body(native: object) -> object:
+    return {"kv_transfer_params": native, "prompt": "x"}
+
+
+def in_a_message(native: object) -> object:
+    return {"request_id": "r", "body": {"kv_transfer_params": json.dumps(native)}}
+
+
+@pytest.mark.parametrize("wrapped", [alone, in_a_body, in_a_message])
+def test_native_keys_beside_a_document_are_told(
+    wrapped: Callable[[object], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = {"kvparams": DOCUMENT, "do_remote_decode": True, "remote_port": 0, "\x1b[31m": 1}
+    path = written(tmp_path / "both.json", wrapped(beside))
+    for command, option in ((["validate"], "--dialect"), (["translate", "--to", "kvparams"], "--from")):
+        assert main([*command, path]) == 0
+        said = capsys.readouterr().err
+        assert 'do_remote_decode, remote_port, "\\u001b[31m"' in said
+        assert f"({option} NAME does)" in said
+        assert main([*command, written(tmp_path / "alone.json", wrapped({"kvparams": DOCUMENT}))]) == 0
+        assert not capsys.readouterr().err
+
+
+def test_a_broken_dialect_of_somebody_else_is_left_out_and_told(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [("acme", "acme_nowhere:TABLE"), ("acme-late", "kvparams.version:NO_SUCH_TABLE")]
+    broken += [("acme-misnamed", "kvparams.dialects.trio:TRIO_TABLE"), ("acme-text", "kvparams.version:__version__")]
+    added = [EntryPoint(name, value, "kvparams.dialects") for name, value in broken]
+    points = EntryPoints([*entry_points(group="kvparams.dialects"), *added])
+    commands = entry_points(group="kvparams.commands")
+
+    def registered(group: str, name: str | None = None) -> EntryPoints:
+        found = points if group == "kvparams.dialects" else commands
+        return found if name is None else found.select(name=name)
+
+    monkeypatch.setattr("kvparams.plugins.entry_points", registered)
+    assert main(["validate", "--dialect", "nixl", file]) == 0
+    assert "acme" not in capsys.readouterr().err
+    for command in (["validate"], ["translate", "--to", "nixl"]):
+        assert main([*command, file]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
+        assert [line.split()[2] for line in lines] == [repr(name) for name, _ in broken]
+    assert main(["validate", "--dialect", "acme", file]) == 2
+    assert "pip install" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["version", "transfer", "mode"])
+def test_a_document_that_lacks_a_member_is_one_of_ours(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "lacking.json", {name: value for name, value in DOCUMENT.items() if name != missing})
+    assert main(["validate", path]) == 1
+    assert capsys.readouterr().out.startswith(f"{missing}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "should be an object"),
+        (b'{"a": 1, "a": 2}', "[json]"),
+        (b'{"a": "\xff"}', "[json]"),
+        (b"[" * 1000, "[json]"),
+        (b'{"kvparams": 1}', "should be an object"),
+    ],
+)
+def test_what_the_protocol_refuses_is_invalid(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given.json"
+    path.write_bytes(content)
+    assert main(["validate", str(path)]) == 1
+    assert words in capsys.readouterr().out
+    assert main(["translate", "--to", "nixl", str(path)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_document_that_is_not_valid_is_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--to", "nixl", written(tmp_path / "wrong.json", {**DOCUMENT, "phase": "x"})]) == 1
+    assert capsys.readouterr().err.startswith("phase: ")

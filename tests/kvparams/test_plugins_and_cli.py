@@ -25,7 +25,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("points", "words"),
     [
-        ([("x", "no_such_module_anywhere:X")], "pip install"),
+        ([("x", "kvparams_proxy.no_such:X [proxy]")], r"pip install 'kvparams\[proxy\]'"),
+        ([("x", "no_such_module_anywhere:X")], r"'no_such_module_anywhere'$"),
+        ([("x", "kvparams.version:no_such")], r"no attribute 'no_such'$"),
         ([("x", "kvparams.version:__version__"), ("x", "kvparams.cli:main")], "more than once"),
     ],
 )

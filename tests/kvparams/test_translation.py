@@ -290,3 +290,9 @@ def test_nothing_of_a_message_is_shared_with_the_document() -> None:
     assert isinstance(inner, dict)
     inner["remote_block_ids"].append([1])  # pyright: ignore[reportUnknownMemberType]
     assert encode(NIXL_TABLE, params) == given_message == message()
+
+
+@pytest.mark.parametrize("name", ["neuron", "dynamo-vllm"])
+def test_prefill_that_is_told_nothing_is_told_nothing_by_custom_either(name: str) -> None:
+    assert not customary(TABLES[name], "prefill")
+    assert customary(NIXL_TABLE, "prefill")
