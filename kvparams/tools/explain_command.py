@@ -4,10 +4,9 @@ import argparse
 from typing import Final
 
 from kvparams.codec import parse
-from kvparams.dialects.registry import tables
 from kvparams.errors import InvalidParams
-from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, named
-from kvparams.tools.reading import OURS, document_in, load, message_of, recognise
+from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
+from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
 from kvparams.tools.words import explained, given_in_words, told, unknown_in
 
 __all__ = ["COMMAND"]
@@ -42,23 +41,28 @@ class ExplainCommand:
         """Do it; the status is 1 where something is wrong."""
         table = named(arguments.dialect)
         if arguments.about:
-            for one in [table] if table else tables().values():
+            for one in candidates(table):
                 print("\n".join(explained(one)), end="\n\n")
             return 0
-        found = load(arguments.file)
-        document = document_in(found)
+        try:
+            found = load(arguments.file)
+            document = document_in(found)
+        except InvalidParams as error:
+            print("\n".join(["What is wrong:", *(f"  {problem}" for problem in error.problems)]))
+            return 1
         if arguments.dialect == OURS or (table is None and document is not None):
             ours = found if document is None else document
-            extensions = {one.extension for one in tables().values()} if ours.get("extensions") else ()
+            extensions = {one.extension for one in candidates(None)} if ours.get("extensions") else ()
             try:
                 lines = told(parse(ours), extensions)
             except InvalidParams as error:
                 print("This is meant to be a document of ours, and it is not valid:")
                 print("\n".join(f"  {line}" for line in (*error.problems, *unknown_in(ours, extensions))))
                 return 1
-            print("\n".join(lines))
+            beside = unexamined(found, "--dialect") if arguments.dialect is None else None
+            print("\n".join([*lines, beside] if beside else lines))
             return 0
-        given = recognise(message_of(found, arguments.request_id), tables().values(), table, arguments.phase, found)
+        given = recognise(message_of(found, arguments.request_id), candidates(table), table, arguments.phase, found)
         lines, right = given_in_words(given, arguments.engine)
         print("\n".join(lines))
         return 0 if right else 1

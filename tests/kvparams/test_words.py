@@ -74,6 +74,20 @@ def test_a_native_key_that_says_no_does_not_read_as_yes(explain: Callable[..., l
     assert any(line.startswith('"\\u001b[31m": not known to this dialect') for line in said)
 
 
+def test_native_keys_beside_a_document_are_mentioned(explain: Callable[..., list[str]]) -> None:
+    given = {"kvparams": DOCUMENT, "do_remote_decode": True}
+    told = "native keys beside the document were not examined (--dialect NAME does): do_remote_decode"
+    assert explain(given)[-1] == told
+    assert not any("native keys" in line for line in explain({"kvparams": DOCUMENT}))
+
+
+def test_json_that_is_refused_is_wrong_and_not_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "twice.json"
+    path.write_text('{"a": 1, "a": 2}')
+    assert main(["explain", str(path)]) == 1
+    assert "stands twice" in capsys.readouterr().out
+
+
 def test_a_third_party_registers_a_dialect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explain: Callable[..., list[str]]
 ) -> None:
