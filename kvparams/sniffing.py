@@ -95,7 +95,7 @@ def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None)
     """
     message = unpacked(message)
     closest = _closest(message, tables, phase)
-    found = _valid(message, closest)
+    found = [one for one in _valid(message, closest) if not _borrowed(one, message, closest)]
     if not found:
         raise Unrecognised(_near(message, closest))
     names = {one.table for one in found}
@@ -136,6 +136,12 @@ def _valid(message: Message, closest: Iterable[_Scored]) -> list[Match]:
         found.append(Match(table, phases, max(one.known for one in valid), least))
     least = min((one.foreign for one in found), default=0)
     return [one for one in found if one.foreign == least]
+
+
+def _borrowed(match: Match, message: Message, closest: Iterable[_Scored]) -> bool:
+    """Whether it rather is a faulty message of another leg of `like`: a leg without marks takes whatever comes."""
+    near = _near(message, (one for one in closest if one.table is match.table.like))
+    return bool(near and near[0].problems) and near[0].phase not in match.phases
 
 
 def _near(message: Message, closest: Iterable[_Scored]) -> tuple[Near, ...]:
