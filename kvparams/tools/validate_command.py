@@ -9,6 +9,7 @@ from kvparams.dialects.table import LEGS, judge
 from kvparams.errors import InvalidParams
 from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
 from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
+from kvparams.tools.words import unknown_in
 from kvparams.versions import deprecated_in
 
 __all__ = ["COMMAND"]
@@ -20,8 +21,8 @@ example:
   kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
 
 Every problem is one line: where it is, what it is, and its kind in brackets. The status is 0 for what is valid, 1 for
-what is not, JSON that the protocol refuses included, and 2 where that cannot be told. What is valid and deprecated is
-told on standard error, and so are native keys beside a document, which are not examined.
+what is not, JSON that the protocol refuses included, and 2 where that cannot be told. What is valid and deprecated,
+or unknown, is told on standard error, and so are native keys beside a document, which are not examined.
 """
 
 
@@ -54,7 +55,8 @@ class ValidateCommand:
                 parse(ours)
             except InvalidParams as error:
                 return _refused(error)
-            for one in deprecated_in(ours):
+            extensions = {one.extension for one in candidates(None)} if ours.get("extensions") else ()
+            for one in (*deprecated_in(ours), *unknown_in(ours, extensions)):
                 print(one, file=sys.stderr)
             print("valid: a document of ours")
             return 0

@@ -240,6 +240,8 @@ def test_native_keys_beside_a_document_are_told(
         assert f"({option} NAME does)" in said
         assert main([*command, written(tmp_path / "alone.json", wrapped({"kvparams": DOCUMENT}))]) == 0
         assert not capsys.readouterr().err
+    assert main(["explain", path]) == 0
+    assert "do_remote_decode, remote_port" in capsys.readouterr().out
 
 
 def test_a_broken_dialect_of_somebody_else_is_left_out_and_told(
@@ -258,7 +260,7 @@ def test_a_broken_dialect_of_somebody_else_is_left_out_and_told(
     monkeypatch.setattr("kvparams.plugins.entry_points", registered)
     assert main(["validate", "--dialect", "nixl", file]) == 0
     assert "acme" not in capsys.readouterr().err
-    for command in (["validate"], ["translate", "--to", "nixl"]):
+    for command in (["validate"], ["explain"], ["translate", "--to", "nixl"]):
         assert main([*command, file]) == 0
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
         assert [line.split()[2] for line in lines] == [repr(name) for name, _ in broken]
@@ -290,8 +292,9 @@ def test_what_the_protocol_refuses_is_invalid(
 ) -> None:
     path = tmp_path / "given.json"
     path.write_bytes(content)
-    assert main(["validate", str(path)]) == 1
-    assert words in capsys.readouterr().out
+    for command in ("validate", "explain"):
+        assert main([command, str(path)]) == 1
+        assert words in capsys.readouterr().out
     assert main(["translate", "--to", "nixl", str(path)]) == 1
     assert words in capsys.readouterr().err
 
@@ -299,3 +302,11 @@ def test_what_the_protocol_refuses_is_invalid(
 def test_a_document_that_is_not_valid_is_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--to", "nixl", written(tmp_path / "wrong.json", {**DOCUMENT, "phase": "x"})]) == 1
     assert capsys.readouterr().err.startswith("phase: ")
+
+
+def test_a_member_that_nobody_knows_is_valid_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "typo.json", {**DOCUMENT, "requestid": "r", "extensions": {"org.example": {"x": 1}}})
+    assert main(["validate", path]) == 0
+    said = capsys.readouterr().err
+    assert "requestid" in said
+    assert "org.example" in said
