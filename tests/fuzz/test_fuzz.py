@@ -122,7 +122,7 @@ def judged(data: bytes) -> Hashable:
     try:
         document = document_in(found)
         if document is not None:
-            told(parse(document))
+            told(parse(document), ())
         message = message_of(found)
         given = recognise(message, TABLES.values(), None, None, found)
         lines, right = given_in_words(given)
