@@ -154,7 +154,7 @@ def recognise(
     if table is None:
         match = sniff(message, tables, told)
         table, phases = match.table, match.phases
-        guessed.append(f"the dialect is {table.name}: no other has these keys")
+        guessed.append(f"the dialect is {match}")
     else:
         phases = tuple(one for match in matches(pick(table, message), [table], told) for one in match.phases)
     if told is None:
