@@ -7,6 +7,7 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
@@ -188,9 +189,6 @@ class Execution:
             return
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
-            if self._gone:  # it was to learn what is held, and has
-                self._finish("gone")
-                return
             while type(step) is Choose:
                 instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
                 if instance is None:
@@ -326,7 +324,16 @@ class Execution:
             self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed")))
             return
         self._resources.fleet.succeeded(leg.instance)
-        self._go(answer)
+        if self._gone:
+            self._last_word(answer)
+        else:
+            self._go(answer)
+
+    def _last_word(self, answer: LegAnswer) -> None:
+        """The client left as its prefill ended: the plan learns what is held for it, and takes no further step."""
+        with suppress(Exception):  # whatever the answer is worth, nobody waits for it
+            self._plan.send(answer)
+        self._finish("gone")
 
     def stream_begun(self) -> None:
         """For the relay: the client is about to get its first byte."""
