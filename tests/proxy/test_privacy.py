@@ -317,7 +317,7 @@ def streaming(*events: bytes) -> Any:
 def say_nothing(got: Any, *engines: Scripted) -> None:
     """Nothing in an answer, body or headers, says where an engine is."""
     seen = got.content + b"\n".join(b"%b: %b" % pair for pair in got.headers.raw)
-    for secret in (HOST, "ip-10-9", "127.0.0.1", "5600", *(f":{engine.port}" for engine in engines)):
+    for secret in (HOST, "ip-10-9", "127.0.0.1", ":5600", *(f":{engine.port}" for engine in engines)):
         assert secret.encode() not in seen, seen
 
 
