@@ -82,15 +82,7 @@ class Corrections:
             JSONTextError: an event that needs correction is not JSON.
             UpstreamRefusal: one is an error; `before` it are the events that are none.
         """
-        if not (
-            self._closely
-            or b'"prompt_tokens"' in raw
-            or b'_params"' in raw
-            or b'"error"' in raw
-            or b'"nvext"' in raw
-            or b'"remote_' in raw
-            or b'"bootstrap_' in raw
-        ):  # nearly always; what `_suspect` finds, without a call and a loop for every event
+        if not self._closely and not any(map(raw.__contains__, _SUSPECTS)):  # nearly always
             return raw
         done: list[bytes] = []
         at = 0
