@@ -275,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         give_up = time.monotonic() + 20
         while not Path(path).exists() and time.monotonic() < give_up:
             time.sleep(0.05)
+        if not Path(path).exists():
+            raise SystemExit(f"valkey-server does not listen after 20 s ({folder}); is it installed? `make servers`")
         print(f"\n{'':50} {'GB/s':>20}  {'of bare':>20}  CPU ns/B, client + server")
         for transport in arguments.transport or ("tcp", "unix"):
             for page_bytes in arguments.page_bytes or (256 << 10, 1 << 20, 4 << 20):

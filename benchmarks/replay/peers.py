@@ -14,6 +14,7 @@ Each is given its best case: loads without delay, an index fed by events that kn
 where it has one to configure. Decode goes to the fewest answers, for all alike.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
 from typing import Final
@@ -27,7 +28,7 @@ from benchmarks.replay.world import Cost, World
 __all__ = ["PEERS", "Dynamo", "FewestRequests", "LeastLoad", "LlmD", "Mooncake", "RoundRobin", "SGLang", "VllmKvAware"]
 
 
-class Peer:
+class Peer(ABC):
     """What all have: what runs where."""
 
     def __init__(self, world: World) -> None:
@@ -39,15 +40,15 @@ class Peer:
         self.running[worker] += 1
         return worker
 
+    @abstractmethod
     def pick(self, leg: Leg, now: float) -> int:
         """The worker."""
-        raise NotImplementedError
 
     def done(self, leg: Leg, now: float) -> None:
         """Counted back."""
         self.running[leg.worker] -= 1
 
-    def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:
+    def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:  # noqa: B027  most take no notice
         """Nothing is made of it."""
 
     def decode(self, leg: Leg, running: Sequence[int]) -> int:
