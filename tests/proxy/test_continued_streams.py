@@ -1,6 +1,7 @@
 """A decode engine fails in the middle of a stream: an error event; or with continuation another one goes on, and the
 client does not notice."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -156,3 +157,76 @@ async def test_what_only_a_chat_has_is_not_sent_where_it_goes_on_as_a_completion
     for body in resumed:
         assert not body.keys() & {"messages", *chat_only}
         assert body["temperature"] == 0.5
+
+
+class Slow:
+    """A client that takes nothing from its first event on. It counts the events of the first engine."""
+
+    watcher: Any
+    got = 0
+    ended = False
+
+    def watch(self, watcher: Any) -> None:
+        self.watcher = watcher
+
+    def head(self, status: int, headers: bytes, length: int | None) -> None: ...
+
+    def body(self, data: bytes) -> None:
+        if not self.got:
+            self.got = data.count(b'"text": "x"')
+            self.watcher.client_slow()
+
+    def end(self) -> None:
+        self.ended = True
+
+    def drop(self) -> None: ...
+
+
+async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(scripted: Any, proxy: Any) -> None:
+    """The first engine fails when its client is slow already: the second one is not read before the client has caught
+    up, so what waits in the proxy has a bound."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    read = 0
+
+    def event(choice: dict[str, Any]) -> bytes:
+        data = b"data: %b\n\n" % json.dumps({"id": "x", "choices": [{"index": 0, **choice}]}).encode()
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        whole = json.dumps({"choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 1}}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(whole))
+        writer.write(whole)
+
+    async def first(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        failed = b'data: {"error":{"message":"lost"}}\n\n'
+        said = event({"text": "x", "token_ids": [65], "prompt_token_ids": [1]})
+        writer.write(head + said + b"%x\r\n%b\r\n" % (len(failed), failed))
+
+    async def second(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal read
+        writer.write(head)
+        for _ in range(1_000):
+            writer.write(event({"text": "y" * 60_000, "token_ids": [66]}))
+            await writer.drain()
+            read += 60_000
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    producer, one, other = await scripted(prefill), await scripted(first), await scripted(second)
+    running = await proxy([producer.url], [one.url, other.url], "content", continuation=True)
+    body = json.dumps({"model": "stub", "prompt": "x", "max_tokens": 5_000, "stream": True}).encode()
+    app = running.app
+    async with app.router.lifespan_context(app) as state, asyncio.timeout(30):
+        generate = state["generate"]["/v1/completions"]
+        client = Slow()
+        generate.begin(generate.admit([(b"content-type", b"application/json")]), body, client)
+        while not other.bodies:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        before = -1
+        while before != read:  # until the second engine is stalled, or through
+            before = read
+            await asyncio.sleep(0.3)
+        assert read < 30_000_000, "the second engine was read although the client took nothing"
+        client.watcher.client_ready()
+        while not client.ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert (read, client.got) == (60_000_000, 1)
