@@ -31,7 +31,7 @@ from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.metrics import failure_kind
 from kvparams_proxy.telemetry.tracing import Trace
-from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Execution:
         """For the queue: see `kvparams_proxy.fleet.fleet.Waiter`."""
         self._downstream = downstream
         self._done = done
-        self._exchange: Exchange | None = None
+        self._exchange: Handle | None = None
         self._leg: Leg | None = None
         self._relay: Relay | None = None
         self._leg_began = 0.0

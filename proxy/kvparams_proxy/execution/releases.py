@@ -20,7 +20,7 @@ from kvparams.trust.signing import NoSigningKey, Signer
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamTimeout
 
@@ -163,7 +163,7 @@ class _Release:
         self._owner = owner
         self.instance_id = instance_id
         self.lease = lease
-        self.exchange: Exchange | None = None
+        self.exchange: Handle | None = None
 
     def expire(self) -> None:
         """It takes too long; for a decode leg that is an abort, which frees the KV as well."""

@@ -18,7 +18,7 @@ from kvparams.versions import NoCommonVersion, engine_speaks
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
 
@@ -135,7 +135,7 @@ class _Probe:
         self._keyed = False
         self._refused = False
         """Whether the last answer said that the proxy's credentials are wrong."""
-        self._exchange: Exchange | None = None
+        self._exchange: Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         """For the time-out of the probe that runs, or for the next one."""
 

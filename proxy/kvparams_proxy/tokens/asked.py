@@ -15,7 +15,7 @@ from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.upstream.connection import Exchange
+from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
 
@@ -92,7 +92,7 @@ class _Question:
         self._watch = watch
         self._answered = answered
         self._ended = ended
-        self.exchange: Exchange | None = None
+        self.exchange: Handle | None = None
 
     def collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         self._watch.stop(self)

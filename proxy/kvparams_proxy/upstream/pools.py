@@ -1,10 +1,10 @@
-"""The connections to all engines: a pool for each member of the fleet, as long as legs run on it."""
+"""The ways to all engines: a pool, or another `Upstream`, for each member of the fleet, as long as legs run on it."""
 
 from collections.abc import Callable
 
 from kvparams.scheduling import Instance
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.interface import Upstream
 
 __all__ = ["Pools"]
 
@@ -12,16 +12,16 @@ __all__ = ["Pools"]
 class Pools:
     """By instance id, as a mapping would be. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
-    def __init__(self, make: Callable[[Instance], Pool]) -> None:
+    def __init__(self, make: Callable[[Instance], Upstream]) -> None:
         """`make` opens a pool; it knows how each engine wants to be spoken to."""
         self._make = make
-        self._now: dict[str, Pool] = {}
-        self._all: dict[Member, Pool] = {}
+        self._now: dict[str, Upstream] = {}
+        self._all: dict[Member, Upstream] = {}
 
-    def __getitem__(self, id: str) -> Pool:
+    def __getitem__(self, id: str) -> Upstream:
         return self._now[id]
 
-    def get(self, id: str) -> Pool | None:
+    def get(self, id: str) -> Upstream | None:
         """That of an instance, or None where it has left."""
         return self._now.get(id)
 

@@ -1,0 +1,73 @@
+"""What executions use of an engine, however it is reached: over HTTP (`pool.py`), in this process, over a queue.
+
+The one rule: whoever implements this keeps what `terms.Sink` promises: a sink hears `on_done` exactly once, never from
+within `exchange`, and nothing after it.
+"""
+
+from typing import Protocol
+
+from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError
+
+__all__ = ["Handle", "Upstream"]
+
+
+class Handle(Protocol):
+    """One exchange that runs. Everything is a no-op once it is over."""
+
+    def abort(self, error: UpstreamError) -> None:
+        """End it now: the engine learns that nobody waits, the sink hears `error`, which is told whether the engine may
+        have seen the request (`connected` and `sent`)."""
+        ...
+
+    def discard(self) -> None:
+        """End it now: the engine learns that nobody waits, the sink hears nothing more."""
+        ...
+
+    def end_sending(self) -> bool:
+        """Let the engine see that nobody waits any more, and hear out what it may have sent already. False where that
+        cannot be done: then nothing has been done."""
+        ...
+
+    def pause(self) -> None:
+        """Deliver nothing until `resume`, but for what is on its way, and let the engine feel it."""
+        ...
+
+    def resume(self) -> None:
+        """Deliver again."""
+        ...
+
+
+class Upstream(Protocol):
+    """One engine, as legs, releases and probes reach it."""
+
+    @property
+    def keyed(self) -> bool:
+        """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        ...
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """The IP addresses that its name has led to, the last few; empty where it is not reached by one."""
+        ...
+
+    @property
+    def open_connections(self) -> int:
+        """Idle ones included."""
+        ...
+
+    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+        """A POST, as `exchange` takes it. `headers` are whole lines, each ending in CRLF."""
+        ...
+
+    def get(self, path: bytes) -> Request:
+        """A GET."""
+        ...
+
+    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> Handle:
+        """Send `request`, deliver its answer to `sink`. `once`: never send it twice, even where the engine has most
+        likely not seen it."""
+        ...
+
+    def close(self) -> None:
+        """Exchanges that run hear that they were cut off, and none begins any more."""
+        ...
