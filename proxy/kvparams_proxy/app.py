@@ -56,6 +56,7 @@ from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokens.asked import AskedEngines
 from kvparams_proxy.tokens.service import TokenService
+from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
@@ -64,14 +65,22 @@ if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefixes import Prefixes
     from kvparams_proxy.telemetry.spans import SpanExport
 
-__all__ = ["create_app"]
+__all__ = ["Reach", "create_app"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
 
 
-def create_app(settings: Settings) -> Starlette:
+Reach = Callable[[Instance], Upstream | None]
+"""The way to an instance that is not reached over HTTP; None for all others."""
+
+
+def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     """The proxy.
+
+    Args:
+        settings: the operator's.
+        reach: asked once for each instance that joins.
 
     Raises:
         PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
@@ -105,7 +114,7 @@ def create_app(settings: Settings) -> Starlette:
             prefixes=prefixes,
         )
         registry = Registry(fleet, settings.rules)
-        pools = Pools(partial(_pool, registry, settings.upstream))
+        pools = Pools(partial(_reached, reach, registry, settings.upstream))
         fleet.listen(pools)
         addresses = Addresses()
         fleet.listen(addresses)
@@ -198,7 +207,9 @@ def _tokens(
     return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))
 
 
-def _pool(registry: Registry, limits: UpstreamLimits, instance: Instance) -> Pool:
+def _reached(reach: Reach | None, registry: Registry, limits: UpstreamLimits, instance: Instance) -> Upstream:
+    if reach is not None and (upstream := reach(instance)) is not None:
+        return upstream
     access = registry.access(instance.id)
     return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key)
 
