@@ -13,6 +13,7 @@ from random import Random
 from secrets import randbits, token_hex
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from kvparams.coordination import OneEngine
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvparams import plugins
-from kvparams.coordination import OneEngine
 from kvparams.dialects.registry import tables
 from kvparams.errors import PluginError
 from kvparams.plan import RequestManager
@@ -29,7 +29,7 @@ from kvparams.scheduling import Instance, Role, SchedulingPolicy
 from kvparams.trust.pinning import Pins
 from kvparams_proxy.clients.auth import KeyRing, Unauthorized
 from kvparams_proxy.clients.direct import DIRECT
-from kvparams_proxy.clients.endpoints import ENDPOINTS
+from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
 from kvparams_proxy.clients.generate import Generate, Generating, require_client
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.privacy import Addresses
@@ -113,7 +113,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             slow_start_s=settings.slow_start_s,
             prefixes=prefixes,
         )
-        registry = Registry(fleet, settings.rules)
+        registry = Registry(fleet, settings.rules, settings.beside)
         pools = Pools(partial(_reached, reach, registry, settings.upstream))
         fleet.listen(pools)
         addresses = Addresses()
@@ -153,8 +153,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         )
         split = manager() if signer is None else manager(signer)
         generate = {
-            each.path: Generate(resources, split if each.role is None else OneEngine(each.role), keys, each)
-            for each in ENDPOINTS
+            each.path: Generate(resources, split if role is None else OneEngine(role), keys, each)
+            for each, role in ((each, _alone(each, settings.local)) for each in ENDPOINTS)
         }
         async with (
             supplied(registry, settings.instances, settings.providers),
@@ -197,6 +197,11 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     )
     app.router.redirect_slashes = False  # `/v1/models/` is another path, and not served
     return app
+
+
+def _alone(endpoint: Endpoint, local: Instance | None) -> Role | None:
+    """Whose engines answer alone. Beside an engine it does what is not decode's, whatever its role."""
+    return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
 
 
 def _tokens(

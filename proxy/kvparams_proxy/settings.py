@@ -43,6 +43,8 @@ class Settings:
 
     instances: tuple[Instance, ...]
     """The engines that are given here; providers and the admin API may name more."""
+    beside: str | None = None
+    """The id of the one of `instances` that this proxy is beside, as a sidecar: nobody else runs legs of its role."""
     rules: Rules = field(default_factory=known_rules)
     """How entries are read; the key and certificates for `instances` are those in it."""
     providers: tuple[Provider, ...] = ()
@@ -96,6 +98,12 @@ class Settings:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two instances are called {name!r}; give each a name of its own")
+        if self.beside is not None:
+            local = self.local
+            if local is None:
+                raise ValueError(f"no instance is called {self.beside!r}, beside which this proxy should be")
+            if any(instance.role is local.role for instance in self.instances if instance is not local):
+                raise ValueError(f"beside a {local.role} engine, the others have another role")
         for name in ("prefill_timeout_s", "decode_timeout_s", "client_timeout_s", "probe_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")
@@ -103,3 +111,8 @@ class Settings:
             raise ValueError("log_requests must not be empty, and trace from 0 to 1")
         if self.retries < 0 or self.slow_start_s < 0:
             raise ValueError("retries and slow_start_s must not be negative")
+
+    @property
+    def local(self) -> Instance | None:
+        """The instance that this proxy is beside."""
+        return next((instance for instance in self.instances if instance.id == self.beside), None)

@@ -200,6 +200,10 @@ async def _checked(registry: Registry, document: object) -> Entry:
     problems.check()
     if entry is None:  # never without a problem
         raise ConfigError(("the instance cannot be used",))
+    if registry.is_local(entry):
+        raise ConfigError(
+            (f"role: the engine beside this sidecar does all {entry.role}; add others of the other role",)
+        )
     if entry.places != rules.places:
         access = await asyncio.to_thread(load_access, entry.places, "the instance", problems)
         problems.check()

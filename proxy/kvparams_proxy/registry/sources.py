@@ -40,9 +40,11 @@ class SourceState:
 class Registry:
     """Who is in the fleet, and by whose word."""
 
-    def __init__(self, fleet: Fleet, rules: Rules) -> None:
-        """`fleet` is empty and is changed by nobody else."""
+    def __init__(self, fleet: Fleet, rules: Rules, local: str | None = None) -> None:
+        """`fleet` is empty and is changed by nobody else. `local`: the id of the instance beside this proxy, if it is a
+        sidecar. Nobody else is taken for its role, so that all sidecars can follow one file of the whole fleet."""
         self.fleet: Final = fleet
+        self._local = local
         self.rules = rules
         """How entries are read now; the fleet file may change them."""
         self._owned: dict[str, Owned] = {}
@@ -71,7 +73,7 @@ class Registry:
         `partly`: it is on the way to a new version that is not reached yet; see `portions`.
         """
         state = self._sources.setdefault(source, SourceState())
-        state.desired = tuple(desired)
+        state.desired = tuple(entry for entry in desired if not self.is_local(entry))
         state.applied += not partly
         state.problems = ()
         changes = self._apply(source, state)
@@ -80,6 +82,11 @@ class Registry:
                 if name != source and other.conflicts:
                     self._apply(name, other)
         return changes
+
+    def is_local(self, entry: Entry) -> bool:
+        """Whether only the engine beside this proxy may do what `entry` is for."""
+        local = self._owned.get(self._local) if self._local is not None else None
+        return local is not None and local.entry.role is entry.role
 
     def refuse(self, source: str, problems: tuple[str, ...]) -> None:
         """A source's new version cannot be used: what it said before stays in force."""
