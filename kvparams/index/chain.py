@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_BLOCK_TOKENS", "Chain", "Hashes", "Tokens", "token_array"]
+__all__ = ["MAX_BLOCK_TOKENS", "START", "Chain", "Front", "Fronts", "Hashes", "Tokens", "token_array"]
 
 Hashes = NDArray[np.uint64]
 Tokens = NDArray[np.integer] | Sequence[int] | bytes | bytearray | memoryview
@@ -34,6 +34,28 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+class Front(NamedTuple):
+    """How far a sequence has come, at any token."""
+
+    hash: int
+    """Of the last full block; 0 where there is none."""
+    part: int
+    """The sum over the tokens of the block that has begun."""
+    tokens: int
+    """All of them."""
+
+
+START: Final = Front(0, 0, 0)
+
+
+class Fronts(NamedTuple):
+    """Several of one sequence, one behind the other."""
+
+    hashes: Hashes
+    parts: Hashes
+    tokens: NDArray[np.int64]
 
 
 class Chain:
@@ -91,16 +113,50 @@ class Chain:
         ids = token_array(tokens)
         size = self.block_size
         count = len(ids) // size
-        end = start + count
+        words = ids[: count * size].astype(np.uint64).reshape(count, size)
+        return self._chained(words @ self._weights, namespace, start, parent)
+
+    def continued(self, tokens: Tokens, namespace: int, front: Front, step: int) -> tuple[Hashes, Fronts]:
+        """The hashes of the blocks that tokens complete, and the front after each `step` of them: so a sequence that is
+        told in blocks of any other size is followed. A step at the end that is not full is left out.
+
+        Args:
+            tokens: the ids behind `front`.
+            namespace: what `namespace` gave.
+            front: `START`, or what this gave for those before.
+            step: tokens, at least one.
+
+        Raises:
+            ValueError: an id is no integer in [0, 2^32).
+        """
+        ids, size = token_array(tokens), self.block_size
+        count = len(ids) // step * step
+        begun, offset = divmod(front.tokens, size)
+        sums = np.empty(count + 1, np.uint64)
+        sums[0] = front.part
+        places = (offset + np.arange(count)) % size
+        np.multiply(ids[:count], self._weights.take(places), out=sums[1:], casting="unsafe", dtype=np.uint64)
+        sums.cumsum(out=sums)
+        full = sums[size - offset :: size]
+        found = full.copy()
+        found[1:] -= full[:-1]
+        found = self._chained(found, namespace, begun, front.hash)
+        ends = np.arange(step, count + 1, step)
+        done = (offset + ends) // size  # blocks that are complete there
+        hashes = np.concatenate((np.array([front.hash], np.uint64), found)).take(done)
+        parts = sums.take(ends) - np.concatenate((np.zeros(1, np.uint64), full)).take(done)
+        return found, Fronts(hashes, parts, front.tokens + ends)
+
+    def _chained(self, sums: Hashes, namespace: int, start: int, parent: int) -> Hashes:
+        """From the sum over the tokens of each block to its hash, in place."""
+        end = start + len(sums)
         if end > len(self._positions):
             self._positions = _stream(self._positions_key, 0, 1 << (end - 1).bit_length())
-        words = ids[: count * size].astype(np.uint64).reshape(count, size)
-        found: Hashes = words @ self._weights
-        found += self._positions[start:end]
-        found += np.uint64(namespace)
-        _mix(found)
-        found[:1] += np.uint64(parent)
-        return found.cumsum(out=found)
+        sums += self._positions[start:end]
+        sums += np.uint64(namespace)
+        _mix(sums)
+        sums[:1] += np.uint64(parent)
+        return sums.cumsum(out=sums)
 
 
 def token_array(tokens: Tokens) -> NDArray[np.integer]:

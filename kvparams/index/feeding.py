@@ -9,14 +9,14 @@ The one rule: what cannot be placed is left out and counted. Then a worker is be
 costs computing something again.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvparams.events.model import Batch, Cleared, Medium, Place, Removed, Stored
-from kvparams.index.chain import Chain, Hashes
+from kvparams.index.chain import START, Chain, Front, Hashes
 from kvparams.index.names import Names
 from kvparams.index.prefix import PrefixIndex
 from kvparams.index.table import Numbers
@@ -29,19 +29,32 @@ _WHOLE: Final = (None, "full_attention", "mla_attention")
 
 
 class EventFeed:
-    """Events of any engines. What is owned by somebody else than the engine is held by the pair of engine and owner."""
+    """Events of any engines, whose blocks may be of any size. What is owned by somebody else than the engine is held by
+    the pair of engine and owner."""
 
-    def __init__(self, index: PrefixIndex, chain: Chain, names: int) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        chain: Chain,
+        names: int,
+        *,
+        namespace: Callable[[str, str | None, str | None], int] | None = None,
+        gone: Callable[[Hashable, Hashes | None], None] | None = None,
+    ) -> None:
         """
         Args:
             index: what is fed.
-            chain: how its hashes are made; events of blocks of another size cannot be placed.
+            chain: how its hashes are made.
             names: how many names of blocks are remembered, of all engines together: as many as blocks that are cached,
                 each one counted for each engine that has it.
+            namespace: that of a model, an adapter and a salt; the chain's own, if not said.
+            gone: hears which blocks a worker has given up on its device; None is everything.
         """
         self._index = index
         self._chain = chain
         self._names = Names(index, names)
+        self._namespace = namespace or chain.namespace
+        self._gone = gone
         self._owners: dict[Hashable, set[str]] = {}
         self.unplaced = 0
         """Blocks that were left out."""
@@ -77,23 +90,24 @@ class EventFeed:
         if event.tokens is None:
             hashes = self._names.hashes(keys)
             hashes = hashes[self._index.last_used(hashes) != 0]
-            front = 0
+            front = START
+            self.unplaced += self._names.unknown(keys)
         else:
             placed = self._placed(event, worker, model)
-            if placed is None:
+            size = event.block_size
+            if placed is None or not size:
                 self.unplaced += event.blocks
                 return
-            front, namespace, depth, blocks = placed
-            size = self._chain.block_size
-            hashes = self._chain.hashes(event.tokens[: 4 * size * blocks], namespace, depth, front)
-            self._names.put(keys[:blocks], hashes, namespace, depth)
-        self.unplaced += event.blocks - len(hashes)
-        self._index.stored(holder, hashes, front, level, now)
+            front, namespace, blocks = placed
+            hashes, behind = self._chain.continued(event.tokens[: 4 * size * blocks], namespace, front, size)
+            depths = behind.tokens // self._chain.block_size
+            ends = depths != (behind.tokens - size) // self._chain.block_size
+            self._names.put(keys[:blocks], behind, ends, namespace)
+            self.unplaced += event.blocks - blocks
+        self._index.stored(holder, hashes, front.hash, level, now)
 
-    def _placed(self, event: Stored, worker: Hashable, model: str) -> tuple[int, int, int, int] | None:
-        """The hash in front, the namespace, how many blocks stand in front, and how many of these have a hash."""
-        if event.block_size != self._chain.block_size:
-            return None
+    def _placed(self, event: Stored, worker: Hashable, model: str) -> tuple[Front, int, int] | None:
+        """The front before them, the namespace, and how many of these blocks have hashes."""
         known = {None, event.lora, event.salt, event.lora_id}
         blocks = event.blocks
         for number, extras in enumerate(event.extras or ()):
@@ -103,7 +117,7 @@ class EventFeed:
         if event.parent is None:
             if event.lora is None and event.lora_id:
                 return None
-            return 0, self._chain.namespace(model, event.lora, event.salt), 0, blocks
+            return START, self._namespace(model, event.lora, event.salt), blocks
         key = int(_keys(worker, Removed(event.place, event.parent, len(event.parent)))[0])
         front = self._names.front(key)
         return None if front is None else (*front, blocks)
@@ -112,7 +126,10 @@ class EventFeed:
         level = _LEVELS.get(event.place.medium)
         if level is not None:
             hashes = self._names.hashes(_keys(worker, event))
-            self._index.removed(self._holder(worker, event.place), hashes[hashes != 0], level)
+            hashes = hashes[hashes != 0]
+            self._index.removed(self._holder(worker, event.place), hashes, level)
+            if not level and event.place.owner is None and self._gone is not None:
+                self._gone(worker, hashes)
 
     def _cleared(self, event: Cleared, worker: Hashable) -> None:
         owners = self._owners.get(worker, set())
@@ -121,6 +138,8 @@ class EventFeed:
             owners.discard(event.owner)
             return
         self._index.cleared(worker)
+        if self._gone is not None:
+            self._gone(worker, None)
         for owner in self._owners.pop(worker, ()):
             self._index.cleared((worker, owner))
 
@@ -217,11 +236,14 @@ class RoutingFeed:
 
     def failed(self, routed: Routed, hashes: Hashes) -> None:
         """That request, which has these blocks, was not computed: what it was to bring is not there."""
-        ledger = self._ledgers.get(routed.worker)
+        self.removed(routed.worker, hashes[len(routed.used) :])
+
+    def removed(self, worker: Hashable, hashes: Hashes) -> None:
+        """It has these blocks no longer."""
+        ledger = self._ledgers.get(worker)
         if ledger is not None:
-            gone = hashes[len(routed.used) :]
-            ledger.held.removed(routed.worker, gone)
-            self._drop(routed.worker, [gone])
+            ledger.held.removed(worker, hashes)
+            self._drop(worker, [hashes])
 
     def lost(self, worker: Hashable) -> None:
         """It has restarted, or is gone: it has nothing."""

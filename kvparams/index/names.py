@@ -1,8 +1,13 @@
-"""Engines' names of blocks, and what they are: the hash of our chain, the namespace, and how deep the block stands."""
+"""Engines' names of blocks, and what they are: where our chain stands behind each, and in which namespace.
+
+The one rule: engines' blocks may be of any size, and one of ours is there as long as that one of theirs is in which it
+ends. Engines give up what stands behind first.
+"""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvparams.index.chain import Hashes
+from kvparams.index.chain import Front, Fronts, Hashes
 from kvparams.index.prefix import PrefixIndex
 from kvparams.index.table import Numbers, Table
 
@@ -12,9 +17,12 @@ _WINDOW = 256
 
 
 class Names:
-    """At most `capacity` names, 60 bytes each. Those that came first make room, unless the index has the block."""
+    """At most `capacity` names, 70 bytes each. Those that came first make room, unless the index has the block."""
 
-    __slots__ = ("_capacity", "_depths", "_hashes", "_index", "_keys", "_namespaces", "_next", "_table")
+    __slots__ = (
+        *("_capacity", "_ends", "_hashes", "_index", "_keys", "_namespaces", "_next", "_parts", "_table"),
+        "_tokens",
+    )
 
     def __init__(self, index: PrefixIndex, capacity: int) -> None:
         self._index = index
@@ -23,38 +31,49 @@ class Names:
         self._keys = np.zeros(capacity + 1, np.uint64)
         self._hashes = np.zeros(capacity + 1, np.uint64)
         self._namespaces = np.zeros(capacity + 1, np.uint64)
-        self._depths = np.zeros(capacity + 1, np.uint32)
+        self._parts = np.zeros(capacity + 1, np.uint64)
+        self._tokens = np.zeros(capacity + 1, np.uint32)
+        self._ends = np.zeros(capacity + 1, np.bool_)
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._table)
 
     def hashes(self, keys: Hashes) -> Hashes:
-        """What blocks of these names are; 0 where that is not known."""
-        return self._hashes.take(self._table.find(keys))
+        """The last of our blocks that ends in each block of these names; 0 where none does, or it is not known."""
+        numbers = self._table.find(keys)
+        return self._hashes.take(numbers) * self._ends.take(numbers)
 
-    def front(self, key: int) -> tuple[int, int, int] | None:
-        """Hash and namespace of the block of this name, and how many blocks there are up to and with it."""
+    def unknown(self, keys: Hashes) -> int:
+        """How many of these names nobody has told."""
+        return int(np.count_nonzero(self._table.find(keys) == 0))
+
+    def front(self, key: int) -> tuple[Front, int] | None:
+        """Where the chain stands behind the block of this name, and the namespace."""
         number = self._table.get(key)
         if not number:
             return None
-        return int(self._hashes[number]), int(self._namespaces[number]), int(self._depths[number])
+        front = Front(int(self._hashes[number]), int(self._parts[number]), int(self._tokens[number]))
+        return front, int(self._namespaces[number])
 
-    def put(self, keys: Hashes, hashes: Hashes, namespace: int, depth: int) -> None:
-        """Names of blocks that follow one another behind `depth` others. Where there is no room for half of them, the
-        first ones are kept; of a name that stands there twice, the first one."""
+    def put(self, keys: Hashes, behind: Fronts, ends: NDArray[np.bool_], namespace: int) -> None:
+        """Names of blocks that follow one another, where the chain stands behind each, and whether one of ours ends in
+        it. Where there is no room for half of them, the first ones are kept; of a name that stands there twice, the
+        first one."""
         keys = keys[: max(1, self._capacity // 2)]
         first = np.unique(keys, return_index=True)[1]
-        keys, hashes = keys[first], hashes[first]
+        keys = keys[first]
         numbers = self._table.find(keys)
         fresh = numbers == 0
         made = self._take(int(np.count_nonzero(fresh)), numbers[~fresh])
         numbers[fresh] = made
         self._table.insert(keys[fresh], made)
         self._keys[numbers] = keys
-        self._hashes[numbers] = hashes
+        self._hashes[numbers] = behind.hashes[first]
+        self._parts[numbers] = behind.parts[first]
+        self._tokens[numbers] = behind.tokens[first]
+        self._ends[numbers] = ends[first]
         self._namespaces[numbers] = namespace
-        self._depths[numbers] = depth + 1 + first
 
     def _take(self, count: int, held: Numbers) -> Numbers:
         """Numbers for so many names, none of these."""

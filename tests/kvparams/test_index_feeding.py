@@ -147,15 +147,63 @@ def test_a_salt_holds_for_what_stands_behind_as_well() -> None:
         stored([1, 2], A, medium="other"),
         stored([1, 2], A)._replace(kind="sliding_window"),
         stored([1, 2], A)._replace(lora_id=7),
-        Stored(DEVICE, A, 8, None, pack([1, 2, 3, 4]), 4),
         Stored(DEVICE, A, 8),
     ],
-    ids=["unknown in front", "unknown medium", "a window", "an adapter without a name", "other size", "no tokens"],
+    ids=["unknown in front", "unknown medium", "a window", "an adapter without a name", "no tokens"],
 )
 def test_what_cannot_be_placed_is_counted_and_left_out(event: Stored) -> None:
     index, feed = fed(event)
     assert feed.unplaced == 1
     assert len(index) == 0
+
+
+@given(
+    size=st.integers(1, 11),
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=8),
+    removed=st.integers(0, 12),
+    step=st.integers(1, 4),
+)
+def test_engines_blocks_may_be_of_any_size(size: int, prompts: list[list[int]], removed: int, step: int) -> None:
+    """Prompts that branch anywhere, told few blocks at a time and then given up from behind: what is answered is what
+    whole blocks of ours the engine's blocks make."""
+    index, held = PrefixIndex(1000), dict[tuple[int, ...], bytes]()
+    feed = EventFeed(index, chain := Chain(3, 4), 1000)
+    order: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        fresh = [one for end in range(size, len(prompt) + 1, size) if (one := tuple(prompt[:end])) not in held]
+        for at in range(0, len(fresh), step):
+            some = fresh[at : at + step]
+            for one in some:
+                held[one] = len(order).to_bytes(8, "big")
+                order.append(one)
+            ids = pack(token for one in some for token in one[-size:])
+            front = held.get(some[0][:-size])
+            feed.apply(said(Stored(DEVICE, b"".join(map(held.__getitem__, some)), 8, front, ids, size)), "w", "m")
+    gone: set[tuple[int, ...]] = set()
+    for _ in range(min(removed, len(order))):
+        one = max(held.keys() - gone, key=len)
+        gone.add(one)
+        feed.apply(said(Removed(DEVICE, held[one], 8)), "w", "m")
+    for prompt in prompts:
+        whole = 0
+        while whole + size <= len(prompt) and tuple(prompt[: whole + size]) not in gone:
+            whole += size
+        found = index.match(chain.hashes(prompt, chain.namespace("m"))).held[0].get("w", 0)
+        assert found == whole // 4 if size <= 4 else whole // 4 <= found <= (whole + size - 1) // 4
+    assert feed.unplaced == 0
+
+
+def test_whoever_asked_hears_what_a_device_has_given_up() -> None:
+    heard: list[tuple[object, list[int] | None]] = []
+    index = PrefixIndex(100)
+    feed = EventFeed(
+        index, CHAIN, 100, gone=lambda who, gone: heard.append((who, None if gone is None else gone.tolist()))
+    )
+    moved = Removed(Place("host"), A, 8)
+    feed.apply(
+        said(stored([1, 2, 3, 4], A + B), moved, Removed(DEVICE, B + C, 8), Cleared("pool"), Cleared()), "w", "m"
+    )
+    assert heard == [("w", hashes([1, 2, 3, 4]).tolist()[1:]), ("w", None)]
 
 
 def test_blocks_that_move_without_their_tokens_are_followed() -> None:
