@@ -23,12 +23,12 @@ import msgspec
 
 from kvparams import TokenPrefix, dump_json, parse
 from kvparams.codec import Template
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, Place
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.registry import tables
 from kvparams.dialects.store import STORE
 from kvparams.jsontext import edit, load_object
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.outline import Outline, prefix_by_digest, sent_prefix
 from kvparams.plan import Choose, KVLease, LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role

@@ -1,6 +1,6 @@
 """The terms in which a plan is spoken of: choices, legs, how they end, and KV that is held meanwhile.
 
-A manager (`kvparams.coordination`) is a generator of steps; an executor runs them. The one rule: a step says what is
+A manager (`kvparams.managers`) is a generator of steps; an executor runs them. The one rule: a step says what is
 wanted, never how: connections, load, queues and clocks belong to the executor.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvparams.dialects import Abandon, Dialect, Place
 from kvparams.errors import KVParamsError
-from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.scheduling import Instance, Role
 
 __all__ = [
     "Choose",
@@ -19,7 +19,6 @@ __all__ = [
     "LegAnswer",
     "LegFailed",
     "Plan",
-    "RequestManager",
     "Sent",
 ]
 
@@ -32,6 +31,8 @@ class Choose(NamedTuple):
     role: Role
     avoid: Sequence[str] = ()
     """Ids of instances that have failed this request: taken only where there is nobody else."""
+    beside: Instance | None = None
+    """Who runs the other leg: only instances that may be paired with it are taken."""
 
 
 class Leg(NamedTuple):
@@ -137,25 +138,3 @@ class Context(Protocol):
 
 
 Plan = Generator[Choose | Leg, object, None]
-
-
-class RequestManager(Protocol):
-    """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`."""
-
-    roles: tuple[Role, ...]
-    """The roles its legs need: a request is refused before its first leg where one of them is missing."""
-
-    def legs(self, request: RequestFacts, context: Context) -> Plan:
-        """The plan of one request.
-
-        Args:
-            request: what is known about it.
-            context: the executor.
-
-        Raises (from the generator):
-            LegFailed: a leg failed, and nothing else is tried.
-            HandoffMissing: the prefill answer cannot be handed on; `HandoffRefused` where it must not.
-            InvalidParams: the prefill engine's own document breaks the protocol.
-            LossyDowngrade: the decode engine's version cannot say what prefill's result wants understood.
-        """
-        ...

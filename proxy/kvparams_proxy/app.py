@@ -13,7 +13,6 @@ from random import Random
 from secrets import randbits, token_hex
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvparams.coordination import OneEngine
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,7 +22,8 @@ from starlette.routing import Route
 from kvparams import plugins
 from kvparams.dialects.registry import tables
 from kvparams.errors import PluginError
-from kvparams.plan import RequestManager
+from kvparams.managers.aggregated import Aggregated
+from kvparams.managers.factory import made
 from kvparams.retries import RetryBudget
 from kvparams.scheduling import Instance, Role, SchedulingPolicy
 from kvparams.trust.pinning import Pins
@@ -89,12 +89,12 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         KeyringError: that of signing keys cannot.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
-    manager = cast("Callable[..., RequestManager]", plugins.load("managers", settings.manager))
     dialects = known_dialects()
     pins = Pins(tables().values())
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
     signing = None if settings.signing is None else FollowedSigner(settings.signing)
     signer = None if signing is None else signing.signer
+    split = made(settings.manager, signer)
     make_spans = _span_export(settings.trace)
     make_prefixes = _prefixes(policy)
 
@@ -151,9 +151,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
             prefixes=prefixes,
         )
-        split = manager() if signer is None else manager(signer)
         generate = {
-            each.path: Generate(resources, split if role is None else OneEngine(role), keys, each)
+            each.path: Generate(resources, split if role is None else Aggregated(role=role), keys, each)
             for each, role in ((each, _alone(each, settings.local)) for each in ENDPOINTS)
         }
         async with (

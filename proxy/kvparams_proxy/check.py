@@ -15,11 +15,11 @@ from typing import Final, Literal, NamedTuple, cast
 from uuid import uuid4
 
 from kvparams.codec import carrier
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing, Place
 from kvparams.dialects.registry import tables
 from kvparams.errors import KVParamsError
 from kvparams.jsontext import edit, fields
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.pinning import HandoffRefused, Pins

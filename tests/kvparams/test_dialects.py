@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvparams import PluginError, parse, plugins
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.dialects.content import CONTENT
 from kvparams.dialects.forms import FLAG
@@ -20,6 +19,7 @@ from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.registry import route_names, routes, table, tables
 from kvparams.dialects.table import Row
 from kvparams.dialects.trio import TRIO_TABLE
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.params import Mode
 from kvparams.plan import Leg, LegAnswer, LegFailed
 from kvparams.scheduling import RequestFacts, Role

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects.forms import ADDRESSES, HOST, PORT, URL, Each, Either, Form
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL, NIXL_TABLE
 from kvparams.dialects.registry import tables
 from kvparams.dialects.store import DROPPING_STORE, STORE
 from kvparams.dialects.table import Row
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.plan import LegAnswer
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.pinning import HandoffRefused, Pins, canonical, declared

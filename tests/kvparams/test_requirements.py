@@ -18,7 +18,7 @@ NUMBER = r"[a-z0-9.]+#\d+\.\d+"
 PAGES = ("engine.md", "store.md", "proxy.md")
 SHOWN = {
     "1.0#3.7": "tests/proxy/test_journal.py::test_retries_show_their_transfers_and_where_they_went",
-    "1.0#3.9": "tests/kvparams/test_coordination.py::test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again",
+    "1.0#3.9": "tests/kvparams/test_prefill_then_decode.py::test_kv_whose_lease_has_run_out_is_computed_again",
     "1.0#3.10": "tests/reference_engine/test_handover.py::test_kv_that_is_not_there_is_recomputed_or_an_error_as_asked",
     "1.0#3.11": "tests/connectors/test_connector.py::test_load_keys_are_promises_and_never_addresses",
     "1.0#3.13": "tests/proxy/test_legs.py::test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from kvparams import InvalidParams, TokenPrefix, dump, parse, read_request
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import STORE
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.plan import Leg, LegAnswer, LegFailed
 from kvparams.scheduling import RequestFacts
 from kvparams.trust.canonical import NotCanonical, canonical, canonical_json, native_members

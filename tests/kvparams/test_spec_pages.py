@@ -5,11 +5,11 @@ import re
 from typing import Any
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import STORE
 from kvparams.jsontext import JSONLimits, edit, fields
 from kvparams.keys import Rectangle, page_chain, page_key
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.pages import HEADER_BYTES
 from kvparams.plan import Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, RequestFacts, Role

@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvparams import dump, parse
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects.store import STORE
 from kvparams.errors import InvalidParams, UnsupportedVersion
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.params import KNOWN_PATHS, PROTOCOL_VERSION
 from kvparams.plan import LegAnswer
 from kvparams.scheduling import RequestFacts

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvparams.coordination import OneEngine, PrefillThenDecode
 from kvparams.dialects import Dialect
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
@@ -21,6 +20,8 @@ from kvparams.dialects.registry import tables
 from kvparams.dialects.store import STORE
 from kvparams.dialects.table import LEGS
 from kvparams.jsontext import JSONLimits
+from kvparams.managers.aggregated import Aggregated
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.plan import LegAnswer
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint, one_token
 from kvparams_proxy.clients.generate import Generate
@@ -89,7 +90,7 @@ def legs(endpoint: Endpoint, body: bytes, dialect: Dialect, request_id: str = "r
 def _alone(endpoint: Endpoint, inbound: Any) -> Any:
     assert endpoint.role is not None
     table = Table(STORE)
-    return table.run(OneEngine(endpoint.role).legs(inbound.facts, table), lambda _: LegAnswer({}))
+    return table.run(Aggregated(role=endpoint.role).legs(inbound.facts, table), lambda _: LegAnswer({}))
 
 
 def nothing(_: object) -> list[str]:

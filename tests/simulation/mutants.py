@@ -19,9 +19,12 @@ __all__ = ["EQUIVALENT", "MODULES", "RELEASES", "Mutant", "mutants", "noticed"]
 MODULES = (
     "kvparams.admission",
     "kvparams.breaker",
-    "kvparams.coordination",
     "kvparams.fairqueue",
     "kvparams.lifecycle",
+    "kvparams.managers.aggregated",
+    "kvparams.managers.documents",
+    "kvparams.managers.handover",
+    "kvparams.managers.prefill_then_decode",
     "kvparams.retries",
     "kvparams_proxy.app",
     "kvparams_proxy.fleet.breakers",
@@ -52,7 +55,7 @@ MODULES = (
     "kvparams_proxy.fleet.waiting",
     "kvparams_proxy.execution.watch",
 )
-_RESETS = ("kvparams.coordination", "kvparams_proxy.execution.", "kvparams_proxy.fleet.", "kvparams_proxy.upstream.")
+_RESETS = ("kvparams.managers.", "kvparams_proxy.execution.", "kvparams_proxy.fleet.", "kvparams_proxy.upstream.")
 """Where what is remembered of a request or an engine is emptied by assignment, too."""
 RELEASES = frozenset(
     [
@@ -105,9 +108,9 @@ _TRIAL = "the leg has been released, so its trial ends a turn later"
 _LIMIT = "a limit of the simulation, not an equivalence: "
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
-    "kvparams.coordination:PrefillThenDecode.legs: context.give_back(prefill)": f"{_LIMIT}nobody asks for several "
-    "answers; tests/kvparams/test_coordination.py holds it",
-    "kvparams.coordination:PrefillThenDecode._document: self._templates.clear()": _CACHE,
+    "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(prefill)": f"{_LIMIT}nobody asks "
+    "for several answers; tests/kvparams/test_prefill_then_decode.py holds it",
+    "kvparams.managers.documents:Documents.leg: self._templates.clear()": _CACHE,
     "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatch:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
     "dispatch:Dispatcher.released: self._room.freed()": "it only measures, for Retry-After",

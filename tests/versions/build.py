@@ -44,7 +44,7 @@ _EDITS: Final = {
             f"date.fromisoformat('{_OLD.until}'), {_OLD.instead!r}),)",
         ),
     ],
-    "kvparams/coordination.py": [
+    "kvparams/managers/documents.py": [
         ('        "mode": mode,\n', f'        "mode": mode,\n        "priority": {PRIORITY},\n')
     ],
     "reference_engine/kv.py": [

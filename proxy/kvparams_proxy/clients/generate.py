@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from kvparams.plan import RequestManager
+from kvparams.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
@@ -42,7 +42,9 @@ class Admission(NamedTuple):
 class Generate:
     """One endpoint: a `kvparams_proxy.clients.direct.DirectEndpoint`."""
 
-    def __init__(self, resources: Resources, manager: RequestManager, keys: KeyRing | None, endpoint: Endpoint) -> None:
+    def __init__(
+        self, resources: Resources, manager: DisaggregatedRequestManager, keys: KeyRing | None, endpoint: Endpoint
+    ) -> None:
         self._resources = resources
         self._manager = manager
         self._keys = keys

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from kvparams.codec import carrier
 from kvparams.errors import JSONTextError
 from kvparams.lifecycle import Lifecycle, Outcome
-from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, RequestManager
+from kvparams.managers.interface import DisaggregatedRequestManager
+from kvparams.plan import Choose, Leg, LegAnswer, LegFailed
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
@@ -76,7 +77,7 @@ class Execution:
     def __init__(
         self,
         resources: Resources,
-        manager: RequestManager,
+        manager: DisaggregatedRequestManager,
         endpoint: Endpoint,
         inbound: Inbound,
         upstream_headers: bytes,

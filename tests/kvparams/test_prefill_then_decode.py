@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvparams import parse
 from kvparams.codec import Template
-from kvparams.coordination import PrefillThenDecode
 from kvparams.dialects import Abandon, Dialect, HandoffMissing
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import DROPPING_STORE, STORE
 from kvparams.errors import InvalidParams
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.params import KNOWN_PATHS, KVTransferParams, Lease, Usage
 from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import RequestFacts, Role
@@ -167,7 +167,7 @@ def test_a_stream_is_continued_from_its_token_ids() -> None:
     assert prefix == TokenPrefix.by_digest([1, 2, 3])
 
 
-def test_kv_whose_lease_has_run_out_in_the_queue_is_computed_again() -> None:
+def test_kv_whose_lease_has_run_out_is_computed_again() -> None:
     lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000}}}
     for waits_s, prefills in ((0.9, 1), (1.1, 3)):
         table = Table(STORE, fleet_of(), retries=2)
@@ -252,7 +252,7 @@ def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> N
             with pytest.raises(LegFailed, match="given up"):
                 plan.throw(given_up)
         else:
-            assert plan.throw(given_up) == Choose(Role.PREFILL)
+            assert plan.throw(given_up) == Choose(Role.PREFILL, [])
             again = plan.send(table.fleet[0])
             assert params(again)["kvparams"]["transfer"] == {"id": "transfer-1", "attempt": 2}
 

@@ -1,0 +1,110 @@
+"""Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails."""
+
+from kvparams.managers.aggregated import Aggregated
+from kvparams.managers.documents import Documents, known_of
+from kvparams.managers.handover import drop, handed_over
+from kvparams.managers.options import Options
+from kvparams.plan import Choose, Context, Leg, LegAnswer, LegFailed, Plan, Sent
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams.trust.signing import Signer
+
+__all__ = ["PrefillThenDecode"]
+
+
+class PrefillThenDecode:
+    """Prefill with one token, then decode with the client's own limits.
+
+    Decode is chosen when prefill is done, or with `decode_first` before it: then its room is kept meanwhile.
+    Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
+    again and is still leased, else prefill again. After it: on from what was sent, where the executor says from where.
+    What the connector cannot carry (several answers over NIXL), and what needs the whole prompt computed where it is
+    answered, one decode engine answers alone.
+    """
+
+    roles = (Role.PREFILL, Role.DECODE)
+
+    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
+        """`signer`: signs the documents of all legs. Option `decode_first`: see the class."""
+        self._documents = Documents(signer)
+        self._decode_first = (options or Options()).switch("decode_first", False)
+        self._alone = Aggregated(role=Role.DECODE)
+
+    def legs(self, request: RequestFacts, context: Context) -> Plan:
+        """See `DisaggregatedRequestManager.legs`."""
+        if request.prompt_scored:
+            yield from self._alone.legs(request, context)
+            return
+        documents = self._documents
+        transfer, attempt = request.transfer_id, 1
+        failed: list[str] = []
+        sent: Sent | None = None
+        decode: Instance | None = None
+        while True:
+            if decode is None and self._decode_first:
+                decode = yield Choose(Role.DECODE, failed)  # pyright: ignore[reportAssignmentType]
+            prefill: Instance = yield Choose(Role.PREFILL, failed, decode)  # pyright: ignore[reportAssignmentType]
+            speech = context.dialect(prefill)
+            if not speech.splits(request):
+                context.give_back(prefill)
+                if decode is not None:
+                    context.give_back(decode)
+                yield from self._alone.legs(request, context)
+                return
+            place = None if speech.bootstrap is None else context.place(prefill)
+            known = known_of(request, sent)
+            asked = documents.asked(speech.prefill_keys(transfer))
+            params = documents.leg(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
+            try:
+                answer: LegAnswer = yield Leg(  # pyright: ignore[reportAssignmentType]
+                    prefill, {**context.one_token(), **params}, answers_client=False, resumed=sent
+                )
+            except GeneratorExit:  # the client has left
+                drop(context, speech, prefill, transfer, attempt)
+                raise
+            except LegFailed as failure:
+                if failure.claimed:
+                    drop(context, speech, prefill, transfer, attempt)
+                if not failure.another or not context.may_retry():
+                    raise
+                failed.append(prefill.id)
+                transfer, attempt = context.next_transfer(), attempt + 1
+                continue
+
+            kv = handed_over(documents, context, speech, prefill, place, answer, request.request_id, transfer, attempt)
+            while True:
+                if decode is None:
+                    try:
+                        decode = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
+                    except LegFailed:  # it has waited for room for too long
+                        if not context.may_retry():
+                            raise
+                        break
+                assert decode is not None
+                now_s = context.now()
+                if now_s >= kv.until_s:  # the KV has been given up, by a moment
+                    context.give_back(decode)
+                    decode = None
+                    if not context.may_retry():
+                        raise LegFailed("the KV was given up before a decode engine had room", another=False)
+                    break
+                handed = kv.known(decode, known, now_s)
+                params = documents.leg(
+                    kv.native, request, transfer, attempt, "decode", speech.mode, prefill, decode, handed
+                )
+                running, decode = decode, None
+                try:
+                    yield Leg(running, params, answers_client=True, resumed=sent)
+                except LegFailed as failure:
+                    if not failure.another or (failure.begun and failure.sent is None) or not context.may_retry():
+                        raise
+                    failed.append(running.id)
+                    if failure.begun:
+                        sent = failure.sent
+                        break
+                    if failure.claimed:
+                        if not speech.reusable:
+                            break
+                        transfer, attempt = context.next_transfer(), attempt + 1
+                else:
+                    return
+            transfer, attempt = context.next_transfer(), attempt + 1
