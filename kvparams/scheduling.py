@@ -44,6 +44,12 @@ class Instance:
     """The URL of its bootstrap server, where its dialect has one and it is not where the dialect says."""
     addresses: tuple[str, ...] = ()
     """Where else it may say that it is, beside the hosts of its URLs: see `kvparams.trust.pinning.declared`."""
+    kv_events: str | None = None
+    """Where it publishes what becomes of its cache (ZMQ)."""
+    kv_events_replay: str | None = None
+    """Where it can be asked for what it published before."""
+    store: str | None = None
+    """What is computed here is in the store of this name as well, and is fetched from there by all who share it."""
     version: str = "1.0"
     """The highest version of the protocol that both it and whoever asked it speak: see `kvparams.versions`. One that
     speaks another is another incarnation."""

@@ -25,7 +25,7 @@ from kvparams_proxy.registry.access import Places, load_access
 from kvparams_proxy.registry.checks import check_addresses, check_id, check_url, is_label, is_label_value
 from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.file import FileProvider
-from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry
+from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry, store_of
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
 from kvparams_proxy.settings import Settings, known_rules
@@ -183,7 +183,15 @@ def _entries(arguments: argparse.Namespace, static: StaticFleet, rules: Rules, p
             bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
             try:
                 id, url = check_id(name), check_url(url)
-                entry = Entry(id, url, role, rules.connector, bootstrap=bootstrap, addresses=rules.addresses)
+                entry = Entry(
+                    id,
+                    url,
+                    role,
+                    rules.connector,
+                    bootstrap=bootstrap,
+                    addresses=rules.addresses,
+                    store=store_of(rules.connector, rules),
+                )
             except ValueError as error:
                 problems.add(f"--{role}, the {number + 1}. time", f"[NAME=]URL {error}")
             else:

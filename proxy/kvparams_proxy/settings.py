@@ -34,7 +34,8 @@ def known_rules() -> Rules:
     """For entries, where nothing else is said: every registered connector is known. Raises as `known_dialects`."""
     dialects = known_dialects()
     bootstrapped = (name for name, dialect in dialects.items() if dialect.bootstrap is not None)
-    return Rules(frozenset(dialects), bootstrapped=frozenset(bootstrapped))
+    storing = (name for name, dialect in dialects.items() if dialect.mode == "store")
+    return Rules(frozenset(dialects), bootstrapped=frozenset(bootstrapped), storing=frozenset(storing))
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,10 @@ async def test_a_change_makes_another_incarnation_of_it(stub: StubEngines, start
     assert same["incarnation"] == two["incarnation"], "nothing has changed"
     assert same["in_flight"] == 0
     assert await admin.ask("PATCH", "/instances/x", {}) == same
+    told = {"id": "p", "url": ELSEWHERE, "role": "prefill", "kv_events": "tcp://h:1", "store": "west"}
+    assert (await admin.ask("POST", "/instances", told, expect=201))["kv_events"] == "tcp://h:1"
+    kept = await admin.ask("PATCH", "/instances/p", {"kv_events_replay": "tcp://h:2"})
+    assert [kept[name] for name in ("kv_events", "kv_events_replay", "store")] == ["tcp://h:1", "tcp://h:2", "west"]
     assert first not in json.dumps(same)
     assert (await running.client.post("/v1/completions", json=GOOD)).status_code == 200
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvparams_proxy.registry.reconcile import portions
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.registry.yamltext import MAX_BYTES, read_yaml
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.settings import known_rules
 
 RULES = Rules(frozenset(("nixl", "store")))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
@@ -173,6 +175,13 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("drain", 1, "true or false"),
         ("key_file", 5, "path of a file"),
         ("key_env", "A B", "environment variable"),
+        ("kv_events", "http://h:1", "tcp://host:port"),
+        ("kv_events", "tcp://h", "tcp://host:port"),
+        ("kv_events", "tcp://h:0", "tcp://host:port"),
+        ("kv_events", "tcp://*:70000", "tcp://host:port"),
+        ("kv_events", ["tcp://h:1"], "tcp://host:port"),
+        ("store", True, "or false"),
+        ("store", "a b", "or false"),
         ("tls", {}, "one or more of"),
         ("tls", {"verify": False}, "one or more of"),
         ("tls", {"certificate": "c.pem"}, "both certificate and key"),
@@ -193,6 +202,38 @@ def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object
     assert caught.value.problems[0].startswith(f"instances[3].{member}: ")
     assert said in str(caught.value)
     assert "sk-secret" not in str(caught.value)
+
+
+def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> None:
+    common = "instances:\n- {id: a, url: 'http://h:1', "
+    text = f"{common}role: prefill, kv_events: 'tcp://h:5557', kv_events_replay: 'tcp://[::1]:5558'}}"
+    [entry] = finish(read_document(text, RULES, CHECK)).entries
+    assert (entry.instance().kv_events, entry.instance().kv_events_replay) == ("tcp://h:5557", "tcp://[::1]:5558")
+    [said] = problems_of(f"{common}role: decode, kv_events: 'tcp://h:5557'}}")
+    assert "for engines that prefill" in said
+    [said] = problems_of(f"{common}role: prefill, kv_events_replay: 'tcp://h:5557'}}")
+    assert "kv_events: is missing" in said
+    files = f"{common}role: prefill, kv_events: 'ipc:///run/events'}}"
+    assert finish(read_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
+    [said] = problems_of(files, replace(RULES, may_name_places=False))
+    assert "tcp://host:port" in said
+
+
+def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise() -> None:
+    rules = replace(RULES, storing=frozenset(("store",)))
+    members = {
+        "a": "connector: store",
+        "b": "connector: store, store: other",
+        "c": "connector: store, store: false",
+        "d": "connector: nixl",
+        "e": "connector: nixl, store: other",
+    }
+    text = "instances:\n" + "".join(
+        f"- {{id: {id}, url: 'http://{id}', role: prefill, {said}}}\n" for id, said in members.items()
+    )
+    entries = finish(read_document(text, rules, CHECK)).entries
+    assert [entry.instance().store for entry in entries] == ["store", "other", None, None, "other"]
+    assert known_rules().storing == {"content", "store", "store-drop"}
 
 
 def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:
@@ -296,6 +337,9 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
         "  certificate",
         "  key",
         "  server_name",
+        "kv_events",
+        "kv_events_replay",
+        "store",
     ):
         commented = f"  # {name}:"
         assert commented in text, name
@@ -304,6 +348,8 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
     assert document.settings["client-keys"] == Path("keys.jsonl")
     assert document.rules.places.tls is not None
     assert document.rules.places.tls.server_name == "engines"
+    first = document.entries[0]
+    assert (first.kv_events, first.store) == ("tcp://10.0.0.1:5557", "west")
 
 
 # sources

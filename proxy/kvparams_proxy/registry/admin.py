@@ -3,7 +3,7 @@
     GET    /admin                          sources and roles
     GET    /admin/instances                every instance and its state
     POST   /admin/instances                add one: {"id", "url", "role", "connector", "bootstrap", "addresses",
-                                           "labels", "drain"}
+                                           "kv_events", "kv_events_replay", "store", "labels", "drain"}
     GET    /admin/instances/{id}           one of them
     PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
     DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
@@ -145,6 +145,12 @@ async def _change(registry: Registry, request: Request) -> Response:
             document["bootstrap"] = now.bootstrap
         if now.addresses:
             document["addresses"] = list(now.addresses)
+        if now.kv_events is not None:
+            document["kv_events"] = now.kv_events
+        if now.kv_events_replay is not None:
+            document["kv_events_replay"] = now.kv_events_replay
+        if "connector" not in changes:
+            document["store"] = now.store or False
         entry = await _checked(registry, document | changes)
         if all(other.id != id for other in _mine(registry)):  # removed meanwhile
             raise _unknown(id)
@@ -261,6 +267,9 @@ def _state(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[
         "connector": instance.dialect,
         "bootstrap": instance.bootstrap,
         "addresses": list(instance.addresses),
+        "kv_events": instance.kv_events,
+        "kv_events_replay": instance.kv_events_replay,
+        "store": instance.store,
         "labels": dict(instance.labels),
         "source": owned.source,
         "incarnation": instance.incarnation,

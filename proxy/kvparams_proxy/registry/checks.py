@@ -33,6 +33,8 @@ _MAX_ADDRESSES: Final = 64
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,252}")
 _ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})")
+_SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
 Check = Callable[[object, Rules], object]
@@ -123,6 +125,25 @@ def check_addresses(value: object) -> tuple[str, ...]:
     return tuple(cast("list[str]", value))
 
 
+def _check_stream(value: object, rules: Rules) -> str:
+    """Where ZMQ messages come from."""
+    text = value if isinstance(value, str) else ""
+    at = _STREAM.fullmatch(text)
+    if at is not None and 0 < int(at[1]) < 65536:
+        return text
+    if _SOCKET_FILE.fullmatch(text) and rules.may_name_places:
+        return text
+    raise ValueError("must be tcp://host:port, where the engine's publisher is reached from here")
+
+
+def _check_store(value: object, rules: Rules) -> str | None:
+    if value is False:
+        return None
+    if not isinstance(value, str) or not _ID.fullmatch(value):
+        raise ValueError("must be a name, the same for all that share the store, or false: there is none")
+    return value
+
+
 def _check_drain(value: object, rules: Rules) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -172,6 +193,9 @@ REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "connector": _check_connector,
     "bootstrap": lambda value, rules: check_url(value),
     "addresses": lambda value, rules: check_addresses(value),
+    "kv_events": _check_stream,
+    "kv_events_replay": _check_stream,
+    "store": _check_store,
     "labels": _check_labels,
     "drain": _check_drain,
 }

@@ -37,11 +37,27 @@ class Entry:
 
     addresses: tuple[str, ...] = ()
     """Where it may say that it is, beside the hosts of its URLs."""
+    kv_events: str | None = None
+    """Where it publishes what becomes of its cache (ZMQ)."""
+    kv_events_replay: str | None = None
+    """Where it can be asked for what it published before."""
+    store: str | None = None
+    """Which store its KV goes to and comes from, shared with all that name the same one."""
 
     def instance(self) -> Instance:
         """A new incarnation of it."""
         return Instance(
-            self.id, token_hex(8), self.role, self.url, self.dialect, self.labels, self.bootstrap, self.addresses
+            self.id,
+            token_hex(8),
+            self.role,
+            self.url,
+            self.dialect,
+            self.labels,
+            self.bootstrap,
+            self.addresses,
+            self.kv_events,
+            self.kv_events_replay,
+            self.store,
         )
 
 
@@ -55,6 +71,8 @@ class Rules:
     """The dialect of entries that name none."""
     bootstrapped: frozenset[str] = frozenset()
     """The dialects whose prefill engines have a bootstrap server."""
+    storing: frozenset[str] = frozenset()
+    """The dialects whose engines save to a store what they compute, and look it up there."""
     selectors: Mapping[Role, Selector] = field(default_factory=dict[Role, Selector])
     """The role of an entry that names none."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -84,4 +102,7 @@ def entry_of(instance: Instance, rules: Rules) -> Entry:
         access=rules.access,
         bootstrap=i.bootstrap,
         addresses=i.addresses,
+        kv_events=i.kv_events,
+        kv_events_replay=i.kv_events_replay,
+        store=i.store,
     )

@@ -14,7 +14,15 @@ from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.problems import Problems
 from kvparams_proxy.tls import EngineTLS
 
-__all__ = ["MAX_INSTANCES", "check_bootstrap", "parse_defaults", "parse_entry", "parse_selectors", "unknown_names"]
+__all__ = [
+    "MAX_INSTANCES",
+    "check_bootstrap",
+    "parse_defaults",
+    "parse_entry",
+    "parse_selectors",
+    "store_of",
+    "unknown_names",
+]
 
 MAX_INSTANCES: Final = 4096
 """Of one source."""
@@ -46,6 +54,10 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
     bootstrap = cast("str | None", found.get("bootstrap"))
     if bootstrap is not None and role is not None:
         check_bootstrap(role, connector, rules, _join(where, "bootstrap"), problems)
+    if "kv_events_replay" in found and "kv_events" not in found:
+        problems.add(_join(where, "kv_events"), "is missing: kv_events_replay only fills its gaps")
+    if "kv_events" in found and role is Role.DECODE:
+        problems.add(_join(where, "kv_events"), "is for engines that prefill: nobody asks what others have cached")
     if "id" not in found or not url or role is None:
         return None
     return Entry(
@@ -59,7 +71,15 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
         rules.access if places == rules.places else NO_ACCESS,
         bootstrap,
         cast("tuple[str, ...]", found.get("addresses", rules.addresses)),
+        cast("str | None", found.get("kv_events")),
+        cast("str | None", found.get("kv_events_replay")),
+        cast("str | None", found["store"]) if "store" in found else store_of(connector, rules),
     )
+
+
+def store_of(connector: str, rules: Rules) -> str | None:
+    """The store of an entry that names none: those of one connector share one."""
+    return connector if connector in rules.storing else None
 
 
 def check_bootstrap(role: Role, connector: str, rules: Rules, where: str, problems: Problems) -> None:
