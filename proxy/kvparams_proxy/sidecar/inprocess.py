@@ -1,0 +1,289 @@
+"""The way to an engine whose ASGI app runs in this process: an `Upstream` without a socket.
+
+To whoever listens its answers look like those that come over HTTP. The one rule: an app is told first that nobody
+waits any more, by `http.disconnect`, and its task is cancelled only where it does not mind: many servers abort what
+they compute for a request when they hear the first, and never when they are cancelled.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, MutableMapping
+from contextvars import Context, copy_context
+from typing import Any, Final, cast
+
+from starlette.types import ASGIApp, Message, Scope
+
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, reason
+
+__all__ = ["Call", "InProcess"]
+
+_log: Final = logging.getLogger(__name__)
+_GRACE_S: Final = 5.0
+"""For an app to end once nobody waits for its answer; then its task is cancelled."""
+_CLOSING_S: Final = 2 * _GRACE_S
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
+"""As uvicorn says it: so that frameworks listen for the client's leaving."""
+_TURN_BYTES: Final = 64 << 10
+"""After so many an app that never waits lets others have their turn, as a socket's buffer would make it."""
+_HERE: Final = ("127.0.0.1", 0)
+
+
+class InProcess:
+    """One engine's app. See `kvparams_proxy.upstream.interface.Upstream`."""
+
+    def __init__(self, app: ASGIApp, base: Mapping[str, Any], *, key: Secret | None = None) -> None:
+        """
+        Args:
+            app: what answers.
+            base: what its requests have in their scope beside what is theirs: `app`, and `state` from its lifespan.
+            key: the engine's own; it goes with every request.
+        """
+        self._app = app
+        self._base = base
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        """Of every call: that of whoever happens to make it is another request's."""
+        self.keyed: Final = key is not None
+        """See `Upstream.keyed`."""
+        self._own = b"" if key is None else key.bearer_line()
+        self.reached: Final[tuple[str, ...]] = ()
+        """See `Upstream.reached`: an app has no address, what is its own is declared."""
+        self._calls: set[Call] = set()
+        self._closed = False
+
+    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+        """A POST. `headers` are whole lines, each ending in CRLF."""
+        head = b"POST %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%bcontent-length: %d\r\n"
+        return head % (path, self._own, headers, len(body)), body
+
+    def get(self, path: bytes) -> Request:
+        """A GET."""
+        return b"GET %b\r\naccept: */*\r\n%b" % (path, self._own), b""
+
+    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> "Call":
+        """Have `request` answered, to `sink`. It is never sent twice, whatever `once` says: nothing gets lost here."""
+        call = Call(self, self._loop, sink)
+        if self._closed:
+            self._loop.call_soon(call.finish, UpstreamError("the engine has been removed", connected=False))
+            return call
+        self._calls.add(call)
+        call.begin(self._app, self._scope(request[0]), request[1], self._context.copy())
+        return call
+
+    def forget(self, call: "Call") -> None:
+        """For a call: its app has ended."""
+        self._calls.discard(call)
+
+    @property
+    def open_connections(self) -> int:
+        """Calls that the app has not ended."""
+        return len(self._calls)
+
+    def close(self) -> None:
+        """Calls that run hear that they were cut off, and none begins any more."""
+        self._closed = True
+        for call in self._calls:
+            self._loop.call_soon(call.abort, UpstreamError("the engine has been removed"))
+
+    async def ended(self) -> None:
+        """After `close`: wait, within bounds, for the app to let go of its calls."""
+        tasks = [call.task for call in self._calls if call.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSING_S)
+
+    def _scope(self, head: bytes) -> Scope:
+        line, *lines = head.split(b"\r\n")
+        method, path = line.split(b" ")
+        headers = [(name.lower(), value) for name, _, value in (each.partition(b": ") for each in lines if each)]
+        scope: Scope = {
+            **self._base,
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": "1.1",
+            "method": method.decode(),
+            "scheme": "http",
+            "path": path.decode(),
+            "raw_path": path,
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"localhost"), *headers],
+            "client": _HERE,
+            "server": _HERE,
+            "extensions": {},
+        }
+        if "state" in scope:
+            scope["state"] = dict(cast("Mapping[str, Any]", scope["state"]))
+        return scope
+
+
+class Call:
+    """One request to the app and its answer. See `kvparams_proxy.upstream.interface.Handle`."""
+
+    __slots__ = (
+        "_begun",
+        "_body",
+        "_bytes",
+        "_flowing",
+        "_head",
+        "_left",
+        "_loop",
+        "_owner",
+        "_sink",
+        "_timer",
+        "task",
+    )
+
+    def __init__(self, owner: InProcess, loop: asyncio.AbstractEventLoop, sink: Sink) -> None:
+        self._owner = owner
+        self._loop = loop
+        self._sink: Sink | None = sink
+        self._body: bytes | None = None
+        self._head: Head | None = None
+        self._begun = False
+        self._bytes = 0
+        self._left = asyncio.Event()
+        """Nobody waits any more: the app may hear that."""
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        """The app's."""
+
+    # what the owner calls
+
+    def begin(self, app: ASGIApp, scope: Scope, body: bytes, context: Context) -> None:
+        """Start the app. It is a task of its own: nothing is heard before this returns."""
+        self._body = body
+        self.task = self._loop.create_task(self._run(app, scope), context=context)
+        self.task.add_done_callback(self._ended)
+
+    def finish(self, error: UpstreamError | None) -> None:
+        """The answer has ended, or will not come. What the app still does is its own affair."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.on_done(error)
+
+    # what whoever owns the leg calls: see `Handle`
+
+    def abort(self, error: UpstreamError) -> None:
+        """See `Handle.abort`."""
+        sink = self._sink
+        if sink is not None:
+            error.connected = error.sent = self._begun
+            self.discard()
+            sink.on_done(error)
+
+    def discard(self) -> None:
+        """See `Handle.discard`."""
+        sink, self._sink = self._sink, None
+        if sink is None or self.task is None:
+            return
+        if not self._begun:
+            self.task.cancel()
+            return
+        self._leave()
+        self._timer = self._loop.call_later(_GRACE_S, self._give_up)
+
+    def end_sending(self) -> bool:
+        """See `Handle.end_sending`."""
+        if self._sink is None or not self._begun:
+            return False
+        self._leave()
+        return True
+
+    def pause(self) -> None:
+        """See `Handle.pause`: the app waits in `send`."""
+        self._flowing.clear()
+
+    def resume(self) -> None:
+        """See `Handle.resume`."""
+        self._flowing.set()
+
+    # the app
+
+    async def _run(self, app: ASGIApp, scope: Scope) -> None:
+        self._begun = True
+        await app(scope, self._receive, self._send)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._left.set()
+        self._owner.forget(self)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._sink is not None:
+            _log.error("the engine's app failed", exc_info=error)
+        self.finish(UpstreamError("the engine's app ended before its answer was complete"))
+
+    async def _receive(self) -> MutableMapping[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > _TURN_BYTES:
+            self._bytes = 0
+            await asyncio.sleep(0)
+        while not self._flowing.is_set() and not self._left.is_set():
+            await self._flowing.wait()
+        if self._sink is None:  # nobody listens: as on a connection that the client has closed
+            return
+        try:
+            self._take(self._sink, message)
+        except UpstreamError as error:  # the sink has seen enough
+            self._fail(error)
+        except ValueError as error:
+            self._fail(UpstreamError(f"the engine's answer is not usable ({reason(error)})"))
+        except Exception:  # noqa: BLE001  a fault of the proxy: still, this call ends and the app is told
+            _log.exception("an answer could not be taken")
+            self._fail(UpstreamError("the proxy failed; its log says why"))
+
+    def _take(self, sink: Sink, message: Message) -> None:
+        """
+        Raises:
+            ValueError: the app does not keep to ASGI, or the sink does not want what came.
+        """
+        kind: str = message["type"]
+        if kind == "http.response.start":
+            if self._head is not None:
+                raise ValueError("it begins twice")
+            self._head = _head(message)
+            sink.on_head(self._head)
+        elif kind == "http.response.body":
+            if self._head is None:
+                raise ValueError("it has no status")
+            if body := cast("bytes", message.get("body", b"")):
+                sink.on_body(bytes(body))
+            if not message.get("more_body", False):
+                self._left.set()  # as servers do: whoever listens for the client hears that this is over
+                self.finish(None)
+
+    def _fail(self, error: UpstreamError) -> None:
+        sink = self._sink
+        self.discard()
+        if sink is not None:
+            sink.on_done(error)
+
+    def _leave(self) -> None:
+        self._left.set()
+        self._flowing.set()
+
+    def _give_up(self) -> None:
+        if self.task is not None:
+            _log.warning("the engine's app did not end %g s after its client had left: cancelled", _GRACE_S)
+            self.task.cancel()
+
+
+def _head(message: Message) -> Head:
+    head = Head(status=int(message["status"]), framed=True)  # the app says where its answer ends
+    for name, value in cast("list[tuple[bytes, bytes]]", message.get("headers", [])):
+        name = name.lower()
+        if name == b"content-type":
+            head.content_type = value
+        elif name == b"retry-after":
+            head.retry_after = value
+    return head
