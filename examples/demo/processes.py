@@ -22,7 +22,7 @@ import httpx
 
 from demo.client import NO_CERTIFICATES
 
-__all__ = ["ProcessError", "Processes", "Server", "free_port", "proxy_command"]
+__all__ = ["ProcessError", "Processes", "Server", "bound_to_parent", "free_port", "proxy_command"]
 
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
@@ -67,6 +67,13 @@ def free_port() -> int:
             return port
 
 
+def bound_to_parent(*command: str) -> tuple[str, ...]:
+    """The command, on Linux such that it ends with the thread that starts it, however that ends."""
+    if sys.platform != "linux":
+        return command
+    return sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command
+
+
 class Processes:
     """A group of servers; use it in a `with` block."""
 
@@ -88,8 +95,7 @@ class Processes:
 
         On Linux the server ends with the calling thread, so call this from one that stays.
         """
-        if sys.platform == "linux":
-            command = (sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command)
+        command = bound_to_parent(*command)
         log = self._directory / f"{name}-{port}.log"
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches us alone, and we stop the servers in order.
