@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Final
 
 from kvparams.dialects.registry import route_names
@@ -19,7 +20,7 @@ from kvparams_proxy.server import listen, serve
 from kvparams_proxy.settings import known_dialects
 from kvparams_proxy.signing import FollowedSigner
 
-__all__ = ["COMMAND"]
+__all__ = ["COMMAND", "add_fleet_flags", "add_setting_flags", "asked_for", "start"]
 
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
@@ -65,93 +66,113 @@ class ProxyCommand:
                 metavar="[NAME=]URL",
                 help=f"a {role} engine, http://host:port; repeat it for each (default names: {role}-0, {role}-1, ...)",
             )
-        engines.add_argument(
-            "--config",
-            metavar="FILE",
-            help="engines and settings in YAML; its engines are followed while the proxy runs",
-        )
-        known = ", ".join(route_names())
-        engines.add_argument(
-            "--connector",
-            default="nixl",
-            metavar="NAME",
-            help=f"the KV connector of engines that name none: {known} (default: nixl)",
-        )
-        engines.add_argument(
-            "--bootstrap",
-            action="append",
-            default=[],
-            metavar="NAME=URL",
-            help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
-            "(default: on the engine's host, port 8998)",
-        )
-        engines.add_argument(
-            "--engine-address",
-            action="append",
-            default=[],
-            metavar="ADDRESS",
-            help="where engines that name no addresses may say that they are, beside the host of their URL: a host, "
-            "host:port or a network such as 10.1.0.0/16",
-        )
-        for role in Role:
-            engines.add_argument(
-                f"--{role}-labels",
-                metavar="LABEL=VALUE",
-                help=f"engines without a role are {role} if they have this label; several separated by commas",
-            )
-        engines.add_argument(
-            "--engine-key-file", metavar="FILE", help="holds the API key that engines want, where they name none"
-        )
-        engines.add_argument(
-            "--engine-ca",
-            metavar="FILE",
-            help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
-        )
-        engines.add_argument(
-            "--check",
-            action="store_true",
-            help="ask each engine whether it is what is declared, send one small request through each pair, say what "
-            "was found and end (status 1 if something is wrong); best while nobody else uses the engines",
-        )
-        groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
-        for option in OPTIONS:
-            if option.group not in groups:
-                groups[option.group] = parser.add_argument_group(option.group)
-            _add(groups[option.group], option)
+        add_fleet_flags(engines)
+        add_setting_flags(parser)
         production_stack.add_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serve until told to stop."""
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        try:
-            asked = configure(arguments)
-        except ConfigError as error:
-            for problem in error.problems:
-                print(f"kvparams proxy: {problem}", file=sys.stderr)
+        asked = asked_for("proxy", arguments)
+        if asked is None:
             return 2
-        if arguments.check:
-            return asyncio.run(_check(asked))
-        app = create_app(asked.settings)
-        notes = list(asked.notes)
-        for role in Role:
-            if not any(entry.role is role for entry in asked.entries):
-                notes.append(f"no {role} engine is given: requests will be answered 503 until there is one")
-        for note in notes:
-            print(f"kvparams proxy: {note}", file=sys.stderr)
-        try:
-            listener = listen(asked.host, asked.port)
-        except OSError as error:
-            where = f"{asked.host}:{asked.port}"
-            print(f"kvparams proxy: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
-            return 1
-        port = listener.getsockname()[1]
-        scheme = "http" if asked.tls is None else "https"
-        print(f"kvparams proxy: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
-        serve(app, listener, tls=asked.tls, direct=asked.direct)
-        return 0
+        missing = [role for role in Role if not any(entry.role is role for entry in asked.entries)]
+        notes = [f"no {role} engine is given: requests will be answered 503 until there is one" for role in missing]
+        return start("proxy", asked, notes, check=arguments.check)
 
 
-async def _check(asked: Configuration) -> int:
+def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    """What is said of engines, beside their names."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="engines and settings in YAML; its engines are followed while the proxy runs",
+    )
+    known = ", ".join(route_names())
+    group.add_argument(
+        "--connector",
+        default="nixl",
+        metavar="NAME",
+        help=f"the KV connector of engines that name none: {known} (default: nixl)",
+    )
+    group.add_argument(
+        "--bootstrap",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
+        "(default: on the engine's host, port 8998)",
+    )
+    group.add_argument(
+        "--engine-address",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="where engines that name no addresses may say that they are, beside the host of their URL: a host, "
+        "host:port or a network such as 10.1.0.0/16",
+    )
+    for role in Role:
+        group.add_argument(
+            f"--{role}-labels",
+            metavar="LABEL=VALUE",
+            help=f"engines without a role are {role} if they have this label; several separated by commas",
+        )
+    group.add_argument(
+        "--engine-key-file", metavar="FILE", help="holds the API key that engines want, where they name none"
+    )
+    group.add_argument(
+        "--engine-ca",
+        metavar="FILE",
+        help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
+    )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="ask each engine whether it is what is declared, send one small request through each pair, say what "
+        "was found and end (status 1 if something is wrong); best while nobody else uses the engines",
+    )
+
+
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """One for each setting."""
+    groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
+    for option in OPTIONS:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
+
+
+def asked_for(command: str, arguments: argparse.Namespace) -> Configuration | None:
+    """What was asked for; None where that is wrong, which was said then."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return configure(arguments)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"kvparams {command}: {problem}", file=sys.stderr)
+        return None
+
+
+def start(command: str, asked: Configuration, notes: Iterable[str] = (), *, check: bool = False) -> int:
+    """Serve until told to stop, or only look at the engines; the exit status."""
+    if check:
+        return asyncio.run(_check(command, asked))
+    app = create_app(asked.settings)
+    for note in (*asked.notes, *notes):
+        print(f"kvparams {command}: {note}", file=sys.stderr)
+    try:
+        listener = listen(asked.host, asked.port)
+    except OSError as error:
+        where = f"{asked.host}:{asked.port}"
+        print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
+        return 1
+    port = listener.getsockname()[1]
+    scheme = "http" if asked.tls is None else "https"
+    print(f"kvparams {command}: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
+    serve(app, listener, tls=asked.tls, direct=asked.direct)
+    return 0
+
+
+async def _check(command: str, asked: Configuration) -> int:
     """Look at all engines; the exit status."""
     settings = asked.settings
     given = [entry_of(instance, settings.rules) for instance in settings.instances]
@@ -162,7 +183,7 @@ async def _check(asked: Configuration) -> int:
         errors += grade == "error"
         print(f"{_GRADES[grade]} {who}: {said}", flush=True)
     if errors:
-        print(f"kvparams proxy: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
+        print(f"kvparams {command}: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
     return 1 if errors else 0
 
 
