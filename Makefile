@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (15 min; 3.4 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.8 GB into .venv-vllm)"
 	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
