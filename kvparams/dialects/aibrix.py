@@ -9,6 +9,7 @@ from typing import Final
 
 from kvparams.dialects.forms import PORT, Either, Text, Whole
 from kvparams.dialects.nixl import NIXL_TABLE
+from kvparams.dialects.shared import undated
 from kvparams.dialects.table import Row, Table
 
 __all__ = ["AIBRIX_TABLE"]
@@ -32,9 +33,10 @@ AIBRIX_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="the prefill engine: remote_request_id",
     software="AIBrix",
+    since="0.4",
     source="AIBrix e3e10f9 pkg/plugins/gateway/algorithms/pd/ and "
     "python/aibrix_kvcache/ (aibrix_pd_reuse_connector.py)",
-    rows=tuple(_placeholders(row) for row in NIXL_TABLE.rows),
+    rows=tuple(_placeholders(undated(row)) for row in NIXL_TABLE.rows),
     notes=("Overwriting remote_host breaks where the side channel listens on another address than HTTP.",),
     like=NIXL_TABLE,
 )

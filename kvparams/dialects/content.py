@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.dialects import Abandon, Bootstrap, Place
-from kvparams.dialects.forms import ANYTHING, OBJECT, WHOLE
+from kvparams.dialects.forms import ANYTHING, WHOLE, Number
 from kvparams.dialects.shared import CACHE_SALT
 from kvparams.dialects.table import Row, Table
 from kvparams.params import Mode
@@ -27,12 +27,26 @@ CONTENT_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="nobody: the content of the prompt is the key",
     software="vLLM",
+    since="0.9",
     source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/factory.py, lmcache_mp_connector.py and mooncake/store/; "
-    "LMCache 0.5.6 integration/vllm/",
+    "LMCache 0.5.6 integration/vllm/; llm-d-router ebab687 pkg/sidecar/proxy/connector_shared_storage.go",
     rows=(
-        Row("num_lmcache_extra_cached_tokens", WHOLE, "PDR", "asked for by its presence: hits beyond vLLM's own"),
-        Row("cached_token_stats", OBJECT, "R", "LMCache's own count of hits"),
+        Row(
+            "num_lmcache_extra_cached_tokens",
+            WHOLE,
+            "PDR",
+            "asked for by its presence: hits beyond vLLM's own",
+            since="0.20",
+        ),
+        Row("cached_token_stats", ANYTHING, "PDR", "the same of LMCache's own connector, which answers with an object"),
         Row("lmcache.*", ANYTHING, "PD", "settings of LMCache for this request"),
+        Row(
+            "cache_hit_threshold",
+            Number(0, 1),
+            "PD",
+            "the part of the prompt that must be cached, or decode refuses; llm-d's shared storage sends 0",
+            where="body",
+        ),
         CACHE_SALT,
     ),
     notes=("Most requests carry nothing; decode computes what it does not find.",),

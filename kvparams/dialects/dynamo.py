@@ -6,10 +6,11 @@ Three engines, three envelopes; the NIXL keys, SGLang's room and TensorRT-LLM's 
 from dataclasses import replace
 from typing import Final
 
-from kvparams.dialects.forms import OBJECT, RANK, TOKENS, WHOLE, Text, Whole
+from kvparams.dialects.forms import RANK, TOKENS, WHOLE, Text, Whole
 from kvparams.dialects.neuron import UNASKED_ROWS
 from kvparams.dialects.nixl import NIXL_TABLE
 from kvparams.dialects.sglang import BOOTSTRAP_ROWS
+from kvparams.dialects.shared import KV_HINT, PROMPT_TOKEN_IDS, hints
 from kvparams.dialects.table import Row, Table
 from kvparams.dialects.trtllm import TRTLLM_ROWS, TRTLLM_TABLE
 from kvparams.fields import MAX_LABEL, MAX_TEXT
@@ -24,11 +25,15 @@ _REQUEST: Final = (
     Row("prefill_worker_id", Whole(0, 2**64 - 1), "PD", "who prefills", inside=_ROUTING, where="body"),
     Row("decode_worker_id", Whole(0, 2**64 - 1), "PD", "who decodes", inside=_ROUTING, where="body"),
     Row("cache_salt", Text(MAX_LABEL), "PD", "", member="isolation.cache_salt", inside=_ROUTING, where="body"),
-    Row("kv_hint", OBJECT, "PD", "the envelope of hints", where="body", address="url"),
+    *hints("kv_hint", where="body", since="1.6.1"),
 )
 _SOURCE: Final = "ai-dynamo 1.6.1"
 _NESTED: Final = "prefill_result.disaggregated_params"
 _BARE: Final = "disaggregated_params"
+_SINCE: Final = "0.9"
+"""0.7.0 has none of the three envelopes, 0.9.0 all."""
+_ELSEWHERE: Final = {row.name for row in (PROMPT_TOKEN_IDS, *KV_HINT)}
+"""What stands in the request itself, and not among the engine's keys."""
 
 DYNAMO_VLLM_TABLE: Final = Table(
     name="dynamo-vllm",
@@ -40,9 +45,10 @@ DYNAMO_VLLM_TABLE: Final = Table(
     carried={"P": "kv_transfer_params", "R": f"{_BARE}.kv_transfer_params", "D": f"{_NESTED}.kv_transfer_params"},
     mints="the prefill engine: remote_request_id",
     software="Dynamo",
+    since=_SINCE,
     source=f"{_SOURCE} dynamo/vllm/handlers.py and dynamo/vllm/kv_connector_protocols.py",
     rows=(
-        *(row for row in UNASKED_ROWS if row.where == "home" and row.name not in ("prompt_token_ids", "kv_hint")),
+        *(row for row in UNASKED_ROWS if row.where == "home" and row.name not in _ELSEWHERE),
         *_REQUEST,
     ),
     like=NIXL_TABLE,
@@ -59,6 +65,7 @@ DYNAMO_SGLANG_TABLE: Final = Table(
     carried={"P": "bootstrap_info", "R": _BARE, "D": "bootstrap_info"},
     mints="the prefill worker or the router: bootstrap_room",
     software="Dynamo",
+    since=_SINCE,
     source=f"{_SOURCE} dynamo/sglang/request_handlers/llm/prefill_handler.py and decode_handler.py",
     rows=(
         *(replace(row, legs="PRD", needed="RD") for row in BOOTSTRAP_ROWS),
@@ -80,6 +87,7 @@ DYNAMO_TRTLLM_TABLE: Final = Table(
     carried={"P": _BARE, "R": _BARE, "D": _NESTED},
     mints="the context engine: ctx_request_id",
     software="Dynamo",
+    since=_SINCE,
     source=f"{_SOURCE} dynamo/trtllm/utils/disagg_utils.py",
     rows=(
         *(replace(row, marks={}) if row.marks else row for row in TRTLLM_ROWS if row.name != "encoded_opaque_state"),

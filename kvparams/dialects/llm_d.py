@@ -20,7 +20,8 @@ LLM_D_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="the sidecar, as its connector wants it",
     software="llm-d-router",
-    source="llm-d-router ebab687 pkg/common/routing/common.go",
+    since="0.2",
+    source="llm-d-router ebab687 pkg/common/routing/common.go; pull request #236 (July 2025) for the header's name",
     rows=(
         Row("x-prefiller-host-port", ADDRESSES, "D", "the prefill pods to choose from", where="headers", address="url"),
         Row("x-encoder-hosts-ports", ADDRESSES, "D", "the encoder pods", where="headers", address="url"),

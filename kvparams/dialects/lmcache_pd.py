@@ -24,6 +24,7 @@ LMCACHE_PD_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="the proxy: disagg_spec.req_id",
     software="LMCache",
+    since="0.3.9",
     source="LMCache 0.5.6 integration/vllm/vllm_v1_adapter.py, v1/storage_backend/pd_backend.py and "
     "examples/disagg_prefill/disagg_proxy_server.py",
     rows=(
@@ -39,9 +40,10 @@ LMCACHE_PD_TABLE: Final = Table(
             "where they are asked",
             inside=_SPEC,
             address="port",
+            since="0.5.6",
         ),
         Row("first_tok", TOKEN, "R", "the first token, which decode is sent behind the prompt", "R"),
-        Row("num_lmcache_cached_tokens", WHOLE, "R", "tokens that LMCache had"),
+        Row("num_lmcache_cached_tokens", WHOLE, "R", "tokens that LMCache had", since="0.5.6"),
         Row("lmcache.*", ANYTHING, "PD", "settings of LMCache for this request"),
         CACHE_SALT,
     ),

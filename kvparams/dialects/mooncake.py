@@ -35,7 +35,7 @@ MOONCAKE_TABLE: Final = Table(
         Row("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
         Row("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D", address="url"),
         PROMPT_TOKEN_IDS,
-        KV_HINT,
+        *KV_HINT,
         CACHE_SALT,
         DATA_PARALLEL_RANK,
     ),

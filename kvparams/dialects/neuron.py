@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvparams.dialects.nixl import NIXL_TABLE
+from kvparams.dialects.shared import undated
 from kvparams.dialects.table import Row, Table
 
 __all__ = ["NEURON_TABLE", "UNASKED_ROWS"]
@@ -16,7 +17,7 @@ __all__ = ["NEURON_TABLE", "UNASKED_ROWS"]
 def _unmarked(row: Row) -> Row:
     marks = {leg: value for leg, value in row.marks.items() if leg != "P"}
     usual = {} if row.marks != marks else {leg: value for leg, value in row.usual.items() if leg != "P"}
-    return replace(row, marks=marks, usual=usual)
+    return replace(undated(row), marks=marks, usual=usual)
 
 
 UNASKED_ROWS: Final = tuple(_unmarked(row) for row in NIXL_TABLE.rows)
@@ -36,5 +37,8 @@ NEURON_TABLE: Final = Table(
     "src/vllm_router/services/request_service/request.py",
     rows=UNASKED_ROWS,
     like=NIXL_TABLE,
-    notes=("`disagg_prefill_resp` holds the whole answer, the generated text included.",),
+    notes=(
+        "`disagg_prefill_resp` holds the whole answer, the generated text included.",
+        "Which release was the first is not known here: the engine's package is not public.",
+    ),
 )

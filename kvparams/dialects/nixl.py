@@ -57,7 +57,7 @@ NIXL_TABLE: Final = Table(
             since="0.32",
         ),
         PROMPT_TOKEN_IDS,
-        KV_HINT,
+        *KV_HINT,
         CACHE_SALT,
         DATA_PARALLEL_RANK,
     ),

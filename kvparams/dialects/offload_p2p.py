@@ -21,6 +21,7 @@ OFFLOAD_P2P_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="the router: kv_request_id",
     software="vLLM",
+    since="0.26",
     source="vLLM 0.32.0 v1/kv_offload/tiering/p2p/manager.py and "
     "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
     rows=(
@@ -35,13 +36,19 @@ OFFLOAD_P2P_TABLE: Final = Table(
         Row("kv_request_id", ID, "D", "fetched under this id", inside=("prefill",), until="0.32"),
         Row("remote_host", HOST, "D", "the prefill engine", inside=("prefill",), address="host", until="0.32"),
         Row("remote_port", PORT, "D", "where its tier listens", inside=("prefill",), address="port", until="0.32"),
-        Row("max_load_tokens", WHOLE, "PD", "load no more than this"),
-        Row("kv_load_tiers", Each(OBJECT, 64), "PD", "load from these tiers only; an empty list is from none"),
+        Row("max_load_tokens", WHOLE, "PD", "load no more than this", since="0.32"),
+        Row(
+            "kv_load_tiers",
+            Each(OBJECT, 64),
+            "PD",
+            "load from these tiers only; an empty list is from none",
+            since="0.32",
+        ),
         CACHE_SALT,
     ),
     notes=(
         "Prefill answers without native keys.",
         "An offer that nobody fetches is given up after 60 s.",
-        "The objects were called `decode` and `prefill` for some weeks of summer 2026.",
+        "The objects were called `decode` and `prefill` in 0.26.",
     ),
 )

@@ -2,15 +2,30 @@
 
 from typing import Final
 
-from kvparams.dialects.forms import HOST, ID, PORT, RANK, SIZE, Digits, Each, Either, Form, Whole
-from kvparams.dialects.shared import CACHE_SALT
+from kvparams.dialects.forms import (
+    HOST,
+    ID,
+    PORT,
+    RANK,
+    SIZE,
+    TOKENS,
+    Digits,
+    Each,
+    Either,
+    Form,
+    Text,
+    Whole,
+)
+from kvparams.dialects.shared import CACHE_SALT, hints
 from kvparams.dialects.table import AddressKind, Row, Table
-from kvparams.fields import MAX_ITEMS
+from kvparams.fields import MAX_ITEMS, MAX_LABEL
 
 __all__ = ["BOOTSTRAP_ROWS", "SGLANG_TABLE"]
 
 _ROOM: Final = Whole(1, 2**63 - 1)
 """0 stands for a room that is not ready yet: SGLang 0.5.23 srt/disaggregation/decode.py."""
+
+_LABEL: Final = Text(MAX_LABEL)
 
 
 def _each(form: Form) -> Form:
@@ -26,7 +41,8 @@ BOOTSTRAP_ROWS: Final = (
 
 
 def _header(name: str, form: Form, says: str, address: AddressKind | None = None) -> Row:
-    return Row(f"x-override-{name}", form, "PD", f"beats the body: {says}", where="headers", address=address)
+    says = f"beats the body: {says}"
+    return Row(f"x-override-{name}", form, "PD", says, where="headers", address=address, since="0.5.18")
 
 
 SGLANG_TABLE: Final = Table(
@@ -39,16 +55,20 @@ SGLANG_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", ""),
     mints="the router: bootstrap_room, an integer of 63 bits",
     software="SGLang",
+    since="0.4.6",
     source="SGLang 0.5.23 srt/entrypoints/openai/protocol.py (PDRoutingFields), srt/managers/io_struct.py "
     "(GenerateReqInput) and srt/entrypoints/request_headers.py",
     rows=(
         *BOOTSTRAP_ROWS,
-        Row("bootstrap_pair_key", _each(ID), "PD", "pairs the two engines; /generate only"),
-        Row("decode_tp_size", _each(SIZE), "PD", "tensor-parallel ranks of decode; /generate only"),
-        Row("routed_dp_rank", RANK, "PD", "the data-parallel rank that shall take this leg"),
-        Row("data_parallel_rank", RANK, "PD", "the same under its older name"),
-        Row("disagg_prefill_dp_rank", RANK, "D", "prefill's rank that holds the KV"),
+        Row("bootstrap_pair_key", _each(ID), "PD", "pairs the two engines; /generate only", since="0.5.3"),
+        Row("decode_tp_size", _each(SIZE), "PD", "tensor-parallel ranks of decode; /generate only", since="0.5.8"),
+        Row("routed_dp_rank", RANK, "PD", "the data-parallel rank that shall take this leg", since="0.5.12"),
+        Row("data_parallel_rank", RANK, "PD", "the same under its older name", since="0.4.10"),
+        Row("disagg_prefill_dp_rank", RANK, "D", "prefill's rank that holds the KV", since="0.5.12"),
         Row("rid", _each(ID), "PD", "the request's id"),
+        Row("input_ids", Either((TOKENS, Each(TOKENS, MAX_ITEMS))), "PD", "the prompt as token ids", member="prefix"),
+        Row("extra_key", _each(_LABEL), "PD", "KV under other keys is not shared with this", since="0.5.3"),
+        *hints("kv_hints", since="0.5.22"),
         CACHE_SALT,
         _header("rid", ID, "the request's id"),
         _header("bootstrap-host", HOST, "the host of prefill's bootstrap server", "host"),

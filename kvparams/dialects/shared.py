@@ -1,13 +1,14 @@
 """Rows that several dialects have, word for word."""
 
-from typing import Final
+from dataclasses import replace
+from typing import Final, Literal
 
-from kvparams.dialects.forms import FLAG, OBJECT, TOKEN, Digits, Each, Text
+from kvparams.dialects.forms import FLAG, ID, OBJECT, TOKEN, Digits, Each, Text
 from kvparams.dialects.table import Row
 from kvparams.fields import MAX_LABEL
 from kvparams.tokens import MAX_TOKENS
 
-__all__ = ["CACHE_SALT", "DATA_PARALLEL_RANK", "KV_HINT", "PROMPT_TOKEN_IDS", "flags"]
+__all__ = ["CACHE_SALT", "DATA_PARALLEL_RANK", "KV_HINT", "PROMPT_TOKEN_IDS", "flags", "hints", "undated"]
 
 CACHE_SALT: Final = Row(
     "cache_salt",
@@ -34,10 +35,37 @@ PROMPT_TOKEN_IDS: Final = Row(
 )
 """vLLM 0.32.0 renderers/online_renderer.py; of chat requests only."""
 
-KV_HINT: Final = Row(
-    "kv_hint", OBJECT, "PD", "Dynamo's envelope of hints; the engine may ignore it", address="url", since="0.32"
-)
-"""ai-dynamo 1.6.1 vllm/kv_hints.py."""
+
+def hints(name: str, *, where: Literal["home", "body"] = "home", since: str) -> tuple[Row, ...]:
+    """An envelope of hints, which an engine may ignore: vLLM 0.32.0 v1/kv_hints/protocol.py, SGLang 0.5.23
+    srt/managers/kv_hints.py, ai-dynamo 1.6.1 vllm/kv_hints.py. Its actions name addresses."""
+    inside = (name,)
+    return (
+        Row(
+            name,
+            OBJECT,
+            "PD",
+            "an envelope of hints, which the engine may ignore",
+            address="url",
+            where=where,
+            since=since,
+        ),
+        Row("protocol_version", Text(64), "PD", "that of the envelope", inside=inside, where=where, since=since),
+        Row("message_id", ID, "PD", "names the envelope", inside=inside, where=where, since=since),
+        Row(
+            "actions",
+            Each(OBJECT, 1024),
+            "PD",
+            "each of a type and version of its own",
+            inside=inside,
+            where=where,
+            since=since,
+        ),
+    )
+
+
+KV_HINT: Final = hints("kv_hint", since="0.32")
+"""As Dynamo hands it to vLLM."""
 
 
 def flags(prefill: str = "PA", decode: str = "RD") -> tuple[Row, Row]:
@@ -65,3 +93,9 @@ def flags(prefill: str = "PA", decode: str = "RD") -> tuple[Row, Row]:
             usual=dict.fromkeys(prefill, False),
         ),
     )
+
+
+def undated(row: Row) -> Row:
+    """The row for another software than its own, whose releases have other numbers: what came with some release may be
+    missing, and no release decides it."""
+    return replace(row, since=None, until=None, needed="" if row.since else row.needed)

@@ -22,13 +22,14 @@ TRIO_TABLE: Final = Table(
     carried=dict.fromkeys("PRD", "kv_transfer_params"),
     mints="nobody: the keys are the caller's",
     software="vLLM",
-    source="vLLM pull request #12957 (February 2025, never merged) vllm/distributed/kv_transfer/kv_transfer_params.py",
+    source="vLLM pull request #12957 (February 2025) vllm/distributed/kv_transfer/kv_transfer_params.py",
     rows=(
         Row("prefix_prompt_ids", TOKENS, "PD", "the tokens that the KV belongs to", member="prefix"),
         Row("kvcache_load_keys", _KEYS, "PD", "where to find KV", member="load_keys", tells="D"),
         Row("kvcache_store_keys", _KEYS, "PD", "where to put KV", member="store_keys", tells="P"),
     ),
     notes=(
+        "No release of vLLM has it: the fields were taken out before the pull request was merged.",
         "Prefill answers without native keys.",
         "The connector of the pull request used the first key only, as a prefix.",
     ),

@@ -56,6 +56,7 @@ TRTLLM_TABLE: Final = Table(
     carried={"P": "disaggregated_params", "R": "choices.0.disaggregated_params", "D": "disaggregated_params"},
     mints="the router: disagg_request_id, a snowflake; the context engine: ctx_request_id",
     software="TensorRT-LLM",
+    since="0.17",
     source="TensorRT-LLM (2026) tensorrt_llm/serve/openai_protocol.py, tensorrt_llm/disaggregated_params.py and "
     "tensorrt_llm/serve/disagg_auth.py",
     rows=(

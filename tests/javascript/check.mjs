@@ -2,12 +2,13 @@
 // says where it does not. Shares no code with anything else in this project: it was written from spec.md.
 //
 //     node tests/javascript/check.mjs spec/1.0
+//     node tests/javascript/check.mjs spec/1.0 spec/dialects     tables and vectors of the second, schema of the first
 
 import { readdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { Reader } from "./documents.mjs";
 import { chain } from "./chain.mjs";
-import { Dialect } from "./dialects.mjs";
+import { Dialect, lifted, lowered } from "./dialects.mjs";
 import { readEvents } from "./events.mjs";
 import { dump, NotJson, parse, same } from "./json.mjs";
 import { keyOf, namespaceDigest, pagesOf, refusal as pageRefusal, write } from "./pages.mjs";
@@ -20,7 +21,7 @@ const SKEW_S = 30n;
 class Disagreement extends Error {}
 
 function agree(what, found, wanted) {
-  if (!same(found, wanted))
+  if (!same(found ?? null, wanted ?? null))
     throw new Disagreement(`${what}: ${dump(found ?? null)} here, ${dump(wanted ?? null)} in the vector`);
 }
 
@@ -38,16 +39,19 @@ function agreeOnProblems(problems, wanted) {
 const hex = (text) => Buffer.from(text, "hex");
 
 /** For each kind of vector, how a case of it is judged. */
-function judges(reader, tables) {
+function judges(reader, tables, carriers) {
   return {
     dialect(one, { dialect: name, mode, extension }) {
       const dialect = new Dialect(tables[name], reader);
       agree("mode and extension", [dialect.mode, dialect.extension], [mode, extension]);
-      agreeOnProblems(dialect.problems(one.message, one.phase, one.engine), one.valid ? [] : one.problems);
+      const { message, carrier, place } = lifted(one.message, carriers);
+      agree("carrier", carrier?.name, one.carrier);
+      agreeOnProblems(dialect.problems(message, one.phase, one.engine).map(place), one.valid ? [] : one.problems);
       if (!one.valid) return;
       agreeOnProblems(reader.problems(one.document), []);
-      agree("document", dialect.decode(one.message, one.phase, one.engine), one.document);
-      agree("message", dialect.encode(one.document, one.engine), one.message);
+      agree("document", dialect.decode(message, one.phase, one.engine), one.document);
+      const again = lifted(lowered(dialect.encode(one.document, one.engine), carrier), carriers);
+      agree("message", [again.message, again.carrier], [message, carrier]);
     },
     document(one) {
       let document;
@@ -133,9 +137,10 @@ function files(folder, below = "") {
     });
 }
 
-function main(folder) {
-  const read = (name) => parse(readFileSync(join(folder, name)));
-  const judged = judges(new Reader(read("schema.json")), read("dialects.json"));
+function main(release, folder = release) {
+  const read = (within, name) => parse(readFileSync(join(within, name)));
+  const carriers = folder === release ? [] : read(folder, "carriers.json");
+  const judged = judges(new Reader(read(release, "schema.json")), read(folder, "dialects.json"), carriers);
   const disagreements = [];
   let count = 0;
   for (const path of files(join(folder, "vectors"))) {
@@ -164,4 +169,4 @@ function main(folder) {
   return disagreements.length === 0 ? 0 : 1;
 }
 
-process.exitCode = main(process.argv[2]);
+process.exitCode = main(...process.argv.slice(2));

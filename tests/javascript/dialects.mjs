@@ -1,4 +1,4 @@
-// Dialects: section 15 of spec.md, by the tables of dialects.json.
+// Dialects: section 15 of spec.md, by the tables of dialects.json; and carriers, by README.md of spec/dialects.
 
 import { createHash } from "node:crypto";
 import { bytesOf, packed } from "./documents.mjs";
@@ -194,7 +194,7 @@ export class Dialect {
   }
 
   #toMember(member, value) {
-    if (member === "prefix" && Array.isArray(value))
+    if (member === "prefix" && Array.isArray(value) && value.every(isInteger))
       return { count: BigInt(value.length), packed: packed(value).toString("base64") };
     const said = member === "transfer.id" && isInteger(value) ? value.toString() : value;
     return this.#schema.acceptsMember(member, said) ? said : undefined;
@@ -239,4 +239,39 @@ export class Dialect {
 function derived(requestId) {
   if (IDENTIFIER.test(requestId)) return requestId;
   return `sha256-${createHash("sha256").update(requestId).digest("hex").slice(0, 32)}`;
+}
+
+const USUAL = "kv_transfer_params";
+
+/** The message with its native keys in the usual place, the carrier that had them, and where a problem is there. */
+export function lifted(message, carriers) {
+  const found = Object.hasOwn(message.body, USUAL) ? undefined : carriers.find((one) => isObject(spelt(message, one)));
+  if (found === undefined) return { message, place: (problem) => problem };
+  const tree = copy({ body: message.body });
+  const way = found.place.split(".");
+  const native = copy(spelt(message, found));
+  take(tree, ["body", ...way]);
+  tree.body[USUAL] = native;
+  const place = (problem) =>
+    problem.path[0] === USUAL ? { ...problem, path: [...way, ...problem.path.slice(1)] } : problem;
+  return { message: { ...message, body: tree.body }, carrier: found, place };
+}
+
+/** The other way. */
+export function lowered(message, carrier) {
+  if (carrier === undefined || !isObject(message.body[USUAL])) return message;
+  const { [USUAL]: native, ...rest } = message.body;
+  const tree = { body: copy(rest) };
+  put(tree, ["body", ...carrier.place.split(".")], carrier.text ? dump(native) : native);
+  return { ...message, body: tree.body };
+}
+
+function spelt(message, { place, text }) {
+  const value = look(message.body, place.split("."));
+  if (!text) return value;
+  try {
+    return parse(value);
+  } catch {
+    return undefined;
+  }
 }

@@ -44,8 +44,8 @@ def values(form: forms.Form) -> st.SearchStrategy[Any]:
             return st.integers(low, high) | st.sampled_from([low, high])
         case forms.Flag():
             return st.booleans()
-        case forms.Number():
-            return st.integers(-(2**63), 2**63 - 1) | FLOATS
+        case forms.Number(low, high):
+            return st.integers(low, min(high, 2**63 - 1)) | st.floats(max(low, -(2.0**63)), min(high, 2.0**63))
         case forms.Text(most, pattern, _, least):
             if pattern is None:
                 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=8)

@@ -1,6 +1,6 @@
-"""The dialects' tables as `dialects.json` of the spec has them, for those who read no Python.
+"""The dialects' tables and carriers as `spec/dialects/` has them, for those who read no Python.
 
-    .venv/bin/python -m tests.kvparams.spec_dialects     writes the file anew
+    .venv/bin/python -m tests.kvparams.spec_dialects     writes both files anew
 
 The one rule: nothing is said here that the tables do not say. A form is JSON Schema 2020-12; `spells` beside it are the
 bounds of the integer that a text spells.
@@ -9,15 +9,17 @@ bounds of the integer that a text spells.
 import json
 from typing import Any
 
+from kvparams.dialects.carriers import CARRIERS
 from kvparams.dialects.forms import Anything, Digits, Each, Either, Flag, Form, Number, Object, OneOf, Text, Whole
 from kvparams.dialects.registry import tables
 from kvparams.dialects.table import LEGS, PHASES, Row, Table
 from kvparams.params import Phase
-from tests.kvparams.spec_folder import SPEC
+from tests.kvparams.spec_folder import DIALECTS
 
-__all__ = ["FILE", "dialects", "text"]
+__all__ = ["CARRIERS_FILE", "FILE", "carriers_text", "dialects", "text"]
 
-FILE = SPEC / "dialects.json"
+FILE = DIALECTS / "dialects.json"
+CARRIERS_FILE = DIALECTS / "carriers.json"
 Tree = dict[str, Any]
 
 
@@ -111,5 +113,15 @@ def text() -> str:
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
+def carriers_text() -> str:
+    """The other file, one carrier to a line."""
+    said = [
+        {"name": one.name, "place": one.place, "text": one.text, "says": one.says, "source": one.source}
+        for one in CARRIERS
+    ]
+    return "[\n" + ",\n".join(f"  {_json(one)}" for one in said) + "\n]\n"
+
+
 if __name__ == "__main__":
     FILE.write_text(text())
+    CARRIERS_FILE.write_text(carriers_text())

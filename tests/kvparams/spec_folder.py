@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ROOT", "SPEC", "VECTORS"]
+__all__ = ["DIALECTS", "ROOT", "SPEC", "VECTORS"]
 
 ROOT: Final = Path(__file__).parents[2]
 SPEC: Final = ROOT / "spec" / "1.0"
 VECTORS: Final = SPEC / "vectors"
+DIALECTS: Final = ROOT / "spec" / "dialects"
+"""The dialects as they are known today, beside what a version froze of them."""

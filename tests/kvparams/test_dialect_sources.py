@@ -7,6 +7,7 @@ one of several GB with CUDA in it. That its fields still have these names is hel
 """
 
 import ast
+import json
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution
@@ -201,6 +202,9 @@ def test_lmcache_reads_and_answers_with_our_keys() -> None:
     assert {"ret_first_tok", "disagg_spec", "num_lmcache_cached_tokens", "lmcache.skip_save"} <= texts(tree)
     mp = texts(source("lmcache/integration/vllm/lmcache_mp_connector.py"))
     assert "cached_token_stats" in mp
+    assert "cached_token_stats" in read_keys(
+        source("lmcache/integration/vllm/lmcache_mp_connector.py"), "params", "return_params"
+    )
 
 
 def test_vllms_own_lmcache_adapters_speak_the_same() -> None:
@@ -212,7 +216,7 @@ def test_vllms_own_lmcache_adapters_speak_the_same() -> None:
 
 def test_sglang_has_our_fields() -> None:
     sglang = TABLES["sglang"]
-    members = {row.name for row in sglang.rows if row.where == "home"}
+    members = {row.name for row in sglang.rows if row.where == "home" and not row.inside}
     routing = fields(source("sglang/srt/entrypoints/openai/protocol.py"), "PDRoutingFields")
     generate = fields(source("sglang/srt/managers/io_struct.py"), "GenerateReqInput")
     assert routing <= members, "a field of its routing that our table has not"
@@ -220,6 +224,69 @@ def test_sglang_has_our_fields() -> None:
     overrides = texts(source("sglang/srt/entrypoints/request_headers.py"))
     headers = {row.name for row in sglang.rows if row.where == "headers"}
     assert headers == {text for text in overrides if text.startswith("x-override-")}
+
+
+def test_the_envelope_of_hints_is_ours() -> None:
+    inside = {
+        name: {row.name for row in TABLES[name].rows if row.inside in (("kv_hints",), ("kv_hint",))} for name in TABLES
+    }
+    for path in ("vllm/v1/kv_hints/protocol.py", "sglang/srt/managers/kv_hints.py"):
+        own = fields(source(path), "KvHintsEnvelope")
+        assert own == inside["nixl"] == inside["sglang"] == inside["dynamo-vllm"]
+
+
+ANSWERS_NOTHING = {
+    "hf3fs/hf3fs_connector.py": "HF3FSKVConnector",
+    "simple_cpu_offload_connector.py": "SimpleCPUOffloadConnector",
+    "hisparse/connector.py": "HiSparseConnector",
+    "decode_bench_connector.py": "DecodeBenchConnector",
+    "mooncake/store/connector.py": "MooncakeStoreConnector",
+}
+
+
+@pytest.mark.parametrize("path", ANSWERS_NOTHING)
+def test_a_connector_that_is_said_to_take_and_answer_nothing_does(path: str) -> None:
+    tree = source(f"{V1}/{path}")
+    assert read_keys(tree, "params", "kv_transfer_params") == set()
+    finished = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.FunctionDef) and one.name in ("request_finished", "request_finished_all_groups")
+    ]
+    returned = [one.value for node in finished for one in ast.walk(node) if isinstance(one, ast.Return)]
+    assert returned
+    for value in returned:
+        if isinstance(value, ast.Tuple):
+            assert isinstance(value.elts[1], ast.Constant)
+            assert value.elts[1].value is None
+    assert "ExampleConnector" in texts(source("vllm/distributed/kv_transfer/kv_connector/factory.py"))
+    with pytest.raises(AssertionError):  # it has none: the base class answers None
+        function(source(f"{V1}/example_connector.py"), "request_finished")
+
+
+def test_every_connector_of_the_factory_is_in_the_catalogue() -> None:
+    registered = {
+        text
+        for node in ast.walk(source("vllm/distributed/kv_transfer/kv_connector/factory.py"))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("register_connector")
+        if (text := _text(node.args[0])) is not None
+    }
+    rows = json.loads((ROOT / "spec" / "dialects" / "messages.json").read_bytes())
+    named = " ".join(row["who"] for row in rows)
+    assert len(registered) > 15
+    assert [one for one in sorted(registered) if one not in named] == []
+
+
+def test_the_carriers_are_read_where_ours_are() -> None:
+    serving = source("vllm/entrypoints/scale_out/token_in_token_out/serving.py")
+    assert "kv_transfer_params" in {
+        text
+        for node in ast.walk(serving)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "extra" and (text := _text(node.slice))
+    }
+    assert "extra_args" in fields(source("vllm/sampling_params.py"), "SamplingParams")
+    protocol = source("vllm/entrypoints/scale_out/token_in_token_out/protocol.py")
+    assert "sampling_params" in fields(protocol, "GenerateRequest")
 
 
 def members(path: str, cls: str) -> list[str]:

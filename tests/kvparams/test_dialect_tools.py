@@ -11,8 +11,9 @@ import pytest
 
 from kvparams.cli import main
 from tests.kvparams.dialect_messages import same
+from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
-VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "dialects"
+FILES = sorted([*(VECTORS / "dialects").glob("*.json"), *(DIALECTS / "vectors").glob("*.json")])
 
 ANSWER: dict[str, Any] = {
     "id": "cmpl-7f3c",
@@ -178,7 +179,7 @@ def test_params_that_are_text_are_read_as_the_object(
     assert "remote_host" in said[0][1] or "transfer" in said[0][1]
 
 
-@pytest.mark.parametrize("path", sorted(VECTORS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_valid_message_comes_back_as_it_was(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams import InvalidParams, KVParamsError
+from kvparams.dialects.carriers import lifted
 from kvparams.dialects.message import Message, unpacked
 from kvparams.dialects.nixl import NIXL_TABLE
 from kvparams.dialects.registry import tables
@@ -18,8 +18,9 @@ from kvparams.dialects.table import PHASES
 from kvparams.sniffing import Ambiguous, Unrecognised, matches, pick, sniff
 from kvparams.translation import decode, encode
 from tests.kvparams.dialect_messages import JSON, NAMES
+from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
-VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "dialects"
+FILES = sorted([*(VECTORS / "dialects").glob("*.json"), *(DIALECTS / "vectors").glob("*.json")])
 TABLES = tables()
 SIX = {
     "do_remote_decode": True,
@@ -39,14 +40,14 @@ def native(**members: object) -> Message:
 
 
 def vectors(valid: bool = True) -> list[tuple[str, dict[str, Any]]]:
-    read = [json.loads(path.read_bytes()) for path in sorted(VECTORS.glob("*.json"))]
+    read = [json.loads(path.read_bytes()) for path in FILES]
     cases = [(one["dialect"], case) for one in read for case in one["cases"] if "engine" not in case]
     return [(name, case) for name, case in cases if case["valid"] is valid]
 
 
 def message_of(case: dict[str, Any]) -> Message:
     told = case["message"]
-    return Message(told["request_id"], told["body"], told.get("headers", {}))
+    return lifted(Message(told["request_id"], told["body"], told.get("headers", {})))[0]
 
 
 def root(name: str) -> str:
