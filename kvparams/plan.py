@@ -119,6 +119,14 @@ class Context(Protocol):
         """Seconds, on a clock that only goes forward."""
         ...
 
+    def there(self, role: Role) -> bool:
+        """Whether somebody of this role may be given a leg of this request, room apart."""
+        ...
+
+    def cached(self, role: Role) -> int:
+        """Tokens of the prompt's prefix that an instance of this role is believed to hold, the one that holds most."""
+        ...
+
     def may_retry(self) -> bool:
         """Whether the request may have one more attempt; asking takes it."""
         ...

@@ -20,6 +20,8 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    AGGREGATED = "aggregated"
+    """It does both, for requests that are not split."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ class Aggregated:
     """
 
     def __init__(
-        self, signer: Signer | None = None, options: Options | None = None, *, role: Role = Role.DECODE
+        self, signer: Signer | None = None, options: Options | None = None, *, role: Role = Role.AGGREGATED
     ) -> None:
         """`role`: of the engines that answer."""
         self.roles = (role,)

@@ -23,10 +23,14 @@ class PrefillThenDecode:
 
     roles = (Role.PREFILL, Role.DECODE)
 
-    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
-        """`signer`: signs the documents of all legs. Option `decode_first`: see the class."""
+    def __init__(
+        self, signer: Signer | None = None, options: Options | None = None, *, decode_first: bool | None = None
+    ) -> None:
+        """`signer`: signs the documents of all legs. `decode_first`: see the class; an option where it is None."""
         self._documents = Documents(signer)
-        self._decode_first = (options or Options()).switch("decode_first", False)
+        if decode_first is None:
+            decode_first = options is not None and options.switch("decode_first", False)
+        self._decode_first = decode_first
         self._alone = Aggregated(role=Role.DECODE)
 
     def legs(self, request: RequestFacts, context: Context) -> Plan:

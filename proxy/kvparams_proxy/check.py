@@ -252,6 +252,14 @@ class _Trial:
         """See `Context`."""
         return asyncio.get_running_loop().time()
 
+    def there(self, role: Role) -> bool:
+        """See `Context`."""
+        return role in self._pair
+
+    def cached(self, role: Role) -> int:
+        """See `Context`: the prompt is a new one."""
+        return 0
+
     def may_retry(self) -> bool:
         """See `Context`: what goes wrong is what is looked for."""
         return False

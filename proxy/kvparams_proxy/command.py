@@ -75,7 +75,8 @@ class ProxyCommand:
         asked = asked_for("proxy", arguments)
         if asked is None:
             return 2
-        missing = [role for role in Role if not any(entry.role is role for entry in asked.entries)]
+        needed = (Role.PREFILL, Role.DECODE)
+        missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given: requests will be answered 503 until there is one" for role in missing]
         return start("proxy", asked, notes, check=arguments.check)
 

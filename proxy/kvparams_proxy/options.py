@@ -180,6 +180,8 @@ OPTIONS: Final = (
         ("prefill-tokens", _count(1), None, "... and so many prompt tokens"),
         ("decode-requests", _count(1), None, "one decode engine runs at most so many at a time; others wait here"),
         ("decode-tokens", _count(1), None, "... and so many prompt tokens"),
+        ("aggregated-requests", _count(1), None, "one aggregated engine runs at most so many; others wait here"),
+        ("aggregated-tokens", _count(1), None, "... and so many prompt tokens"),
         ("queue", _count(0), 1024, "so many may wait for each role; further ones are answered 503 with Retry-After"),
         ("queue-per-tenant", _count(1), None, "... and so many of one tenant; further ones are answered 429"),
         ("queue-wait", _SECONDS, 60.0, "for how long one may wait"),

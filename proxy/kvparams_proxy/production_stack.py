@@ -21,6 +21,7 @@ PORT: Final = 8001
 LABEL: Final = "model"
 """What its model labels are called here; its Kubernetes discovery reads the pods' label of this name."""
 
+_ROLES: Final = (Role.PREFILL, Role.DECODE)
 _DISAGGREGATED: Final = ("disaggregated_prefill", "disaggregated_prefill_orchestrated")
 _MEANINGLESS: Final[Mapping[str, bool]] = {
     "static-model-types": True,
@@ -57,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--static-backends", metavar="URLS", help="the engines, separated by commas")
     group.add_argument("--static-models", metavar="NAMES", help="taken, not used: engines are asked what they serve")
     group.add_argument("--static-model-labels", metavar="LABELS", help=f"the label `{LABEL}` of each engine, in order")
-    for role in Role:
+    for role in _ROLES:
         group.add_argument(
             f"--{role}-model-labels",
             metavar="LABELS",
@@ -88,7 +89,7 @@ def read_flags(arguments: argparse.Namespace, problems: Problems) -> StaticFleet
         notes.append("--routing-logic disaggregated_prefill: the engines' KV connector must be the one in --connector")
     selectors: dict[Role, Selector] = {
         role: {LABEL: frozenset(_list(f"{role}-model-labels", given, problems))}
-        for role in Role
+        for role in _ROLES
         if f"{role}-model-labels" in given
     }
     urls = _list("static-backends", given, problems)

@@ -12,9 +12,9 @@ from kvparams.trust.pinning import Pins
 __all__ = ["Table", "echoed", "fleet_of"]
 
 
-def fleet_of(prefill: int = 1, decode: int = 1) -> list[Instance]:
+def fleet_of(prefill: int = 1, decode: int = 1, aggregated: int = 0) -> list[Instance]:
     """So many of each."""
-    numbers = {Role.PREFILL: prefill, Role.DECODE: decode}
+    numbers = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
     return [
         Instance(f"{role}-{index}", "boot", role, "http://h:1", "x") for role in Role for index in range(numbers[role])
     ]
@@ -52,6 +52,7 @@ class Table:
         self.clock_s = 100.0
         self.waits_s = 0.0
         """How long every choice of a decode instance takes."""
+        self.cached_tokens: dict[Role, int] = {}
         self.chosen: list[str] = []
         self.given_back: list[str] = []
         self.leases: list[KVLease] = []
@@ -80,6 +81,12 @@ class Table:
 
     def now(self) -> float:
         return self.clock_s
+
+    def there(self, role: Role) -> bool:
+        return any(each.role is role for each in self.fleet)
+
+    def cached(self, role: Role) -> int:
+        return self.cached_tokens.get(role, 0)
 
     def may_retry(self) -> bool:
         self.retries -= 1

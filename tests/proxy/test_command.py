@@ -142,7 +142,11 @@ def test_the_example_file_starts() -> None:
     one = asked("--config", str(EXAMPLE))
     assert set(fleet(one)) == {"p0", "p1", "d0", "d1"}
     assert one.settings.queue.wait_s == 30.0
-    assert one.settings.limits == {Role.PREFILL: RoleLimits(64), Role.DECODE: RoleLimits(256)}
+    assert one.settings.limits == {
+        Role.PREFILL: RoleLimits(64),
+        Role.DECODE: RoleLimits(256),
+        Role.AGGREGATED: RoleLimits(),
+    }
 
 
 def test_roles_are_found_by_the_labels_in_flags(tmp_path: Path) -> None:
@@ -277,7 +281,7 @@ async def test_the_command_serves_and_follows_its_file(stub: StubEngines, tmp_pa
     (tmp_path / "token").write_text("admin-token\n")
     path = tmp_path / "fleet.yaml"
     text = "proxy: {port: 0, admin-token-file: token, expose-route: true}\ninstances:\n" + "".join(
-        f"- {{id: {role}, url: '{found[0]}', role: {role}}}\n" for role, found in urls.items()
+        f"- {{id: {role}, url: '{found[0]}', role: {role}}}\n" for role, found in urls.items() if found
     )
     path.write_text(text)
     process = await asyncio.create_subprocess_exec(

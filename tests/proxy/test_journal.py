@@ -286,7 +286,7 @@ def test_numbers_that_are_none_are_not_taken_over(given_by_engine: object) -> No
     made = account()
     made.prefilled({"usage": {"prompt_tokens": given_by_engine, "prompt_tokens_details": given_by_engine}})
     made.prefilled({"usage": given_by_engine})
-    made.decoded({"completion_tokens": given_by_engine, "prompt_tokens": given_by_engine})
+    made.decoded({"completion_tokens": given_by_engine, "prompt_tokens": given_by_engine}, split=True)
     assert made.prompt_tokens is made.cached_tokens is made.completion_tokens is None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvparams.dialects import Dialect, Place
 from kvparams.lifecycle import Lifecycle
 from kvparams.plan import KVLease
-from kvparams.scheduling import Instance
+from kvparams.scheduling import Instance, Role
 from kvparams.trust.pinning import HandoffRefused
 from kvparams_proxy.clients.endpoints import Endpoint, one_token
 from kvparams_proxy.clients.intake import Inbound
@@ -95,6 +95,15 @@ class PlanContext:
     def now(self) -> float:
         """See `Context.now`."""
         return self._resources.loop.time()
+
+    def there(self, role: Role) -> bool:
+        """See `Context.there`."""
+        return self._resources.fleet.there(role, self._inbound.facts.model)
+
+    def cached(self, role: Role) -> int:
+        """See `Context.cached`."""
+        prefixes = self._resources.prefixes
+        return 0 if prefixes is None else prefixes.most(role, self._inbound.facts)
 
     def may_retry(self) -> bool:
         """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""

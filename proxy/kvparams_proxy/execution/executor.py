@@ -299,8 +299,16 @@ class Execution:
         """A leg has ended well; what a prefill engine had cached counts before its load is given back. One that goes on
         with a broken stream has another prompt than the one that was looked up."""
         leg = self._leg
-        if leg is not None and leg.instance.role is Role.PREFILL and leg.resumed is None:
+        if leg is not None and leg.instance.role is not Role.DECODE and leg.resumed is None:
             report(prefixes, self._account, raw)
+
+    def _report_stream(self, prefixes: "Prefixes") -> None:
+        """The same of a stream, whose last event counts tokens if the client asked for that."""
+        leg, account = self._leg, self._account
+        if leg is not None and leg.instance.role is Role.AGGREGATED and leg.resumed is None and self._life.answering:
+            if self._corrections.usage is not None:
+                account.counted(self._corrections.usage)
+            account.decision = prefixes.reported(self.facts, account.prompt_tokens, account.cached_tokens)
 
     def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
         try:
@@ -342,6 +350,8 @@ class Execution:
         self._life.enter("first_byte")
         if self._leg is not None:  # a stream may be long, and others wait for an engine that is on trial
             self._resources.fleet.heard(self._leg.instance)
+            if self._leg.instance.role is Role.AGGREGATED and not again:
+                self._resources.fleet.computed(self._leg.instance, self.facts)
         if again:
             self._resources.metrics.continuations += 1
             return
@@ -353,6 +363,8 @@ class Execution:
         """For the relay: the leg has ended. `whole` is an answer that is no stream."""
         self._account.answer_bytes += sent_bytes
         self._account.stream_events += sent_events
+        if self._resources.prefixes is not None and error is None:
+            self._report_stream(self._resources.prefixes)
         leg = self._end_leg()
         try:
             if self._failed(leg, head, whole, error):
@@ -443,7 +455,8 @@ class Execution:
         self._context.abandon(gone=self._gone)
         life.leave(outcome)
         if self._corrections.usage is not None:
-            self._account.decoded(self._corrections.usage)
+            split = any(instance.role is Role.PREFILL for instance in self._route)
+            self._account.decoded(self._corrections.usage, split=split)
         self._account.ended_s = time()
         resources.ledger.ended(self._account)
         if self._done is not None:

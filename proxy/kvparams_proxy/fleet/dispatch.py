@@ -91,6 +91,10 @@ class Dispatcher:
         """Whether there are candidates for sure: a short cut, False tells nothing."""
         return model in self._candidates
 
+    def has(self, model: str | None) -> bool:
+        """Whether there are candidates."""
+        return bool(self._candidates.get(model) or self._find(model))
+
     def admit(self, facts: RequestFacts) -> None:
         """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
 

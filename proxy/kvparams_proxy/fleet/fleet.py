@@ -54,6 +54,7 @@ class Fleet:
         breaker: BreakerLimits | None = None,
         slow_start_s: float = 10.0,
         prefixes: "Prefixes | None" = None,
+        needed: Iterable[Role] = (Role.PREFILL, Role.DECODE),
     ) -> None:
         """The instances that are there from the start are taken for ready until somebody learns otherwise.
 
@@ -66,8 +67,11 @@ class Fleet:
             queue: for each role that has limits, who may wait for room.
             breaker: when an instance that fails is left alone.
             slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
-            prefixes: what prefill instances have cached, where their policy looks at it.
+            prefixes: what those have cached that compute prompts, where their policy looks at it.
+            needed: the roles without which requests are refused.
         """
+        self.needed = frozenset(needed)
+        """As the argument; whoever changes how requests are coordinated changes it."""
         self._prefixes = prefixes
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
         self._now = now
@@ -90,7 +94,7 @@ class Fleet:
                 slow_start_s,
                 now,
                 call_later,
-                prefixes if role is Role.PREFILL else None,
+                None if role is Role.DECODE else prefixes,
             )
             for role in Role
         }
@@ -251,6 +255,12 @@ class Fleet:
         if member is not None and member.instance is instance and member.trial is not None:
             self._breakers.heard(member)
 
+    def computed(self, instance: Instance, facts: RequestFacts) -> None:
+        """A leg on it that goes on with the answer has its prompt computed."""
+        member = self._members.get(instance.id)
+        if self._prefixes is not None and member is not None and member.instance is instance:
+            self._prefixes.heard(member, facts)
+
     def failed(self, instance: Instance, *, connected: bool) -> None:
         """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""
         member = self._members.get(instance.id)
@@ -302,7 +312,7 @@ class Fleet:
 
     def know_model(self, model: str) -> bool:
         """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
-        if self._roles[Role.PREFILL].knows(model):
+        if any(dispatcher.knows(model) for dispatcher in self._roles.values()):
             return True
         members = self._members.values()
         return not members or any(member.serves(model) for member in members)
@@ -312,15 +322,21 @@ class Fleet:
         return sorted({model for member in self._members.values() for model in member.models or ()})
 
     def missing_roles(self) -> list[Role]:
-        """Roles for which nobody may be given work."""
+        """Roles that are needed and for which nobody may be given work."""
         available = {member.instance.role for member in self._members.values() if member.available}
-        return [role for role in Role if role not in available]
+        return [role for role in Role if role in self.needed and role not in available]
+
+    def there(self, role: Role, model: str | None) -> bool:
+        """Whether somebody of this role may be given work for this model, room apart."""
+        return self._roles[role].has(model)
 
     def health(self) -> dict[Role, RoleHealth]:
-        """Each role in figures."""
+        """Each role in figures that is needed, or that somebody has."""
         found: dict[Role, RoleHealth] = {}
         for role, dispatcher in self._roles.items():
             states = [member.state for member in self._members.values() if member.instance.role is role]
+            if not states and role not in self.needed:
+                continue
             found[role] = RoleHealth(
                 total=len(states),
                 ready=states.count(MemberState.READY),

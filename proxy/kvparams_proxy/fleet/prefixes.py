@@ -1,4 +1,4 @@
-"""What prefill engines are believed to have in their prefix caches, for policies that look at it (`uses_prefixes`).
+"""What engines that compute prompts are believed to have cached, for policies that look at it (`uses_prefixes`).
 
 It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
 believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
@@ -17,7 +17,7 @@ from kvparams.expectation import Expectation, expect
 from kvparams.index.chain import Chain, Hashes
 from kvparams.index.feeding import Routed, RoutingFeed
 from kvparams.index.prefix import PrefixIndex
-from kvparams.scheduling import Instance, RequestFacts, SchedulingPolicy
+from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.predictions import Predictions
 
@@ -131,6 +131,21 @@ class Prefixes:
             self.predictions.asked(facts.tokens, max(facts.cached.get(each.instance, 0) for each in members))
             self._believe(leg, instance, hashes)
         return chosen
+
+    def most(self, role: Role, facts: RequestFacts) -> int:
+        """Tokens of the prompt that an instance of this role is believed to have, the one that has most."""
+        hashes = self._hashes(facts)
+        if hashes is None:
+            return 0
+        held = self._index.match(hashes).held[0]
+        blocks = max((n for who, n in held.items() if isinstance(who, Instance) and who.role is role), default=0)
+        return BLOCK_TOKENS * min(blocks, (facts.tokens - 1) // BLOCK_TOKENS)
+
+    def heard(self, member: Member, facts: RequestFacts) -> None:
+        """A leg that goes on with an answer has its first byte: its prompt is computed."""
+        leg = self._legs.get(facts.transfer_id)
+        if leg is not None:
+            member.pace.end(facts.transfer_id, max(1, facts.tokens - leg.decision.expected.cached), facts.tokens)
 
     def reported(self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> Decision | None:
         """The leg that runs for this request has ended well; its engine says so much of it, or nothing. Call

@@ -86,7 +86,7 @@ def _check_role(value: object, rules: Rules) -> Role:
     try:
         return Role(cast("str", value))
     except ValueError:
-        both = "; an engine that does both is two instances of one URL"
+        both = "; an engine that does both for one request is aggregated, one that does either two instances of one URL"
         raise ValueError(f"must be {' or '.join(Role)}{both if value == 'both' else ''}") from None
 
 

@@ -75,7 +75,7 @@ class Account:
         """Events with content that a client got: about one for each token, whatever the engine says of its tokens."""
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
-        """Of the prompt, as prefill says."""
+        """Of the prompt, as whoever computed it says."""
         self.decision: Decision | None = None
         """Why its prefill leg went where it did; None where nobody looked at caches."""
         self.completion_tokens: int | None = None
@@ -87,20 +87,25 @@ class Account:
         return self.refusal or (200 if self.life.answering else None)
 
     def prefilled(self, answer: Mapping[str, object]) -> None:
-        """Prefill's answer is here."""
+        """The answer of whoever computed the prompt is here."""
         usage = answer.get("usage")
-        if not isinstance(usage, dict):
-            return
-        members = cast("dict[str, object]", usage)
-        self.prompt_tokens = _tokens(members.get("prompt_tokens"))
-        details = members.get("prompt_tokens_details")
+        if isinstance(usage, dict):
+            self.counted(cast("dict[str, object]", usage))
+
+    def counted(self, usage: Mapping[str, object]) -> None:
+        """Whoever computed the prompt has said what it cost."""
+        self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
+        details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
 
-    def decoded(self, usage: Mapping[str, object]) -> None:
-        """Decode has said what the answer cost, once or again and again; the last word counts."""
+    def decoded(self, usage: Mapping[str, object], *, split: bool) -> None:
+        """Whoever answered has said what the answer cost, once or again and again; the last word counts. Not `split`:
+        it has computed the prompt, too."""
         self.completion_tokens = _tokens(usage.get("completion_tokens"))
-        if self.prompt_tokens is None:
+        if not split:
+            self.counted(usage)
+        elif self.prompt_tokens is None:
             self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
 
     def refused(self, error: ProxyError) -> None:

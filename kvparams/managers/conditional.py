@@ -1,0 +1,38 @@
+"""Remote prefill only where it is worth it: prompts that are short, or cached with decode, stay there.
+
+The one rule: an engine does what another role is for only where the operator has said so.
+"""
+
+from kvparams.managers.aggregated import Aggregated
+from kvparams.managers.options import Options
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.plan import Context, Plan
+from kvparams.scheduling import RequestFacts, Role
+from kvparams.trust.signing import Signer
+
+__all__ = ["Conditional"]
+
+_REMOTE_TOKENS = 512
+"""Of a prompt that decode would compute in the time that a hand-over costs; to be measured for the engines at hand."""
+
+
+class Conditional:
+    """Options: `remote_tokens`, from how many uncached tokens on a prompt is sent to a prefill engine; `fallback`:
+    where a role is missing, engines that are there do both, aggregated ones first."""
+
+    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
+        given = options or Options()
+        self._least = given.number("remote_tokens", _REMOTE_TOKENS)
+        self._fallback = given.switch("fallback", False)
+        self.roles = () if self._fallback else (Role.PREFILL, Role.DECODE)
+        self._split = PrefillThenDecode(signer)
+        self._alone = {role: Aggregated(role=role) for role in Role}
+
+    def legs(self, request: RequestFacts, context: Context) -> Plan:
+        """See `DisaggregatedRequestManager.legs`."""
+        if self._fallback and not (context.there(Role.PREFILL) and context.there(Role.DECODE)):
+            able = next((role for role in (Role.AGGREGATED, Role.DECODE, Role.PREFILL) if context.there(role)), None)
+            return self._alone[able or Role.DECODE].legs(request, context)
+        if request.tokens - context.cached(Role.DECODE) < self._least:
+            return self._alone[Role.DECODE].legs(request, context)
+        return self._split.legs(request, context)

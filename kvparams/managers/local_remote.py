@@ -1,0 +1,27 @@
+"""Beside an engine: one leg runs on the engine that the request came to, the other on a remote one.
+
+Who is local is the fleet's matter: a sidecar's fleet has one engine of its own role, and the remote ones of the other.
+The plans are those of a proxy; what differs is who is chosen first. The one rule: whatever happens to the remote leg,
+the client has one connection and one answer.
+"""
+
+from kvparams.managers.options import Options
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.trust.signing import Signer
+
+__all__ = ["DecodeLocalPrefillRemote", "PrefillLocalDecodeRemote"]
+
+
+class PrefillLocalDecodeRemote(PrefillThenDecode):
+    """The client talks to prefill's side: its engine computes the prompt, a remote decode engine is chosen for its
+    result, whose stream goes through here."""
+
+    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
+        super().__init__(signer, options, decode_first=False)
+
+
+class DecodeLocalPrefillRemote(PrefillThenDecode):
+    """The client talks to decode's side: room on its engine is taken first, then a remote prefill engine is asked."""
+
+    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
+        super().__init__(signer, options, decode_first=True)

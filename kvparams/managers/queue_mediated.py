@@ -1,0 +1,18 @@
+"""Through a queue: the client talks to prefill's side, and whichever decode engine has room takes the rest.
+
+To the plan the queue is the fleet's one decode instance, reached over a broker and never full; who really runs the leg,
+the queue decides. The one rule: nothing here knows of the broker; a leg that got lost is a leg that failed.
+"""
+
+from kvparams.managers.options import Options
+from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.trust.signing import Signer
+
+__all__ = ["QueueMediated"]
+
+
+class QueueMediated(PrefillThenDecode):
+    """Prefill first: only then is there anything to queue for."""
+
+    def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
+        super().__init__(signer, options, decode_first=False)
