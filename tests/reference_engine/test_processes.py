@@ -5,11 +5,13 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from demo.folder import own_folder, remove_stale
+from demo.processes import Processes
 
 WAIT_MS = 20_000
 PARENT = """
@@ -53,6 +55,25 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
             signal.pidfd_send_signal(free, signal.SIGKILL)
             os.close(bound)
             os.close(free)
+
+
+def test_what_a_server_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """As the engine of a vLLM that was told to end while it started."""
+    os.mkfifo(tmp_path / "told")
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    leader = (
+        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', sys.argv[2]]); "
+        "open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    with Processes(tmp_path) as processes:
+        processes.start("leader", sys.executable, "-c", leader, str(tmp_path / "told"), child, port=1)
+        left = os.pidfd_open(int((tmp_path / "told").read_text()))
+    try:
+        assert ended(left, WAIT_MS)
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(left, signal.SIGKILL)
+        os.close(left)
 
 
 def test_a_folder_that_a_killed_demo_left_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
