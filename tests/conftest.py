@@ -22,6 +22,7 @@ settings.load_profile("quick")
 
 _TOGETHER = {
     ("tests/reference_engine/", "servers"): "engines",
+    ("tests/sidecar/", "places"): "sidecar",
     ("tests/connectors/lm_server/", "server"): "lmcache",
     ("tests/connectors/test_mooncake.py", "cluster"): "mooncake",
 }

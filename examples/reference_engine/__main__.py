@@ -14,6 +14,7 @@ from typing import Final, cast
 
 import torch
 import uvicorn
+from starlette.types import ASGIApp
 
 from kvparams.errors import KVParamsError
 from kvparams.trust.gate import Gate
@@ -28,6 +29,7 @@ from reference_engine.metrics import Metrics
 from reference_engine.model import Model
 from reference_engine.serving import Service
 from reference_engine.shape import ModelShape
+from reference_engine.splitting import split
 from reference_engine.transfers import Transfers
 
 __all__ = ["main"]
@@ -88,8 +90,18 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
         model_name=model_name,
         max_model_len=settings.max_model_len,
     )
+    app: ASGIApp = create_app(service)
+    if remotes := cast("list[str]", arguments.remote):
+        where = listener.getsockname()
+        host = f"[{where[0]}]" if ":" in where[0] else where[0]
+        try:
+            url = f"http://{host}:{where[1]}"
+            app = split(app, sharing.instance.id, role, url, remotes, cast("str | None", arguments.engine_key_file))
+        except (KVParamsError, ValueError) as error:
+            print(f"reference_engine: cannot split requests: {error}", file=sys.stderr)
+            return 2
     config = uvicorn.Config(
-        create_app(service),
+        app,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_SHUTDOWN_S,
@@ -149,6 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--id", help="the instance's name (default: role and process id)")
     parser.add_argument("--model-name", default="reference")
     parser.add_argument("--store", metavar="URL", help="share KV through this store, e.g. file:///dev/shm/kv?size=1GiB")
+    parser.add_argument(
+        "--remote",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine of the other role: requests of clients are split with it (repeat it for each)",
+    )
+    parser.add_argument(
+        "--engine-key-file", metavar="FILE", help="... and this key tells the legs of other such engines from clients"
+    )
     parser.add_argument("--verify-with", metavar="FILE", help="believe only documents signed with a key of this file")
     parser.add_argument("--audience", metavar="POOL", help="... and made for this pool")
     parser.add_argument(

@@ -1,0 +1,45 @@
+"""How an engine's own server splits requests with engines of the other role: the proxy as middleware around its app.
+
+This is all that a server has to do for it. The one rule: the engine knows nothing of it; its legs come as requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+from starlette.types import ASGIApp
+
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.registry.access import Access
+from kvparams_proxy.secret import secret_from_file
+from kvparams_proxy.settings import Settings, known_rules
+from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
+
+__all__ = ["split"]
+
+
+def split(
+    app: ASGIApp, id: str, role: str, url: str, remotes: Sequence[str], key_file: str | None = None
+) -> DisaggregatedServerMixin:
+    """`app`, one of whose legs runs elsewhere.
+
+    Args:
+        app: the engine's.
+        id: its name.
+        role: what it does of a request: prefill or decode.
+        url: where it is for others.
+        remotes: engines of the other role, `http://host:port`.
+        key_file: holds the key by which these engines know each other's legs from what clients send.
+
+    Raises:
+        KVParamsError: the key cannot be read.
+        ValueError: a URL is none.
+    """
+    key = None if key_file is None else secret_from_file(Path(key_file))
+    me = Instance(id, uuid4().hex, Role(role), url, "store")
+    other = Role.DECODE if me.role is Role.PREFILL else Role.PREFILL
+    instances = [Instance(f"{other}-{at}", uuid4().hex, other, each, "store") for at, each in enumerate(remotes)]
+    rules = replace(known_rules(), connector="store", access=Access(key))
+    settings = Settings((me, *instances), beside=id, rules=rules, probe_s=1.0, expose_route=True, log_requests="off")
+    return DisaggregatedServerMixin(app, settings, key=key)

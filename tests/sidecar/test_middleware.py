@@ -1,0 +1,164 @@
+"""The proxy in an engine's server: whose requests it takes, and how it lives with the app around which it is."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvparams.scheduling import Instance, Role
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.settings import Settings
+from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
+from tests.proxy.acting import Actor, answer_to
+from tests.proxy.stage import BODY, COMPLETIONS, PROMPT
+
+from .acted import ActedApp
+from .serving import served
+
+RIGHT = "".join(map(chr, answer_to(list(PROMPT.encode()), 8)))
+KEY = Secret("engines-only")
+SHOWN = {"authorization": "Bearer engines-only"}
+
+
+def settings(remote: str) -> Settings:
+    here = Instance("here", "1", Role.PREFILL, "http://127.0.0.1:9", "store")
+    there = Instance("there", "1", Role.DECODE, remote, "store")
+    return Settings((here, there), beside="here", log_requests="off")
+
+
+class Recorded(ActedApp):
+    """Keeps which paths it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("prefill")
+        self.asked: list[tuple[str, str]] = []
+        self.scopes: list[Scope] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.asked.append((scope["method"], scope["path"]))
+            self.scopes.append(scope)
+        await super().__call__(scope, receive, send)
+
+
+StartMixin = Callable[..., Awaitable[httpx.AsyncClient]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[StartMixin]:
+    async with AsyncExitStack() as stack:
+
+        async def begin(app: ASGIApp, wrap: Callable[[Settings], ASGIApp] | None = None, **more: Any) -> Any:
+            decode = Actor("decode")
+            await decode.begin()
+            stack.callback(decode.end)
+            what = settings(decode.url)
+            wrapped = DisaggregatedServerMixin(app, what, **more) if wrap is None else wrap(what)
+            url = await stack.enter_async_context(served(wrapped))
+            return await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+
+        yield begin
+
+
+async def test_clients_get_both_legs_and_other_proxies_one(start: StartMixin) -> None:
+    app = Recorded()
+    client = await start(app, key=KEY)
+    got = await client.post(COMPLETIONS, json=BODY)
+    assert got.json()["choices"][0]["text"] == RIGHT
+    assert len(app.bodies) == 1
+    assert b"authorization" in dict(app.scopes[-1]["headers"]), "its own legs carry the key as well"
+    leg = {**BODY, "kv_transfer_params": {"mine": 1}}
+    assert (await client.post(COMPLETIONS, json=leg, headers=SHOWN)).json() == {}
+    assert app.releases == [{"mine": 1}], "the app has heard what a proxy says of KV"
+    for wrong in ({"authorization": "Bearer engines-onlY"}, {"authorization": "Basic engines-only"}, {}):
+        got = await client.post(COMPLETIONS, json=leg, headers=wrong)
+        assert got.json()["choices"][0]["text"] == RIGHT
+    assert app.releases == [{"mine": 1}], "and never what a client says"
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+async def test_what_is_not_for_clients_is_refused_in_words(start: StartMixin, key: Secret | None) -> None:
+    app = Recorded()
+    client = await start(app, key=key, passed=("/v1/audio/",))
+    for path in ("/v1/kvparams", "/v1/messages", "/sleep"):
+        got = await client.post(path, json={}, headers=SHOWN if key is None else {})
+        assert got.status_code == 404
+        assert got.json()["error"]["message"] == f"POST {path} is not for clients here"
+        assert ("POST", path) not in app.asked
+    assert (await client.get("/v1/anything")).status_code == 200
+    assert (await client.post("/v1/audio/speech", json={})).status_code == 200
+    assert app.asked[-2:] == [("GET", "/v1/anything"), ("POST", "/v1/audio/speech")]
+    if key is not None:
+        assert (await client.post("/v1/kvparams", json={}, headers=SHOWN)).status_code == 200
+
+
+async def test_its_own_pages_stand_under_kvparams(start: StartMixin) -> None:
+    client = await start(Recorded())
+    assert (await client.get("/kvparams/health")).json()["status"] == "ok"
+    assert "kvparams_proxy_in_flight" in (await client.get("/kvparams/metrics")).text
+    assert (await client.get("/metrics")).text.startswith('{"object":"list"'), "that one is the app's"
+
+
+async def test_the_apps_lifespan_is_around_ours(start: StartMixin) -> None:
+    """Ours begins when the app can answer, its probes are among what it answers; and ends before the app does."""
+    seen: list[str] = []
+
+    async def models(request: Request) -> Response:
+        assert request.app is inner
+        assert request.state.made == "by the lifespan"
+        seen.append("models")
+        return JSONResponse({"object": "list", "data": [{"id": "stub"}]})
+
+    class Lifespan:
+        async def __aenter__(self) -> dict[str, str]:
+            seen.append("starts")
+            return {"made": "by the lifespan"}
+
+        async def __aexit__(self, *_: object) -> None:
+            seen.append("ends")
+
+    def wrap(what: Settings) -> ASGIApp:
+        nonlocal inner
+        middleware = Middleware(DisaggregatedServerMixin, what)
+        inner = Starlette(
+            routes=[Route("/v1/models", models)],
+            middleware=[middleware],
+            lifespan=lambda _: Lifespan(),  # pyright: ignore[reportArgumentType]
+        )
+        return inner
+
+    inner = Starlette()
+    decode = Actor("decode")
+    await decode.begin()
+    async with served(wrap(settings(decode.url))) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/kvparams/health")).json()["status"] == "ok"
+        assert (await client.get("/v1/models")).status_code == 200
+    decode.end()
+    assert (seen[0], seen[-1]) == ("starts", "ends")
+    assert seen.count("models") >= 2
+
+
+async def test_a_server_that_starts_no_lifespan_is_told_so() -> None:
+    app = DisaggregatedServerMixin(ActedApp("prefill"), settings("http://127.0.0.1:9"))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        with pytest.raises(RuntimeError, match="has not started the app's lifespan"):
+            await client.post(COMPLETIONS, json=BODY)
+
+
+def test_settings_must_say_which_engine_it_is() -> None:
+    here, there = settings("http://127.0.0.1:9").instances
+    with pytest.raises(ValueError, match="do not say which instance"):
+        DisaggregatedServerMixin(ActedApp("prefill"), Settings((here, there)))
+    with pytest.raises(ValueError, match="no instance is called 'other'"):
+        Settings((here, there), beside="other")
+    with pytest.raises(ValueError, match="beside a decode engine, the others have another role"):
+        Settings((here, there, Instance("more", "1", Role.DECODE, "http://x:1", "store")), beside="there")
