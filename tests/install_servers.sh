@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Puts on this machine what the tests start: valkey-server 8, the libraries that Mooncake loads, and Node, 18 or later.
+# Puts on this machine what the tests start: valkey-server 8, RabbitMQ 3.10 or later, the libraries that Mooncake loads,
+# and Node, 18 or later.
 # They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
 set -euo pipefail
 
 missing=()
 command -v valkey-server >/dev/null || missing+=(valkey-server)
+ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 || missing+=(rabbitmq-server)
 command -v node >/dev/null || missing+=(nodejs)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if [ ${#missing[@]} -eq 0 ]; then
@@ -43,4 +45,4 @@ fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
 # A machine of its own for tests needs no server that is always on.
-RUNLEVEL=1 apt-get install -y -q "${backports[@]}" "${missing[@]}"
+RUNLEVEL=1 apt-get install -y -q --no-install-recommends "${backports[@]}" "${missing[@]}"

@@ -398,7 +398,9 @@ class Execution:
             return False
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
-        if failure.another and not limited and not isinstance(error, UpstreamFull):  # busy is not broken
+        busy = isinstance(error, UpstreamFull)  # that is not broken
+        other = pool is not None and pool.shared and (error is None or error.connected)  # the next one is not this one
+        if failure.another and not limited and not busy and not other:
             self._resources.fleet.failed(leg.instance, connected=error is None or error.connected)
         ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
         if ending is None:

@@ -46,6 +46,8 @@ class InProcess:
         """Of every call: that of whoever happens to make it is another request's."""
         self.keyed: Final = key is not None
         """See `Upstream.keyed`."""
+        self.shared: Final = False
+        """See `Upstream.shared`."""
         self._own = b"" if key is None else key.bearer_line()
         self.reached: Final[tuple[str, ...]] = ()
         """See `Upstream.reached`: an app has no address, what is its own is declared."""

@@ -46,6 +46,11 @@ class Upstream(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether several engines are behind it, so that the failure of one says nothing of the next."""
+        ...
+
+    @property
     def reached(self) -> tuple[str, ...]:
         """The IP addresses that its name has led to, the last few; empty where it is not reached by one."""
         ...

@@ -50,6 +50,8 @@ class Pool:
         self._server_name = server_name if self._tls is not None else None
         self.keyed: Final = key is not None
         """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        self.shared: Final = False
+        """See `Upstream.shared`."""
         self._own = b"" if key is None else key.bearer_line()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._prefixes: dict[bytes, bytes] = {}

@@ -1,0 +1,296 @@
+"""One attempt that a prefill node has put into the queue, and the answer that it waits for: a `Handle`.
+
+The one rule: its sink hears the parts of one node's answer, in order, each once, and nothing after the end.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from kvparams_proxy.queue.messages import End, Lost, Order, Part, Refused, Result, Taken
+from kvparams_proxy.queue.outbox import Fate, Letter
+from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError, UpstreamFull, UpstreamTimeout
+
+__all__ = ["Awaited"]
+
+_log: Final = logging.getLogger(__name__)
+_ASK_S: Final = 1.0
+_SILENT_S: Final = 6.0
+"""A node that is in doubt and has said nothing for so long is gone. One that has lost the broker comes back sooner."""
+
+
+class Owner(Protocol):
+    """What it needs of the way it goes."""
+
+    @property
+    def wait_s(self) -> float:
+        """For how long it may wait for a node."""
+        ...
+
+    @property
+    def answer_bytes(self) -> int:
+        """What may be kept for a client that takes nothing."""
+        ...
+
+    @property
+    def settled_s(self) -> float:
+        """For how long the connection to the broker has been there."""
+        ...
+
+    @property
+    def call_later(self) -> Callable[..., asyncio.TimerHandle]:
+        """The loop's."""
+        ...
+
+    @property
+    def call_soon(self) -> Callable[..., asyncio.Handle]:
+        """The loop's."""
+        ...
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The loop's clock."""
+        ...
+
+    def tell(self, node: str, order: Order, id: str, settled: Callable[[Fate], None] | None = None) -> None:
+        """Say something to a decode node."""
+        ...
+
+    def withdraw(self, letter: Letter) -> None:
+        """It need not be sent any more."""
+        ...
+
+    def over(self, id: str) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class Awaited:
+    """See the module."""
+
+    __slots__ = (
+        "_asked",
+        "_early",
+        "_heard_s",
+        "_id",
+        "_kept",
+        "_kept_bytes",
+        "_next",
+        "_node",
+        "_owner",
+        "_paused",
+        "_sink",
+        "_throttled",
+        "_timer",
+        "letter",
+    )
+
+    def __init__(self, owner: Owner, id: str, sink: Sink) -> None:
+        self._owner = owner
+        self._id = id
+        self._sink: Sink | None = sink
+        self.letter: Letter | None = None
+        """The work itself, as long as nobody is known to have it."""
+        self._node: str | None = None
+        self._next = 0
+        """The number of the part that comes next."""
+        self._early: dict[int, Part] = {}
+        self._kept: deque[Part] = deque()
+        """For a client that takes nothing now."""
+        self._kept_bytes = 0
+        self._paused = False
+        self._throttled = False
+        """Whether the node was told so."""
+        self._heard_s = 0.0
+        self._asked = False
+        """Whether the node is in doubt: nobody else would say that it is gone."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    # as a `Handle`
+
+    def abort(self, error: UpstreamError) -> None:
+        """See `Handle.abort`."""
+        sink = self._sink
+        if sink is not None:
+            error.connected = error.sent = self.letter is None or self.letter.sent
+            self.discard()
+            sink.on_done(error)
+
+    def discard(self) -> None:
+        """See `Handle.discard`."""
+        if self._sink is None:
+            return
+        if self._node is not None:
+            self._owner.tell(self._node, "cancel", self._id)
+        self._end()
+
+    def end_sending(self) -> bool:
+        """See `Handle.end_sending`: there is no such thing here."""
+        return False
+
+    def pause(self) -> None:
+        """See `Handle.pause`."""
+        self._paused = True
+        self._throttle()
+
+    def resume(self) -> None:
+        """See `Handle.resume`. Delivered is in a turn of its own."""
+        self._paused = False
+        self._throttle()
+        if self._kept:
+            self._owner.call_soon(self._deliver)
+
+    # for its owner
+
+    def wait(self) -> None:
+        """For a node that takes it."""
+        self._timer = self._owner.call_later(self._owner.wait_s, self._waited)
+
+    def posted(self, fate: Fate) -> None:
+        """What became of the work in the broker."""
+        self.letter = None
+        if fate == "refused":
+            self.finish(UpstreamFull("the queue of work is full", connected=False))
+        elif fate == "nowhere":
+            self.finish(UpstreamError("the queue of work is gone", connected=False))
+
+    def hear_head(self, head: Head) -> None:
+        """An answer that is made up here begins."""
+        if self._sink is not None:
+            self._sink.on_head(head)
+
+    def finish(self, error: UpstreamError | None) -> None:
+        """It is over; the node knows that already."""
+        sink = self._sink
+        self._end()
+        if sink is not None:
+            sink.on_done(error)
+
+    def hear(self, result: Result) -> None:
+        """A node has said something about it."""
+        if isinstance(result, Lost):
+            self._lost()
+            return
+        if isinstance(result, Refused):
+            if self._node is None:
+                refused = UpstreamError(f"a decode node refuses it: {result.reason}")
+                refused.sent = False
+                self.finish(refused)
+            return
+        if self._node is None:
+            self._take(result.node)
+        elif result.node != self._node:  # the broker had the work twice
+            self._owner.tell(result.node, "cancel", self._id)
+            return
+        self._heard_s = self._owner.now()
+        if isinstance(result, Taken):
+            if self._throttled:  # it may have forgotten, or never heard
+                self._owner.tell(result.node, "pause" if self._paused else "resume", self._id)
+            return
+        if result.number >= self._next:
+            self._early[result.number] = result
+            while (part := self._early.pop(self._next, None)) is not None:
+                self._next += 1
+                self._kept.append(part)
+                self._kept_bytes += len(part.body)
+        self._deliver()
+
+    # inside
+
+    def _end(self) -> None:
+        self._sink = None
+        self._kept.clear()
+        self._early.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.letter is not None:
+            self._owner.withdraw(self.letter)
+        self._owner.over(self._id)
+
+    def _take(self, node: str) -> None:
+        self._node = node
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.letter is not None:
+            self._owner.withdraw(self.letter)
+            self.letter = None
+        self._throttle()
+
+    def _throttle(self) -> None:
+        """Let the node know what the client does, if that has changed."""
+        if self._node is not None and self._sink is not None and self._paused is not self._throttled:
+            self._throttled = self._paused
+            self._owner.tell(self._node, "pause" if self._paused else "resume", self._id)
+
+    def _deliver(self) -> None:
+        while self._kept and not self._paused and self._sink is not None:
+            part = self._kept.popleft()
+            self._kept_bytes -= len(part.body)
+            self._pass(part, self._sink)
+        if self._kept_bytes > self._owner.answer_bytes:
+            self._fail(UpstreamError("more of the answer came than can be kept for its client"))
+
+    def _pass(self, part: Part, sink: Sink) -> None:
+        try:
+            if part.head is not None:
+                sink.on_head(Head(part.head.status, part.head.content_type, True, part.head.retry_after))
+            if part.body:
+                sink.on_body(part.body)
+        except UpstreamError as error:  # the sink has seen enough
+            self._fail(error)
+        except ValueError as error:
+            self._fail(UpstreamError(f"the engine's answer is not usable ({error})"))
+        except Exception:  # noqa: BLE001  a fault of the proxy: still, this ends and the node is told
+            _log.exception("an answer could not be taken")
+            self._fail(UpstreamError("the proxy failed; its log says why"))
+        else:
+            if part.last:
+                self.finish(None if part.end is None else _error(part.end))
+
+    def _fail(self, error: UpstreamError) -> None:
+        sink = self._sink
+        self.discard()
+        if sink is not None:
+            sink.on_done(error)
+
+    def _waited(self) -> None:
+        said = f"no decode node has taken it within {self._owner.wait_s:g} s"
+        self.abort(UpstreamFull(said))
+
+    # whether the node is still there
+
+    def _lost(self) -> None:
+        """The broker has given the work to another node as well. The first may only have lost its connection."""
+        if self._node is None:
+            self._gone()
+        elif not self._asked:
+            self._asked = True
+            self._heard_s = self._owner.now()
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._node is None:
+            return
+        if self._owner.now() - self._heard_s > _SILENT_S:
+            self._gone()
+            return
+        self._owner.tell(self._node, "ask", self._id, self._asked_at)
+        self._timer = self._owner.call_later(_ASK_S, self._ask)
+
+    def _asked_at(self, fate: Fate) -> None:
+        """It has no queue any more: unless the broker has just come back, so will not the node."""
+        if fate == "nowhere" and self._sink is not None and self._owner.settled_s > _SILENT_S:
+            self._gone()
+
+    def _gone(self) -> None:
+        self.finish(UpstreamError("the decode node that had it is gone"))
+
+
+def _error(end: End) -> UpstreamError:
+    """The broker was reached: whatever happened behind it says nothing of the way."""
+    kinds = {"failed": UpstreamError, "timeout": UpstreamTimeout, "full": UpstreamFull}
+    error = kinds[end.failure](end.reason)
+    error.sent = end.sent
+    return error

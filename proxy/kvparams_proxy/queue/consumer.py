@@ -1,0 +1,244 @@
+"""A decode node: pulls work when it has room, has its engine do it, and tells the answer to the node that asked.
+
+The one rule: work is acknowledged when all of its answer is with the broker, or when nobody waits for it, or when
+somebody has been told that it is not done; never before.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from secrets import token_hex
+from types import MappingProxyType, TracebackType
+from typing import Final, Self
+
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from kvparams_proxy.clients.endpoints import ENDPOINTS
+from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.queue.appetite import Appetite
+from kvparams_proxy.queue.link import Link
+from kvparams_proxy.queue.messages import (
+    Lost,
+    Malformed,
+    Refused,
+    Work,
+    node_of,
+    read_control,
+    read_work,
+    write_result,
+)
+from kvparams_proxy.queue.outbox import Letter, Outbox
+from kvparams_proxy.queue.running import Running
+from kvparams_proxy.queue.topology import Names, declare_control, declare_work
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.upstream.interface import Upstream
+from kvparams_proxy.upstream.terms import UpstreamError
+
+__all__ = ["Consumer"]
+
+_log: Final = logging.getLogger(__name__)
+_MOST_BYTES: Final = 8 << 20
+"""Of answers that the broker has not taken: more, and engines are slowed down."""
+_PATHS: Final = frozenset(each.path for each in ENDPOINTS)
+_FAULTS: Final = 500
+
+
+class Consumer:
+    """One decode node. An async context: at its end no more work is taken, and what runs has a moment to end."""
+
+    def __init__(
+        self,
+        url: Secret,
+        engine: Upstream,
+        *,
+        name: str = "kvparams",
+        room: int = 16,
+        silence_s: float = 600.0,
+        probe_s: float = 5.0,
+        leave_s: float = 30.0,
+    ) -> None:
+        """
+        Args:
+            url: the broker's.
+            engine: the way to it.
+            name: of the pool of decode nodes, see `kvparams_proxy.queue.topology.Names`.
+            room: how much work it does at a time.
+            silence_s: the longest silence of the engine.
+            probe_s: how often the engine is asked whether it is there.
+            leave_s: for what runs, when this ends.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._names = Names(name)
+        self.node: Final = f"d{token_hex(8)}"
+        """Its name, another one each time it starts."""
+        self._engine = engine
+        self.silence_s: Final = silence_s
+        self.now: Final = self._loop.time
+        self._leave_s = leave_s
+        self._running: dict[str, Running] = {}
+        self._watch = Watch(self._loop)
+        self._outbox = Outbox(_MOST_BYTES, self._hold)
+        self._reads: AbstractChannel | None = None
+        self._appetite = Appetite(engine, room, probe_s, self._take)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._counts: dict[str, int] = dict.fromkeys(("done", "cancelled", "lost", "refused"), 0)
+        self._link = Link(url, self._opened, self._lost)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._appetite.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._leave_s):
+                await self._idle.wait()
+        for running in list(self._running.values()):
+            running.give_up()
+        self._link.close()
+        await self._link.ended()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What became of the work so far."""
+        return MappingProxyType(self._counts)
+
+    @property
+    def running(self) -> int:
+        """Work that is being done."""
+        return len(self._running)
+
+    # for what runs
+
+    def watch(self, running: Running, limit_s: float) -> None:
+        """See `running.Owner.watch`."""
+        self._watch.start(running, limit_s)
+
+    def put(self, letter: Letter, to: str) -> None:
+        """See `running.Owner.put`."""
+        letter.to = self._names.results(to)
+        self._outbox.put(letter)
+
+    def withdraw(self, letter: Letter) -> None:
+        """See `running.Owner.withdraw`."""
+        self._outbox.withdraw(letter)
+
+    def over(self, running: Running, error: UpstreamError | None, status: int) -> None:
+        """See `running.Owner.over`."""
+        self._watch.stop(running)
+        self._appetite.learn(error, well=error is None and status < _FAULTS)
+
+    def done(self, running: Running) -> None:
+        """See `running.Owner.done`."""
+        self._watch.stop(running)
+        self._running.pop(running.id, None)
+        self._counts["done" if running.complete else "cancelled"] += 1
+        if not running.complete:
+            self._appetite.let_go()
+        for tag in running.deliveries:
+            self._acknowledge(tag)
+        if not self._running:
+            self._idle.set()
+
+    # the broker
+
+    async def _opened(self, reads: AbstractChannel, writes: AbstractChannel) -> None:
+        await declare_work(writes, self._names)
+        control = self._names.control(self.node)
+        await declare_control(reads, control)
+        await reads.basic_consume(control, self._told, no_ack=True)
+        self._reads = reads
+        self._outbox.opened(writes)
+        for running in list(self._running.values()):
+            running.say_taken()  # whoever asked may have thought that it is gone
+        await self._appetite.opened(reads, self._names.work)
+
+    def _lost(self) -> None:
+        self._reads = None
+        self._appetite.closed()
+        self._outbox.closed()
+        for running in self._running.values():
+            running.deliveries.clear()  # the broker gives it to somebody again, to us perhaps
+
+    def _hold(self, stopped: bool) -> None:
+        for running in list(self._running.values()):
+            running.hold(stopped)
+
+    async def _told(self, message: DeliveredMessage) -> None:
+        """A prefill node wants something. Without a wait in it, as all that comes."""
+        try:
+            control = read_control(message.body)
+        except Malformed as malformed:
+            _log.warning("a message is passed over: %s", malformed)
+            return
+        running = self._running.get(control.id)
+        if running is not None:
+            running.obey(control.order)
+
+    async def _take(self, message: DeliveredMessage) -> None:
+        """Work has come."""
+        tag = message.delivery_tag
+        if tag is None or message.channel is not self._reads:
+            return
+        try:
+            work = read_work(message.body)
+            if work.path not in _PATHS:
+                raise Malformed(f"nothing is served at {work.path}", work.id)
+        except Malformed as malformed:
+            self._refuse(tag, malformed)
+            return
+        running = self._running.get(work.id)
+        if running is not None:  # its acknowledgement, or its confirmation, was lost with a connection
+            running.deliveries.append(tag)
+        elif message.redelivered:
+            self._counts["lost"] += 1
+            self._say(tag, write_result(Lost(work.id, self.node)), work.id)
+        else:
+            self._begin(tag, work)
+
+    def _begin(self, tag: int, work: Work) -> None:
+        running = self._running[work.id] = Running(self, work)
+        running.deliveries.append(tag)
+        self._idle.clear()
+        self._appetite.began()
+        self._watch.start(running, self.silence_s)
+        request = self._engine.request(work.path.encode(), work.headers, work.body)
+        running.begin(self._engine.exchange(request, running))
+        if self._outbox.is_full:
+            running.hold(True)
+
+    def _refuse(self, tag: int, malformed: Malformed) -> None:
+        """Put it aside; whoever asked is told, where that can be read."""
+        self._counts["refused"] += 1
+        _log.warning("work is put aside: %s", malformed)
+        if malformed.id is not None:
+            said = write_result(Refused(malformed.id, self.node, str(malformed)))
+            self.put(Letter("", said, lambda _: None), node_of(malformed.id))
+        self._later(self._reads, tag, well=False)
+
+    def _say(self, tag: int, body: bytes, id: str) -> None:
+        """Tell whoever asked; then it is done."""
+        reads = self._reads
+        self.put(Letter("", body, lambda _: self._later(reads, tag, well=True)), node_of(id))
+
+    def _acknowledge(self, tag: int) -> None:
+        self._later(self._reads, tag, well=True)
+
+    def _later(self, reads: AbstractChannel | None, tag: int, *, well: bool) -> None:
+        if reads is None or reads is not self._reads:  # it comes again over the next connection
+            return
+        task = self._loop.create_task(_answer(reads, tag, well=well))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _answer(channel: AbstractChannel, tag: int, *, well: bool) -> None:
+    with suppress(Exception):  # the connection is lost: as above
+        if well:
+            await channel.basic_ack(tag, wait=False)
+        else:
+            await channel.basic_reject(tag, requeue=False, wait=False)

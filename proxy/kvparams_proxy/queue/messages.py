@@ -1,0 +1,300 @@
+"""What prefill and decode nodes say to each other through a broker: one line of JSON, a line feed, and raw bytes.
+
+`README.md` beside this file is the page for other implementers. The one rule: what is not exactly one of these messages
+is refused, whoever sent it; members that a later version adds are passed over.
+"""
+
+import json
+import re
+from typing import Final, Literal, NamedTuple, cast
+
+from kvparams.errors import KVParamsError
+
+__all__ = [
+    "Control",
+    "End",
+    "Head",
+    "Lost",
+    "Malformed",
+    "Order",
+    "Part",
+    "Refused",
+    "Result",
+    "Taken",
+    "Work",
+    "node_of",
+    "read_control",
+    "read_result",
+    "read_work",
+    "write_control",
+    "write_part",
+    "write_result",
+    "write_work",
+]
+
+VERSION: Final = 1
+_MOST_HEAD: Final = 64 << 10
+_MOST_BODY: Final = 64 << 20
+_MOST_REASON: Final = 500
+_NODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ID: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\.[0-9a-z]{1,32}")
+_PATH: Final = re.compile(r"/[A-Za-z0-9_/.-]{0,255}")
+_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ([!-~\x80-\xff]([ -~\x80-\xff]*[!-~\x80-\xff])?)?\r\n")
+_VALUE: Final = re.compile(r"[ -~\x80-\xff]{0,1000}")
+_NOT_OURS: Final = frozenset(
+    ("authorization", "connection", "content-length", "content-type", "expect", "host", "transfer-encoding", "upgrade")
+)
+"""Headers that belong to the connection to an engine, or to its key: a decode node writes them itself."""
+
+Order = Literal["cancel", "pause", "resume", "ask"]
+Failure = Literal["failed", "timeout", "full"]
+_ORDERS: Final = ("cancel", "pause", "resume", "ask")
+_FAILURES: Final = ("failed", "timeout", "full")
+
+
+class Malformed(KVParamsError, ValueError):
+    """A message is not one of these. `id` is whose it is, where at least that could be read."""
+
+    def __init__(self, message: str, id: str | None = None) -> None:
+        super().__init__(message)
+        self.id = id
+
+
+class Work(NamedTuple):
+    """One request to one engine, for whoever takes it."""
+
+    id: str
+    """Names the node that asks, a full stop, and the attempt: never the same twice."""
+    path: str
+    headers: bytes
+    """Whole lines, each ending in CRLF."""
+    body: bytes
+
+
+class Taken(NamedTuple):
+    """A decode node runs it. Said at first, when it is asked, and when it has found the broker again."""
+
+    id: str
+    node: str
+
+
+class Head(NamedTuple):
+    """How an engine's answer begins."""
+
+    status: int
+    content_type: bytes
+    retry_after: bytes
+
+
+class End(NamedTuple):
+    """How it ended badly."""
+
+    failure: Failure
+    """`full`: the engine has no more connections. `timeout`: it said nothing for too long."""
+    reason: str
+    sent: bool
+    """Whether the engine may have seen the request."""
+
+
+class Part(NamedTuple):
+    """A piece of an engine's answer. Parts of one answer count from 0 and may come twice or out of order."""
+
+    id: str
+    node: str
+    number: int
+    head: Head | None
+    """Of the first."""
+    body: bytes
+    last: bool
+    end: End | None
+    """With `last`; None where all is well."""
+
+
+class Lost(NamedTuple):
+    """The broker has handed the work to `node` after it had handed it to another one, which did not say that it is
+    done. It is not run again."""
+
+    id: str
+    node: str
+
+
+class Refused(NamedTuple):
+    """The work cannot be run, by nobody of this version. It is among the dead letters."""
+
+    id: str
+    node: str
+    reason: str
+
+
+class Control(NamedTuple):
+    """What a prefill node asks of the decode node that runs its work."""
+
+    order: Order
+    id: str
+
+
+Result = Taken | Part | Lost | Refused
+
+
+def node_of(id: str) -> str:
+    """The node that asks: its result queue is named after it."""
+    return id.partition(".")[0]
+
+
+def write_work(work: Work) -> bytes:
+    """As it is sent."""
+    headers = work.headers.decode("latin-1")
+    head = {"queue": VERSION, "kind": "work", "id": work.id, "path": work.path, "headers": headers}
+    return b"%b\n%b" % (json.dumps(head, separators=(",", ":")).encode(), work.body)
+
+
+def read_work(raw: bytes) -> Work:
+    """Raises:
+    Malformed: it is none.
+    """
+    head, body = _split(raw)
+    id = _id(head)
+    try:
+        _kind(head, "work")
+        path, headers = _text(head, "path", _PATH), head.get("headers")
+        if not isinstance(headers, str):
+            raise Malformed("headers must be text")
+        _check_headers(headers)
+    except Malformed as error:
+        error.id = id
+        raise
+    return Work(id, path, headers.encode("latin-1"), body)
+
+
+def write_result(result: Taken | Lost | Refused) -> bytes:
+    """As it is sent."""
+    kind = {Taken: "taken", Lost: "lost", Refused: "refused"}[type(result)]
+    head = {"queue": VERSION, "kind": kind, **result._asdict()}
+    if isinstance(result, Refused):
+        head["reason"] = result.reason[:_MOST_REASON]
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n"
+
+
+def write_part(part: Part) -> bytes:
+    """As it is sent."""
+    begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d' % (
+        part.id.encode(),
+        part.node.encode(),
+        part.number,
+    )
+    if part.head is not None:
+        status, content_type, retry_after = part.head
+        said = {"status": status, "type": content_type.decode("latin-1"), "retry_after": retry_after.decode("latin-1")}
+        begin += b',"head":%b' % json.dumps(said, separators=(",", ":")).encode()
+    if part.last:
+        end = "well" if part.end is None else {**part.end._asdict(), "reason": part.end.reason[:_MOST_REASON]}
+        begin += b',"end":%b' % json.dumps(end, separators=(",", ":")).encode()
+    return b"%b}\n%b" % (begin, part.body)
+
+
+def read_result(raw: bytes) -> Result:
+    """Raises:
+    Malformed: it is none.
+    """
+    head, body = _split(raw)
+    id, node, kind = _id(head), _text(head, "node", _NODE), head.get("kind")
+    if kind == "part":
+        number, said, end = head.get("number"), head.get("head"), head.get("end")
+        if type(number) is not int or not 0 <= number < 1 << 53:
+            raise Malformed("number must be a whole number")
+        begins = None if said is None else _head(said)
+        return Part(id, node, number, begins, body, end is not None, None if end is None else _end(end))
+    if body:
+        raise Malformed("only work and parts have a body")
+    if kind == "taken":
+        return Taken(id, node)
+    if kind == "lost":
+        return Lost(id, node)
+    if kind == "refused":
+        reason = head.get("reason")
+        if not isinstance(reason, str) or len(reason) > _MOST_REASON:
+            raise Malformed("reason must be short text")
+        return Refused(id, node, reason)
+    raise Malformed("it is no kind of result")
+
+
+def write_control(control: Control) -> bytes:
+    """As it is sent."""
+    return b'{"queue":1,"kind":"control","order":"%b","id":"%b"}\n' % (control.order.encode(), control.id.encode())
+
+
+def read_control(raw: bytes) -> Control:
+    """Raises:
+    Malformed: it is none.
+    """
+    head, body = _split(raw)
+    _kind(head, "control")
+    order = head.get("order")
+    if body or order not in _ORDERS:
+        raise Malformed(f"order must be one of {', '.join(_ORDERS)}, without a body")
+    return Control(order, _id(head))
+
+
+def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
+    line, feed, body = raw.partition(b"\n")
+    if not feed or len(line) > _MOST_HEAD or len(body) > _MOST_BODY:
+        raise Malformed("it must be a line of JSON, a line feed, and a body, none of them too long")
+    try:
+        document: object = json.loads(line)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise Malformed("its first line is no JSON object")
+    head = cast("dict[str, object]", document)
+    if type(version := head.get("queue")) is not int or version != VERSION:
+        raise Malformed(f"it is not of version {VERSION}")
+    return head, body
+
+
+def _kind(head: dict[str, object], kind: str) -> None:
+    if head.get("kind") != kind:
+        raise Malformed(f"it is no {kind}")
+
+
+def _text(head: dict[str, object], name: str, pattern: re.Pattern[str]) -> str:
+    value = head.get(name)
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise Malformed(f"{name} is none")
+    return value
+
+
+def _id(head: dict[str, object]) -> str:
+    return _text(head, "id", _ID)
+
+
+def _check_headers(text: str) -> None:
+    at = 0
+    while at < len(text):
+        found = _LINE.match(text, at)
+        if found is None or found[1].lower() in _NOT_OURS:
+            raise Malformed("headers must be whole lines, none of them about the connection")
+        at = found.end()
+
+
+def _head(said: object) -> Head:
+    if isinstance(said, dict):
+        head = cast("dict[str, object]", said)
+        status, kind, later = head.get("status"), head.get("type"), head.get("retry_after")
+        if type(status) is int and 200 <= status <= 599 and _is_value(kind) and _is_value(later):
+            return Head(status, cast("str", kind).encode("latin-1"), cast("str", later).encode("latin-1"))
+    raise Malformed("head must be a status, a type and retry_after")
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, str) and _VALUE.fullmatch(value) is not None
+
+
+def _end(said: object) -> End | None:
+    if said == "well":
+        return None
+    if isinstance(said, dict):
+        end = cast("dict[str, object]", said)
+        failure, reason, sent = end.get("failure"), end.get("reason"), end.get("sent")
+        if failure in _FAILURES and isinstance(reason, str) and len(reason) <= _MOST_REASON and isinstance(sent, bool):
+            return End(failure, reason, sent)
+    raise Malformed("end must be well, or a failure, a reason and sent")

@@ -1,0 +1,234 @@
+"""One piece of work on a decode node: its engine's answer, told in numbered parts to the node that asked.
+
+The one rule: it counts as done only when the broker has all of its answer; until then the work is not acknowledged.
+"""
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from kvparams_proxy.queue.messages import (
+    End,
+    Failure,
+    Head,
+    Order,
+    Part,
+    Taken,
+    Work,
+    node_of,
+    write_part,
+    write_result,
+)
+from kvparams_proxy.queue.outbox import Fate, Letter
+from kvparams_proxy.upstream import terms
+from kvparams_proxy.upstream.interface import Handle
+from kvparams_proxy.upstream.terms import UpstreamError, UpstreamFull, UpstreamTimeout
+
+__all__ = ["Running"]
+
+_ON_THE_WAY: Final = 16
+"""Parts that the broker has not answered for; what comes meanwhile is one part."""
+
+
+class Owner(Protocol):
+    """The decode node."""
+
+    @property
+    def node(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def silence_s(self) -> float:
+        """The longest silence of its engine."""
+        ...
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The loop's clock."""
+        ...
+
+    def watch(self, running: "Running", limit_s: float) -> None:
+        """Have it looked at when this time is over."""
+        ...
+
+    def put(self, letter: Letter, to: str) -> None:
+        """Send it to the node of that name; `letter.to` is filled in."""
+        ...
+
+    def withdraw(self, letter: Letter) -> None:
+        """It need not be sent any more."""
+        ...
+
+    def over(self, running: "Running", error: UpstreamError | None, status: int) -> None:
+        """The engine's part is over: how it went."""
+        ...
+
+    def done(self, running: "Running") -> None:
+        """Nothing of it is left to do: its deliveries may be acknowledged."""
+        ...
+
+
+class Running:
+    """A sink for the engine's answer."""
+
+    __slots__ = (
+        "_body",
+        "_dirty",
+        "_end",
+        "_handle",
+        "_head",
+        "_heard_s",
+        "_last",
+        "_letters",
+        "_number",
+        "_over",
+        "_owner",
+        "_paused",
+        "_status",
+        "_stopped",
+        "complete",
+        "deliveries",
+        "id",
+    )
+
+    def __init__(self, owner: Owner, work: Work) -> None:
+        self._owner = owner
+        self.id: Final = work.id
+        self.deliveries: list[int] = []
+        """The tags under which the broker has handed it to this node over the connection that is there now."""
+        self._handle: Handle | None = None
+        self._letters: set[Letter] = set()
+        """On their way."""
+        self._number = 0
+        self._head: Head | None = None
+        self._status = 0
+        self._body: list[bytes] = []
+        self._last = False
+        self._end: End | None = None
+        self._paused = False
+        """By the node that asked."""
+        self._stopped = False
+        """Because the broker does not keep up."""
+        self._over = False
+        """Nothing is left to do."""
+        self.complete = False
+        """Whether all of the answer is with the broker."""
+        self._dirty = False
+        """Whether there is something to tell that is on no letter yet."""
+        self._heard_s = owner.now()
+
+    def begin(self, handle: Handle) -> None:
+        """Its engine has been asked."""
+        if not self._over and not self._last:
+            self._handle = handle
+        self.say_taken()
+
+    def say_taken(self) -> None:
+        """Tell the node that asked who has it."""
+        if not self._over:
+            self._post(write_result(Taken(self.id, self._owner.node)))
+
+    def obey(self, order: Order) -> None:
+        """The node that asked wants something."""
+        if order == "cancel":
+            self.give_up()
+        elif order == "ask":
+            self.say_taken()
+        else:
+            self._paused = order == "pause"
+            self._throttle()
+
+    def hold(self, stopped: bool) -> None:
+        """The broker does not keep up, or does again."""
+        self._stopped = stopped
+        self._throttle()
+
+    def give_up(self) -> None:
+        """Nobody waits for it."""
+        if self._over:
+            return
+        self._over = True
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.discard()
+        for letter in self._letters:
+            self._owner.withdraw(letter)
+        self._letters.clear()
+        self._owner.done(self)
+
+    def expire(self) -> None:
+        """For the watch: the engine may have said nothing for too long."""
+        left_s = self._owner.silence_s - (self._owner.now() - self._heard_s)
+        if self._paused or self._stopped or left_s > 0:
+            self._owner.watch(self, max(left_s, 1.0))
+        elif self._handle is not None:
+            self._handle.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+
+    # as a `Sink`
+
+    def on_head(self, head: terms.Head) -> None:
+        """See `Sink.on_head`."""
+        self._status = head.status
+        self._head = Head(head.status, head.content_type, head.retry_after)
+
+    def on_body(self, data: bytes) -> None:
+        """See `Sink.on_body`."""
+        self._heard_s = self._owner.now()
+        self._body.append(data)
+        self._dirty = True
+        self._send()
+
+    def on_done(self, error: UpstreamError | None) -> None:
+        """See `Sink.on_done`."""
+        self._handle = None
+        self._last = self._dirty = True
+        if error is not None:
+            self._end = End(_failure(error), error.reason, error.sent)
+        self._owner.over(self, error, self._status)
+        self._send()
+
+    # inside
+
+    def _send(self) -> None:
+        """What there is, as one part, unless many are on their way."""
+        if self._over or not self._dirty or len(self._letters) >= _ON_THE_WAY:
+            return
+        self._dirty = False
+        head, self._head = self._head, None
+        body, self._body = b"".join(self._body), []
+        part = Part(self.id, self._owner.node, self._number, head, body, self._last, self._end)
+        self._number += 1
+        self._post(write_part(part))
+
+    def _post(self, body: bytes) -> None:
+        def settled(fate: Fate) -> None:
+            self._letters.discard(letter)
+            self._settled(fate)
+
+        letter = Letter("", body, settled)
+        self._letters.add(letter)
+        self._owner.put(letter, node_of(self.id))
+
+    def _settled(self, fate: Fate) -> None:
+        if self._over:
+            return
+        if fate != "kept":  # the node that asked is gone
+            self.give_up()
+        elif self._dirty:
+            self._send()
+        elif self._last and not self._letters:
+            self._over = self.complete = True
+            self._owner.done(self)
+
+    def _throttle(self) -> None:
+        if self._handle is not None:
+            if self._paused or self._stopped:
+                self._handle.pause()
+            else:
+                self._handle.resume()
+
+
+def _failure(error: UpstreamError) -> Failure:
+    if isinstance(error, UpstreamFull):
+        return "full"
+    return "timeout" if isinstance(error, UpstreamTimeout) else "failed"

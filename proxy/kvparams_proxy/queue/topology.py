@@ -1,0 +1,73 @@
+"""The queues: what they are called, what they promise, who declares them.
+
+The one rule: only what may wait is durable and bounded; what belongs to one node goes with it.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from aiormq.abc import AbstractChannel
+
+__all__ = ["Names", "declare_control", "declare_results", "declare_work"]
+
+_MOST_WAITING: Final = 100_000
+"""Further work is refused by the broker."""
+_DELIVERIES: Final = 3
+"""Work that takes its node down each time is put aside after so many."""
+_DEAD_MOST: Final = 10_000
+_DEAD_MS: Final = 24 * 3_600_000
+"""Dead letters hold what clients have asked: not for ever."""
+_ORPHAN_MS: Final = 15_000
+"""A result queue that nobody reads is gone after so long: time enough for its node to find a broker that was away."""
+
+
+class Names(NamedTuple):
+    """Of the queues of one pool of decode nodes."""
+
+    base: str
+
+    @property
+    def work(self) -> str:
+        """One for all: prefill nodes write, decode nodes pull."""
+        return f"{self.base}.work"
+
+    @property
+    def dead(self) -> str:
+        """Work that nobody could or would do."""
+        return f"{self.base}.dead"
+
+    def results(self, node: str) -> str:
+        """Of one prefill node."""
+        return f"{self.base}.results.{node}"
+
+    def control(self, node: str) -> str:
+        """Of one decode node."""
+        return f"{self.base}.control.{node}"
+
+
+async def declare_work(channel: AbstractChannel, names: Names) -> None:
+    """The work and its dead letters; whoever comes first makes them, alike."""
+    bounds: Mapping[str, int | str] = {"x-max-length": _DEAD_MOST, "x-message-ttl": _DEAD_MS}
+    await channel.queue_declare(names.dead, durable=True, arguments=dict(bounds))
+    await channel.queue_declare(
+        names.work,
+        durable=True,
+        arguments={
+            "x-queue-type": "quorum",
+            "x-max-length": _MOST_WAITING,
+            "x-overflow": "reject-publish",
+            "x-delivery-limit": _DELIVERIES,
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": names.dead,
+        },
+    )
+
+
+async def declare_results(channel: AbstractChannel, name: str) -> None:
+    """Outlives the broker, and its node by a moment."""
+    await channel.queue_declare(name, durable=True, arguments={"x-expires": _ORPHAN_MS})
+
+
+async def declare_control(channel: AbstractChannel, name: str) -> None:
+    """Is there exactly as long as its node is connected."""
+    await channel.queue_declare(name, exclusive=True, auto_delete=True)

@@ -1,0 +1,199 @@
+"""The way of a prefill node to all decode nodes: work goes into one queue, answers come back through one of its own.
+
+The one rule: an attempt has an id of its own and hears one decode node, the first that takes it; whatever else comes
+for it is a duplicate, and whoever sent that is told to stop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from secrets import token_hex
+from typing import Final
+
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from kvparams_proxy.queue.awaited import Awaited
+from kvparams_proxy.queue.link import Link
+from kvparams_proxy.queue.messages import (
+    Control,
+    Malformed,
+    Order,
+    Part,
+    Taken,
+    Work,
+    read_result,
+    write_control,
+    write_work,
+)
+from kvparams_proxy.queue.outbox import Fate, Letter, Outbox
+from kvparams_proxy.queue.reading import Acknowledged
+from kvparams_proxy.queue.topology import Names, declare_results, declare_work
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, UpstreamFull
+
+__all__ = ["QueueUpstream"]
+
+_log: Final = logging.getLogger(__name__)
+_AWAY_S: Final = 30.0
+"""Without a broker for so long, nobody is sent here any more; before, work waits for it."""
+_MOST_BYTES: Final = 64 << 20
+"""Of what the broker has not answered for: more is refused."""
+_UNREAD: Final = 1000
+"""Results on their way here at a time."""
+_AGAIN: Final = 16
+"""Who goes on for nobody is told once in so many parts."""
+
+
+class QueueUpstream:
+    """One way to all engines behind a queue: an `Upstream`."""
+
+    shared: Final = True
+    """See `Upstream.shared`."""
+    keyed: Final = True
+    """See `Upstream.keyed`. No client's credentials go through a broker: decode nodes know their engine's key."""
+
+    def __init__(
+        self, url: Secret, *, name: str = "kvparams", wait_s: float = 60.0, answer_bytes: int = 64 << 20
+    ) -> None:
+        """
+        Args:
+            url: the broker's.
+            name: of the pool of decode nodes: the beginning of its queues' names.
+            wait_s: for how long work may wait for a decode node that has room.
+            answer_bytes: what is kept of an answer while its client takes nothing.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._names = Names(name)
+        self._node = f"p{token_hex(8)}"
+        self.wait_s: Final = wait_s
+        self.answer_bytes: Final = answer_bytes
+        self._numbers = 0
+        self._running: dict[str, Awaited] = {}
+        self._outbox = Outbox(_MOST_BYTES)
+        self._settled = Acknowledged()
+        self._closed = False
+        self._link = Link(url, self._opened, self._lost)
+
+    # as an `Upstream`
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Nobody: who takes the work is not known before."""
+        return ()
+
+    @property
+    def open_connections(self) -> int:
+        """That to the broker."""
+        return int(not self._link.away_s)
+
+    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+        """See `Upstream.request`."""
+        return path + b"\r\n" + headers, body
+
+    def get(self, path: bytes) -> Request:
+        """See `Upstream.get`. It is answered here."""
+        return b"", path
+
+    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> Awaited:
+        """See `Upstream.exchange`. Nothing is ever sent again that a decode node may have seen."""
+        head, body = request
+        self._numbers += 1
+        id = f"{self._node}.{self._numbers:x}"
+        awaited = self._running[id] = Awaited(self, id, sink)
+        if not head:
+            self._loop.call_soon(self._answer_probe, awaited)
+        elif self._closed or self._link.away_s > _AWAY_S:
+            self._loop.call_soon(awaited.finish, UpstreamError("the broker is not there", connected=False))
+        elif self._outbox.is_full:
+            self._loop.call_soon(awaited.finish, UpstreamFull("too much waits for the broker", connected=False))
+        else:
+            path, _, lines = head.partition(b"\r\n")
+            work = write_work(Work(id, path.decode("latin-1"), lines, body))
+            letter = Letter(self._names.work, work, awaited.posted, expires_ms=int(self.wait_s * 1000))
+            awaited.letter = letter
+            self._outbox.put(letter)
+            awaited.wait()
+        return awaited
+
+    def close(self) -> None:
+        """See `Upstream.close`."""
+        self._closed = True
+        for awaited in list(self._running.values()):
+            awaited.abort(UpstreamError("the way to the engines is closed"))
+        self._link.close()
+
+    def _answer_probe(self, awaited: Awaited) -> None:
+        """Whether there is a broker; of the engines behind it nothing is known."""
+        if self._closed or self._link.away_s > _AWAY_S:
+            awaited.finish(UpstreamError("the broker is not there", connected=False))
+        else:
+            awaited.hear_head(Head(404, framed=True))
+            awaited.finish(None)
+
+    # for those who are awaited
+
+    @property
+    def call_later(self) -> Callable[..., asyncio.TimerHandle]:
+        """The loop's."""
+        return self._loop.call_later
+
+    @property
+    def call_soon(self) -> Callable[..., asyncio.Handle]:
+        """The loop's."""
+        return self._loop.call_soon
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The loop's clock."""
+        return self._loop.time
+
+    @property
+    def settled_s(self) -> float:
+        """For how long the connection has been there."""
+        return self._link.there_s
+
+    def tell(self, node: str, order: Order, id: str, settled: Callable[[Fate], None] | None = None) -> None:
+        """Say something to a decode node, if it is there."""
+        to = self._names.control(node)
+        self._outbox.put(Letter(to, write_control(Control(order, id)), settled or _heed, durable=False))
+
+    def withdraw(self, letter: Letter) -> None:
+        """It need not be sent any more."""
+        self._outbox.withdraw(letter)
+
+    def over(self, id: str) -> None:
+        """Nobody waits for it any more."""
+        self._running.pop(id, None)
+
+    # the broker
+
+    async def _opened(self, reads: AbstractChannel, writes: AbstractChannel) -> None:
+        await declare_work(writes, self._names)
+        queue = self._names.results(self._node)
+        await declare_results(reads, queue)
+        await reads.basic_qos(prefetch_count=_UNREAD)
+        self._settled.opened(reads)
+        await reads.basic_consume(queue, self._heard)
+        self._outbox.opened(writes)
+
+    def _lost(self) -> None:
+        self._settled.closed()
+        self._outbox.closed()
+
+    async def _heard(self, message: DeliveredMessage) -> None:
+        """A message for this node. Without a wait in it: they are taken in order."""
+        self._settled.read(message)
+        try:
+            result = read_result(message.body)
+        except Malformed as malformed:
+            _log.warning("a result is passed over: %s", malformed)
+            return
+        awaited = self._running.get(result.id)
+        if awaited is not None:
+            awaited.hear(result)
+        elif isinstance(result, Taken) or (isinstance(result, Part) and not result.last and not result.number % _AGAIN):
+            self.tell(result.node, "cancel", result.id)
+
+
+def _heed(_: Fate) -> None:
+    """What became of it changes nothing."""

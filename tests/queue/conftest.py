@@ -1,0 +1,93 @@
+"""A real broker for all tests here, and pools of queues of their own in it; engines that do as their script says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from kvparams_proxy.queue.consumer import Consumer
+from kvparams_proxy.queue.upstream import QueueUpstream
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.upstream.terms import UpstreamLimits
+from tests.proxy.conftest import Script, Scripted
+
+from .rabbitmq import RabbitMQ
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the nodes run on in production."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def shared_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """One for the session: it takes seconds to start. Tests leave it running."""
+    with RabbitMQ(tmp_path_factory.mktemp("rabbitmq")) as found:
+        yield found
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[RabbitMQ]:
+    """One that the test may stop, kill and start again."""
+    with RabbitMQ(tmp_path / "rabbitmq") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def names() -> Iterator[str]:
+    """Names of pools, never the same twice."""
+    return (f"pool{number}" for number in count())
+
+
+class Nodes:
+    """Prefill and decode nodes of one pool, in this process."""
+
+    def __init__(self, broker: RabbitMQ, name: str, stack: AsyncExitStack) -> None:
+        self.broker = broker
+        self.name = name
+        self._url = Secret(broker.url)
+        self._stack = stack
+
+    def prefill(self, wait_s: float = 20.0) -> QueueUpstream:
+        """A prefill node's way to the decode nodes."""
+        way = QueueUpstream(self._url, name=self.name, wait_s=wait_s)
+        self._stack.callback(way.close)
+        return way
+
+    async def decode(self, script: Script, room: int = 16, silence_s: float = 30.0) -> "Decode":
+        """A decode node whose engine does as `script` says."""
+        engine = Scripted(script)
+        server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+        engine.port = server.sockets[0].getsockname()[1]
+        self._stack.callback(server.close)
+        pool = Pool(engine.url, UpstreamLimits())
+        self._stack.callback(pool.close)
+        consumer = Consumer(self._url, pool, name=self.name, room=room, silence_s=silence_s, probe_s=0.2, leave_s=0.2)
+        await self._stack.enter_async_context(consumer)
+        return Decode(engine, consumer)
+
+
+class Decode:
+    """A decode node and its engine."""
+
+    def __init__(self, engine: Scripted, consumer: Consumer) -> None:
+        self.engine = engine
+        self.consumer = consumer
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def nodes(shared_broker: RabbitMQ, names: Iterator[str], stack: AsyncExitStack) -> Nodes:
+    return Nodes(shared_broker, next(names), stack)

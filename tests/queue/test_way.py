@@ -1,0 +1,235 @@
+"""The way from a prefill node to decode nodes and back, over a real broker."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from kvparams_proxy.queue.awaited import Awaited as Attempt
+from kvparams_proxy.queue.upstream import QueueUpstream
+from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamTimeout
+from tests.proxy.conftest import answer
+
+from .conftest import Nodes
+
+LIMIT_S: Final = 20.0
+HEADERS: Final = b"x-request-id: r-1\r\n"
+
+
+class Heard:
+    """A sink that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.head = Head()
+        self.body = b""
+        self.error: UpstreamError | None = None
+        self.ends = 0
+        self.some = asyncio.Event()
+        self.done = asyncio.Event()
+
+    def on_head(self, head: Head) -> None:
+        assert not self.head.status
+        self.head = head
+
+    def on_body(self, data: bytes) -> None:
+        assert not self.ends
+        self.body += data
+        self.some.set()
+
+    def on_done(self, error: UpstreamError | None) -> None:
+        self.error = error
+        self.ends += 1
+        self.done.set()
+
+
+def send(way: QueueUpstream, body: bytes = b"{}", path: bytes = b"/v1/completions") -> tuple[Attempt, Heard]:
+    heard = Heard()
+    return way.exchange(way.request(path, HEADERS, body), heard), heard
+
+
+async def ended(heard: Heard) -> Heard:
+    async with asyncio.timeout(LIMIT_S):
+        await heard.done.wait()
+    assert heard.ends == 1
+    return heard
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not true():  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def echo(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(answer(body))
+
+
+class Chunks:
+    """Streams one chunk each time it is let, until it is told to end; knows who left."""
+
+    def __init__(self) -> None:
+        self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
+        self.begun = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def __call__(self, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        self.begun.set()
+        gone = asyncio.ensure_future(reader.read(1))
+        while True:
+            chunk = asyncio.ensure_future(self.chunks.get())
+            await asyncio.wait((gone, chunk), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                chunk.cancel()
+                self.left.set()
+                return
+            data = chunk.result()
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            if not data:
+                gone.cancel()
+                await asyncio.wait([gone])
+                return
+            await writer.drain()
+
+
+async def test_a_whole_answer_comes_back(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    decode = await nodes.decode(echo)
+    asked = [send(way, b'{"n":%d}' % number)[1] for number in range(50)]
+    for number, heard in enumerate(asked):
+        await ended(heard)
+        assert heard.error is None
+        assert (heard.head.status, heard.head.content_type) == (200, b"application/json")
+        assert heard.body == b'{"n":%d}' % number
+    assert all(b"x-request-id: r-1\r\n" in head for head in decode.engine.heads)
+    await until(lambda: decode.consumer.counts["done"] == 50)
+
+
+async def test_a_stream_comes_in_order_as_it_is_made(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    chunks = Chunks()
+    await nodes.decode(chunks)
+    _, heard = send(way)
+    expected = b""
+    for number in range(100):
+        data = b"data: %d\n\n" % number
+        expected += data
+        chunks.chunks.put_nowait(data)
+        if number % 10 == 0:
+            async with asyncio.timeout(LIMIT_S):
+                while heard.body != expected:
+                    heard.some.clear()
+                    await heard.some.wait()
+    chunks.chunks.put_nowait(b"")
+    await ended(heard)
+    assert heard.error is None
+    assert heard.body == expected
+
+
+@pytest.mark.parametrize("how", ["abort", "discard"])
+async def test_who_leaves_in_the_middle_of_a_stream_is_felt_by_the_engine(nodes: Nodes, how: str) -> None:
+    way = nodes.prefill()
+    chunks = Chunks()
+    decode = await nodes.decode(chunks)
+    attempt, heard = send(way)
+    chunks.chunks.put_nowait(b"data: 1\n\n")
+    async with asyncio.timeout(LIMIT_S):
+        await heard.some.wait()
+    assert not chunks.left.is_set()
+    if how == "abort":
+        attempt.abort(UpstreamTimeout("gone"))
+        assert isinstance(heard.error, UpstreamTimeout)
+    else:
+        attempt.discard()
+    async with asyncio.timeout(LIMIT_S):
+        await chunks.left.wait()
+    assert heard.ends == (how == "abort")
+    assert decode.consumer.counts["cancelled"] == 1
+    assert not decode.consumer.running
+
+
+async def test_who_leaves_before_a_node_has_taken_it_costs_an_engine_nothing_for_long(nodes: Nodes) -> None:
+    """It is taken, and let go as soon as the node that asked has said so."""
+    way = nodes.prefill()
+    attempt, _ = send(way)
+    await until(lambda: attempt.letter is None)  # the broker has it
+    attempt.discard()
+    chunks = Chunks()
+    decode = await nodes.decode(chunks)
+    async with asyncio.timeout(LIMIT_S):
+        await chunks.left.wait()
+    await until(lambda: not decode.consumer.running)
+    assert decode.consumer.counts == {"done": 0, "cancelled": 1, "lost": 0, "refused": 0}
+
+
+async def test_nobody_takes_it_for_too_long(nodes: Nodes) -> None:
+    way = nodes.prefill(wait_s=0.3)
+    _, heard = send(way)
+    await ended(heard)
+    assert isinstance(heard.error, UpstreamFull)
+    assert "within 0.3 s" in heard.error.reason
+
+
+async def test_an_engine_that_breaks_off_is_told_at_once(nodes: Nodes) -> None:
+    async def broken(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n123")
+        await writer.drain()
+        writer.close()
+
+    way = nodes.prefill()
+    await nodes.decode(broken)
+    _, heard = send(way)
+    await ended(heard)
+    assert heard.error is not None
+    assert heard.error.sent
+    assert "before its answer was complete" in heard.error.reason
+    assert heard.body == b"123"
+
+
+async def test_a_refusal_of_the_engine_is_an_answer(nodes: Nodes) -> None:
+    async def busy(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(b"{}", status=b"503 Service Unavailable", extra=b"retry-after: 7\r\n"))
+
+    way = nodes.prefill()
+    await nodes.decode(busy)
+    _, heard = send(way)
+    await ended(heard)
+    assert heard.error is None
+    assert (heard.head.status, heard.head.retry_after) == (503, b"7")
+
+
+async def test_a_paused_stream_stops_its_engine_and_no_other_one(nodes: Nodes) -> None:
+    """What an engine writes without being read fills a socket, then it waits."""
+    written = 0
+
+    async def flood(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        if body == b"{}":
+            await echo(body, reader, writer)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 200000000\r\n\r\n")
+        for _ in range(200):
+            writer.write(bytes(1_000_000))
+            await writer.drain()
+            written += 1
+
+    way = nodes.prefill()
+    await nodes.decode(flood)
+    attempt, slow = send(way, b"flood")
+    attempt.pause()
+    await until(lambda: written > 0)
+    before = -1
+    while before != written:  # it comes to a stop
+        before = written
+        await asyncio.sleep(0.5)
+    assert not slow.body
+    assert written < 100
+    _, other = send(way)
+    assert (await ended(other)).body == b"{}"
+    attempt.resume()
+    async with asyncio.timeout(LIMIT_S):
+        while len(slow.body) < 100_000_000:
+            slow.some.clear()
+            await slow.some.wait()
+    attempt.discard()
