@@ -54,6 +54,7 @@ from kvparams_proxy.telemetry.prefix_gauges import PrefixGauges
 from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.together import Together
 from kvparams_proxy.tokens.asked import AskedEngines
 from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.interface import Upstream
@@ -142,6 +143,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             ledger=ledger,
             settings=settings,
             new_id=_identifiers(),
+            asked=Together(loop),
+            answered={role: Together(loop) for role in Role},
             watch=watch,
             retries=RetryBudget(),
             releases=releases,

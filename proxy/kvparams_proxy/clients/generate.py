@@ -124,9 +124,10 @@ class Generate:
             routed = inbound if prompt is None else _routed(inbound, prompt)
             if routed.document is not None and not settings.continuation:  # whoever has the document is continued
                 routed = routed._replace(document=None)
-            Execution(
+            execution = Execution(
                 resources, self._manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
-            ).run()
+            )
+            resources.asked.soon(execution.run)
 
         if resources.tokens is None:
             execute(None)

@@ -8,6 +8,7 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
@@ -285,7 +286,13 @@ class Execution:
     # what becomes of a leg
 
     def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
-        """A leg whose answer is wanted whole has ended."""
+        """A leg whose answer is wanted whole has ended. One that went well is acted on beside others of its kind."""
+        if error is not None or self._leg is None:
+            self._whole(head, raw, error)
+        else:
+            self._resources.answered[self._leg.instance.role].soon(partial(self._whole, head, raw, None))
+
+    def _whole(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         if self._resources.prefixes is not None and error is None and head.status == 200:
             self._report(self._resources.prefixes, raw)
         leg = self._end_leg()

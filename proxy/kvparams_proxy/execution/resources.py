@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvparams.dialects import Dialect
 from kvparams.retries import RetryBudget
+from kvparams.scheduling import Role
 from kvparams.trust.pinning import Pins
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.releases import Releases
@@ -16,6 +17,7 @@ from kvparams_proxy.settings import Settings
 from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.together import Together
 from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.pools import Pools
 
@@ -39,6 +41,10 @@ class Resources:
     settings: Settings
     new_id: Callable[[], str]
     """Makes a transfer id, never the same twice."""
+    asked: Together
+    """Where requests that have come begin to be executed ..."""
+    answered: Mapping[Role, Together]
+    """... and where they go on with the answers of engines of that role."""
     watch: Watch
     retries: RetryBudget
     releases: Releases
