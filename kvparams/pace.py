@@ -2,22 +2,20 @@
 
 The one rule: a leg counts from the moment it is given until it is taken back, by its own key, so nothing can be
 counted twice or leak. An engine is taken to prefill one leg after the other in the order they came; where it batches,
-the sum is the same.
+the sum is the same, and what a batch took is told by all its legs together.
 """
 
 from collections.abc import Callable, Hashable
 from operator import add
 from typing import Final, NamedTuple
 
-from kvparams.speed import SpeedCurve, features
+from kvparams.speed import SpeedCurve, Usual, features
 
 __all__ = ["Pace"]
 
 _TOGETHER: Final = 0.25
-"""A leg that ends in less than this share of what it should take has been computed together with others: what they took
-is told by all of them."""
-
-_NONE: Final[tuple[float, ...]] = (0.0, 0.0, 0.0, 0.0)
+"""A leg that ends after the one before it in less than this share of the time that it should take, measured by that
+one's, was computed together with it."""
 
 
 class _Given(NamedTuple):
@@ -26,24 +24,34 @@ class _Given(NamedTuple):
     fetch_s: float
 
 
+class _Told(NamedTuple):
+    """What legs that were computed together took."""
+
+    features: tuple[float, ...]
+    seconds: float
+
+
 class Pace:
     """One instance's backlog and speed. Not bound to what it runs: any hashable key stands for a leg."""
 
     __slots__ = (
-        "_features",
         "_fetching_until",
         "_given",
         "_head_from",
         "_now",
         "_pending",
-        "_seconds",
+        "_told",
         "ended",
         "speed",
     )
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        """`now` is the clock, in seconds."""
-        self.speed: Final = SpeedCurve()
+    def __init__(self, now: Callable[[], float], usual: Usual | None = None) -> None:
+        """
+        Args:
+            now: the clock, in seconds.
+            usual: what is expected of its fleet's instances until they tell.
+        """
+        self.speed: Final = SpeedCurve(usual)
         self._now = now
         self._given: dict[Hashable, _Given] = {}
         self._pending = 0.0
@@ -54,18 +62,19 @@ class Pace:
         """When a leg ended last; 0 as long as none has."""
         self._fetching_until = 0.0
         """When all that is fetched should be there."""
-        self._features = _NONE
-        """Of legs that have ended and whose time is told by the next one."""
-        self._seconds = 0.0
+        self._told: _Told | None = None
+        """What ended last, as long as the next one may turn out to belong to it."""
 
     @property
     def wait_s(self) -> float:
-        """Seconds until what was given to it should be done. A leg that overruns counts as about to end."""
+        """Seconds until what was given to it should be done. A leg that overruns is never nearer to its end than legs
+        there are usually off."""
         if not self._given:
             return 0.0
         head = next(iter(self._given.values())).seconds
-        done = min(head, max(0.0, self._now() - self._head_from))
-        return max(0.0, self._pending - done)
+        ran = max(0.0, self._now() - self._head_from)
+        left = max(head - ran, self.speed.doubt * head)
+        return max(0.0, self._pending - head + left)
 
     def fetch_s(self, tokens: int) -> float:
         """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
@@ -103,25 +112,33 @@ class Pace:
         was_head = next(iter(self._given)) == leg
         del self._given[leg]
         self._pending -= given.seconds
-        if new is None and not was_head:
-            return
-        now = self._now()
-        began = max(self.ended, given.since)
-        self.ended = now
-        if self._given:
-            head = next(iter(self._given.values()))
-            self._head_from = max(now, head.since + head.fetch_s)
-        if new is not None:
-            self._learn(now - began, began - given.since, given.fetch_s, (new, context, fetched))
+        if new is not None or was_head:
+            now = self._now()
+            began = max(self.ended, given.since)
+            self.ended = now
+            if self._given:
+                head = next(iter(self._given.values()))
+                self._head_from = max(now, head.since + head.fetch_s)
+            if new is not None:
+                self._hear(now - began, began - given.since, given.fetch_s, (new, context, fetched))
+        if not self._given:
+            self._learn()
 
-    def _learn(self, seconds: float, waited_s: float, fetch_s: float, tokens: tuple[int, int, int]) -> None:
+    def _hear(self, seconds: float, waited_s: float, fetch_s: float, tokens: tuple[int, int, int]) -> None:
         """A leg took so long after it had waited for others, while what it fetches was on its way."""
         new, context, fetched = tokens
         seen = fetched * max(0.0, 1.0 - waited_s / fetch_s) if fetch_s else 0.0
-        self._features = tuple(map(add, self._features, features(new, context, seen)))
-        self._seconds += seconds
-        if self._given and self._seconds < _TOGETHER * self.speed.seconds(new, context):
-            return
-        self.speed.learn(self._features, self._seconds)
-        self._features = _NONE
-        self._seconds = 0.0
+        it, before, expected = _Told(features(new, context, seen), seconds), self._told, self.speed.expected
+        if before is None:
+            self._told = it
+        elif seconds * expected(before.features) < _TOGETHER * before.seconds * expected(it.features):
+            self._told = _Told(tuple(map(add, it.features, before.features)), seconds + before.seconds)
+        else:
+            self._learn()
+            self._told = it
+
+    def _learn(self) -> None:
+        """What was told is complete."""
+        if self._told is not None:
+            self.speed.learn(self._told.features, self._told.seconds)
+            self._told = None

@@ -9,6 +9,7 @@ from benchmarks.replay.world import World
 from kvparams.expectation import expect
 from kvparams.pace import Pace
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.speed import Usual
 
 __all__ = ["Ours"]
 
@@ -18,12 +19,12 @@ class _Seat:
 
     __slots__ = ("belief", "in_flight", "index", "instance", "pace", "tokens")
 
-    def __init__(self, index: int, role: Role, belief: Belief, now: Callable[[], float]) -> None:
+    def __init__(self, index: int, role: Role, belief: Belief, pace: Pace) -> None:
         self.index = index
         self.instance = Instance(f"{role}-{index}", "1", role, "http://replay", "content")
         self.in_flight = 0
         self.tokens = 0
-        self.pace = Pace(now)
+        self.pace = pace
         self.belief = belief
 
 
@@ -38,8 +39,10 @@ class Ours:
         self._prefill = policy()
         self._decode = policy()
         self._turn = 0
-        self.seats = [_Seat(i, Role.PREFILL, belief(), lambda: self._now) for i in range(world.workers)]
-        self._decoders = [_Seat(i, Role.DECODE, belief(), lambda: self._now) for i in range(world.workers)]
+        usual = Usual()
+        paces = [Pace(lambda: self._now, usual) for _ in range(2 * world.workers)]
+        self.seats = [_Seat(i, Role.PREFILL, belief(), paces.pop()) for i in range(world.workers)]
+        self._decoders = [_Seat(i, Role.DECODE, belief(), paces.pop()) for i in range(world.workers)]
         self._aware = world.store is not None
         self.predicted = 0
         """Blocks that were believed to be cached where legs went."""

@@ -10,7 +10,7 @@ many more: the busier everybody is, the more a cached prefix is worth. The middl
 prefix is hot, says nothing of the others. And nobody is made to wait for others' sake more than twice as long as it
 would have to: so a hot prefix spreads.
 
-Costs that are as good as equal are: speeds are learnt, no better than to some hundredths. Of equals the one with the
+Costs that are as good as equal are: speeds are learnt, no better than to half a hundredth. Of equals the one with the
 fewest legs runs it, then the one whose last leg ended first. So with little to do everyone gets a request before anyone
 gets two, and what nobody holds yet goes where it displaces what was used longest ago.
 """
@@ -27,7 +27,7 @@ __all__ = ["CacheAware"]
 
 _PATIENCE: Final = 2.0
 """Times the least expected time to first token: whoever would take longer is not asked."""
-_EQUAL: Final = 1.02
+_EQUAL: Final = 1.005
 """Costs that differ by less than this factor are as good as equal."""
 
 C = TypeVar("C", bound=Candidate)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.pace import Pace
-from kvparams.speed import SpeedCurve, features
+from kvparams.speed import SpeedCurve, Usual, features
 
 
 class Clock:
@@ -81,6 +81,62 @@ def test_the_wait_is_what_was_given_less_what_the_first_has_run() -> None:
     pace.begin("c", 1.0)
     with pytest.raises(ValueError, match="already"):
         pace.begin("c", 1.0)
+
+
+def ran(pace: Pace, clock: Clock, legs: int, tokens: int, seconds: float, *, batch: int = 1) -> None:
+    """So many legs were waiting, and as many at a time as `batch` ended together, after the seconds of them all."""
+    for leg in range(legs):
+        pace.begin(leg, pace.speed.seconds(tokens, tokens))
+    for leg in range(legs):
+        clock.now += 1e-4 if leg % batch else seconds * batch
+        pace.end(leg, tokens, tokens)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 6])
+def test_what_legs_of_one_batch_took_is_told_by_all_of_them(batch: int) -> None:
+    """Each by itself would be told to have taken as long as all, or nothing."""
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(40):
+        ran(pace, clock, 6, 1000, 0.1, batch=batch)
+        assert pace.wait_s == 0.0
+    assert pace.speed.seconds(1000, 1000) == pytest.approx(0.1, rel=0.02)
+    assert pace.speed.doubt < 0.02
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 0.1, 10.0])
+def test_an_engine_without_a_break_is_learnt_all_the_same_however_wrong_the_guess(seconds: float) -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    ran(pace, clock, 50, 1000, seconds)
+    assert pace.speed.seen == 50
+    assert pace.speed.seconds(1000, 1000) == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_leg_that_overruns_is_as_far_from_its_end_as_legs_are_usually_off() -> None:
+    clock, die = Clock(), Random(4)
+    pace = Pace(clock)
+    for _ in range(300):
+        ran(pace, clock, 1, 1000, 0.1 * exp(die.gauss(-0.125, 0.5)))
+    assert pace.speed.doubt == pytest.approx(0.5, abs=0.15)
+    pace.begin("long", 2.0)
+    pace.begin("next", 1.0)
+    assert pace.wait_s == 3.0
+    for later in (1.9, 2.0, 9.0):
+        clock.now += later
+        assert pace.wait_s == pytest.approx(1.0 + 2.0 * pace.speed.doubt)
+
+
+def test_of_a_new_engine_the_usual_is_expected_until_it_tells() -> None:
+    clock, usual = Clock(), Usual()
+    old, new, stranger = Pace(clock, usual), Pace(clock, usual), Pace(clock)
+    ran(old, clock, 50, 1000, 5.0)
+    assert new.speed.seconds(1000, 1000) == old.speed.seconds(1000, 1000) == pytest.approx(5.0, rel=0.02)
+    assert stranger.speed.seconds(1000, 1000) < 1.0
+    assert new.speed.seen == 0
+    ran(new, clock, 1, 1000, 50.0)
+    assert new.speed.seconds(1000, 1000) == pytest.approx(50.0, rel=0.05)
+    assert old.speed.seconds(1000, 1000) == pytest.approx(5.0, rel=0.02)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.floats(0, 10)), max_size=60))

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ from kvparams.policies.least_load import LeastLoad
 from kvparams.policies.random_choice import RandomChoice
 from kvparams.policies.two_choices import TwoChoices
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
+from kvparams.speed import Usual
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 POLICIES: dict[str, type[SchedulingPolicy]] = {
@@ -53,9 +54,10 @@ class Fleet:
     seats: list[Seat] = field(default_factory=list[Seat])
 
     def __post_init__(self) -> None:
+        usual = Usual()
         for index in range(self.count):
             instance = Instance(f"engine-{index}", "1", self.role, f"http://engine-{index}", "content")
-            self.seats.append(Seat(instance, Pace(lambda: self.now)))
+            self.seats.append(Seat(instance, Pace(lambda: self.now, usual)))
 
     def run(self, seat: Seat, request: RequestFacts) -> None:
         """It is given this request."""
@@ -70,9 +72,9 @@ class Fleet:
         seat.tokens -= request.tokens
         seat.pace.end(request.request_id)
 
-    def teach(self, tokens_per_s: float) -> None:
-        """All are as fast."""
-        for seat in self.seats:
+    def teach(self, tokens_per_s: float, seats: Sequence[Seat] | None = None) -> None:
+        """All are as fast, or only these have told."""
+        for seat in self.seats if seats is None else seats:
             for tokens in (1000, 2000, 8000, 500, 4000, 16000) * 4:
                 seat.pace.begin("lesson", 1.0)
                 self.now += tokens / tokens_per_s
@@ -197,6 +199,19 @@ def test_whoever_is_slow_gets_less() -> None:
     slow, fast = (seat.in_flight for seat in fleet.seats)
     assert 10 <= slow <= 25
     assert fast == 100 - slow
+
+
+@pytest.mark.parametrize("tokens_per_s", [100.0, 10_000.0, 1_000_000.0])
+def test_whoever_is_new_is_tried_at_once_and_is_not_heaped_upon(tokens_per_s: float) -> None:
+    """However fast engines are: what was guessed of the new one before anybody told is not believed of it alone."""
+    fleet, policy = Fleet(4), CacheAware()
+    *old, new = fleet.seats
+    fleet.teach(tokens_per_s, old)
+    assert policy.choose(fleet.seats, asked(), 0) is new
+    for number in range(40):
+        request = asked(str(number))
+        fleet.run(policy.choose(fleet.seats, request, number), request)
+    assert [seat.in_flight for seat in fleet.seats] == [10] * 4
 
 
 def test_what_a_store_has_is_fetched_where_that_is_sooner() -> None:

@@ -14,6 +14,7 @@ from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Place
 from kvparams.pace import Pace
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.speed import Usual
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatch import Dispatcher
 from kvparams_proxy.fleet.earlier import Earlier
@@ -75,6 +76,7 @@ class Fleet:
         self._prefixes = prefixes
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
         self._now = now
+        self._usual = Usual()
         self._members: dict[str, Member] = {}
         self._earlier = Earlier()
         self._leaving: set[Member] = set()
@@ -83,7 +85,7 @@ class Fleet:
         for instance in instances:
             if instance.id in self._members:
                 raise ValueError(f"two instances are called {instance.id!r}")
-            self._members[instance.id] = Member(instance, self._breakers.new(), Pace(self._now), ready=True)
+            self._members[instance.id] = Member(instance, self._breakers.new(), Pace(now, self._usual), ready=True)
         self._roles = {
             role: Dispatcher(
                 role,
@@ -350,7 +352,8 @@ class Fleet:
 
     def _join(self, instance: Instance) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
-        member = self._members[instance.id] = Member(instance, self._breakers.new(), Pace(self._now), ready=False)
+        pace = Pace(self._now, self._usual)
+        member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
         self._roles[instance.role].changed()
         for listener in self._listeners:
             listener.joined(member)

@@ -122,7 +122,7 @@ class Prefixes:
                 who: BLOCK_TOKENS * min(blocks, most) for who, blocks in held.items() if isinstance(who, Instance)
             }
             facts = facts._replace(cached=cached)
-        chosen = policy.choose(_untried(members, facts) or members, facts, turn)
+        chosen = policy.choose(members, facts, turn)
         instance, expected = chosen.instance, expect(chosen, facts)
         decision = Decision(instance, facts.tokens, expected, [each.instance for each in members], facts.cached)
         leg = self._legs[facts.transfer_id] = _Leg(decision, hashes)
@@ -239,12 +239,3 @@ class Prefixes:
             self._feed.reported(routed._replace(used=routed.used[:believed]), blocks)
         elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
             self._feed.reported(routed._replace(used=routed.used[:settled]), blocks)
-
-
-def _untried(members: Sequence[Member], facts: RequestFacts) -> list[Member]:
-    """Those whose speed is a guess where others' is known: a wrong guess might keep them idle for ever. A prompt of
-    which somebody has half is not for trying."""
-    known = any(each.pace.speed.seen for each in members)
-    if not known or 2 * max(facts.cached.values(), default=0) >= facts.tokens > 0:
-        return []
-    return [each for each in members if not (each.pace.speed.seen or each.in_flight)]
