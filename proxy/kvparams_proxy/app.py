@@ -5,7 +5,7 @@ The one rule: everything is made in the lifespan and passed on; there is no app,
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -22,8 +22,7 @@ from starlette.routing import Route
 from kvparams import plugins
 from kvparams.dialects.registry import tables
 from kvparams.errors import PluginError
-from kvparams.managers.aggregated import Aggregated
-from kvparams.managers.factory import made
+from kvparams.managers.choice import Mode
 from kvparams.retries import RetryBudget
 from kvparams.scheduling import Instance, Role, SchedulingPolicy
 from kvparams.trust.pinning import Pins
@@ -39,10 +38,11 @@ from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
-from kvparams_proxy.settings import Settings, known_dialects
+from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
@@ -88,6 +88,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             `tracing` is not installed.
         KeysError: the file of client keys cannot be used.
         KeyringError: that of signing keys cannot.
+        ValueError: an option of a mode is wrong, or the modes are not for every request.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     dialects = known_dialects()
@@ -95,7 +96,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
     signing = None if settings.signing is None else FollowedSigner(settings.signing)
     signer = None if signing is None else signing.signer
-    split = made(settings.manager, signer)
+    modes = Modes(settings.modes, signer)
     make_spans = _span_export(settings.trace)
     make_prefixes = _prefixes(policy)
 
@@ -114,7 +115,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             slow_start_s=settings.slow_start_s,
             prefixes=prefixes,
         )
-        registry = Registry(fleet, settings.rules, settings.beside)
+        modes.on_change(fleet.need)
+        registry = Registry(fleet, settings.rules, settings.beside, partial(_switch, settings, modes))
         pools = Pools(partial(_reached, reach, registry, settings.upstream))
         fleet.listen(pools)
         addresses = Addresses()
@@ -155,8 +157,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             prefixes=prefixes,
         )
         generate = {
-            each.path: Generate(resources, split if role is None else Aggregated(role=role), keys, each)
-            for each, role in ((each, _alone(each, settings.local)) for each in ENDPOINTS)
+            each.path: Generate(resources, modes, keys, each, _alone(each, settings.local)) for each in ENDPOINTS
         }
         async with (
             supplied(registry, settings.instances, settings.providers),
@@ -175,6 +176,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
                 DIRECT: direct,
             }
         fleet.close()
+                "modes": modes,
         pools.close()
         lag.close()
         if tokens is not None:
@@ -209,6 +211,12 @@ def _alone(endpoint: Endpoint, local: Instance | None) -> Role | None:
 def _tokens(
     loop: asyncio.AbstractEventLoop, settings: Settings, fleet: Fleet, pools: Pools, watch: Watch
 ) -> TokenService | None:
+def _switch(settings: Settings, modes: Modes, source: str, wanted: Sequence[Mode]) -> None:
+    """What a source says goes behind what was said at the start with a flag."""
+    if not settings.keep_modes:
+        modes.replace(wanted or DEFAULT_MODES, source)
+
+
     if not settings.tokenizers:
         return None
     return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))

@@ -13,6 +13,7 @@ from kvparams_proxy import production_stack
 from kvparams_proxy.app import create_app
 from kvparams_proxy.check import check_fleet
 from kvparams_proxy.configuration import Configuration, configure
+from kvparams_proxy.modes import Modes
 from kvparams_proxy.options import OPTIONS, SWITCH, Option
 from kvparams_proxy.registry.entries import entry_of
 from kvparams_proxy.registry.problems import ConfigError
@@ -75,7 +76,7 @@ class ProxyCommand:
         asked = asked_for("proxy", arguments)
         if asked is None:
             return 2
-        needed = (Role.PREFILL, Role.DECODE)
+        needed = sorted(Modes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given: requests will be answered 503 until there is one" for role in missing]
         return start("proxy", asked, notes, check=arguments.check)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.jsontext import JSONLimits
 from kvparams.scheduling import Role
+from kvparams.managers.choice import Mode
 from kvparams.trust.keyring import KeyringError
 from kvparams_proxy import production_stack
 from kvparams_proxy.clients.keys_file import KeysError, read_keys
@@ -28,7 +29,7 @@ from kvparams_proxy.registry.file import FileProvider
 from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry, store_of
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
-from kvparams_proxy.settings import Settings, known_rules
+from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_rules
 from kvparams_proxy.signing import FollowedSigner, Signing
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, server_context
 from kvparams_proxy.tokens.choices import TokenizerError, load_tokenizers
@@ -101,6 +102,8 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             tokenizers=tokenizers,
             prefill_timeout_s=values["prefill-timeout"],
             decode_timeout_s=values["decode-timeout"],
+            modes=_modes(values, provider),
+            keep_modes="mode" in flags,
             client_timeout_s=values["client-timeout"],
             retries=values["retries"],
             continuation=values["continuation"],
@@ -124,6 +127,13 @@ def configure(arguments: argparse.Namespace) -> Configuration:
 def _flags(arguments: argparse.Namespace, problems: Problems) -> dict[str, object]:
     """The flags that were given, checked."""
     found: dict[str, object] = {}
+def _modes(values: Mapping[str, Any], provider: FileProvider | None) -> tuple[Mode, ...]:
+    """A flag goes before the file."""
+    if values["mode"] is not None:
+        return (values["mode"],)
+    return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
+
+
     for option in OPTIONS:
         given = getattr(arguments, option.name.replace("-", "_"))
         if given is None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from kvparams import plugins
+from kvparams.managers import factory
+from kvparams_proxy.registry.modes import read_mode
 from kvparams_proxy.registry.parsing import unknown_names
 from kvparams_proxy.registry.problems import Problems
 from kvparams_proxy.tokens.choices import read_choices
@@ -22,6 +24,10 @@ _CONTINUATION: Final = (
 )
 
 
+_MODE_HELP: Final = (
+    "how prefill and decode are coordinated (default: prefill_then_decode); several, each for some requests, stand in "
+    "the fleet file under `modes`"
+)
 _TOKENIZER: Final = (
     "how prompts that are text get token ids, for routing: by the tokenizer in this folder (tokenizer.json), by the "
     "engine's /tokenize, or by bytes; several, for some models each, separated by commas"
@@ -118,6 +124,12 @@ def _check_log(value: object, folder: Path) -> object:
     return str(path)
 
 
+def _check_mode(value: object, folder: Path) -> object:
+    if not isinstance(value, str):
+        raise ValueError("must be a name, with options behind it where it has any: NAME,OPTION=VALUE")
+    return read_mode(value)
+
+
 _SECONDS: Final = _seconds(zero=False)
 _SECONDS_OR_NONE: Final = _seconds(zero=True)
 _PORT: Final = Kind("PORT", _number, _check_port)
@@ -126,6 +138,7 @@ _PATH: Final = Kind("FILE", str, _check_path)
 _SHARE: Final = Kind("SHARE", _number, _check_share)
 _LOG: Final = Kind("FILE|-|off", str, _check_log)
 _POLICY: Final = Kind("NAME", str, _check_policy, lambda: plugins.names("policies"))
+_MODE: Final = Kind("NAME[,OPTION=VALUE]", str, _check_mode, factory.names)
 _TOKENIZERS: Final = Kind("[MODEL=]PATH|engine|bytes", str, read_choices)
 SWITCH: Final = Kind("", str, _check_switch)
 """A flag without a value; true or false in the file."""
@@ -165,6 +178,7 @@ OPTIONS: Final = (
     ),
     *_group(
         "how legs run",
+        ("mode", _MODE, None, _MODE_HELP),
         ("policy", _POLICY, "round_robin", "who runs a leg"),
         ("tokenizer", _TOKENIZERS, None, _TOKENIZER),
         ("prefill-timeout", _SECONDS, 300.0, "for a whole prefill leg"),

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Dialect
 from kvparams.dialects.registry import routes
 from kvparams.jsontext import JSONLimits
+from kvparams.managers.choice import Mode
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.registry.entries import Rules
 from kvparams_proxy.registry.providers import Provider
@@ -18,7 +20,10 @@ from kvparams_proxy.tokens.choices import By
 from kvparams_proxy.tokens.service import Tokenizers
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
-__all__ = ["Settings", "known_dialects", "known_rules"]
+__all__ = ["DEFAULT_MODES", "Settings", "known_dialects", "known_rules"]
+
+
+DEFAULT_MODES: Final = (Mode("prefill_then_decode"),)
 
 
 def known_dialects() -> dict[str, Dialect]:
@@ -60,8 +65,10 @@ class Settings:
     """A name in the entry-point group `kvparams.policies`; both roles use it."""
     tokenizers: Tokenizers = field(default_factory=dict[str | None, By])
     """How prompts get the ids that policies route by; without, only those that the client sent are known."""
-    manager: str = "prefill_then_decode"
-    """A name in the entry-point group `kvparams.managers`."""
+    modes: tuple[Mode, ...] = DEFAULT_MODES
+    """How requests are coordinated, at first."""
+    keep_modes: bool = False
+    """Whether these stay whatever the fleet file says."""
     prefill_timeout_s: float = 300.0
     """From sending the prefill leg to the end of its answer."""
     decode_timeout_s: float = 600.0

@@ -7,11 +7,13 @@ the body is read.
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
+from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.interface import DisaggregatedRequestManager
+from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
@@ -20,10 +22,14 @@ from kvparams_proxy.clients.strip_list import FORWARDED, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.modes import Modes
 from kvparams_proxy.telemetry.account import Refusal
 from kvparams_proxy.tokens.service import Prompt
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
+
+
+_BOTH: Final = (Role.AGGREGATED,)
 
 
 class Admission(NamedTuple):
@@ -43,10 +49,17 @@ class Generate:
     """One endpoint: a `kvparams_proxy.clients.direct.DirectEndpoint`."""
 
     def __init__(
-        self, resources: Resources, manager: DisaggregatedRequestManager, keys: KeyRing | None, endpoint: Endpoint
+        self,
+        resources: Resources,
+        modes: Modes,
+        keys: KeyRing | None,
+        endpoint: Endpoint,
+        alone: Role | None = None,
     ) -> None:
+        """`alone`: whose engines answer, where the work is not split."""
         self._resources = resources
-        self._manager = manager
+        self._modes = modes
+        self._alone = None if alone is None else Aggregated(role=alone)
         self._keys = keys
         self._endpoint = endpoint
         self.max_bytes = resources.settings.body.max_bytes
@@ -124,8 +137,9 @@ class Generate:
             routed = inbound if prompt is None else _routed(inbound, prompt)
             if routed.document is not None and not settings.continuation:  # whoever has the document is continued
                 routed = routed._replace(document=None)
+            manager = self._manager(routed)
             execution = Execution(
-                resources, self._manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
+                resources, manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
             )
             resources.asked.soon(execution.run)
 
@@ -133,6 +147,11 @@ class Generate:
             execute(None)
         else:
             resources.tokens.find(self._endpoint.kind, inbound, execute)
+
+    def _manager(self, inbound: Inbound) -> DisaggregatedRequestManager:
+        """Who coordinates it from now on. Where one engine does both, it also does what is not split."""
+        manager = self._modes.manager(inbound.facts, self._endpoint.path, inbound.stream)
+        return manager if self._alone is None or manager.roles == _BOTH else self._alone
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answer with an error in place of an execution."""

@@ -72,7 +72,7 @@ class Fleet:
             needed: the roles without which requests are refused.
         """
         self.needed = frozenset(needed)
-        """As the argument; whoever changes how requests are coordinated changes it."""
+        """As the argument, or `need`."""
         self._prefixes = prefixes
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
         self._now = now
@@ -330,6 +330,10 @@ class Fleet:
 
     def there(self, role: Role, model: str | None) -> bool:
         """Whether somebody of this role may be given work for this model, room apart."""
+    def need(self, roles: frozenset[Role]) -> None:
+        """Without these roles requests are refused, from now on."""
+        self.needed = roles
+
         return self._roles[role].has(model)
 
     def health(self) -> dict[Role, RoleHealth]:

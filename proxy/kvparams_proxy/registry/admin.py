@@ -8,6 +8,8 @@
     PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
     DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
     POST   /admin/instances/{id}/drain     no new requests; .../undrain again
+    GET    /admin/modes                    how requests are coordinated: {"modes": [...]}, as in the fleet file
+    PUT    /admin/modes                    the same from now on; requests that run are not touched
 
 What is added here is forgotten when the proxy ends. The one rule: nothing is looked at before the token is right, and
 no secret is ever in an answer.
@@ -27,8 +29,10 @@ from kvparams.jsontext import JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.access import load_access
 from kvparams_proxy.registry.entries import Entry
+from kvparams_proxy.registry.modes import mode_document, parse_modes
 from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.registry.sources import Registry
@@ -39,7 +43,7 @@ __all__ = ["SOURCE", "admin_routes"]
 
 SOURCE: Final = "admin"
 """The name of this source."""
-_BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=4)
+_BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=6)
 
 _Endpoint = Callable[[Registry, Request], Awaitable[Response]]
 
@@ -59,6 +63,8 @@ def admin_routes(token: Secret) -> list[Route]:
         ("DELETE", "/admin/instances/{id}", _remove),
         ("POST", "/admin/instances/{id}/drain", _drain),
         ("POST", "/admin/instances/{id}/undrain", _undrain),
+        ("GET", "/admin/modes", _modes),
+        ("PUT", "/admin/modes", _switch),
     )
     paths: dict[str, dict[str, _Endpoint]] = {}
     for method, path, endpoint in endpoints:
@@ -180,6 +186,21 @@ def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
     id = _id(registry, request)
     registry.drain(id, on)
     return JSONResponse(_state(registry, _member(registry, id), _leases(request)))
+
+
+async def _modes(registry: Registry, request: Request) -> Response:
+    modes: Modes = request.state.modes
+    return JSONResponse({"object": "modes", "modes": [mode_document(mode) for mode in modes.active]})
+
+
+async def _switch(registry: Registry, request: Request) -> Response:
+    problems = Problems()
+    body = await _body(request)
+    wanted = parse_modes(body.get("modes"), "modes", problems)
+    problems.check()
+    modes: Modes = request.state.modes
+    modes.replace(wanted, SOURCE)
+    return await _modes(registry, request)
 
 
 async def _body(request: Request) -> dict[str, object]:

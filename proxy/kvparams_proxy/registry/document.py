@@ -3,6 +3,7 @@
     proxy: {port: 8100, ...}                   # settings, as the flags of the same names; read at the start only
     roles: {prefill: {model: [p1, p2]}, ...}   # labels by which an instance without a role finds it
     defaults: {connector: nixl, ...}           # what holds for instances that do not say otherwise
+    modes: [{use: prefill_then_decode}, ...]   # how requests are coordinated, and which of them how
     instances: [{id: p0, url: "http://10.0.0.1:8000", role: prefill}, ...]
 
 The one rule: nothing here reads or waits; text is parsed in steps, so that a running proxy may do it between requests.
@@ -12,14 +13,16 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
+from kvparams.managers.choice import Mode
 from kvparams_proxy.registry.entries import Entry, Rules
+from kvparams_proxy.registry.modes import parse_modes
 from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_defaults, parse_entry, parse_selectors, unknown_names
 from kvparams_proxy.registry.problems import Problems
 from kvparams_proxy.registry.yamltext import read_yaml
 
 __all__ = ["CheckSettings", "FleetDocument", "read_document"]
 
-_SECTIONS: Final = ("proxy", "roles", "defaults", "instances")
+_SECTIONS: Final = ("proxy", "roles", "defaults", "modes", "instances")
 
 CheckSettings = Callable[[Mapping[str, object], str, Problems], Mapping[str, object]]
 """Checks the members of `proxy`; the second argument is put before what is wrong."""
@@ -33,6 +36,8 @@ class FleetDocument:
     rules: Rules
     """By which its entries were read, and others will be."""
     entries: tuple[Entry, ...]
+    modes: tuple[Mode, ...] = ()
+    """Empty where it says nothing of them."""
 
 
 def read_document(text: str, rules: Rules, check_settings: CheckSettings) -> Generator[None, None, FleetDocument]:
@@ -61,9 +66,14 @@ def read_document(text: str, rules: Rules, check_settings: CheckSettings) -> Gen
         rules = replace(rules, selectors={**parse_selectors(given, "roles", problems), **rules.selectors})
     if (given := _section(document, "defaults", problems)) is not None:
         rules = parse_defaults(given, "defaults", rules, problems)
+    modes: tuple[Mode, ...] = ()
+    if (given := document.get("modes")) is not None:
+        modes = parse_modes(given, "modes", problems)
+        if "mode" in settings:
+            problems.add("modes", "proxy.mode is given too; name one of them")
     entries = yield from _entries(document.get("instances"), rules, problems)
     problems.check()
-    return FleetDocument(settings, rules, entries)
+    return FleetDocument(settings, rules, entries, modes)
 
 
 def _section(document: Mapping[str, object], name: str, problems: Problems) -> Mapping[str, object] | None:

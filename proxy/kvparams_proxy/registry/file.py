@@ -101,6 +101,8 @@ class FileProvider:
             _log.warning("%s: what has changed under `proxy` holds from the next start on", self._path)
         before, self.document = self.document, document
         registry.rules = document.rules
+        if document.modes != before.modes:
+            registry.switch(self.source, document.modes)
         for entries in portions(before.entries, document.entries, _PORTION):
             registry.publish(self.source, entries, partly=True)
             await asyncio.sleep(0)

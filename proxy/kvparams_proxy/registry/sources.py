@@ -5,10 +5,11 @@ request ever sees half of one.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from kvparams.managers.choice import Mode
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.registry.access import NO_ACCESS, Access
 from kvparams_proxy.registry.entries import Entry, Rules
@@ -40,10 +41,18 @@ class SourceState:
 class Registry:
     """Who is in the fleet, and by whose word."""
 
-    def __init__(self, fleet: Fleet, rules: Rules, local: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        rules: Rules,
+        local: str | None = None,
+        switch: Callable[[str, Sequence[Mode]], None] = lambda source, modes: None,
+    ) -> None:
         """`fleet` is empty and is changed by nobody else. `local`: the id of the instance beside this proxy, if it is a
-        sidecar. Nobody else is taken for its role, so that all sidecars can follow one file of the whole fleet."""
+        sidecar. Nobody else is taken for its role, so that all sidecars can follow one file of the whole fleet.
+        `switch` hears of modes that a source wants from now on; of none, that it does not mind."""
         self.fleet: Final = fleet
+        self.switch: Final = switch
         self._local = local
         self.rules = rules
         """How entries are read now; the fleet file may change them."""

@@ -8,12 +8,13 @@ import sys
 from dataclasses import replace
 from typing import Final, cast
 
+from kvparams.managers.choice import Mode
 from kvparams.scheduling import Role
 from kvparams_proxy.command import add_fleet_flags, add_setting_flags, asked_for, start
 
 __all__ = ["COMMAND"]
 
-_MODES: Final = {Role.PREFILL: "prefill_then_decode", Role.DECODE: "prefill_then_decode"}
+_MODES: Final = {Role.PREFILL: "prefill_local_decode_remote", Role.DECODE: "decode_local_prefill_remote"}
 """The manager beside an engine of each role."""
 _REMOTE: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _EXAMPLE: Final = """
@@ -84,7 +85,7 @@ class SidecarCommand:
         if asked is None:
             return 2
         local = next(instance for instance in asked.settings.instances if instance.role is role)
-        settings = replace(asked.settings, beside=local.id, manager=_MODES[role])
+        settings = replace(asked.settings, beside=local.id, modes=(Mode(_MODES[role]),), keep_modes=True)
         known = any(entry.role is remote for entry in asked.entries)
         if not (known or settings.providers or settings.admin):
             said = f"no {remote} engine is given; name at least one --{remote} URL, or --config FILE"
