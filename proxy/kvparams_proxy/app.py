@@ -86,9 +86,9 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     Raises:
         PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
             `tracing` is not installed.
+        ValueError: an option of a mode is wrong, or the modes are not for every request.
         KeysError: the file of client keys cannot be used.
         KeyringError: that of signing keys cannot.
-        ValueError: an option of a mode is wrong, or the modes are not for every request.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     dialects = known_dialects()
@@ -170,13 +170,13 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             yield {
                 "resources": resources,
                 "registry": registry,
+                "modes": modes,
                 "generate": generate,
                 "exposition": exposition,
                 "keys": keys,
                 DIRECT: direct,
             }
         fleet.close()
-                "modes": modes,
         pools.close()
         lag.close()
         if tokens is not None:
@@ -203,6 +203,12 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     return app
 
 
+def _switch(settings: Settings, modes: Modes, source: str, wanted: Sequence[Mode]) -> None:
+    """What a source says goes behind what was said at the start with a flag."""
+    if not settings.keep_modes:
+        modes.replace(wanted or DEFAULT_MODES, source)
+
+
 def _alone(endpoint: Endpoint, local: Instance | None) -> Role | None:
     """Whose engines answer alone. Beside an engine it does what is not decode's, whatever its role."""
     return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
@@ -211,12 +217,6 @@ def _alone(endpoint: Endpoint, local: Instance | None) -> Role | None:
 def _tokens(
     loop: asyncio.AbstractEventLoop, settings: Settings, fleet: Fleet, pools: Pools, watch: Watch
 ) -> TokenService | None:
-def _switch(settings: Settings, modes: Modes, source: str, wanted: Sequence[Mode]) -> None:
-    """What a source says goes behind what was said at the start with a flag."""
-    if not settings.keep_modes:
-        modes.replace(wanted or DEFAULT_MODES, source)
-
-
     if not settings.tokenizers:
         return None
     return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))

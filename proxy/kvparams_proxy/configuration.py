@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.jsontext import JSONLimits
-from kvparams.scheduling import Role
 from kvparams.managers.choice import Mode
+from kvparams.scheduling import Role
 from kvparams.trust.keyring import KeyringError
 from kvparams_proxy import production_stack
 from kvparams_proxy.clients.keys_file import KeysError, read_keys
@@ -99,11 +99,11 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             client_keys=values["client-keys"],
             signing=signing,
             policy=values["policy"],
+            modes=_modes(values, provider),
+            keep_modes="mode" in flags,
             tokenizers=tokenizers,
             prefill_timeout_s=values["prefill-timeout"],
             decode_timeout_s=values["decode-timeout"],
-            modes=_modes(values, provider),
-            keep_modes="mode" in flags,
             client_timeout_s=values["client-timeout"],
             retries=values["retries"],
             continuation=values["continuation"],
@@ -124,9 +124,6 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     return Configuration(settings, values["host"], values["port"], tls, direct, entries, (*static.notes, *notes))
 
 
-def _flags(arguments: argparse.Namespace, problems: Problems) -> dict[str, object]:
-    """The flags that were given, checked."""
-    found: dict[str, object] = {}
 def _modes(values: Mapping[str, Any], provider: FileProvider | None) -> tuple[Mode, ...]:
     """A flag goes before the file."""
     if values["mode"] is not None:
@@ -134,6 +131,9 @@ def _modes(values: Mapping[str, Any], provider: FileProvider | None) -> tuple[Mo
     return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
 
 
+def _flags(arguments: argparse.Namespace, problems: Problems) -> dict[str, object]:
+    """The flags that were given, checked."""
+    found: dict[str, object] = {}
     for option in OPTIONS:
         given = getattr(arguments, option.name.replace("-", "_"))
         if given is None:

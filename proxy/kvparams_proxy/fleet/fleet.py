@@ -328,12 +328,12 @@ class Fleet:
         available = {member.instance.role for member in self._members.values() if member.available}
         return [role for role in Role if role in self.needed and role not in available]
 
-    def there(self, role: Role, model: str | None) -> bool:
-        """Whether somebody of this role may be given work for this model, room apart."""
     def need(self, roles: frozenset[Role]) -> None:
         """Without these roles requests are refused, from now on."""
         self.needed = roles
 
+    def there(self, role: Role, model: str | None) -> bool:
+        """Whether somebody of this role may be given work for this model, room apart."""
         return self._roles[role].has(model)
 
     def health(self) -> dict[Role, RoleHealth]:
