@@ -14,7 +14,7 @@ from kvparams.dialects.table import LEGS, PHASES, Leg, Table, judge
 from kvparams.errors import KVParamsError, Problem
 from kvparams.params import Phase
 
-__all__ = ["Ambiguous", "Match", "Near", "Unrecognised", "matches", "pick", "sniff"]
+__all__ = ["Ambiguous", "Match", "Near", "Unrecognised", "matches", "nearest", "pick", "sniff"]
 
 _MOST_NEAR: Final = 3
 
@@ -108,6 +108,27 @@ def sniff(message: Message, tables: Iterable[Table], phase: Phase | None = None)
 def matches(message: Message, tables: Iterable[Table], phase: Phase | None = None) -> list[Match]:
     """The dialects that know most of its keys, of those the ones in which it is valid; none that knows none of them."""
     return _valid(message, _closest(message, tables, phase))
+
+
+def nearest(message: Message, table: Table, *, answers: bool = False) -> Phase:
+    """The leg of that dialect that it says it is; else that on which least is wrong: problems, and keys that mean
+    nothing there.
+
+    Args:
+        message: as for `sniff`.
+        table: the dialect.
+        answers: whether it looks like an answer, which decides between legs that are as near.
+    """
+
+    tree = {"body": message.body, "headers": message.headers}
+
+    def wrong(leg: Leg) -> tuple[bool, int, int, bool]:
+        known, foreign = _count(table, message, leg)
+        said = any(look(tree, table.path(row, leg)) == row.marks[leg] for row in table.rows if leg in row.marks)
+        problems = len(judge(table, message, leg))
+        return not said, problems + foreign, -known, PHASES[leg].endswith("_result") is not answers
+
+    return PHASES[min(_legs(table), key=wrong)]
 
 
 def _closest(message: Message, tables: Iterable[Table], phase: Phase | None) -> list[_Scored]:

@@ -14,7 +14,7 @@ from kvparams.dialects.message import ABSENT, Message, Path, Tree, look, place, 
 from kvparams.errors import Problem
 from kvparams.jsontext import loads
 
-__all__ = ["CARRIERS", "USUAL", "Carrier", "lifted", "lowered", "rooted"]
+__all__ = ["CARRIERS", "USUAL", "Carrier", "lifted", "lowered", "root", "rooted"]
 
 USUAL: Final = "kv_transfer_params"
 """Where most have it: a member of the body."""
@@ -82,11 +82,16 @@ def lowered(message: Message, carrier: Carrier | None) -> Message:
     return Message(message.request_id, body, message.headers)
 
 
+def root(path: Path, carrier: Carrier | None) -> Path:
+    """Where something stands in the message that came, by its path in the lifted one."""
+    if carrier is None or path[:1] != (USUAL,):
+        return path
+    return (*carrier.path, *path[1:])
+
+
 def rooted(problem: Problem, carrier: Carrier | None) -> Problem:
     """A problem of a lifted message, with the path that it has in the message that came."""
-    if carrier is None or problem.path[:1] != (USUAL,):
-        return problem
-    return replace(problem, path=(*carrier.path, *problem.path[1:]))
+    return replace(problem, path=root(problem.path, carrier))
 
 
 def _spelled(value: object, carrier: Carrier) -> object:

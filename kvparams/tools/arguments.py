@@ -2,15 +2,27 @@
 
 import argparse
 import sys
-from typing import Final, get_args
+from collections.abc import Iterable
+from typing import Final, TextIO, get_args
 
 from kvparams import plugins
 from kvparams.dialects import registry
-from kvparams.dialects.table import Table
+from kvparams.dialects.table import Table, older
+from kvparams.errors import InvalidParams, printable
 from kvparams.params import Phase
 from kvparams.tools.reading import OURS, Unreadable
 
-__all__ = ["FORMS", "add_engine", "add_file", "add_phase", "candidates", "named"]
+__all__ = [
+    "FORMS",
+    "OF_OURS",
+    "add_engine",
+    "add_file",
+    "add_phase",
+    "candidates",
+    "named",
+    "refused",
+    "without_effect",
+]
 
 FORMS: Final = """
 FILE holds one JSON object, which may be
@@ -18,7 +30,10 @@ FILE holds one JSON object, which may be
   a whole request or answer, as an engine reads or writes it;
   the value of kv_transfer_params alone;
   a message: {"request_id": ..., "body": {...}, "headers": {...}, "phase": ...}, as the vectors of the spec have it.
+kv_transfer_params are looked for in sampling_params.extra_args and, as text, in kv_transfer_params_json as well.
 """
+
+OF_OURS: Final = "a document of ours says it itself"
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +53,29 @@ def add_phase(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser, says: str) -> None:
     """Which release of the engine."""
-    parser.add_argument("--engine", metavar="VERSION", help=says)
+    parser.add_argument("--engine", metavar="VERSION", type=_release, help=says)
+
+
+def _release(text: str) -> str:
+    try:
+        older(text, "0")
+    except InvalidParams as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no version such as 0.32.0") from error
+    return text
+
+
+def without_effect(arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Say on standard error which of these options were given, and change nothing."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    if given:
+        sys.stderr.write(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}\n")
+
+
+def refused(error: InvalidParams, file: str, to: TextIO | None = None) -> int:
+    """Every problem as one line that begins with the file's name; the status."""
+    name = "" if file == "-" else f"{printable(file)}: "
+    (to or sys.stdout).writelines(f"{name}{problem}\n" for problem in error.problems)
+    return 1
 
 
 def named(name: str | None) -> Table | None:

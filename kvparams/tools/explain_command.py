@@ -5,7 +5,16 @@ from typing import Final
 
 from kvparams.codec import parse
 from kvparams.errors import InvalidParams
-from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
+from kvparams.tools.arguments import (
+    FORMS,
+    OF_OURS,
+    add_engine,
+    add_file,
+    add_phase,
+    candidates,
+    named,
+    without_effect,
+)
 from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
 from kvparams.tools.words import explained, given_in_words, told, unknown_in
 
@@ -41,6 +50,7 @@ class ExplainCommand:
         """Do it; the status is 1 where something is wrong."""
         table = named(arguments.dialect)
         if arguments.about:
+            without_effect(arguments, ("phase", "engine", "request_id"), "--about reads no file")
             for one in candidates(table):
                 print("\n".join(explained(one)), end="\n\n")
             return 0
@@ -51,6 +61,7 @@ class ExplainCommand:
             print("\n".join(["What is wrong:", *(f"  {problem}" for problem in error.problems)]))
             return 1
         if arguments.dialect == OURS or (table is None and document is not None):
+            without_effect(arguments, ("phase", "engine", "request_id"), OF_OURS)
             ours = found if document is None else document
             extensions = {one.extension for one in candidates(None)} if ours.get("extensions") else ()
             try:

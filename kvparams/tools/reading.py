@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from kvparams.codec import DOCUMENT_KEY
+from kvparams.dialects.carriers import CARRIERS, Carrier, lifted
 from kvparams.dialects.message import Message, unpacked
-from kvparams.dialects.table import LEGS, PHASES, Table
+from kvparams.dialects.table import LEGS, Table
 from kvparams.errors import InvalidParams, KVParamsError, Problem
 from kvparams.params import Phase
 from kvparams.problems import json_object
-from kvparams.sniffing import matches, pick, sniff
+from kvparams.sniffing import matches, nearest, pick, sniff
 
 __all__ = ["OURS", "Given", "Unreadable", "document_in", "load", "message_of", "recognise", "unexamined"]
 
@@ -24,8 +25,11 @@ OURS: Final = "kvparams"
 _REQUEST_ID: Final = "unknown"
 _CARRIERS: Final = frozenset(
     {"kv_transfer_params", "disaggregated_params", "disagg_prefill_resp", "prefill_result", "bootstrap_info"}
+    | {carrier.path[0] for carrier in CARRIERS}
 )
-_BODY: Final = frozenset({"model", "prompt", "messages", "choices", "input", "bootstrap_room", "bootstrap_host"})
+_BODY: Final = frozenset(
+    {"model", "prompt", "messages", "choices", "input", "input_ids", "token_ids", "bootstrap_room", "bootstrap_host"}
+)
 _DOCUMENT: Final = frozenset({"version", "request_id", "transfer", "phase", "mode"})
 _ANSWER: Final = frozenset({"choices", "usage", "object"})
 _MOST_BYTES: Final = 16 << 20
@@ -44,6 +48,8 @@ class Given(NamedTuple):
     phase: Phase
     guessed: tuple[str, ...]
     """What nobody had said, in words."""
+    carrier: Carrier | None = None
+    """Where its `kv_transfer_params` stood, if not in their usual place."""
 
 
 def load(file: str) -> Mapping[str, object]:
@@ -61,7 +67,9 @@ def load(file: str) -> Mapping[str, object]:
                 text = opened.read(_MOST_BYTES + 1)
     except OSError as error:
         raise Unreadable(f"{file}: {error.strerror}") from error
-    return json_object(text)  # which refuses what is longer
+    if len(text) > _MOST_BYTES:
+        raise InvalidParams((Problem((), "json", f"the text is longer than {_MOST_BYTES} bytes"),))
+    return json_object(text)
 
 
 def document_in(found: Mapping[str, object]) -> Mapping[str, object] | None:
@@ -109,7 +117,7 @@ def _is_whole(found: Mapping[str, object]) -> bool:
 def _holder(found: Mapping[str, object]) -> Mapping[str, object] | None:
     """The object that has our document under its key."""
     bodies = (found, _object(found.get("body")) or {})
-    carried = [_object(unpacked(Message("", body)).body.get("kv_transfer_params")) for body in bodies]
+    carried = [_object(unpacked(lifted(Message("", body))[0]).body.get("kv_transfer_params")) for body in bodies]
     return next((one for one in (*carried, found) if one is not None and DOCUMENT_KEY in one), None)
 
 
@@ -146,9 +154,11 @@ def recognise(
 
     Raises:
         Unrecognised, Ambiguous: see `kvparams.sniffing.sniff`.
-        Unreadable: the leg cannot be told.
     """
     guessed: list[str] = []
+    message, carrier = lifted(message)
+    if carrier is not None:
+        guessed.append(f"the native keys stand in {carrier.place}")
     phases: tuple[Phase, ...]
     told: Phase | None = phase or next((one for one in LEGS if one == found.get("phase")), None)
     if table is None:
@@ -158,12 +168,13 @@ def recognise(
     else:
         phases = tuple(one for match in matches(pick(table, message), [table], told) for one in match.phases)
     if told is None:
-        if not phases:
-            legs = ", ".join(PHASES[leg] for leg in PHASES if leg in table.carried)
-            raise Unreadable(f"this is no valid message of {table.name}; say which leg it is with --phase: {legs}")
         answer = not _ANSWER.isdisjoint(_object(found.get("body")) or found)
-        fitting: list[Phase] = [one for one in phases if one.endswith("_result") is answer]
-        told = (fitting or list(phases))[0]
-        others = " or ".join(one for one in phases if one != told)
-        guessed.append(f"the phase is {told}" + (f", though it could be {others}" if others else ""))
-    return Given(pick(table, message), table, told, tuple(guessed))
+        if not phases:
+            told = nearest(pick(table, message), table, answers=answer)
+            guessed.append(f"the phase is {told}, on which least is wrong (--phase says another)")
+        else:
+            fitting: list[Phase] = [one for one in phases if one.endswith("_result") is answer]
+            told = (fitting or list(phases))[0]
+            others = " or ".join(one for one in phases if one != told)
+            guessed.append(f"the phase is {told}" + (f", though it could be {others}" if others else ""))
+    return Given(pick(table, message), table, told, tuple(guessed), carrier)

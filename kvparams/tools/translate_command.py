@@ -6,10 +6,21 @@ import sys
 from typing import Final
 
 from kvparams.codec import dump, parse
+from kvparams.dialects.carriers import CARRIERS, USUAL, Carrier, lowered, rooted
 from kvparams.dialects.table import Table
 from kvparams.errors import InvalidParams
 from kvparams.params import KVTransferParams
-from kvparams.tools.arguments import FORMS, add_engine, add_file, add_phase, candidates, named
+from kvparams.tools.arguments import (
+    FORMS,
+    OF_OURS,
+    add_engine,
+    add_file,
+    add_phase,
+    candidates,
+    named,
+    refused,
+    without_effect,
+)
 from kvparams.tools.reading import OURS, document_in, load, message_of, recognise, unexamined
 from kvparams.translation import LossyTranslation, Translated, decode, encode, rephrase, translate
 
@@ -46,14 +57,26 @@ class TranslateCommand:
         add_phase(parser)
         add_engine(parser, "the release of the engine that shall read it")
         parser.add_argument("--lossy", action="store_true", help="write it although something is lost")
+        places = "; ".join(f"{one.name}: {one.place}" for one in CARRIERS)
+        parser.add_argument(
+            "--carrier",
+            choices=(USUAL, *(one.name for one in CARRIERS)),
+            help=f"where kv_transfer_params shall stand: in the body, or {places} (default: where FILE has them)",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it."""
         source, target = named(arguments.source), named(arguments.target)
+        carrier: Carrier | None = None
+        if target is None:
+            without_effect(
+                arguments, ("engine", "lossy", "carrier"), "a document of ours is written, which no engine reads"
+            )
         try:
             found = load(arguments.file)
             document = document_in(found)
             if arguments.source == OURS or (source is None and document is not None):
+                without_effect(arguments, ("phase", "request_id"), OF_OURS)
                 params = parse(found if document is None else document)
                 if arguments.source is None and (words := unexamined(found, "--from")):
                     print(words, file=sys.stderr)
@@ -62,8 +85,11 @@ class TranslateCommand:
                 given = recognise(message, candidates(source), source, arguments.phase, found)
                 for line in given.guessed:
                     print(line, file=sys.stderr)
-                source = given.table
-                params = decode(source, given.message, given.phase)
+                source, carrier = given.table, given.carrier
+                try:
+                    params = decode(source, given.message, given.phase)
+                except InvalidParams as error:
+                    raise InvalidParams(tuple(rooted(one, carrier) for one in error.problems)) from error
             if target is None:
                 print(json.dumps(dump(params), indent=2, ensure_ascii=False))
                 return 0
@@ -74,12 +100,12 @@ class TranslateCommand:
             else:
                 written = translate(source, target, params, arguments.engine)
         except InvalidParams as error:
-            for problem in error.problems:
-                print(problem, file=sys.stderr)
-            return 1
+            return refused(error, arguments.file, sys.stderr)
         if written.params.mode != params.mode:
             print(f"the mode is {written.params.mode}, as {target.name} has it; it was {params.mode}", file=sys.stderr)
-        return _say(written, target.name, lossy=arguments.lossy)
+        if arguments.carrier is not None:
+            carrier = next((one for one in CARRIERS if one.name == arguments.carrier), None)
+        return _say(written, target.name, carrier, lossy=arguments.lossy)
 
 
 def _was_in(table: Table, params: KVTransferParams) -> bool:
@@ -95,12 +121,12 @@ def _was_in(table: Table, params: KVTransferParams) -> bool:
     return True
 
 
-def _say(written: Translated, name: str, *, lossy: bool) -> int:
+def _say(written: Translated, name: str, carrier: Carrier | None, *, lossy: bool) -> int:
     if written.lost:
         print(LossyTranslation(name, written.lost), file=sys.stderr)
         if not lossy:
             return 1
-    print(json.dumps(written.message.to_json(), indent=2, ensure_ascii=False))
+    print(json.dumps(lowered(written.message, carrier).to_json(), indent=2, ensure_ascii=False))
     return 0
 
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Final, cast
 
 from kvparams.codec import dump
+from kvparams.dialects.carriers import root, rooted
 from kvparams.dialects.message import ABSENT, look
 from kvparams.dialects.table import LEGS, Leg, Row, Table, judge
 from kvparams.errors import printable
@@ -58,7 +59,7 @@ def given_in_words(given: Given, engine: str | None = None) -> tuple[list[str], 
     said = list(_keys(given, leg, engine))
     lines += [*said, ""] if said else ["It has no native keys on this leg.", ""]
     if problems:
-        return [*lines, "What is wrong:", *(f"  {problem}" for problem in problems)], False
+        return [*lines, "What is wrong:", *(f"  {rooted(problem, given.carrier)}" for problem in problems)], False
     params = decode(table, given.message, given.phase, engine)
     lines += ["As our document: " + "; ".join(_members(params)) + "."]
     lines += ["", "Worth knowing:", *(f"  {note}" for note in table.notes)] if table.notes else []
@@ -122,7 +123,8 @@ def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
         if value is ABSENT or path in seen:
             continue
         seen.add(path)
-        where = ".".join(printable(str(part)) for part in (path[1:] if path[0] == "body" else path))
+        shown = root(path[1:], given.carrier) if path[0] == "body" else path
+        where = ".".join(printable(str(part)) for part in shown)
         place = f" (our {row.member})" if row.is_member(leg) else ""
         note = "" if leg in row.legs else " -- means nothing on this leg"
         off = ", so not" if value is False else ", nothing said" if value is None else ""

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from kvparams.cli import main
+from kvparams.dialects.carriers import lifted, lowered
+from kvparams.dialects.message import Message
+from kvparams.dialects.registry import table
+from kvparams.sniffing import pick
 from tests.kvparams.dialect_messages import same
 from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
@@ -70,7 +74,10 @@ def test_every_problem_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = written(tmp_path / "wrong.json", wrong)
     assert main(["validate", "--dialect", "nixl", "--phase", "decode", path]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == ["kv_transfer_params.remote_port", "kv_transfer_params.tp_size"]
+    assert [line.split(": ")[:2] for line in said] == [
+        [path, "kv_transfer_params.remote_port"],
+        [path, "kv_transfer_params.tp_size"],
+    ]
     assert main(["validate", path]) == 2
     assert "name the dialect" in capsys.readouterr().err
 
@@ -145,7 +152,6 @@ def test_every_dialect_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("{}", [], "no registered dialect"),
         ("{}", ["--dialect", "no-such"], "known: kvparams, aibrix"),
-        ("{}", ["--dialect", "nixl"], "--phase"),
         ('{"do_remote_decode": true}', [], "can be any of"),
     ],
 )
@@ -183,20 +189,29 @@ def test_params_that_are_text_are_read_as_the_object(
 def test_every_valid_message_comes_back_as_it_was(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One of each leg, release and carrier: the tests of the vectors have all."""
     content = json.loads(path.read_bytes())
-    for case in content["cases"]:
-        if not case["valid"]:
-            continue
+    kinds = {
+        (case["phase"], case.get("engine"), case.get("carrier")): case for case in content["cases"] if case["valid"]
+    }
+    for case in kinds.values():
         engine = ["--engine", case["engine"]] if "engine" in case else []
         source = written(tmp_path / "message.json", case["message"])
         there = ["translate", "--from", content["dialect"], "--to", "kvparams", "--phase", case["phase"], source]
         assert main(there) == 0, case["name"]
         document = json.loads(capsys.readouterr().out)
-        back = ["--from", "kvparams", "--to", content["dialect"], *engine]
+        carrier = ["--carrier", case["carrier"]] if "carrier" in case else []
+        back = ["--from", "kvparams", "--to", content["dialect"], *engine, *carrier]
         assert main(["translate", *back, written(tmp_path / "document.json", document)]) == 0, case["name"]
         said = capsys.readouterr()
-        assert same(json.loads(said.out), case["message"]), case["name"]
+        assert same(json.loads(said.out), of_the_dialect(content["dialect"], case["message"])), case["name"]
         assert not said.err
+
+
+def of_the_dialect(name: str, told: dict[str, Any]) -> dict[str, Any]:
+    """The message without what is the client's own."""
+    message, carrier = lifted(Message(told["request_id"], told["body"], told.get("headers", {})))
+    return lowered(pick(table(name), message), carrier).to_json()
 
 
 DOCUMENT = {
@@ -275,7 +290,7 @@ def test_a_document_that_lacks_a_member_is_one_of_ours(
 ) -> None:
     path = written(tmp_path / "lacking.json", {name: value for name, value in DOCUMENT.items() if name != missing})
     assert main(["validate", path]) == 1
-    assert capsys.readouterr().out.startswith(f"{missing}: ")
+    assert capsys.readouterr().out.startswith(f"{path}: {missing}: ")
 
 
 @pytest.mark.parametrize(
@@ -301,8 +316,9 @@ def test_what_the_protocol_refuses_is_invalid(
 
 
 def test_a_document_that_is_not_valid_is_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["translate", "--to", "nixl", written(tmp_path / "wrong.json", {**DOCUMENT, "phase": "x"})]) == 1
-    assert capsys.readouterr().err.startswith("phase: ")
+    path = written(tmp_path / "wrong.json", {**DOCUMENT, "phase": "x"})
+    assert main(["translate", "--to", "nixl", path]) == 1
+    assert capsys.readouterr().err.startswith(f"{path}: phase: ")
 
 
 def test_a_member_that_nobody_knows_is_valid_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,3 +327,86 @@ def test_a_member_that_nobody_knows_is_valid_and_told(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert "requestid" in said
     assert "org.example" in said
+
+
+@pytest.mark.parametrize(
+    ("members", "phase"),
+    [
+        ({}, "prefill"),
+        ({"do_remote_prefill": True, "remote_port": 0}, "decode"),
+        ({"do_remote_decode": True, "remote_engine_id": 7}, "prefill"),
+    ],
+)
+def test_a_named_dialect_needs_no_phase(
+    members: dict[str, object], phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no leg is valid, what is wrong is said of the one on which least is."""
+    path = written(tmp_path / "wrong.json", members)
+    assert main(["validate", "--dialect", "nixl", path]) == 1
+    said = capsys.readouterr()
+    assert f"the phase is {phase}, on which least is wrong" in said.err
+    assert all(line.startswith(f"{path}: kv_transfer_params.") for line in said.out.splitlines())
+    assert main(["explain", "--dialect", "nixl", path]) == 1
+    assert "What is wrong:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["validate"], ["explain"], ["translate", "--to", "nixl"]])
+def test_a_release_that_is_none_is_wrong_use(
+    command: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (file, written(tmp_path / "wrong.json", {})):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--engine", "banana", path])
+        assert ended.value.code == 2
+        assert "'banana' is no version such as 0.32.0" in capsys.readouterr().err
+
+
+def test_options_without_effect_are_told(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = written(tmp_path / "ours.json", DOCUMENT)
+    options = ["--phase", "decode", "--engine", "0.32.0", "--request-id", "x"]
+    for command in ("validate", "explain"):
+        assert main([command, *options, ours]) == 0
+        assert "--phase, --engine, --request-id have no effect: a document of ours says it" in capsys.readouterr().err
+        assert main([command, *options, file]) in (0, 1)
+        assert "no effect" not in capsys.readouterr().err
+    assert main(["explain", "--about", "--dialect", "nixl", "--phase", "decode"]) == 0
+    assert "--phase has no effect: --about reads no file" in capsys.readouterr().err
+    asked = ["translate", "--from", "nixl", "--to", "kvparams"]
+    assert main([*asked, "--lossy", "--carrier", "grpc", file]) == 0
+    assert "--lossy, --carrier have no effect" in capsys.readouterr().err
+    assert main(["translate", "--to", "sglang", "--lossy", "--request-id", "x", ours]) == 0
+    assert "--request-id has no effect" in capsys.readouterr().err
+
+
+def test_native_keys_in_another_place_are_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    native = ANSWER["kv_transfer_params"] | {"remote_port": 0}
+    body = {"token_ids": [1], "sampling_params": {"n": 1, "extra_args": {"kv_transfer_params": native}}}
+    path = written(tmp_path / "generate.json", body)
+    assert main(["validate", path, "--dialect", "nixl", "--phase", "decode"]) == 1
+    where = "sampling_params.extra_args.kv_transfer_params"
+    said = capsys.readouterr()
+    assert f"{where}.remote_port: " in said.out
+    assert f"the native keys stand in {where}" in said.err
+    assert main(["explain", path, "--dialect", "nixl", "--phase", "decode"]) == 1
+    assert f'{where}.remote_host = "10.0.0.7"' in capsys.readouterr().out
+    native["remote_port"] = 1
+    asked = ["translate", "--from", "nixl", "--to", "nixl", "--phase", "decode"]
+    path = written(tmp_path / "generate.json", body)
+    assert main([*asked, path]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["body"]["sampling_params"]["extra_args"]["kv_transfer_params"] == native, "where it stood"
+    assert main([*asked, "--carrier", "grpc", path]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert json.loads(out["body"]["kv_transfer_params_json"]) == native
+    assert main([*asked, "--carrier", "kv_transfer_params", path]) == 0
+    assert json.loads(capsys.readouterr().out)["body"]["kv_transfer_params"] == native
+    ours = {"sampling_params": {"extra_args": {"kv_transfer_params": {"kvparams": DOCUMENT}}}}
+    assert main(["validate", written(tmp_path / "ours.json", ours)]) == 0
+    assert "a document of ours" in capsys.readouterr().out
+
+
+def test_a_file_that_is_too_long_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.json"
+    path.write_bytes(b" " * ((16 << 20) + 5))
+    assert main(["validate", str(path)]) == 1
+    assert "the text is longer than 16777216 bytes" in capsys.readouterr().out
