@@ -155,7 +155,8 @@ class Chain:
         sums += self._positions[start:end]
         sums += np.uint64(namespace)
         _mix(sums)
-        sums[:1] += np.uint64(parent)
+        if parent:
+            sums[:1] += np.uint64(parent)
         return sums.cumsum(out=sums)
 
 

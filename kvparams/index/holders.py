@@ -23,7 +23,7 @@ class Holders:
     __slots__ = (
         *("_base", "_cursor", "_free", "_free_places", "_names", "_numbers", "_places", "_purging", "_retired"),
         *("_spread", "_uses"),
-        *("hollow", "live", "masks"),
+        *("further", "hollow", "live", "masks"),
     )
 
     def __init__(self) -> None:
@@ -31,6 +31,8 @@ class Holders:
         """The sets, by number; bits of workers that have gone may still be in them."""
         self.live = 0
         """The bits that count."""
+        self.further = 0
+        """The bits of all levels but the nearest, of every worker that there is or was."""
         self.hollow: set[int] = set()
         """Sets of which only workers that have gone were members, as far as they have been purged."""
         self._numbers: dict[int, int] = {0: 0}
@@ -48,6 +50,11 @@ class Holders:
     def __len__(self) -> int:
         """Sets in use."""
         return len(self.masks) - len(self._free)
+
+    @property
+    def nearest(self) -> int:
+        """The bits of the nearest level of all workers."""
+        return self.live & self._base
 
     def bits(self, worker: Hashable) -> int:
         """All bits of a worker, the nearest level lowest; 0 if it is not there."""
@@ -154,6 +161,7 @@ class Holders:
             return self._free_places.pop()
         self._names.append(None)
         self._base |= 1 << LEVELS * (len(self._names) - 1)
+        self.further |= (_EVERY_LEVEL - 1) << LEVELS * (len(self._names) - 1)
         return len(self._names) - 1
 
     def _forget(self, number: int) -> None:

@@ -73,6 +73,29 @@ class PrefixIndex:
     def match(self, hashes: Hashes) -> Match:
         """Who holds how many of these blocks from the beginning. Changes nothing."""
         holders = self.holders
+        masks, further, alive = holders.masks, holders.further, holders.nearest
+        found: dict[Hashable, int] = {}
+        reached = 0
+        for sets in self.tree.leading(hashes):
+            for first in _starts(sets):
+                mask = masks[sets.item(first)]
+                if mask & further:
+                    return self._match_levels(hashes)
+                still = alive & mask
+                if still != alive:
+                    if reached + first:
+                        holders.note(alive ^ still, reached + first, found)
+                    alive = still
+                    if not alive:
+                        return Match(len(hashes), (found,) * LEVELS)
+            reached += len(sets)
+        if reached:
+            holders.note(alive, reached, found)
+        return Match(len(hashes), (found,) * LEVELS)
+
+    def _match_levels(self, hashes: Hashes) -> Match:
+        """The same where not everything is held in the nearest level."""
+        holders = self.holders
         masks, live = holders.masks, holders.live
         runs: list[tuple[int, int]] = []  # up to which block the holders are these
         alive, seen, reached = live, 0, 0
@@ -241,9 +264,14 @@ def _usable(hashes: Hashes) -> Hashes:
     return hashes if hashes.all() else hashes[: int((hashes == 0).argmax())]
 
 
+def _starts(sets: Numbers) -> list[int]:
+    """Where entries differ from those in front. There is one at least."""
+    return [0, *[edge + 1 for edge in (sets[1:] != sets[:-1]).nonzero()[0].tolist()]]
+
+
 def _runs(sets: Numbers) -> Iterable[tuple[int, int]]:
     """From where to where entries are equal."""
     if not len(sets):
         return ()
-    edges = ((sets[1:] != sets[:-1]).nonzero()[0] + 1).tolist()
-    return zip([0, *edges], [*edges, len(sets)], strict=True)
+    starts = _starts(sets)
+    return zip(starts, [*starts[1:], len(sets)], strict=True)

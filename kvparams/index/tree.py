@@ -102,7 +102,7 @@ class Tree:
             yield start, last + 1, int(parents[start - first])
 
     def leading(self, hashes: Hashes) -> Iterator[Numbers]:
-        """The sets of the nodes of these blocks, up to the first that is not there, in pieces.
+        """The sets of the nodes of these blocks, up to the first that is not there, in pieces, none of them empty.
 
         The blocks of a chain that was stored at once have numbers that follow one another, so one lookup serves many;
         where that is not so, many are looked up together.
@@ -117,11 +117,12 @@ class Tree:
             length = int(differs.argmax()) or (0 if differs[0] else len(piece))
             yield self.sets[number : number + length]
             start += length
-            if length < _SHORT:
+            if length < _SHORT and start < len(hashes):
                 numbers = self._table.find(hashes[start : start + _AT_ONCE])
                 missing = (numbers == 0).nonzero()[0]
                 if len(missing):
-                    yield self.sets.take(numbers[: missing[0]])
+                    if missing[0]:
+                        yield self.sets.take(numbers[: missing[0]])
                     return
                 yield self.sets.take(numbers)
                 start += len(numbers)
