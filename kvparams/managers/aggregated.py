@@ -1,7 +1,7 @@
 """No split: one engine does both, and nothing is said of KV."""
 
 from kvparams.managers.options import Options
-from kvparams.plan import Choose, Context, Leg, LegFailed, Plan
+from kvparams.plan import Choose, Context, Leg, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
 
@@ -20,10 +20,9 @@ class Aggregated:
         """`role`: of the engines that answer."""
         self.roles = (role,)
 
-    def legs(self, request: RequestFacts, context: Context) -> Plan:
-        """See `DisaggregatedRequestManager.legs`."""
+    def legs(self, request: RequestFacts, context: Context, sent: Sent | None = None) -> Plan:
+        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already."""
         failed: list[str] = []
-        sent = None
         while True:
             instance: Instance = yield Choose(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
             try:

@@ -24,13 +24,25 @@ class PrefillThenDecode:
     roles = (Role.PREFILL, Role.DECODE)
 
     def __init__(
-        self, signer: Signer | None = None, options: Options | None = None, *, decode_first: bool | None = None
+        self,
+        signer: Signer | None = None,
+        options: Options | None = None,
+        *,
+        decode_first: bool | None = None,
+        decode_alone: bool = False,
     ) -> None:
-        """`signer`: signs the documents of all legs. `decode_first`: see the class; an option where it is None."""
+        """
+        Args:
+            signer: signs the documents of all legs.
+            options: the operator's.
+            decode_first: see the class; an option where it is None.
+            decode_alone: where nobody prefills, a decode engine does it all.
+        """
         self._documents = Documents(signer)
         if decode_first is None:
             decode_first = options is not None and options.switch("decode_first", False)
         self._decode_first = decode_first
+        self._decode_alone = decode_alone
         self._alone = Aggregated(role=Role.DECODE)
 
     def legs(self, request: RequestFacts, context: Context) -> Plan:
@@ -44,9 +56,12 @@ class PrefillThenDecode:
         sent: Sent | None = None
         decode: Instance | None = None
         while True:
+            if self._decode_alone and not context.there(Role.PREFILL):
+                yield from self._alone.legs(request, context, sent)
+                return
             if decode is None and self._decode_first:
-                decode = yield Choose(Role.DECODE, failed)  # pyright: ignore[reportAssignmentType]
-            prefill: Instance = yield Choose(Role.PREFILL, failed, decode)  # pyright: ignore[reportAssignmentType]
+                decode = yield Choose(Role.DECODE, failed, Role.PREFILL)  # pyright: ignore[reportAssignmentType]
+            prefill: Instance = yield Choose(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
             speech = context.dialect(prefill)
             if not speech.splits(request):
                 context.give_back(prefill)

@@ -6,13 +6,17 @@ the queue decides. The one rule: nothing here knows of the broker; a leg that go
 
 from kvparams.managers.options import Options
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.scheduling import Role
 from kvparams.trust.signing import Signer
 
 __all__ = ["QueueMediated"]
 
 
 class QueueMediated(PrefillThenDecode):
-    """Prefill first: only then is there anything to queue for."""
+    """Prefill first: only then is there anything to queue for. Where nobody prefills any more, decode computes it all:
+    whoever has come to this node has nowhere else to go."""
+
+    roles = (Role.DECODE,)
 
     def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
-        super().__init__(signer, options, decode_first=False)
+        super().__init__(signer, options, decode_first=False, decode_alone=True)
