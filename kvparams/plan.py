@@ -31,8 +31,9 @@ class Choose(NamedTuple):
     role: Role
     avoid: Sequence[str] = ()
     """Ids of instances that have failed this request: taken only where there is nobody else."""
-    beside: Instance | None = None
-    """Who runs the other leg: only instances that may be paired with it are taken."""
+    beside: Instance | Role | None = None
+    """Who runs the other leg: only instances that may be paired with it are taken. Of a role: somebody of it will be
+    chosen later, and only instances are taken for which there is one. See `kvparams.pairing`."""
 
 
 class Leg(NamedTuple):

@@ -52,6 +52,10 @@ class Instance:
     """Where it can be asked for what it published before."""
     store: str | None = None
     """What is computed here is in the store of this name as well, and is fetched from there by all who share it."""
+    group: str | None = None
+    """The replica it belongs to: see `kvparams.pairing`."""
+    compatibility: str | None = None
+    """Whose KV it understands: of all with an equal one."""
     version: str = "1.0"
     """The highest version of the protocol that both it and whoever asked it speak: see `kvparams.versions`. One that
     speaks another is another incarnation."""
@@ -113,6 +117,8 @@ class RequestFacts(NamedTuple):
     """Tokens of the prompt's prefix that an instance is believed to hold; none where it is not named."""
     stored: int = 0
     """Tokens of the prompt's prefix that can be fetched from a store or a peer by whoever runs the leg."""
+    stored_elsewhere: Mapping[Instance, int] = _NOTHING_CACHED
+    """The same for instances that reach another store than most, or none."""
     routing_ids: Sequence[int] | None = None
     """The prompt as ids by which to find its prefix, where the proxy makes any: its token ids, or pseudo tokens. They
     may be wrong, so they are for routing alone and stand in no document."""

@@ -252,7 +252,7 @@ def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> N
             with pytest.raises(LegFailed, match="given up"):
                 plan.throw(given_up)
         else:
-            assert plan.throw(given_up) == Choose(Role.PREFILL, [])
+            assert plan.throw(given_up) == Choose(Role.PREFILL, [], Role.DECODE)
             again = plan.send(table.fleet[0])
             assert params(again)["kvparams"]["transfer"] == {"id": "transfer-1", "attempt": 2}
 

@@ -192,7 +192,7 @@ class Execution:
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
             while type(step) is Choose:
-                instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self)
+                instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self, step.beside)
                 if instance is None:
                     self._wait(step.role)
                     return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerState
 from kvparams.fairqueue import Ticket
+from kvparams.pairing import PairKey, pair_key
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.member import Member
@@ -62,7 +63,8 @@ class Dispatcher:
         self._tokens = limits.tokens
         self._now = now
         self._turn = 0
-        self._candidates: dict[str | None, list[Member]] = {}
+        self._candidates: dict[object, list[Member]] = {}
+        """By model, and by who runs the other leg where that matters."""
         self._named: frozenset[str] = frozenset()
         """Models that some instance has named."""
         self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
@@ -76,15 +78,15 @@ class Dispatcher:
 
     # what a request needs
 
-    def candidates(self, model: str | None) -> list[Member]:
+    def candidates(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
         """Who may be chosen, room apart, remembered until something changes.
 
         Raises:
             ProxyError: 503 naming the role: there is nobody.
         """
-        found = self._candidates.get(model) or self._find(model)
+        found = self._find(model, beside)
         if not found:
-            raise self._absent(model)
+            raise self._absent(model, beside)
         return found
 
     def knows(self, model: str | None) -> bool:
@@ -108,16 +110,18 @@ class Dispatcher:
         if error is not None and not any(self._fits(member, facts.tokens) for member in candidates):
             raise error
 
-    def acquire(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
-        """See `Fleet.acquire`."""
-        if self._careful or avoid or (self.limited and self._room):
-            return self._acquire_with_care(facts, avoid, waiter)
+    def acquire(
+        self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter, beside: PairKey | Role | None = None
+    ) -> Instance | None:
+        """See `Fleet.acquire`; `beside` only where it matters."""
+        if self._careful or avoid or beside is not None or (self.limited and self._room):
+            return self._acquire_with_care(facts, avoid, waiter, beside)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
         turn = self._turn
         self._turn = turn + 1
         chosen = self._policy.choose(candidates, facts, turn)
         if self.limited and not self._fits(chosen, facts.tokens):
-            return self._acquire_with_care(facts, avoid, waiter)
+            return self._acquire_with_care(facts, avoid, waiter, beside)
         chosen.in_flight += 1
         chosen.tokens += facts.tokens
         return chosen.instance
@@ -156,7 +160,7 @@ class Dispatcher:
         self._named = frozenset(model for member in mine for model in member.models or ())
         self._guard(mine)
         if self._room:
-            self._room.refuse(lambda model: None if self._find(model) else self._absent(model))
+            self._room.refuse(lambda item: None if self._could(item) else self._absent(item.facts.model, item.beside))
             self._serve()
 
     def close(self) -> None:
@@ -166,15 +170,17 @@ class Dispatcher:
 
     # choosing
 
-    def _acquire_with_care(self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
+    def _acquire_with_care(
+        self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter, beside: PairKey | Role | None
+    ) -> Instance | None:
         model = facts.model
-        candidates = self.candidates(model)
+        candidates = self.candidates(model, beside)
         if not self._room:
             chosen = self._choose(_preferred(candidates, avoid), candidates, facts, ())
             if chosen is not None:
                 return chosen.instance
         others = bool(self._room)
-        self._room.enter(waiter, facts, avoid, model if model is None or model in self._named else "")
+        self._room.enter(waiter, facts, avoid, model if model is None or model in self._named else "", beside)
         # Others wait, and still it may be next: by its priority, or because it can run where they cannot.
         instance = self._serve(waiter) if others else None
         if instance is None:
@@ -213,19 +219,28 @@ class Dispatcher:
             return False
         return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
 
-    def _find(self, model: str | None) -> list[Member]:
+    def _find(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
         """The candidates, if there are any."""
-        found = self._candidates.get(model)
+        kind = model if beside is None else (model, beside)
+        found = self._candidates.get(kind)
         if found is not None:
             return found
-        role = self.role
-        members = self._members.values()
-        found = [m for m in members if m.instance.role is role and m.available and m.serves(model)]
+        found = self._able(self.role, model)
+        if beside is not None:
+            one = {beside} if isinstance(beside, PairKey) else {pair_key(m.instance) for m in self._able(beside, model)}
+            found = [member for member in found if pair_key(member.instance) in one]
         if found:
             if len(self._candidates) >= _REMEMBERED:
                 self._candidates.clear()
-            self._candidates[model] = found
+            self._candidates[kind] = found
         return found
+
+    def _able(self, role: Role, model: str | None) -> list[Member]:
+        members = self._members.values()
+        return [m for m in members if m.instance.role is role and m.available and m.serves(model)]
+
+    def _could(self, item: Waiting) -> bool:
+        return bool(self._find(item.facts.model, item.beside))
 
     def _guard(self, mine: list[Member]) -> None:
         troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
@@ -266,7 +281,7 @@ class Dispatcher:
         with closing(self._room.line(head)) as line:
             for passed, ticket in enumerate(line):
                 item = ticket.item
-                candidates = self._find(item.facts.model)
+                candidates = self._find(item.facts.model, item.beside)
                 preferred = _preferred(candidates, item.avoid)
                 chosen = self._choose(preferred, candidates, item.facts, kept)
                 if chosen is not None:
@@ -295,8 +310,12 @@ class Dispatcher:
             self._guard([member for member in self._members.values() if member.instance.role is self.role])
         self._serve()
 
-    def _absent(self, model: str | None) -> ProxyError:
+    def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
         """Why there is no candidate for this model."""
+        if beside is not None and self._find(model):
+            whom = f"the other leg's engine, {beside.words()}" if isinstance(beside, PairKey) else f"any {beside} one"
+            why = f"no {self.role} instance that is ready may be paired with {whom}: see `group` and `compatibility`"
+            return unavailable(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
         known = [member for member in self._members.values() if member.instance.role is self.role]
         alive = [member for member in known if member.ready]
         working = [member for member in alive if member.breaker.admits]

@@ -13,6 +13,7 @@ from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Place
 from kvparams.pace import Pace
+from kvparams.pairing import Beside, pair_key
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams.speed import Usual
 from kvparams_proxy.fleet.breakers import Breakers
@@ -73,6 +74,7 @@ class Fleet:
         """
         self.needed = frozenset(needed)
         """As the argument, or `need`."""
+        instances = tuple(instances)
         self._prefixes = prefixes
         self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
         self._now = now
@@ -100,6 +102,8 @@ class Fleet:
             )
             for role in Role
         }
+        self._paired = len({pair_key(instance) for instance in instances}) > 1
+        """Whether it matters who is paired with whom."""
         for dispatcher in self._roles.values():
             dispatcher.changed()
 
@@ -200,7 +204,14 @@ class Fleet:
             if dispatcher.limited or not dispatcher.knows(facts.model):
                 dispatcher.admit(facts)
 
-    def acquire(self, role: Role, facts: RequestFacts, avoid: Collection[str], waiter: Waiter) -> Instance | None:
+    def acquire(
+        self,
+        role: Role,
+        facts: RequestFacts,
+        avoid: Collection[str],
+        waiter: Waiter,
+        beside: Beside | None = None,
+    ) -> Instance | None:
         """Take an instance for one leg; its load counts until `release`.
 
         Args:
@@ -208,6 +219,7 @@ class Fleet:
             facts: of the request; the same object goes to `release`.
             avoid: ids of instances that failed this request: taken only where there is nobody else.
             waiter: hears later, if there is no room now. It waits for one instance at a time.
+            beside: see `kvparams.plan.Choose`.
 
         Returns:
             The instance, or None: `waiter` waits.
@@ -215,7 +227,10 @@ class Fleet:
         Raises:
             ProxyError: 503 naming the role that is missing; 429 or 503, because nobody more may wait.
         """
-        return self._roles[role].acquire(facts, avoid, waiter)
+        if beside is None or not self._paired:
+            return self._roles[role].acquire(facts, avoid, waiter)
+        key = beside if isinstance(beside, Role) else pair_key(beside)
+        return self._roles[role].acquire(facts, avoid, waiter, key)
 
     def give_up(self, waiter: Waiter) -> None:
         """It waits no longer. No-op if it does not wait."""
@@ -303,7 +318,7 @@ class Fleet:
             dispatcher.starts_slowly(member)
         if came or (member.ready, member.models) != (ready, models):
             member.ready, member.models = ready, models
-            dispatcher.changed()
+            self._changed(member)
 
     def place(self, instance: Instance) -> Place | None:
         """What the bootstrap server of an instance has said last; None where it has none, or was not asked yet."""
@@ -358,7 +373,7 @@ class Fleet:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
         pace = Pace(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
-        self._roles[instance.role].changed()
+        self._changed(member)
         for listener in self._listeners:
             listener.joined(member)
         return member
@@ -385,4 +400,11 @@ class Fleet:
             self._prefixes.lost(member.instance)
 
     def _changed(self, member: Member) -> None:
-        self._roles[member.instance.role].changed()
+        """Whoever may be given work is told to those who choose; where it matters who fits whom, to all of them."""
+        split = [pair_key(each.instance) for each in self._members.values()]
+        before, self._paired = self._paired, len(set(split)) > 1
+        if before or self._paired:
+            for dispatcher in self._roles.values():
+                dispatcher.changed()
+        else:
+            self._roles[member.instance.role].changed()

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvparams.admission import DrainRate, QueueLimits, retry_after_s
 from kvparams.fairqueue import FairQueue, Full, Ticket
+from kvparams.pairing import PairKey
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.slowstart import CallLater, Timer
@@ -39,6 +40,8 @@ class Waiting(NamedTuple):
     facts: RequestFacts
     avoid: Collection[str]
     """See `Fleet.acquire`."""
+    beside: PairKey | Role | None = None
+    """See `Fleet.acquire`; None where it does not matter."""
 
 
 class WaitingRoom:
@@ -70,7 +73,14 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def enter(self, waiter: Waiter, facts: RequestFacts, avoid: Collection[str], model: str | None) -> None:
+    def enter(
+        self,
+        waiter: Waiter,
+        facts: RequestFacts,
+        avoid: Collection[str],
+        model: str | None,
+        beside: PairKey | Role | None = None,
+    ) -> None:
         """Wait. `model` stands for all models with the same candidates. If it still waits when all have been served who
         can be, call `settle`.
 
@@ -80,12 +90,12 @@ class WaitingRoom:
         if self._closed:
             raise _closed()
         self._tickets[waiter] = self._queue.push(
-            Waiting(waiter, facts, avoid),
+            Waiting(waiter, facts, avoid, beside),
             tenant=facts.tenant,
             priority=facts.priority,
             cost=max(1, facts.tokens) if self._by_tokens else 1,
             deadline=self._now() + self._wait_s,
-            lane=(model, frozenset(avoid)),
+            lane=(model, frozenset(avoid), beside),
         )
         if self._timer is None:
             self._timer = self._call_later(self._wait_s, self._expire)
@@ -140,10 +150,10 @@ class WaitingRoom:
         """A leg has ended: what is waited for."""
         self._rate.note(self._now())
 
-    def refuse(self, why: Callable[[str | None], ProxyError | None]) -> None:
-        """Refuse everybody for whose model there is an error."""
+    def refuse(self, why: Callable[[Waiting], ProxyError | None]) -> None:
+        """Refuse everybody for whom there is an error."""
         for ticket in self._queue.waiting():
-            if ticket.waiting and (error := why(ticket.item.facts.model)) is not None:
+            if ticket.waiting and (error := why(ticket.item)) is not None:
                 self._queue.cancel(ticket)
                 self._refuse(ticket, error)
 
@@ -152,7 +162,7 @@ class WaitingRoom:
         if self._timer is not None:
             self._timer.cancel()
         self._closed = True
-        self.refuse(lambda model: _closed())
+        self.refuse(lambda item: _closed())
 
     def _refuse(self, ticket: Ticket[Waiting], error: ProxyError) -> None:
         """It is out of the queue already; unless it gave up because of what another was told, it hears why."""

@@ -3,11 +3,14 @@
     GET    /admin                          sources and roles
     GET    /admin/instances                every instance and its state
     POST   /admin/instances                add one: {"id", "url", "role", "connector", "bootstrap", "addresses",
-                                           "kv_events", "kv_events_replay", "store", "labels", "drain"}
+                                           "kv_events", "kv_events_replay", "store", "group", "compatibility", "labels",
+                                           "drain"}
     GET    /admin/instances/{id}           one of them
     PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
     DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
     POST   /admin/instances/{id}/drain     no new requests; .../undrain again
+    POST   /admin/groups/{group}/drain     all of one group at once; .../undrain again
+    DELETE /admin/groups/{group}           remove all of one group, where all were added here
     GET    /admin/modes                    how requests are coordinated: {"modes": [...]}, as in the fleet file
     PUT    /admin/modes                    the same from now on; requests that run are not touched
 
@@ -63,6 +66,9 @@ def admin_routes(token: Secret) -> list[Route]:
         ("DELETE", "/admin/instances/{id}", _remove),
         ("POST", "/admin/instances/{id}/drain", _drain),
         ("POST", "/admin/instances/{id}/undrain", _undrain),
+        ("POST", "/admin/groups/{group}/drain", _drain_group),
+        ("POST", "/admin/groups/{group}/undrain", _undrain_group),
+        ("DELETE", "/admin/groups/{group}", _remove_group),
         ("GET", "/admin/modes", _modes),
         ("PUT", "/admin/modes", _switch),
     )
@@ -157,6 +163,9 @@ async def _change(registry: Registry, request: Request) -> Response:
             document["kv_events_replay"] = now.kv_events_replay
         if "connector" not in changes:
             document["store"] = now.store or False
+        for name in ("group", "compatibility"):
+            if (value := getattr(now, name)) is not None:
+                document[name] = value
         entry = await _checked(registry, document | changes)
         if all(other.id != id for other in _mine(registry)):  # removed meanwhile
             raise _unknown(id)
@@ -186,6 +195,38 @@ def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
     id = _id(registry, request)
     registry.drain(id, on)
     return JSONResponse(_state(registry, _member(registry, id), _leases(request)))
+
+
+async def _drain_group(registry: Registry, request: Request) -> Response:
+    return _set_group_drain(registry, request, True)
+
+
+async def _undrain_group(registry: Registry, request: Request) -> Response:
+    return _set_group_drain(registry, request, False)
+
+
+def _set_group_drain(registry: Registry, request: Request, on: bool) -> Response:
+    for id in (ids := _of_group(registry, request)):
+        registry.drain(id, on)
+    held = _leases(request)
+    return JSONResponse({"object": "list", "data": [_state(registry, _member(registry, id), held) for id in ids]})
+
+
+async def _remove_group(registry: Registry, request: Request) -> Response:
+    ids = _of_group(registry, request)
+    for id in ids:
+        _require_mine(registry, id, "take the group out there, or drain it here")
+    registry.publish(SOURCE, [entry for entry in _mine(registry) if entry.id not in ids])
+    return JSONResponse({"object": "group", "id": request.path_params["group"], "instances": ids, "deleted": True})
+
+
+def _of_group(registry: Registry, request: Request) -> list[str]:
+    group = cast("str", request.path_params["group"])
+    ids = [id for id, owned in registry.owned.items() if owned.entry.group == group]
+    if not ids:
+        message = f"there is no group {group[:128]!r}; GET /admin/instances names those that there are"
+        raise ProxyError(404, "not_found_error", message, param="group")
+    return ids
 
 
 async def _modes(registry: Registry, request: Request) -> Response:
@@ -291,6 +332,8 @@ def _state(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[
         "kv_events": instance.kv_events,
         "kv_events_replay": instance.kv_events_replay,
         "store": instance.store,
+        "group": instance.group,
+        "compatibility": instance.compatibility,
         "labels": dict(instance.labels),
         "source": owned.source,
         "incarnation": instance.incarnation,

@@ -150,6 +150,12 @@ def _check_drain(value: object, rules: Rules) -> bool:
     return value
 
 
+def _check_compatibility(value: object, rules: Rules) -> str:
+    if not is_label_value(value):
+        raise ValueError("must be text of 1 to 253 characters; engines with equal ones understand each other's KV")
+    return cast("str", value)
+
+
 def _check_path(value: object, rules: Rules) -> Path:
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or "\0" in value:
         raise ValueError("must be the path of a file")
@@ -196,6 +202,8 @@ REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "kv_events": _check_stream,
     "kv_events_replay": _check_stream,
     "store": _check_store,
+    "group": lambda value, rules: check_id(value),
+    "compatibility": _check_compatibility,
     "labels": _check_labels,
     "drain": _check_drain,
 }

@@ -43,6 +43,10 @@ class Entry:
     """Where it can be asked for what it published before."""
     store: str | None = None
     """Which store its KV goes to and comes from, shared with all that name the same one."""
+    group: str | None = None
+    """The replica it belongs to."""
+    compatibility: str | None = None
+    """Whose KV it understands: of all with an equal one."""
 
     def instance(self) -> Instance:
         """A new incarnation of it."""
@@ -58,6 +62,8 @@ class Entry:
             self.kv_events,
             self.kv_events_replay,
             self.store,
+            self.group,
+            self.compatibility,
         )
 
 
@@ -105,4 +111,6 @@ def entry_of(instance: Instance, rules: Rules) -> Entry:
         kv_events=i.kv_events,
         kv_events_replay=i.kv_events_replay,
         store=i.store,
+        group=i.group,
+        compatibility=i.compatibility,
     )

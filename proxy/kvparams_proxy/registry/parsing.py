@@ -74,6 +74,8 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
         cast("str | None", found.get("kv_events")),
         cast("str | None", found.get("kv_events_replay")),
         cast("str | None", found["store"]) if "store" in found else store_of(connector, rules),
+        cast("str | None", found.get("group")),
+        cast("str | None", found.get("compatibility")),
     )
 
 

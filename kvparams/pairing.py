@@ -1,0 +1,38 @@
+"""Who may be paired with whom: groups and compatibility keys.
+
+A group is a replica: its prefill and decode instances belong together. Those of no group pair freely with others of
+none. A compatibility key says that two builds, layouts or versions understand each other's KV. The one rule: both must
+be equal on both sides, and nothing is equal to nothing.
+"""
+
+from typing import NamedTuple
+
+from kvparams.scheduling import Instance, Role
+
+__all__ = ["Beside", "PairKey", "may_pair", "pair_key"]
+
+
+class PairKey(NamedTuple):
+    """What two instances must have in common."""
+
+    group: str | None
+    compatibility: str | None
+
+    def words(self) -> str:
+        """For people."""
+        group = "of no group" if self.group is None else f"of the group {self.group}"
+        return group if self.compatibility is None else f"{group} with the compatibility key {self.compatibility}"
+
+
+Beside = Instance | Role
+"""Who runs, or will run, the other leg: this instance; somebody of this role who has yet to be chosen."""
+
+
+def pair_key(instance: Instance) -> PairKey:
+    """Its own."""
+    return PairKey(instance.group, instance.compatibility)
+
+
+def may_pair(one: Instance, other: Instance) -> bool:
+    """Whether one of these may fetch the other's KV."""
+    return pair_key(one) == pair_key(other)
