@@ -5,11 +5,21 @@ The plans are those of a proxy; what differs is who is chosen first. The one rul
 the client has one connection and one answer.
 """
 
+from collections.abc import Mapping
+from typing import Final
+
 from kvparams.managers.options import Options
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.scheduling import Role
 from kvparams.trust.signing import Signer
 
-__all__ = ["DecodeLocalPrefillRemote", "PrefillLocalDecodeRemote"]
+__all__ = ["LOCAL", "DecodeLocalPrefillRemote", "PrefillLocalDecodeRemote"]
+
+LOCAL: Final[Mapping[Role, str]] = {
+    Role.PREFILL: "prefill_local_decode_remote",
+    Role.DECODE: "decode_local_prefill_remote",
+}
+"""The name of the one that is meant for beside an engine of each role."""
 
 
 class PrefillLocalDecodeRemote(PrefillThenDecode):

@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
+
+from starlette.applications import Starlette
 
 from kvparams.dialects.registry import route_names
 from kvparams.scheduling import Role
@@ -18,7 +20,7 @@ from kvparams_proxy.options import OPTIONS, SWITCH, Option
 from kvparams_proxy.registry.entries import entry_of
 from kvparams_proxy.registry.problems import ConfigError
 from kvparams_proxy.server import listen, serve
-from kvparams_proxy.settings import known_dialects
+from kvparams_proxy.settings import Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
 
 __all__ = ["COMMAND", "add_fleet_flags", "add_setting_flags", "asked_for", "start"]
@@ -134,10 +136,13 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
     )
 
 
-def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """One for each setting."""
+def add_setting_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """One for each setting, but those that a command decides itself."""
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
+        if option.name in without:
+            parser.set_defaults(**{option.name.replace("-", "_"): None})
+            continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         _add(groups[option.group], option)
@@ -154,11 +159,18 @@ def asked_for(command: str, arguments: argparse.Namespace) -> Configuration | No
         return None
 
 
-def start(command: str, asked: Configuration, notes: Iterable[str] = (), *, check: bool = False) -> int:
-    """Serve until told to stop, or only look at the engines; the exit status."""
+def start(
+    command: str,
+    asked: Configuration,
+    notes: Iterable[str] = (),
+    *,
+    check: bool = False,
+    make: Callable[[Settings], Starlette] = create_app,
+) -> int:
+    """Serve what `make` makes until told to stop, or only look at the engines; the exit status."""
     if check:
         return asyncio.run(_check(command, asked))
-    app = create_app(asked.settings)
+    app = make(asked.settings)
     for note in (*asked.notes, *notes):
         print(f"kvparams {command}: {note}", file=sys.stderr)
     try:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Final, cast
 
 from kvparams.managers.choice import Mode
+from kvparams.managers.local_remote import LOCAL
 from kvparams.scheduling import Role
 from kvparams_proxy.command import add_fleet_flags, add_setting_flags, asked_for, start
+from kvparams_proxy.registry.checks import check_url
 
 __all__ = ["COMMAND"]
 
-_MODES: Final = {Role.PREFILL: "prefill_local_decode_remote", Role.DECODE: "decode_local_prefill_remote"}
-"""The manager beside an engine of each role."""
 _REMOTE: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _EXAMPLE: Final = """
 A sidecar stands before one engine and splits the work that comes to it: one leg runs on its engine, the other on a
@@ -30,6 +30,11 @@ beside a prefill engine; each answer comes from one of two decode engines:
 beside a decode engine, which has prompts computed elsewhere:
 
   kvparams sidecar --role decode --engine http://127.0.0.1:8000 --port 8100 --prefill http://10.0.0.1:8000
+
+with a RabbitMQ in between, from which decode engines pull work when they have room, and KV in a store:
+
+  kvparams sidecar --role prefill --engine http://127.0.0.1:8000 --port 8100 --connector store --broker amqp://broker
+  kvparams sidecar --role decode  --engine http://127.0.0.1:8000 --port 8101 --connector store --broker amqp://broker
 
 all sidecars may follow one file of the whole fleet; each takes the engines of the other role from it:
 
@@ -60,7 +65,7 @@ class SidecarCommand:
             help="the engine beside this sidecar, http://host:port",
         )
         group.add_argument(
-            "--role", required=True, choices=[role.value for role in _MODES], help="what this engine does of a request"
+            "--role", required=True, choices=[role.value for role in LOCAL], help="what this engine does of a request"
         )
         for local, role in _REMOTE.items():
             group.add_argument(
@@ -69,32 +74,60 @@ class SidecarCommand:
                 metavar="[NAME=]URL",
                 help=f"a remote {role} engine, where the one here does {local}; repeat it for each",
             )
+        group.add_argument(
+            "--broker",
+            metavar="URL|FILE",
+            help="a RabbitMQ between prefill and decode, amqp://host:port, or a file with its URL where that has a "
+            "password: decode engines pull work when they have room (--decode-requests, default 16)",
+        )
+        group.add_argument(
+            "--pool", default="kvparams", metavar="NAME", help="... whose queues have this name (default: kvparams)"
+        )
         add_fleet_flags(group)
-        add_setting_flags(parser)
+        add_setting_flags(parser, without=("mode",))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serve until told to stop."""
         role = Role(arguments.role)
         remote = _REMOTE[role]
+        engine = cast("str", arguments.engine)
         if getattr(arguments, role):
-            said = f"--{role}: the {role} engine here is --engine; remote engines are --{remote}"
-            print(f"kvparams sidecar: {said}", file=sys.stderr)
-            return 2
-        setattr(arguments, role, [cast("str", arguments.engine)])
+            return _refused(f"--{role}: the {role} engine here is --engine; remote engines are --{remote}")
+        try:
+            check_url(engine.rpartition("=")[2])
+        except ValueError as error:
+            return _refused(f"--engine: [NAME=]URL {error}")
+        setattr(arguments, role, [engine])
+        if arguments.broker is not None:
+            return _queued(arguments, role)
         asked = asked_for("sidecar", arguments)
         if asked is None:
             return 2
         local = next(instance for instance in asked.settings.instances if instance.role is role)
-        settings = replace(asked.settings, beside=local.id, modes=(Mode(_MODES[role]),), keep_modes=True)
+        settings = replace(asked.settings, beside=local.id, modes=(Mode(LOCAL[role]),), keep_modes=True)
         known = any(entry.role is remote for entry in asked.entries)
         if not (known or settings.providers or settings.admin):
-            said = f"no {remote} engine is given; name at least one --{remote} URL, or --config FILE"
-            print(f"kvparams sidecar: {said}", file=sys.stderr)
-            return 2
+            return _refused(f"no {remote} engine is given; name at least one --{remote} URL, or --config FILE")
         note = f"no {remote} engine is given: requests will be answered 503 until there is one"
         entries = tuple(entry for entry in asked.entries if entry.id == local.id or entry.role is not role)
         asked = asked._replace(settings=settings, entries=entries)
         return start("sidecar", asked, () if known else (note,), check=arguments.check)
+
+
+def _queued(arguments: argparse.Namespace, role: Role) -> int:
+    try:
+        from kvparams_proxy.queue.beside import run
+    except ImportError as error:
+        return _refused(f"--broker needs aio-pika ({error}): pip install 'kvparams[queue]'")
+    try:
+        return run(arguments, role, _REMOTE[role])
+    except ValueError as error:
+        return _refused(f"--broker: {error}")
+
+
+def _refused(said: str) -> int:
+    print(f"kvparams sidecar: {said}", file=sys.stderr)
+    return 2
 
 
 COMMAND: Final = SidecarCommand()

@@ -12,17 +12,20 @@ says of KV reaches no engine. Legs of other proxies come with the key and go to 
 import asyncio
 from collections.abc import Iterable, MutableMapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvparams.managers.choice import Mode
+from kvparams.managers.local_remote import LOCAL
 from kvparams.scheduling import Instance
 from kvparams_proxy.app import create_app
 from kvparams_proxy.clients.endpoints import ENDPOINTS
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import Settings
+from kvparams_proxy.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.sidecar.inprocess import InProcess
 from kvparams_proxy.upstream.interface import Upstream
 
@@ -46,19 +49,24 @@ class DisaggregatedServerMixin:
         Args:
             app: the engine's.
             settings: the proxy's; `beside` names the instance that `app` is. Its URL is where other engines find it.
+                Without modes it is the one for beside an engine of its role.
             key: who shows it, as `Authorization: Bearer`, is another proxy and no client. Without one no other proxy
                 can send legs here.
             passed: beginnings of further paths that clients may use, such as `/v1/audio/`; nothing is taken out of what
                 they send there.
 
         Raises:
-            ValueError: the settings name no instance that this is beside.
+            ValueError: the settings name no instance that this is beside, or one that does the work alone.
             PluginError, KeysError, KeyringError: see `create_app`.
         """
         if settings.local is None:
             raise ValueError("the settings do not say which instance this app is: Settings(..., beside=ID)")
+        if settings.local.role not in LOCAL:
+            raise ValueError(f"an engine whose role is {settings.local.role} splits no requests")
+        if settings.modes == DEFAULT_MODES:
+            settings = replace(settings, modes=(Mode(LOCAL[settings.local.role]),), keep_modes=True)
         self._app = app
-        self._id = settings.local.id
+        self._id = settings.beside
         self._key = key
         self._passed = tuple(passed)
         self._proxy: Starlette = create_app(settings, self._reach)

@@ -1,0 +1,50 @@
+"""`kvparams sidecar` beside stock vLLM engines that move KV with the real NixlConnector."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.processes import Processes, Server, free_port
+from kvparams.scheduling import Role
+from tests.vllm.engines import CALM, PATIENCE_S
+from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair
+from tests.vllm.traffic import answers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with Processes(tmp_path_factory.mktemp("logs")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def pair(processes: Processes, model: Path) -> Pair:
+    installed("nixl")
+    return start_pair(processes, model, "nixl", nixl("P", "kv_producer"), nixl("D", "kv_consumer"))
+
+
+def _sidecar(processes: Processes, pair: Pair, role: Role) -> Server:
+    port = free_port()
+    local, remote, there = pair.prefill, pair.decode, Role.DECODE
+    if role is Role.DECODE:
+        local, remote, there = pair.decode, pair.prefill, Role.PREFILL
+    command = [sys.executable, "-m", "kvparams", "sidecar", "--role", role, "--engine", f"{local.name}={local.url}"]
+    command += [f"--{there}", f"{remote.name}={remote.url}", "--port", str(port), "--log-requests", "off", *CALM]
+    return processes.start(f"sidecar-{role}", *command, port=port)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_tokens_are_those_of_one_engine_and_kv_went_from_one_to_the_other(
+    pair: Pair, processes: Processes, alone: Alone, role: Role, record: Callable[[dict[str, object]], None]
+) -> None:
+    sidecar = _sidecar(processes, pair, role)
+    processes.wait_ready(sidecar, within_s=PATIENCE_S)
+    before = external(pair.decode)
+    assert answers(sidecar.url, alone.asks) == alone.answers
+    loaded = external(pair.decode) - before
+    assert loaded > 0
+    record({"beside": role, "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
