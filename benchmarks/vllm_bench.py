@@ -10,9 +10,10 @@ changes.
   another salt, which is found nowhere and computed; with the rule that skips loads slower than computing off and on,
   and on with a store that is said to be slow.
 - lookup, store: completions of random prompts, eight at a time, all computed: with our connector as a consumer, which
-  looks up and stores nothing, or as a cache that stores all; in the same engine with requests for which the store is
-  not used, as two engines that are alike differ by some percent; with a connector that does nothing, and with none.
-  What a save costs is the processor time of the engine beyond that without the store, for each byte stored, beside
+  looks up and stores nothing, or as a cache that stores all; in the same engine while its connector is taken out, as
+  two engines that are alike differ by some percent; in an engine with a connector that does nothing, and in two with
+  none, whose ratio says by how much engines differ.
+  What a save costs is the processor time of the engine beyond that without the connector, for each byte stored, beside
   memcpy of as many bytes to memory that is not in a cache.
 """
 
@@ -21,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -43,11 +45,14 @@ _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
 _MISS: Final = {200: 64, 1000: 16}
 """Tokens of a prompt, and how many requests are timed together."""
-_OFF: Final = "off"
-"""Our connector, with requests for which the store is not used."""
+_OUT: Final = "taken out"
+"""The engine with our connector, while it has none."""
+_BARE: Final = ("bare", "bare too")
 _AT_ONCE: Final = 8
 _SAVED: Final = "vllm:kvparams_bytes_saved_total"
-_LEFT: Final = "vllm:kvparams_requests_off_total"
+_ASKED: Final = "vllm:external_prefix_cache_queries_total"
+_STILL_S: Final = 0.02
+"""So long an engine uses no processor before it counts as done."""
 _ROOT: Final = str(Path(__file__).parents[1])
 Rounds = dict[str, list[float]]
 """By name: seconds in each round."""
@@ -137,16 +142,36 @@ def _hit(folder: Path, model: Path, rounds: int) -> dict[str, object]:
     return told
 
 
-def engine_cpu_s(server: Server) -> float:
-    """Seconds of processor that vLLM's engine process has used: its computing, and our threads in it."""
+def _core(server: Server) -> int:
+    """vLLM's engine process, behind the one that speaks HTTP."""
     pid = server.process.pid
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
     cores = [child for child in children if "Engine" in Path(f"/proc/{child}/comm").read_text()]
-    assert cores, "vLLM's engine has no process of its own"
-    stats = (file.read_text().split() for core in cores for file in Path(f"/proc/{core}/task").glob("*/schedstat"))
+    assert len(cores) == 1, "vLLM's engine has no process of its own"
+    return cores[0]
+
+
+def engine_cpu_s(server: Server) -> float:
+    """Seconds of processor that vLLM's engine process has used: its computing, and our threads in it."""
+    stats = (file.read_text().split() for file in Path(f"/proc/{_core(server)}/task").glob("*/schedstat"))
     return sum(int(stat[0]) for stat in stats) / 1e9
+
+
+def _done_cpu_s(server: Server) -> float:
+    """The same, once the engine has nothing more to do: what it saves behind its answers counts too."""
+    before = engine_cpu_s(server)
+    while True:
+        time.sleep(_STILL_S)
+        if (now := engine_cpu_s(server)) - before < _STILL_S / 10:
+            return now
+        before = now
+
+
+def _module(name: str, path: str) -> dict[str, object]:
+    """A connector, for vLLM."""
+    return {"kv_connector": name, "kv_connector_module_path": path}
 
 
 async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
@@ -165,36 +190,39 @@ async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
         return time.perf_counter() - start
 
 
-def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int) -> dict[str, object]:
+def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int, *, itself: bool) -> dict[str, object]:
     chance = random.Random(2)
     requests = _MISS[tokens]
-    null = json.dumps(
-        {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm_null", "kv_role": "kv_both"}
-    )
+
+    null = json.dumps({**_module("NullConnector", "benchmarks.vllm_null"), "kv_role": "kv_both"})
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Processes(folder) as processes:
         # Small, so that soon all of its memory has been written once, as in a store that has run for a while.
         ours = transfer_config(f"file://{memory}/kv?size=64MiB", role="kv_consumer" if role == "lookup" else "kv_both")
+        ours = json.dumps(json.loads(ours) | _module("RemovableConnector", "benchmarks.vllm_removable"))
         environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])}
         engines = {
             name: start_engine(processes, name, model, transfer=transfer, environment=environment)
-            for name, transfer in {role: ours, "nothing": null, "bare": None}.items()
+            for name, transfer in {role: ours, **({} if itself else {"nothing": null, **dict.fromkeys(_BARE)})}.items()
         }
         processes.wait_ready(*engines.values(), within_s=_READY_S)
 
-        def run(name: str, server: Server, more: Mapping[str, object]) -> Callable[[int], float]:
+        def run(name: str, server: Server) -> Callable[[int], float]:
             """16 tokens out."""
 
             def once(_: int) -> float:
                 prompts = [[chance.randrange(300, 2000) for _ in range(tokens)] for _ in range(requests)]
-                before = engine_cpu_s(server)
-                seconds = asyncio.run(together(server.url, [{**body_of(prompt, 16), **more} for prompt in prompts]))
-                spent[name].append(engine_cpu_s(server) - before)
+                before = _done_cpu_s(server)
+                if name == _OUT:
+                    os.kill(_core(server), signal.SIGUSR1)  # see `vllm_removable.py`
+                seconds = asyncio.run(together(server.url, [body_of(prompt, 16) for prompt in prompts]))
+                spent[name].append(_done_cpu_s(server) - before)
+                if name == _OUT:
+                    os.kill(_core(server), signal.SIGUSR2)
                 return seconds
 
             return once
 
-        sides = {name: run(name, server, {}) for name, server in engines.items()}
-        sides[_OFF] = run(_OFF, engines[role], {"kv_transfer_params": {"kvparams": {"version": "0.0"}}})
+        sides = {name: run(name, server) for name, server in {**engines, _OUT: engines[role]}.items()}
         spent: Rounds = {name: [] for name in sides}
         in_rounds(3, sides)
         for warm in spent.values():
@@ -203,10 +231,14 @@ def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int) -> dic
         found = in_rounds(rounds, sides)
         after = counters(engines[role])
     assert not after["vllm:kvparams_loads_total"], "what should be found nowhere was found"
-    assert after[_LEFT] - before[_LEFT] == rounds * requests, "the store was used where it should not"
+    assert after[_ASKED] - before[_ASKED] == rounds * requests * tokens, (
+        "the connector was asked otherwise than it should"
+    )
     told: dict[str, object] = {"tokens": tokens, "requests": requests}
     print(f"{requests} prompts of {tokens} tokens, none of them found:")
-    for name, other in ((role, _OFF), (role, "bare"), (_OFF, "bare"), ("nothing", "bare")):
+    bare, too = _BARE
+    others = ((role, bare), (_OUT, bare), ("nothing", bare), (too, bare))
+    for name, other in ((role, _OUT), *(() if itself else others)):
         ratio, cpu = _ratio(found, other, name), _ratio(spent, name, other)
         told[f"throughput of {name} / {other}"] = {**_told(found, other, name), "cpu": asdict(cpu)}
         print(
@@ -216,7 +248,7 @@ def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int) -> dic
         )
     if stored := (after[_SAVED] - before[_SAVED]) / rounds:
         memcpy = _memcpy_s_per_byte()
-        more = median_interval([(a - b) / stored / memcpy for a, b in zip(spent[role], spent[_OFF], strict=True)])
+        more = median_interval([(a - b) / stored / memcpy for a, b in zip(spent[role], spent[_OUT], strict=True)])
         told["CPU of a stored byte / memcpy"] = {**asdict(more), "memcpy_s": memcpy, "bytes": stored}
         print(
             f"  {stored / 2**20:.0f} MiB stored a round: {more} times the processor of memcpy, "
@@ -242,6 +274,7 @@ def main() -> None:
     parser.add_argument("part", choices=("hit", "lookup", "store"))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tokens", type=int, choices=list(_MISS), default=1000, help="of a prompt that is not found")
+    parser.add_argument("--itself", action="store_true", help="lookup, store: no other engine beside ours")
     parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -250,7 +283,7 @@ def main() -> None:
         if told.part == "hit":
             seen = _hit(folder, model, told.rounds)
         else:
-            seen = _miss(folder, model, told.rounds, told.part, told.tokens)
+            seen = _miss(folder, model, told.rounds, told.part, told.tokens, itself=told.itself)
     if told.json is not None:
         with told.json.open("a") as file:
             file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, told.part: seen}) + "\n")
