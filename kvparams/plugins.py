@@ -77,7 +77,7 @@ def _loaded(kind: str, name: str, registered: Iterable[EntryPoint]) -> object:
     (point,) = found.values()
     try:
         return point.load()
-    except (ImportError, AttributeError, ValueError) as error:  # a table refuses its fields with the last
+    except Exception as error:  # whatever a module of somebody else raises while it is imported
         package = point.module.split(".")[0]
         hint = ""
         if package in _OURS and isinstance(error, ImportError):

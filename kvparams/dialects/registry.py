@@ -11,7 +11,7 @@ from kvparams.dialects import Dialect
 from kvparams.dialects.table import Table
 from kvparams.errors import PluginError
 
-__all__ = ["each_table", "route_names", "routes", "table", "tables"]
+__all__ = ["each_route", "each_table", "route_names", "routes", "table", "tables"]
 
 
 def tables() -> dict[str, Table]:
@@ -50,20 +50,31 @@ def table(name: str) -> Table:
     return found
 
 
-def routes() -> dict[str, Dialect]:
-    """Every dialect that a proxy can speak.
+def each_route() -> tuple[dict[str, Dialect], dict[str, str]]:
+    """Every dialect that a proxy can speak, and of the other names why it cannot."""
+    found: dict[str, Dialect] = {}
+    refused: dict[str, str] = {}
+    for name, one in plugins.load_each("dialects").items():
+        try:
+            _table(name, one)
+        except PluginError as error:
+            refused[name] = str(error)
+            continue
+        if isinstance(one, Table):
+            refused[name] = "its messages can be translated, but no proxy routes with it yet"
+        else:
+            found[name] = cast("Dialect", one)
+    return found, refused
 
-    Raises:
-        PluginError: one of them cannot be loaded.
-    """
-    loaded = plugins.load_all("dialects")
-    return {name: cast("Dialect", one) for name, one in loaded.items() if not isinstance(one, Table)}
+
+def routes() -> dict[str, Dialect]:
+    """Every dialect that a proxy can speak; what cannot be loaded is left out."""
+    return each_route()[0]
 
 
 def route_names() -> list[str]:
-    """The names of `routes`, for people: what cannot be loaded is left out here, and told when it is asked for."""
-    loaded = plugins.load_each("dialects")
-    return [name for name, one in loaded.items() if not isinstance(one, Table | PluginError)]
+    """The names of `routes`, for people."""
+    return list(routes())
 
 
 def _table(name: str, loaded: object) -> Table | None:

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvparams import plugins
-from kvparams.dialects.registry import tables
+from kvparams.dialects.registry import each_table
 from kvparams.errors import PluginError
 from kvparams.managers.choice import Mode
 from kvparams.retries import RetryBudget
@@ -92,7 +92,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     """
     policy = cast("type[SchedulingPolicy]", plugins.load("policies", settings.policy))
     dialects = known_dialects()
-    pins = Pins(tables().values())
+    pins = Pins(each_table()[0])
     keys = None if settings.client_keys is None else KeyRing(settings.client_keys)
     signing = None if settings.signing is None else FollowedSigner(settings.signing)
     signer = None if signing is None else signing.signer

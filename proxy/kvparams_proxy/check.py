@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from kvparams.codec import carrier
 from kvparams.dialects import Dialect, HandoffMissing, Place
-from kvparams.dialects.registry import tables
+from kvparams.dialects.registry import each_table
 from kvparams.errors import KVParamsError
 from kvparams.jsontext import edit, fields
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
@@ -89,7 +89,7 @@ async def check_fleet(
         known: dict[Instance, _Known] = {}
         places: dict[Instance, Place] = {}
         bootstraps = Bootstraps(dialects, limits)
-        pins = Pins(tables().values())
+        pins = Pins(each_table()[0])
         for instance, pool in engines.items():
             finding, found = await _look(instance, pool)
             yield finding

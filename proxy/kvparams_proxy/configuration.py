@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvparams.admission import QueueLimits, RoleLimits
+from kvparams.dialects.registry import each_table
 from kvparams.jsontext import JSONLimits
 from kvparams.managers.choice import Mode
 from kvparams.scheduling import Role
@@ -23,7 +24,14 @@ from kvparams_proxy.clients.keys_file import KeysError, read_keys
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
 from kvparams_proxy.production_stack import StaticFleet
 from kvparams_proxy.registry.access import Places, load_access
-from kvparams_proxy.registry.checks import check_addresses, check_id, check_url, is_label, is_label_value
+from kvparams_proxy.registry.checks import (
+    check_addresses,
+    check_connector,
+    check_id,
+    check_url,
+    is_label,
+    is_label_value,
+)
 from kvparams_proxy.registry.entries import Entry, Rules, Selector
 from kvparams_proxy.registry.file import FileProvider
 from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry, store_of
@@ -121,6 +129,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     direct = not values["plain-asgi"]
     secrets = dict.fromkeys((values["admin-token-file"], rules.places.key_file))
     notes = [f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and open_to_others(path)]
+    notes += [f"left out: {error}" for error in each_table()[1]]
     return Configuration(settings, values["host"], values["port"], tls, direct, entries, (*static.notes, *notes))
 
 
@@ -148,8 +157,10 @@ def _flags(arguments: argparse.Namespace, problems: Problems) -> dict[str, objec
 
 def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: Problems) -> Rules:
     rules = known_rules()
-    if arguments.connector not in rules.connectors:
-        problems.add("--connector", f"must be one of {', '.join(sorted(rules.connectors))}")
+    try:
+        check_connector(arguments.connector, rules)
+    except ValueError as error:
+        problems.add("--connector", str(error))
     selectors = dict(static.selectors)
     for role in Role:
         text = cast("str | None", getattr(arguments, f"{role}_labels"))

@@ -8,7 +8,7 @@ from typing import Final
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.dialects import Dialect
-from kvparams.dialects.registry import routes
+from kvparams.dialects.registry import each_route, routes
 from kvparams.jsontext import JSONLimits
 from kvparams.managers.choice import Mode
 from kvparams.scheduling import Instance, Role
@@ -27,20 +27,18 @@ DEFAULT_MODES: Final = (Mode("prefill_then_decode"),)
 
 
 def known_dialects() -> dict[str, Dialect]:
-    """Every registered dialect that a proxy can speak, by name.
-
-    Raises:
-        PluginError: one of them cannot be loaded.
-    """
+    """Every registered dialect that a proxy can speak, by name."""
     return routes()
 
 
 def known_rules() -> Rules:
-    """For entries, where nothing else is said: every registered connector is known. Raises as `known_dialects`."""
-    dialects = known_dialects()
+    """For entries, where nothing else is said: every registered connector is known."""
+    dialects, unusable = each_route()
     bootstrapped = (name for name, dialect in dialects.items() if dialect.bootstrap is not None)
     storing = (name for name, dialect in dialects.items() if dialect.mode == "store")
-    return Rules(frozenset(dialects), bootstrapped=frozenset(bootstrapped), storing=frozenset(storing))
+    return Rules(
+        frozenset(dialects), unusable=unusable, bootstrapped=frozenset(bootstrapped), storing=frozenset(storing)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ __all__ = [
     "REMOTE_ENTRY",
     "Check",
     "check_addresses",
+    "check_connector",
     "check_id",
     "check_url",
     "is_label",
@@ -90,10 +91,17 @@ def _check_role(value: object, rules: Rules) -> Role:
         raise ValueError(f"must be {' or '.join(Role)}{both if value == 'both' else ''}") from None
 
 
-def _check_connector(value: object, rules: Rules) -> str:
-    if not isinstance(value, str) or value not in rules.connectors:
-        raise ValueError(f"must be one of {', '.join(sorted(rules.connectors))}")
-    return value
+def check_connector(value: object, rules: Rules) -> str:
+    """The name of a dialect that is spoken here.
+
+    Raises:
+        ValueError: it is none; the message says why, where it is one all the same.
+    """
+    if isinstance(value, str) and value in rules.connectors:
+        return value
+    known = f"must be one of {', '.join(sorted(rules.connectors))}"
+    why = rules.unusable.get(value) if isinstance(value, str) else None
+    raise ValueError(known if why is None else f"{known}; {value} cannot be used: {why}")
 
 
 def _check_labels(value: object, rules: Rules) -> dict[str, str]:
@@ -186,7 +194,7 @@ def _check_tls(value: object, rules: Rules) -> EngineTLS:
 PLACES: Final[Mapping[str, Check]] = {"key_file": _check_path, "key_env": _check_env, "tls": _check_tls}
 """Where an instance's key and certificates are."""
 DEFAULTS: Final[Mapping[str, Check]] = {
-    "connector": _check_connector,
+    "connector": check_connector,
     "labels": _check_labels,
     "addresses": lambda value, rules: check_addresses(value),
     **PLACES,
@@ -196,7 +204,7 @@ REMOTE_ENTRY: Final[Mapping[str, Check]] = {
     "id": lambda value, rules: check_id(value),
     "url": lambda value, rules: check_url(value),
     "role": _check_role,
-    "connector": _check_connector,
+    "connector": check_connector,
     "bootstrap": lambda value, rules: check_url(value),
     "addresses": lambda value, rules: check_addresses(value),
     "kv_events": _check_stream,

@@ -72,9 +72,11 @@ class Rules:
     """How entries are read: what is known, and what holds for all that do not say otherwise."""
 
     connectors: frozenset[str]
-    """The names of registered dialects."""
+    """The names of the dialects that are spoken here."""
     connector: str = "nixl"
     """The dialect of entries that name none."""
+    unusable: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of other dialects that are registered, why they are not spoken."""
     bootstrapped: frozenset[str] = frozenset()
     """The dialects whose prefill engines have a bootstrap server."""
     storing: frozenset[str] = frozenset()
