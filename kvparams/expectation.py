@@ -42,10 +42,11 @@ def expect(candidate: Candidate, request: RequestFacts) -> Expectation:
     cached = request.cached.get(candidate.instance, 0)
     computed = max(1, tokens - cached)
     work_s = speed.seconds(computed, tokens)
-    fetched = request.stored - cached
+    stored = request.stored_elsewhere.get(candidate.instance, request.stored)
+    fetched = stored - cached
     if fetched > 0:
         fetch_s = pace.fetch_s(fetched)
-        rest = max(1, tokens - request.stored)
+        rest = max(1, tokens - stored)
         rest_s = speed.seconds(rest, tokens)
         if max(wait_s, fetch_s) + rest_s < wait_s + work_s:
             return Expectation(wait_s, fetch_s, rest_s, cached, fetched, rest)

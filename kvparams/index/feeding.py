@@ -77,8 +77,10 @@ class EventFeed:
                 self._cleared(event, worker)
 
     def lost(self, worker: Hashable) -> None:
-        """What was said of it holds no longer: a gap that cannot be filled, a restart, a worker that has gone."""
-        self._cleared(Cleared(), worker)
+        """What it said holds no longer: a gap that cannot be filled, a restart, a worker that has gone."""
+        self._index.cleared(worker)
+        for owner in self._owners.pop(worker, ()):
+            self._index.cleared((worker, owner))
 
     def _stored(self, event: Stored, worker: Hashable, model: str, now: float) -> None:
         level = _LEVELS.get(event.place.medium)
@@ -137,11 +139,9 @@ class EventFeed:
             self._index.cleared((worker, event.owner))
             owners.discard(event.owner)
             return
-        self._index.cleared(worker)
+        self.lost(worker)
         if self._gone is not None:
             self._gone(worker, None)
-        for owner in self._owners.pop(worker, ()):
-            self._index.cleared((worker, owner))
 
     def _holder(self, worker: Hashable, place: Place) -> Hashable:
         if place.owner is None:

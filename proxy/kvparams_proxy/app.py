@@ -44,6 +44,7 @@ from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
+from kvparams_proxy.telemetry.event_gauges import EventGauges
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
 from kvparams_proxy.telemetry.journal import Journal
@@ -63,6 +64,7 @@ from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 if TYPE_CHECKING:
+    from kvparams_proxy.cache_events.books import CacheEvents
     from kvparams_proxy.fleet.prefixes import Prefixes
     from kvparams_proxy.telemetry.spans import SpanExport
 
@@ -121,6 +123,9 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         fleet.listen(pools)
         addresses = Addresses()
         fleet.listen(addresses)
+        events = _cache_events(loop, prefixes)
+        if events is not None:
+            fleet.listen(events)
         watch = Watch(loop)
         metrics = Metrics()
         releases = Releases(fleet, pools, watch, loop.time, signer)
@@ -133,6 +138,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             Gauges(metrics, fleet, pools, releases, journal),
             ProductionStackGauges(metrics, fleet, loop.time),
             *(() if prefixes is None else (PrefixGauges(prefixes),)),
+            *(() if events is None else (EventGauges(events),)),
             *(() if tokens is None else (PromptGauges(tokens),)),
         )
         lag = LoopLag(loop, metrics.turn_lag)
@@ -179,6 +185,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         fleet.close()
         pools.close()
         lag.close()
+        if events is not None:
+            events.close()
         if tokens is not None:
             tokens.close()
         ledger.close()
@@ -262,9 +270,20 @@ def _prefixes(policy: type[SchedulingPolicy]) -> "Callable[[Callable[[], float]]
     try:
         from kvparams_proxy.fleet.prefixes import Prefixes
     except ImportError as error:
-        message = f"this policy needs numpy ({error}): pip install 'kvparams[proxy,index]'"
+        message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
     return lambda now: Prefixes(now, randbits(64))
+
+
+def _cache_events(loop: asyncio.AbstractEventLoop, prefixes: "Prefixes | None") -> "CacheEvents | None":
+    """Who hears engines' KV events: nobody where the policy does not look at caches, or pyzmq is not installed."""
+    if prefixes is None:
+        return None
+    try:
+        from kvparams_proxy.cache_events.books import CacheEvents
+    except ImportError:  # `configure` has told whoever needs it
+        return None
+    return CacheEvents(loop, prefixes)
 
 
 def _identifiers() -> Callable[[], str]:

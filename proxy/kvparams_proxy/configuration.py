@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -97,6 +98,8 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
+    if any(entry.kv_events for entry in entries) and find_spec("zmq") is None:
+        problems.add("kv_events", "of an instance needs pyzmq: pip install 'kvparams[proxy,index,events]'")
     problems.check()
     try:
         settings = Settings(

@@ -296,11 +296,13 @@ class Fleet:
         models: frozenset[str] | None,
         place: Place | None = None,
         version: str | None = None,
+        base: str | None = None,
     ) -> None:
         """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
         bootstrap server calls something else than before, or that speaks another version of the protocol."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
+        member.base = base or member.base
         dispatcher = self._roles[member.instance.role]
         version = version or member.instance.version
         came = ready and (not member.ready or place != member.place or version != member.instance.version)

@@ -46,6 +46,7 @@ class Member:
 
     __slots__ = (
         "asked",
+        "base",
         "breaker",
         "draining",
         "in_flight",
@@ -67,6 +68,8 @@ class Member:
         """False as long as it has never been known to be alive: the first time makes no new incarnation."""
         self.models: frozenset[str] | None = None
         """The models it serves; None as long as it has not said."""
+        self.base: str | None = None
+        """The first of them that is no adapter."""
         self.place: Place | None = None
         """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0

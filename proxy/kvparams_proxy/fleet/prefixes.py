@@ -4,18 +4,24 @@ It is learnt from where legs are sent, and corrected by the `cached_tokens` that
 believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
 computed both side by side all the same, so what only a running leg brings says nothing about how much fits.
 
+An engine that publishes KV events (`kvparams_proxy.cache_events`) is believed to have what it says besides, and what it
+says is gone is gone. What a leg computed on an engine with a store is in the store from when it has ended, for whoever
+shares that; an engine that was expected to fetch it, and reports less, says that the store has it no longer.
+
 The one rule: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
 `kvparams.index.chain`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and SGLang name
 a LoRA by the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Final, NamedTuple
 
+from kvparams.events.model import Batch
 from kvparams.expectation import Expectation, expect
 from kvparams.index.chain import Chain, Hashes
-from kvparams.index.feeding import Routed, RoutingFeed
+from kvparams.index.feeding import EventFeed, Routed, RoutingFeed
 from kvparams.index.prefix import PrefixIndex
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.fleet.member import Member
@@ -33,6 +39,10 @@ _BLOCKS: Final = 1 << 20
 _FITS: Final = 1 << 15
 """Blocks that one engine's cache is believed to hold at first: more than most, since misses correct it at once."""
 _MOST_FITS: Final = 1 << 18
+_NAMES: Final = 1 << 20
+"""Of engines' own blocks, of 16 tokens mostly: some 80 MiB when all are used, and engines publish events."""
+_HOST: Final = 1
+"""The level of an engine's own memory: what it keeps there is as good as cached."""
 _NAMED: Final = 8
 """Candidates that a decision names."""
 
@@ -51,11 +61,12 @@ class Decision(NamedTuple):
     def words(self) -> str:
         """For people: the chosen one first, then those that were believed to have most."""
         it = self.expected
+        fetch = f"fetch {it.fetched} in {1000 * it.fetch_s:.0f} ms, " if it.fetched else ""
         named = sorted(self.candidates, key=lambda each: (-self.cached.get(each, 0), each.id))
         others = [each for each in named if each is not self.chosen]
         parts = [
             f"{self.chosen.id}: {it.cached} of {self.tokens} tokens cached, wait {1000 * it.wait_s:.0f} ms, "
-            f"compute {1000 * it.work_s:.0f} ms"
+            f"{fetch}compute {1000 * it.work_s:.0f} ms"
         ]
         parts += [f"{each.id}: {self.cached.get(each, 0)} cached" for each in others[: _NAMED - 1]]
         if len(others) >= _NAMED:
@@ -63,14 +74,33 @@ class Decision(NamedTuple):
         return "; ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """A holder of blocks that several engines fetch from."""
+
+    name: str
+
+
+class _Looked(NamedTuple):
+    """What is believed of one prompt."""
+
+    facts: RequestFacts
+    hashes: Hashes | None
+    """None where there are no token ids."""
+    stored: Mapping[str | None, int]
+    """Tokens, by the name of the store."""
+
+
 class _Leg:
     """One that runs."""
 
-    __slots__ = ("answered", "cached", "decision", "fresh", "hashes", "prompt_tokens", "routed", "settled")
+    __slots__ = ("answered", "cached", "decision", "fresh", "hashes", "prompt_tokens", "routed", "settled", "stored")
 
-    def __init__(self, decision: Decision, hashes: Hashes | None) -> None:
+    def __init__(self, decision: Decision, hashes: Hashes | None, stored: int) -> None:
         self.decision = decision
         self.hashes = hashes
+        self.stored = stored
+        """Tokens that its engine's store was believed to have."""
         self.routed: Routed | None = None
         self.settled = 0
         """Blocks that were believed to be there, not only to come."""
@@ -95,6 +125,9 @@ class Prefixes:
         self._chain = Chain(seed, BLOCK_TOKENS)
         self._index = PrefixIndex(_BLOCKS)
         self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
+        self._stores = RoutingFeed(self._index, _MOST_FITS, _BLOCKS)
+        self._events = EventFeed(self._index, self._chain, _NAMES, namespace=self._namespace, gone=self._gone)
+        self._tellers: dict[Member, Callable[[], None]] = {}
         self._legs: dict[str, _Leg] = {}
         """By transfer id of the request, which has one prefill leg at a time."""
         self._coming: dict[Instance, dict[int, int]] = {}
@@ -114,32 +147,31 @@ class Prefixes:
 
     def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
         """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `released`."""
-        hashes = self._hashes(facts)
-        if hashes is not None:
-            most = (facts.tokens - 1) // BLOCK_TOKENS  # the last token is always computed
-            held = self._index.match(hashes).held[0]
-            cached = {
-                who: BLOCK_TOKENS * min(blocks, most) for who, blocks in held.items() if isinstance(who, Instance)
-            }
-            facts = facts._replace(cached=cached)
-        chosen = policy.choose(members, facts, turn)
-        instance, expected = chosen.instance, expect(chosen, facts)
-        decision = Decision(instance, facts.tokens, expected, [each.instance for each in members], facts.cached)
-        leg = self._legs[facts.transfer_id] = _Leg(decision, hashes)
+        facts, hashes, stored = self._look(members, facts)
+        chosen, decision = _decide(policy, members, facts, turn)
+        instance, expected = chosen.instance, decision.expected
+        leg = self._legs[facts.transfer_id] = _Leg(decision, hashes, stored.get(instance.store, 0))
         chosen.pace.begin(facts.transfer_id, expected.work_s, expected.fetch_s)
         if hashes is not None:
-            self.predictions.asked(facts.tokens, max(facts.cached.get(each.instance, 0) for each in members))
+            best = max(facts.cached.get(each.instance, 0) for each in members)
+            self.predictions.asked(facts.tokens, max(best, *stored.values(), 0))
             self._believe(leg, instance, hashes)
         return chosen
+
+    def explain(
+        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
+    ) -> tuple[Decision, list[Expectation]]:
+        """What `choose` would do now, and what is expected of each member. Nothing is counted or kept."""
+        facts = self._look(members, facts).facts
+        return _decide(policy, members, facts, turn)[1], [expect(each, facts) for each in members]
 
     def most(self, role: Role, facts: RequestFacts) -> int:
         """Tokens of the prompt that an instance of this role is believed to have, the one that has most."""
         hashes = self._hashes(facts)
         if hashes is None:
             return 0
-        held = self._index.match(hashes).held[0]
-        blocks = max((n for who, n in held.items() if isinstance(who, Instance) and who.role is role), default=0)
-        return BLOCK_TOKENS * min(blocks, (facts.tokens - 1) // BLOCK_TOKENS)
+        cached = self._match(hashes, facts.tokens)[0]
+        return max((tokens for who, tokens in cached.items() if who.role is role), default=0)
 
     def heard(self, member: Member, facts: RequestFacts) -> None:
         """A leg that goes on with an answer has its first byte: its prompt is computed."""
@@ -166,7 +198,8 @@ class Prefixes:
         leg = self._legs.pop(facts.transfer_id, None)
         if leg is None:
             return
-        instance, predicted = leg.decision.chosen, leg.decision.expected.cached
+        instance, expected = leg.decision.chosen, leg.decision.expected
+        predicted = expected.cached + expected.fetched
         grain, cached = self._grains.get(instance, 0), leg.cached
         if cached is None and grain:
             cached = 0  # vLLM 0.32.0 leaves out what is 0
@@ -177,7 +210,8 @@ class Prefixes:
             cached = None if cached is None else cached * facts.tokens // leg.prompt_tokens
         if leg.answered:
             found = predicted if cached is None else cached
-            member.pace.end(facts.transfer_id, max(1, facts.tokens - found), facts.tokens)
+            fetched = max(0, min(found, leg.stored) - expected.cached)
+            member.pace.end(facts.transfer_id, max(1, facts.tokens - found), facts.tokens, fetched)
         else:
             member.pace.end(facts.transfer_id)
         if leg.routed is None or leg.hashes is None:
@@ -186,22 +220,91 @@ class Prefixes:
         if not leg.answered:
             self._feed.failed(leg.routed, leg.hashes)
             return
-        self.predictions.ended(predicted, min(predicted, leg.settled * BLOCK_TOKENS), cached)
+        settled = predicted if expected.fetched else min(predicted, leg.settled * BLOCK_TOKENS)
+        self.predictions.ended(predicted, settled, cached)
         if cached is not None:
             self._correct(leg, leg.routed, cached, grain)
+        if instance.store is not None:
+            self._saved(leg, _Store(instance.store), leg.hashes, cached, grain)
 
     def lost(self, instance: Instance) -> None:
         """It has gone, or was started anew: it has nothing."""
         self._feed.lost(instance)
         self._grains.pop(instance, None)
+        for member, again in self._tellers.items():
+            if member.instance is instance:
+                self._events.lost(member)
+                again()
+
+    # engines that say what they have
+
+    @property
+    def unplaced(self) -> int:
+        """Blocks that engines told of and that could not be placed."""
+        return self._events.unplaced
+
+    def tells(self, member: Member, again: Callable[[], None]) -> None:
+        """It will say what it has. `again` is called when it has to say everything again."""
+        self._tellers[member] = again
+
+    def told(self, member: Member, batch: Batch | None, model: str) -> None:
+        """It has said so; or, None, what it has said holds no longer."""
+        if batch is None:
+            self._events.lost(member)
+        else:
+            self._events.apply(batch, member, model, self._now())
+
+    def falls_silent(self, member: Member) -> None:
+        """It will say nothing more."""
+        if self._tellers.pop(member, None) is not None:
+            self._events.lost(member)
+
+    def _gone(self, who: object, hashes: Hashes | None) -> None:
+        """An engine has given up blocks, or all it has: whoever believed them there does so no longer."""
+        if isinstance(who, Member) and hashes is None:
+            self._feed.lost(who.instance)
+        elif isinstance(who, Member) and hashes is not None:
+            self._feed.removed(who.instance, hashes)
+
+    def _namespace(self, model: str, adapter: str | None, salt: str | None) -> int:
+        return self._chain.namespace(adapter or model, None, salt)
+
+    # what is believed
+
+    def _look(self, members: Sequence[Member], facts: RequestFacts) -> _Looked:
+        hashes = self._hashes(facts)
+        if hashes is None:
+            return _Looked(facts, None, {})
+        cached, stored = self._match(hashes, facts.tokens)
+        facts = facts._replace(cached=cached)
+        if stored:
+            common = members[0].instance.store
+            others = (each.instance for each in members if each.instance.store != common)
+            elsewhere = {each: stored.get(each.store, 0) for each in others}
+            facts = facts._replace(stored=stored.get(common, 0), stored_elsewhere=elsewhere)
+        return _Looked(facts, hashes, stored)
 
     def _hashes(self, facts: RequestFacts) -> Hashes | None:
         """None where there are no token ids."""
         ids = facts.token_ids if facts.routing_ids is None else facts.routing_ids
         if ids is None:
             return None
-        namespace = self._chain.namespace(facts.model or "*", None, facts.cache_salt)
+        namespace = self._namespace(facts.model or "*", None, facts.cache_salt)
         return self._chain.hashes(ids if len(ids) <= _MOST_TOKENS else ids[:_MOST_TOKENS], namespace)
+
+    def _match(self, hashes: Hashes, tokens: int) -> tuple[dict[Instance, int], dict[str | None, int]]:
+        """Tokens that instances have, and stores. The last one of a prompt is always computed."""
+        most = (tokens - 1) // BLOCK_TOKENS
+        cached: dict[Instance, int] = {}
+        stored: dict[str | None, int] = {}
+        for who, blocks in self._index.match(hashes).held[_HOST].items():
+            found = BLOCK_TOKENS * min(blocks, most)
+            if isinstance(who, _Store):
+                stored[who.name] = found
+            elif isinstance(who, Instance | Member):
+                instance = who if isinstance(who, Instance) else who.instance
+                cached[instance] = max(found, cached.get(instance, 0))
+        return cached, stored
 
     def _believe(self, leg: _Leg, instance: Instance, hashes: Hashes) -> None:
         routed = leg.routed = self._feed.routed(instance, hashes, self._now())
@@ -236,6 +339,25 @@ class Prefixes:
         believed, settled = min(len(routed.used), most), min(leg.settled, most)
         blocks = min(cached // BLOCK_TOKENS, most)
         if blocks > believed:
+            if leg.stored >= cached:  # the store had it, its cache need not be larger than believed
+                return
             self._feed.reported(routed._replace(used=routed.used[:believed]), blocks)
         elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
             self._feed.reported(routed._replace(used=routed.used[:settled]), blocks)
+
+    def _saved(self, leg: _Leg, store: _Store, hashes: Hashes, cached: int | None, grain: int) -> None:
+        """What it computed is in the store now; whether what it was to fetch was there, too."""
+        routed = self._stores.routed(store, hashes, self._now())
+        believed = min(len(routed.used), leg.stored // BLOCK_TOKENS)
+        if not leg.decision.expected.fetched or cached is None:
+            return
+        if believed * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
+            self._stores.reported(routed._replace(used=routed.used[:believed]), cached // BLOCK_TOKENS)
+
+
+def _decide(
+    policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
+) -> tuple[Member, Decision]:
+    chosen = policy.choose(members, facts, turn)
+    instances = [each.instance for each in members]
+    return chosen, Decision(chosen.instance, facts.tokens, expect(chosen, facts), instances, facts.cached)

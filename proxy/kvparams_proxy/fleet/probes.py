@@ -97,6 +97,7 @@ class _Probe:
 
     __slots__ = (
         "_apart_s",
+        "_base",
         "_bootstrap",
         "_due",
         "_every_s",
@@ -127,6 +128,7 @@ class _Probe:
         self._every_s = every_s
         self._loop = loop
         self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
+        self._base: str | None = None
         self._told = ""
         """Why it is given no work although it answers, as it was logged last."""
         self._first: asyncio.Future[None] = loop.create_future()
@@ -179,7 +181,7 @@ class _Probe:
             _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
         self._refused = refused
         try:
-            ready, models, version = _read(head, raw, error, member, self._keyed)
+            ready, models, version, self._base = _read(head, raw, error, member, self._keyed)
         except NoCommonVersion as none:
             self._tell(str(none))
             self._learn(False, member.models, None, None)
@@ -206,7 +208,7 @@ class _Probe:
         if ready is not member.ready and (ready or not (self._refused or self._told)):
             name = f"{member.instance.role} {member.instance.id}"
             _log.warning("%s is %s", name, "ready" if ready else "not reachable")
-        self._fleet.learn(member, ready, models, place, version)
+        self._fleet.learn(member, ready, models, place, version, self._base)
         self._over()
 
     def _over(self) -> None:
@@ -231,27 +233,30 @@ class _Probe:
 
 def _read(
     head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool
-) -> tuple[bool, frozenset[str] | None, str | None]:
-    """Whether it is ready, what it serves, and the version that both sides speak, where the engine was heard. `keyed`:
-    the proxy has a key for it, so that one refused is wrong; without one clients may bring their own.
+) -> tuple[bool, frozenset[str] | None, str | None, str | None]:
+    """Whether it is ready, what it serves, the version that both sides speak, where the engine was heard, and the first
+    model that is no adapter. `keyed`: the proxy has a key for it, so that one refused is wrong; without one clients may
+    bring their own.
 
     Raises:
         NoCommonVersion: there is no such version.
     """
     if error is not None or head.status >= 500 or (keyed and head.status in _UNAUTHORIZED):
-        return False, member.models, None
+        return False, member.models, None, None
     if head.status != 200:  # somebody is there, who does not say
-        return True, member.models, None
+        return True, member.models, None, None
     try:
         document: object = json.loads(raw)
     except (ValueError, RecursionError):
-        return False, member.models, None
+        return False, member.models, None, None
     said = cast("dict[str, object]", document) if isinstance(document, dict) else {}
-    return True, _models(said.get("data")), engine_speaks(said)
+    models, base = _models(said.get("data"))
+    return True, models, engine_speaks(said), base
 
 
-def _models(data: object) -> frozenset[str] | None:
+def _models(data: object) -> tuple[frozenset[str] | None, str | None]:
     if not isinstance(data, list):
-        return None
+        return None, None
     entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:10_000] if isinstance(e, dict)]
-    return frozenset(name for entry in entries if isinstance(name := entry.get("id"), str))
+    named = [(name, entry.get("parent")) for entry in entries if isinstance(name := entry.get("id"), str)]
+    return frozenset(name for name, _ in named), next((name for name, parent in named if name and not parent), None)

@@ -1,0 +1,1 @@
+"""What engines say of their caches over ZMQ, heard and entered into the books. Needs the extra `events`."""

@@ -1,0 +1,370 @@
+"""Engines' KV events: the order in which a publisher said them, over real sockets, and what the proxy makes of them."""
+
+import asyncio
+import socket
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.stub_engine import StubEngines
+from kvparams.events import Batch, Source
+from kvparams.policies.cache_aware import CacheAware
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams_proxy.cache_events.books import CacheEvents
+from kvparams_proxy.cache_events.stream import Stream
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.prefixes import Prefixes
+from kvparams_proxy.secret import Secret
+
+from .conftest import StartProxy
+from .publisher import Publisher, removed, stored
+from .stage import until
+
+NUMBERS = count(1)
+STEPS = ["said", "said", "lost", "replay", "restart", "connect", "forget", "time"]
+PROMPT = Random(5).choices(range(1000), k=641)
+
+
+def ports() -> tuple[int, int]:
+    """Two free ones."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        while len(found) < 2:
+            port = Random().randrange(20_000, 32_000)
+            try:
+                one = stack.enter_context(socket.socket())
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+    return found[0], found[1]
+
+
+# the order
+
+
+def batch(number: int, life: int = 0) -> Batch:
+    return Batch(Source("e"), (), number, mark=1000 * life + number + 1)
+
+
+class Heard:
+    """What a stream tells, and a publisher that can say everything again from `kept` on."""
+
+    def __init__(self, *, replays: bool = True) -> None:
+        self.told: list[int | None] = []
+        self.stream = Stream(self._tell, replays=replays)
+        self.said: list[Batch] = []
+        self.kept = 0
+
+    def _tell(self, batch: Batch | None) -> None:
+        self.told.append(None if batch is None else batch.sequence)
+
+    def say(self, *, lost: bool = False, life: int = 0) -> None:
+        self.said.append(batch(len(self.said), life))
+        if not lost:
+            self.stream.live(self.said[-1])
+
+    def replay(self) -> None:
+        wanted, self.stream.wanted = self.stream.wanted, None
+        assert wanted is not None
+        for one in self.said[max(wanted, self.kept) :]:
+            self.stream.replayed(one)
+        self.stream.over()
+
+
+def test_whoever_comes_late_hears_what_was_said_before() -> None:
+    heard = Heard()
+    for _ in range(3):
+        heard.say(lost=True)
+    heard.stream.connected()
+    heard.say()
+    assert heard.told == []
+    heard.replay()
+    heard.say()
+    assert heard.told == [0, 1, 2, 3, 4]
+
+
+def test_what_is_lost_is_replayed_and_what_came_meanwhile_follows() -> None:
+    heard = Heard()
+    heard.say()
+    heard.say(lost=True)
+    heard.say()
+    heard.say()
+    assert heard.told == [0]
+    heard.replay()
+    assert heard.told == [0, 1, 2, 3]
+    assert heard.stream.gaps == 0
+
+
+def test_what_no_replay_brings_clears_what_was_said() -> None:
+    for replays in (True, False):
+        heard = Heard(replays=replays)
+        heard.say()
+        heard.say(lost=True)
+        heard.kept = 2
+        heard.say()
+        if replays:
+            heard.replay()
+        heard.say()
+        assert heard.told == [0, None, 2, 3]
+        assert heard.stream.gaps == 1
+
+
+def test_a_publisher_that_was_started_anew_is_another_one() -> None:
+    heard = Heard()
+    for _ in range(3):
+        heard.say()
+    heard.said.clear()
+    heard.say(life=1)
+    heard.say(life=1)
+    assert heard.told == [0, 1, 2, None, 0, 1]
+    assert heard.stream.restarts == 1
+
+
+def test_one_that_says_as_many_again_before_it_is_heard_is_found_by_its_replay() -> None:
+    """The number that comes is the one that is expected; only the batch before it is not the one that was taken."""
+    heard = Heard()
+    heard.say()
+    heard.say()
+    heard.said.clear()
+    for _ in range(2):
+        heard.say(lost=True, life=1)
+    heard.stream.connected()
+    heard.say(life=1)
+    heard.replay()
+    heard.say(life=1)
+    while heard.stream.wanted is not None:
+        heard.replay()
+    assert heard.told[-4:] == [0, 1, 2, 3]
+    assert None in heard.told
+
+
+@given(
+    steps=st.lists(
+        st.sampled_from(["said", "said", "lost", "replay", "restart", "connect", "forget", "time"]), max_size=60
+    ),
+    replays=st.booleans(),
+)
+def test_nothing_is_told_twice_or_out_of_order_whatever_happens(steps: list[str], replays: bool) -> None:
+    heard, life = Heard(replays=replays), 0
+    for step in steps:
+        if step in ("said", "lost"):
+            heard.say(lost=step == "lost", life=life)
+        elif step == "replay" and heard.stream.wanted is not None:
+            heard.replay()
+        elif step == "restart":
+            life += 1
+            heard.said.clear()
+            heard.kept = 0
+        elif step == "connect":
+            heard.stream.connected()
+        elif step == "forget":
+            heard.kept = len(heard.said)
+        elif step == "time":
+            heard.stream.over()
+    since: list[int] = []
+    for number in heard.told:
+        if number is None:
+            since.clear()
+            continue
+        assert not since or number == since[-1] + 1
+        since.append(number)
+
+
+# over sockets
+
+
+class Site:
+    """Two prefill engines, the first of which publishes."""
+
+    def __init__(self, at: tuple[int, int], *, replays: bool = True) -> None:
+        loop = asyncio.get_running_loop()
+        self.prefixes = Prefixes(loop.time, seed=1)
+        policies = {role: CacheAware() for role in Role}
+        self.fleet = Fleet((), policies, loop.time, loop.call_later, prefixes=self.prefixes)
+        self.events = CacheEvents(loop, self.prefixes)
+        self.fleet.listen(self.events)
+        silent, heard = (Instance(id, "1", Role.PREFILL, f"http://{id}", "nixl") for id in ("p1", "p0"))
+        live, replay = (f"tcp://127.0.0.1:{port}" for port in at)
+        heard = replace(heard, kv_events=live, kv_events_replay=replay if replays else None)
+        self.members = [self.fleet.add(heard), self.fleet.add(silent)]
+        for member in self.members:
+            self.fleet.learn(member, True, frozenset(("m", "sql")), None, None, "m")
+
+    def cached(self, tokens: list[int], model: str = "m", salt: str | None = None) -> list[int]:
+        """Tokens that each is believed to have."""
+        name = f"r{next(NUMBERS)}"
+        facts = RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, tokens=len(tokens))
+        decision, _ = self.prefixes.explain(CacheAware(), self.members, facts, 0)
+        return [decision.cached.get(member.instance, 0) for member in self.members]
+
+    async def becomes(self, wanted: int, tokens: list[int] = PROMPT, **more: Any) -> None:
+        async def so() -> bool:
+            return self.cached(tokens, **more) == [wanted, 0]
+
+        await until(so)
+
+    async def connected(self) -> None:
+        async def so() -> bool:
+            return self.events.heard()["p0"].connected
+
+        await until(so)
+
+
+@pytest.fixture
+def at() -> tuple[int, int]:
+    return ports()
+
+
+@asynccontextmanager
+async def a_site(at: tuple[int, int], *, replays: bool = True) -> AsyncGenerator[Site]:
+    site = Site(at, replays=replays)
+    try:
+        yield site
+    finally:
+        site.events.close()
+        site.fleet.close()
+
+
+@pytest.mark.parametrize("block", [1, 16, 64, 128])
+async def test_what_an_engine_says_is_believed_until_it_takes_it_back(at: tuple[int, int], block: int) -> None:
+    with Publisher(at) as publisher:
+        publisher.say(stored(PROMPT[:640], block=block))  # before anybody hears it
+        async with a_site(at) as site:
+            await site.becomes(640)
+            assert site.cached(PROMPT, salt="s") == [0, 0]
+            assert site.cached(PROMPT, model="sql") == [0, 0]
+            publisher.say(removed(PROMPT[:640]))
+            await site.becomes(576)
+            publisher.say(stored(PROMPT[:640], block=block, lora_name="sql", lora_id=1))
+            await site.becomes(640, model="sql")
+            publisher.say({"type": "AllBlocksCleared"})
+            await site.becomes(0)
+            assert site.events.unplaced == 0
+
+
+async def test_what_is_lost_on_the_way_is_asked_for_again(at: tuple[int, int]) -> None:
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            publisher.say(stored(PROMPT[:320]))
+            await site.becomes(320)
+            publisher.say(stored(PROMPT[320:480], front=PROMPT[:320]), lost=True)
+            publisher.say(stored(PROMPT[480:640], front=PROMPT[:480]))
+            await site.becomes(640)
+            assert publisher.replays >= 2
+            assert site.events.heard()["p0"].gaps == 0
+
+
+async def test_without_a_replay_a_loss_forgets_what_was_said(at: tuple[int, int]) -> None:
+    """The control: what was said first is believed before, and no longer."""
+    with Publisher(at) as publisher:
+        async with a_site(at, replays=False) as site:
+            await site.connected()
+            publisher.say()
+            publisher.say(stored(PROMPT[:320]))
+
+            async def heard() -> bool:
+                publisher.say(stored(PROMPT[:320]))
+                return site.cached(PROMPT) == [320, 0]
+
+            await until(heard)
+            publisher.say(lost=True)
+            publisher.say(stored(PROMPT[:64], cache_salt="x"))
+            await site.becomes(0)
+            assert site.events.heard()["p0"].gaps >= 1
+
+
+async def test_an_engine_that_restarts_is_believed_to_have_only_what_it_says_since(at: tuple[int, int]) -> None:
+    async with a_site(at) as site:
+        with Publisher(at) as publisher:
+            publisher.say(stored(PROMPT[:640]))
+            await site.becomes(640)
+        other = PROMPT[::-1]
+        with Publisher(at) as publisher:
+            publisher.say(stored(other[:128]))
+            await site.becomes(128, other)
+            assert site.cached(PROMPT) == [0, 0]
+            site.fleet.learn(site.members[0], False, None)
+            site.fleet.learn(site.members[0], True, frozenset(("m",)))  # the probe has seen it, too
+            await site.becomes(128, other)
+            publisher.forget()
+            site.fleet.remove("p0")
+            assert site.cached(other) == [0, 0]
+            assert not site.events.heard()
+
+
+async def test_what_is_no_event_costs_itself_alone(at: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            publisher.say(stored(PROMPT[:320]))
+            await site.becomes(320)
+            publisher.garble()
+            publisher.say(stored(PROMPT[320:640], front=PROMPT[:320]))
+            async with asyncio.timeout(20):
+                while not site.events.heard()["p0"].refused:  # noqa: ASYNC110  nobody tells
+                    await asyncio.sleep(0.01)
+            assert "no KV events" in caplog.text
+            publisher.say(stored(PROMPT[:640]))
+            await site.becomes(640)
+
+
+async def test_very_much_at_once_holds_up_nobody(at: tuple[int, int]) -> None:
+    """Half a million tokens in one message: other turns of the loop come in between."""
+    tokens = Random(1).choices(range(100_000), k=500_000)
+    turns = 0
+
+    async def beside() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            task = asyncio.create_task(beside())
+            publisher.say(stored(tokens, block=16))
+            start = tokens[: 1 << 17]
+            async with asyncio.timeout(20):
+                while site.cached(start)[0] < (1 << 17) - 64:  # noqa: ASYNC110  as above
+                    await asyncio.sleep(0.001)
+            task.cancel()
+    assert turns > 50
+
+
+# through the whole proxy
+
+
+async def test_a_prompt_goes_where_an_engine_says_that_it_has_it(
+    stub: StubEngines, proxy: StartProxy, at: tuple[int, int]
+) -> None:
+    urls = {role: [engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")}
+    running = await proxy(
+        urls["prefill"][:1], urls["decode"], policy="cache_aware", admin=Secret("t"), slow_start_s=0.0
+    )
+    entry = {"id": "said", "url": urls["prefill"][1], "role": "prefill", "connector": "nixl"}
+    entry |= {"kv_events": f"tcp://127.0.0.1:{at[0]}", "kv_events_replay": f"tcp://127.0.0.1:{at[1]}"}
+    with Publisher(at) as publisher:
+        publisher.say(stored(PROMPT[:640]))
+        admin = {"authorization": "Bearer t"}
+        assert (await running.client.post("/admin/instances", json=entry, headers=admin)).status_code == 201
+
+        async def heard() -> bool:
+            return await running.metric('kvparams_proxy_kv_events_batches_total{instance="said"') == 1
+
+        await until(heard)
+        body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+        answer = await running.client.post("/v1/completions", json=body)
+    assert answer.headers["x-kvparams-prefill"] == "said"
+    assert "said: 640 of 641 tokens cached" in answer.headers["x-kvparams-decision"]
+    assert await running.metric('kvparams_proxy_kv_events_gaps_total{instance="said"') == 0
