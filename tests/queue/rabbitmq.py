@@ -29,7 +29,8 @@ class RabbitMQ:
     def __init__(self, folder: Path) -> None:
         """`folder` takes its data and what it says."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder: Final = folder
+        """See `__init__`."""
         self.port, distribution, self._mapper_port = free_ports(3)
         self._log = folder / "log"
         self._environment = _environment(folder, self.port, distribution, self._mapper_port)

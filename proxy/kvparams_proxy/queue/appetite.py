@@ -93,6 +93,11 @@ class Appetite:
             self._changed.set()
 
     @property
+    def ready(self) -> bool:
+        """Whether the engine is there and works."""
+        return self._ready and self._breaker.state is not BreakerState.OPEN
+
+    @property
     def _wanted(self) -> int:
         if self._closed or not self._ready or not self._breaker.admits:
             return 0

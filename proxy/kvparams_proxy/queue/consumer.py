@@ -80,6 +80,8 @@ class Consumer:
         self._watch = Watch(self._loop)
         self._outbox = Outbox(_MOST_BYTES, self._hold)
         self._reads: AbstractChannel | None = None
+        self.room: Final = room
+        """How much work it does at a time."""
         self._appetite = Appetite(engine, room, probe_s, self._take)
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -111,6 +113,16 @@ class Consumer:
     def running(self) -> int:
         """Work that is being done."""
         return len(self._running)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a broker."""
+        return self._reads is not None
+
+    @property
+    def engine_ready(self) -> bool:
+        """Whether its engine is there and works."""
+        return self._appetite.ready
 
     # for what runs
 

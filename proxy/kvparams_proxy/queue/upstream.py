@@ -47,11 +47,6 @@ _AGAIN: Final = 16
 class QueueUpstream:
     """One way to all engines behind a queue: an `Upstream`."""
 
-    shared: Final = True
-    """See `Upstream.shared`."""
-    keyed: Final = True
-    """See `Upstream.keyed`. No client's credentials go through a broker: decode nodes know their engine's key."""
-
     def __init__(
         self, url: Secret, *, name: str = "kvparams", wait_s: float = 60.0, answer_bytes: int = 64 << 20
     ) -> None:
@@ -62,6 +57,10 @@ class QueueUpstream:
             wait_s: for how long work may wait for a decode node that has room.
             answer_bytes: what is kept of an answer while its client takes nothing.
         """
+        self.shared: Final = True
+        """See `Upstream.shared`."""
+        self.keyed: Final = True
+        """See `Upstream.keyed`. No client's credentials go through a broker: decode nodes know their engine's key."""
         self._loop = asyncio.get_running_loop()
         self._names = Names(name)
         self._node = f"p{token_hex(8)}"
