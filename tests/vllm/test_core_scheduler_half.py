@@ -189,7 +189,7 @@ _DOCUMENT = {
 def test_only_what_was_signed_for_this_pool_is_acted_on_and_only_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     keys = tmp_path / "signing-keys.json"
-    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 60)]))
+    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 7200)]))
     told = {"store": f"file://{tmp_path}/kv?size=16MiB", "verify_with": str(keys), "audience": "pool"}
     half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
     half.bind(Manager())
@@ -198,21 +198,31 @@ def test_only_what_was_signed_for_this_pool_is_acted_on_and_only_once(tmp_path: 
         signer = Signer(read_keyring(keys), "pool", lambda: time.time() + 30)
         good = signer.sign(parse(_DOCUMENT))
         other = Signer(read_keyring(keys), "other", time.time).sign(parse(_DOCUMENT))
+        late = Signer(read_keyring(keys), "pool", lambda: time.time() - 3600).sign(parse(_DOCUMENT))
         forged = {**good, "kvparams": {**cast("dict[str, object]", good["kvparams"]), "request_id": "s"}}
         saves = [
             len(saves_of(half, make_request(name, kv_transfer_params=params)))
-            for name, params in {"good": good, "again": good, "other": other, "forged": forged}.items()
+            for name, params in {"good": good, "again": good, "other": other, "forged": forged, "late": late}.items()
         ]
         assert saves[0] >= 1
-        assert saves[1:] == [0, 0, 0]
+        assert saves[1:] == [0, 0, 0, 0]
         assert saves_of(half, make_request("unsigned", kv_transfer_params={"kvparams": _DOCUMENT})) == []
         assert saves_of(
             half, make_request("plain", all_token_ids=list(range(1, 301)), prompt_token_ids=list(range(1, 301)))
         )
         counts = {name: count for name, count in half.counts().items() if name.startswith("requests_untrusted")}
-        assert counts == {f"requests_untrusted/{why}": 1 for why in ("replayed", "audience", "forged", "unsigned")}
+        refused = ("replayed", "audience", "forged", "expired", "unsigned")
+        assert counts == {f"requests_untrusted/{why}": 1 for why in refused}
     finally:
         half.shutdown()
+
+
+def test_a_document_that_is_none_is_counted_as_such(half: SchedulerHalf) -> None:
+    """And not as one that nobody signed: it is a fault of whoever wrote it."""
+    for name, params in {"lacks": {"kvparams": {"version": "1.0"}}, "text": {"kvparams": "x"}}.items():
+        assert saves_of(half, make_request(name, kv_transfer_params=params)) == []
+    assert saves_of(half, make_request("good", kv_transfer_params={"kvparams": _DOCUMENT}))
+    assert half.counts()["requests_untrusted/malformed"] == half.counts()["requests_off"] == 2
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class Handoff:
     """What page keys and lookups need of it: isolation, source, store keys. None: nothing of that."""
     off: str | None = None
     """Why the store is left alone; None: it is not."""
+    malformed: bool = False
+    """Whether that is because what came is no document."""
 
     @property
     def prefilling(self) -> bool:
@@ -72,7 +74,7 @@ def read_handoff(
         else:
             params = admit(kv_transfer_params)
     except (InvalidParams, Untrusted) as error:
-        return Handoff(None, None, f"kv_transfer_params: {error}")
+        return Handoff(None, None, f"kv_transfer_params: {error}", isinstance(error, InvalidParams))
     isolation = None if params is None else params.isolation
     if params is not None:
         fault = _fault(params, cache_salt, lora)

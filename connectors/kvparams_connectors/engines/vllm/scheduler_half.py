@@ -84,6 +84,7 @@ class SchedulerHalf:
         self.book: Final = Book(prefixes, rules, producer, rate)
         self._keep_on_reset: Final = settings.keep_on_reset
         self._gate: Final = _gate(settings)
+        self._malformed = 0
         self._adapters: Final = Adapters()
         self._requests: dict[str, Request] = {}
         self._tables: Final = BlockTables()
@@ -121,6 +122,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = request
         try:
             handoff, extras = self._read(request)
+            self._malformed += handoff.malformed
             self.book.begin(request.request_id, request.prompt_token_ids or (), handoff, extras)
         except Exception:
             _LOGGER.exception("the store is not used for request %s", request.request_id)
@@ -195,6 +197,8 @@ class SchedulerHalf:
     def counts(self) -> dict[str, int]:
         """Of decisions, since the start."""
         counts = dict(self.book.counts)
+        if self._malformed:
+            counts[UNTRUSTED + "malformed"] = self._malformed
         if self._gate is not None:
             counts |= {UNTRUSTED + reason: count for reason, count in self._gate.refused.items()}
         return counts
