@@ -52,7 +52,8 @@ class Ambiguous(KVParamsError, ValueError):
         self.candidates = candidates
 
     def __str__(self) -> str:
-        return f"this can be any of {', '.join(self.candidates)}; say which connector the engine is declared with"
+        names = ", ".join(self.candidates)
+        return f"this can be any of {names}; say which the engine is declared with: --dialect (translate: --from)"
 
 
 class Match(NamedTuple):

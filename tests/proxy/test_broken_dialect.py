@@ -77,7 +77,7 @@ async def test_the_proxy_serves_without_it_and_names_it(stub: StubEngines, insta
         ("acme", "acme cannot be used: 'acme' (raises:DIALECT) cannot be loaded: built for another kvparams"),
         ("acme-words", "neither a Table nor a Dialect"),
         ("sglang", "sglang cannot be used: its messages can be translated, but no proxy routes with it yet"),
-        ("no-such", "must be one of content, mooncake, nixl, store, store-drop\n"),
+        ("no-such", "must be one of content, mooncake, nixl, store, store-drop, store-meet\n"),
     ],
 )
 async def test_an_instance_that_declares_it_is_refused_in_words(
@@ -92,3 +92,4 @@ async def test_an_instance_that_declares_it_is_refused_in_words(
             _, said = await process.communicate()
         assert process.returncode == 2
         assert why in said.decode()
+        assert ("cannot be used" in said.decode()) is (connector != "no-such")
