@@ -2,7 +2,8 @@
 
     created -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
 
-Every state leads to `done`; `queued` is entered only by those who must wait; a further attempt goes back. The one rule:
+Every state leads to `done`; `queued` is entered only by those who must wait; a further attempt goes back; where both
+legs run at once, `prefill` leads to `decode` at once. The one rule:
 nothing is done while anything is held, and `done` is reached once.
 """
 
@@ -21,7 +22,7 @@ Outcome = Literal["ok", "refused", "failed", "midway", "gone"]
 WAYS: Final[dict[State, frozenset[State]]] = {
     "created": frozenset(("queued", "prefill", "decode", "done")),
     "queued": frozenset(("queued", "prefill", "decode", "done")),
-    "prefill": frozenset(("prefill", "result", "queued", "done")),
+    "prefill": frozenset(("prefill", "result", "decode", "queued", "done")),
     "result": frozenset(("queued", "prefill", "decode", "done")),
     "decode": frozenset(("first_byte", "queued", "prefill", "decode", "done")),
     "first_byte": frozenset(("queued", "prefill", "decode", "done")),

@@ -18,6 +18,7 @@ __all__ = [
     "Leg",
     "LegAnswer",
     "LegFailed",
+    "Pair",
     "Plan",
     "Sent",
 ]
@@ -46,6 +47,17 @@ class Leg(NamedTuple):
     """Whether its answer goes to the client; otherwise the manager is told it."""
     resumed: "Sent | None" = None
     """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
+
+
+class Pair(NamedTuple):
+    """Wanted: two legs at once, of engines that meet. Decode's answer is held until prefill has ended well. The plan is
+    sent a `LegAnswer` when both have, or `LegFailed` is raised in it for the first that has failed; then the other one
+    is aborted."""
+
+    prefill: Leg
+    decode: Leg
+    kv: "KVLease"
+    """What is held for the request from when prefill has ended until decode has fetched it."""
 
 
 class LegAnswer(NamedTuple):
@@ -77,6 +89,8 @@ class LegFailed(KVParamsError):
         """Whether the engine may have acted on the leg; false when it cannot have seen it."""
         self.begun = begun
         """Whether the client has a part of the answer."""
+        self.instance: Instance | None = None
+        """Whose leg it was, where the executor says."""
         self.sent = sent
         """With `begun`: from where another engine could go on; None where none can."""
 
@@ -146,4 +160,4 @@ class Context(Protocol):
         ...
 
 
-Plan = Generator[Choose | Leg, object, None]
+Plan = Generator[Choose | Leg | Pair, object, None]

@@ -161,6 +161,9 @@ class Engine:
                 self._loading.append(sequence)
 
     def _poll_loads(self) -> None:
+        for sequence in self._loading:
+            if sequence.aborted and sequence.kv is not None:
+                sequence.kv.meet_nobody()
         for sequence in [waiting for waiting in self._loading if waiting.kv is not None and waiting.kv.loaded()]:
             self._loading.remove(sequence)
             assert sequence.kv is not None

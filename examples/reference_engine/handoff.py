@@ -31,6 +31,11 @@ class Handoff:
         return self.params is not None and self.params.phase == "decode"
 
     @property
+    def meeting(self) -> bool:
+        """Whether it may not be stored yet: prefill runs at the same time."""
+        return self.decoding and self.params is not None and self.params.mode == "rendezvous"
+
+    @property
     def fails(self) -> bool:
         """Whether KV that cannot be loaded ends the request."""
         return self.params is not None and self.params.on_load_failure == "fail"

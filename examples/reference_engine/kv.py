@@ -167,7 +167,7 @@ class KVSharing:
             request_id=params.request_id,
             transfer=params.transfer,
             phase="prefill_result" if handoff.prefilling else "decode_result",
-            mode="store",
+            mode=params.mode,
             usage=Usage(
                 prompt_tokens=sum(len(one.prompt) for one in sessions),
                 cached_tokens=sum(one.loaded_to for one in sessions),
@@ -214,7 +214,7 @@ class KVSharing:
 
     def _check(self, params: KVTransferParams, prompts: Sequence[Sequence[int]], cache_salt: str | None) -> None:
         isolation = params.isolation or Isolation()
-        if params.mode != "store":
+        if params.mode not in ("store", "rendezvous"):
             fault = f"mode {params.mode!r} is not spoken here: KV travels through a store; start the proxy with "
             fault += "--connector store"
         elif params.phase not in ("prefill", "decode"):

@@ -3,6 +3,7 @@
 The one rule: nothing here waits; the engine's loop asks again.
 """
 
+from time import monotonic
 from typing import Final
 
 from kvparams_connectors.connector import KVStoreConnector
@@ -12,6 +13,11 @@ from kvparams_connectors.store import Code, KVStore
 from reference_engine.handoff import Handoff
 
 __all__ = ["KVSession"]
+
+
+_MEETING_S: Final = 60.0
+"""For prefill that runs at the same time; whoever leaves earlier is aborted."""
+_AGAIN_S: Final = 0.002
 
 
 class KVSession:
@@ -32,6 +38,8 @@ class KVSession:
         self._lookup: Job[Hit] | None = None
         self._load: Job[LoadReport] | None = None
         self._saves: list[Job[SaveReport]] = []
+        self._until_s = self._again_s = 0.0
+        """Where it meets prefill: for how long it is waited for, and when the store is asked again."""
         self._stored_to = 0  # as far as is known: what lies before need not be saved
         self._found_to = 0
 
@@ -44,16 +52,28 @@ class KVSession:
         """Start to fill the sequence's blocks behind `local_tokens`; they are not the engine's until `loaded`."""
         self._blocks = blocks
         self.local_tokens = self.loaded_to = local_tokens
-        if self._handoff.decoding:
+        if self._handoff.meeting:
+            self._until_s = monotonic() + _MEETING_S
+            self._lookup = self._connector.lookup(self._plan)
+        elif self._handoff.decoding:
             self._stored_to = local_tokens
             self._start_load(self._wanted)  # promised: no need to ask first
         else:
             self._lookup = self._connector.lookup(self._plan)
 
+    def meet_nobody(self) -> None:
+        """Prefill is not waited for any longer."""
+        self._until_s = 0.0
+
     def loaded(self) -> bool:
         """Whether the blocks are the engine's; then `loaded_to` and `failure` say how far they are filled."""
         if self._lookup is not None and self._lookup.done():
             hit = self._lookup.result(0)
+            if self._handoff.meeting and hit.tokens < self._wanted and monotonic() < self._until_s:
+                if monotonic() >= self._again_s:
+                    self._again_s = monotonic() + _AGAIN_S
+                    self._lookup = self._connector.lookup(self._plan)
+                return False
             self._lookup = None
             self._stored_to = hit.tokens
             self._start_load(min(hit.tokens, self._wanted))

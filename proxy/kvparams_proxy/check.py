@@ -286,6 +286,7 @@ class _Trial:
                 if isinstance(step, Choose):
                     step = plan.send(self._pair[step.role])
                     continue
+                assert isinstance(step, Leg)  # one after the other
                 try:
                     answer = await self._leg(step)
                 except LegFailed as failure:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvparams.dialects import Dialect, Place
-from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Plan
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Pair, Plan
 from kvparams.scheduling import Instance, Role
 from kvparams.trust.pinning import Pins
 
@@ -115,12 +115,24 @@ class Table:
                     instance = (fresh or could)[0]
                     self.chosen.append(instance.id)
                     step = plan.send(instance)
+                elif isinstance(step, Pair):
+                    ended = self._leg(step.prefill, answer)
+                    if not isinstance(ended, LegFailed):
+                        self.hold(step.kv)
+                        ended = self._leg(step.decode, answer)
+                    step = plan.throw(ended) if isinstance(ended, LegFailed) else plan.send(ended)
                 else:
-                    self.legs.append(step)
-                    ended = answer(step)
-                    if self.echoes and isinstance(ended, LegAnswer):
-                        params = echoed(ended.kv_transfer_params, step.changes.get("kv_transfer_params"))
-                        ended = ended._replace(kv_transfer_params=params)
+                    ended = self._leg(step, answer)
                     step = plan.throw(ended) if isinstance(ended, LegFailed) else plan.send(ended)
         except StopIteration:
             return self.legs
+
+    def _leg(self, leg: Leg, answer: Callable[[Leg], LegAnswer | LegFailed]) -> LegAnswer | LegFailed:
+        self.legs.append(leg)
+        ended = answer(leg)
+        if isinstance(ended, LegFailed):
+            ended.instance = leg.instance
+        elif self.echoes:
+            params = echoed(ended.kv_transfer_params, leg.changes.get("kv_transfer_params"))
+            ended = ended._replace(kv_transfer_params=params)
+        return ended

@@ -50,13 +50,13 @@ def every_dialect() -> list[Dialect]:
 
 
 def test_the_dialects_that_the_documents_name_are_there() -> None:
-    assert {"nixl", "store", "store-drop", "content", "mooncake"} <= set(plugins.names("dialects"))
+    assert {"nixl", "store", "store-drop", "store-meet", "content", "mooncake"} <= set(plugins.names("dialects"))
 
 
 def test_who_routes_and_who_translates_look_into_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table alone can be translated; a proxy needs an object that routes, which brings its table."""
-    assert set(routes()) == {"nixl", "store", "store-drop", "content", "mooncake"}
-    assert set(tables()) | {"store", "store-drop"} == set(plugins.names("dialects"))
+    assert set(routes()) == {"nixl", "store", "store-drop", "store-meet", "content", "mooncake"}
+    assert set(tables()) | {"store", "store-drop", "store-meet"} == set(plugins.names("dialects"))
     assert all(one.name == name for name, one in tables().items())
     for name, route in routes().items():
         if name in tables():

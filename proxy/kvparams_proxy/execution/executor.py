@@ -16,7 +16,7 @@ from kvparams.codec import carrier
 from kvparams.errors import JSONTextError
 from kvparams.lifecycle import Lifecycle, Outcome
 from kvparams.managers.interface import DisaggregatedRequestManager
-from kvparams.plan import Choose, Leg, LegAnswer, LegFailed
+from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Pair
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
@@ -26,6 +26,7 @@ from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.corrections import Corrections, load_answer, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
+from kvparams_proxy.execution.paired import Paired
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.execution.relay import Relay
 from kvparams_proxy.execution.reports import report
@@ -34,7 +35,15 @@ from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.metrics import failure_kind
 from kvparams_proxy.telemetry.tracing import Trace
 from kvparams_proxy.upstream.interface import Handle
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+from kvparams_proxy.upstream.terms import (
+    Collect,
+    Head,
+    Sink,
+    UpstreamError,
+    UpstreamFull,
+    UpstreamRefusal,
+    UpstreamTimeout,
+)
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefixes import Prefixes
@@ -49,7 +58,8 @@ _LAST_WORD_S: Final = 0.5
 
 
 class Execution:
-    """One request being executed. It watches the client and holds at most one exchange at a time."""
+    """One request being executed. It watches the client and holds one exchange at a time, or two where both legs run at
+    once."""
 
     __slots__ = (
         "_account",
@@ -65,6 +75,7 @@ class Execution:
         "_leg_began",
         "_life",
         "_manager",
+        "_paired",
         "_plan",
         "_recorder",
         "_relay",
@@ -109,6 +120,7 @@ class Execution:
         self._done = done
         self._exchange: Handle | None = None
         self._leg: Leg | None = None
+        self._paired: Paired | None = None
         self._relay: Relay | None = None
         self._leg_began = 0.0
         self._corrections = Corrections(inbound.facts.request_id, resources.addresses, choices=endpoint.choices)
@@ -146,7 +158,7 @@ class Execution:
         names, the answer is heard out if it is on its way: to give the KV back."""
         self._gone = True
         exchange, leg = self._exchange, self._leg
-        if exchange is None:
+        if exchange is None or self._paired is not None:
             self._finish("gone")
         elif leg is not None and self._leaves_kv(leg) and exchange.end_sending():
             self._resources.watch.start(self, _LAST_WORD_S)
@@ -154,7 +166,7 @@ class Execution:
             exchange.abort(UpstreamError("the client has left"))
 
     def _leaves_kv(self, leg: Leg) -> bool:
-        return not leg.answers_client and not self._resources.dialects[leg.instance.dialect].reusable
+        return not leg.answers_client and not self._reusable(leg)
 
     def client_slow(self) -> None:
         """Throttle the engine that writes for it."""
@@ -189,6 +201,8 @@ class Execution:
         """Take steps until there is something to wait for."""
         if self._life.state == "done":  # the client left between a grant and this turn
             return
+        if failure is not None and (self._leg is not None or self._paired is not None):
+            self._drop_other()
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
             while type(step) is Choose:
@@ -198,7 +212,10 @@ class Execution:
                     return
                 self._life.loads.append(instance)
                 step = self._plan.send(instance)
-            self._start(step)  # pyright: ignore[reportArgumentType]  no `Choose`: a cast here is called twice a request
+            if type(step) is Pair:
+                self._start_pair(step)
+            else:
+                self._start(step)  # pyright: ignore[reportArgumentType]  a cast here is called twice a request
         except StopIteration:
             self._downstream.end()
             self._finish("ok")
@@ -213,6 +230,15 @@ class Execution:
         if lease is not None and role is Role.DECODE:
             self._resources.watch.start(self, lease.until_s - self._context.now())
 
+    def _start_pair(self, pair: Pair) -> None:
+        resources, leg = self._resources, pair.prefill
+        paired = self._paired = Paired(pair, self._prefill_ended)
+        self._route.append(leg.instance)
+        self._life.enter("prefill", leg.instance.id)
+        paired.exchange = self._send(leg, paired.sink(resources.settings.upstream.answer_bytes), once=False)
+        resources.watch.start(paired, resources.settings.prefill_timeout_s)
+        self._start(pair.decode)
+
     def _start(self, leg: Leg) -> None:
         resources = self._resources
         inbound = self._inbound
@@ -223,7 +249,6 @@ class Execution:
         limit_bytes = resources.settings.upstream.answer_bytes
         limit_s = resources.settings.decode_timeout_s if leg.answers_client else resources.settings.prefill_timeout_s
         recorder = self._recorder
-        path, body = leg_request(self._endpoint, inbound, leg, recorder)
         if recorder is not None and leg.resumed is not None:
             recorder.resume()
         if leg.answers_client and inbound.stream:
@@ -239,20 +264,31 @@ class Execution:
                 recorder,
                 done=endpoint.done,
                 choices=endpoint.choices,
+                gated=self._paired is not None,
             )
         else:
-            sink = Collect(limit_bytes, self._collected)
-        pool = resources.pools[leg.instance.id]
-        context = self._context
-        headers = context.lines if pool.keyed else context.lines + context.credentials
-        if self._account.trace is not None:
-            headers += self._account.trace.leg()
-        claims = leg.answers_client and context.claim()
-        self._exchange = pool.exchange(pool.request(path, headers, body), sink, once=claims)
+            sink = Collect(limit_bytes, self._collected if self._paired is None else self._keep)
+        if self._paired is not None:  # its prefill has the time-out until it has ended
+            self._exchange = self._send(leg, sink, once=not self._reusable(leg))
+            return
+        claims = leg.answers_client and self._context.claim()
+        self._exchange = self._send(leg, sink, once=claims)
         if self._slow and leg.answers_client:  # a stream goes on for a client who has still to take what came before
             self._exchange.pause()
             limit_s = resources.settings.client_timeout_s
         resources.watch.start(self, limit_s)
+
+    def _send(self, leg: Leg, sink: Sink, *, once: bool) -> Handle:
+        path, body = leg_request(self._endpoint, self._inbound, leg, self._recorder)
+        pool = self._resources.pools[leg.instance.id]
+        context = self._context
+        headers = context.lines if pool.keyed else context.lines + context.credentials
+        if self._account.trace is not None:
+            headers += self._account.trace.leg()
+        return pool.exchange(pool.request(path, headers, body), sink, once=once)
+
+    def _reusable(self, leg: Leg) -> bool:
+        return self._resources.dialects[leg.instance.dialect].reusable
 
     def _end_leg(self) -> Leg:
         """The leg is over, however it went: its load is given back."""
@@ -292,22 +328,81 @@ class Execution:
         else:
             self._resources.answered[self._leg.instance.role].soon(partial(self._whole, head, raw, None))
 
-    def _whole(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+    def _keep(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        """The same of one beside which its prefill runs: if it went well, it is held until that has."""
+        if self._paired is not None and error is None and head.status == 200:
+            self._paired.kept = head, raw
+        else:
+            self._whole(head, raw, error)
+
+    def _prefill_ended(self, paired: Paired, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        """A prefill leg has ended beside which its decode leg runs, or has run."""
+        leg = paired.pair.prefill
+        document = None
         if self._resources.prefixes is not None and error is None and head.status == 200:
-            self._report(self._resources.prefixes, raw)
+            document = self._report(self._resources.prefixes, leg, raw)
+        self._end_paired(paired)
+        try:
+            if not self._failed(leg, head, raw, error):
+                self._whole_ended(leg, head, raw, paired, document=document)
+        except Exception as fault:  # noqa: BLE001  as below
+            self._refuse(refusal(fault))
+
+    def _end_paired(self, paired: Paired) -> None:
+        """A prefill leg is over, however it went: its load is given back."""
+        self._paired = None
+        resources, instance = self._resources, paired.pair.prefill.instance
+        resources.watch.stop(paired)
+        self._context.give_back(instance)
+        resources.metrics.leg_ended(instance, perf_counter() - paired.began)
+
+    def _drop_other(self) -> None:
+        """One of two legs has failed: the other one is ended."""
+        if self._paired is not None:
+            exchange, self._paired.exchange = self._paired.exchange, None
+            self._end_paired(self._paired)
+        else:
+            exchange = self._exchange
+            self._end_leg()
+        if exchange is not None:
+            exchange.discard()
+
+    def _answer(self, paired: Paired) -> None:
+        """Prefill is good: decode's answer is held no longer."""
+        self._context.hold(paired.pair.kv)
+        self._context.claim()
+        self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
+        if paired.kept is not None:
+            self._whole(*paired.kept, None)
+        elif self._relay is not None:
+            wrong = self._relay.release()
+            if self._exchange is not None and wrong is not None:
+                self._exchange.abort(wrong)
+            elif self._exchange is not None and not self._slow:
+                self._exchange.resume()
+
+    def stream_held(self) -> None:
+        """For the relay: decode answers, and prefill has not ended."""
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def _whole(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        document = None
+        if self._resources.prefixes is not None and error is None and head.status == 200 and self._leg is not None:
+            document = self._report(self._resources.prefixes, self._leg, raw)
         leg = self._end_leg()
         try:
             if not self._failed(leg, head, raw, error):
-                self._whole_ended(leg, head, raw)
+                self._whole_ended(leg, head, raw, document=document)
         except Exception as fault:  # noqa: BLE001  nobody else would answer the client
             self._refuse(refusal(fault))
 
-    def _report(self, prefixes: "Prefixes", raw: bytes) -> None:
+    def _report(self, prefixes: "Prefixes", leg: Leg, raw: bytes) -> dict[str, object] | None:
         """A leg has ended well; what a prefill engine had cached counts before its load is given back. One that goes on
-        with a broken stream has another prompt than the one that was looked up."""
-        leg = self._leg
-        if leg is not None and leg.instance.role is not Role.DECODE and leg.resumed is None:
-            report(prefixes, self._account, raw)
+        with a broken stream has another prompt than the one that was looked up. The answer, if it was read."""
+        if leg.instance.role is Role.DECODE or leg.resumed is not None:
+            return None
+        return report(prefixes, self._account, raw)
 
     def _report_stream(self, prefixes: "Prefixes") -> None:
         """The same of a stream, whose last event counts tokens if the client asked for that."""
@@ -317,18 +412,27 @@ class Execution:
                 account.counted(self._corrections.usage)
             account.decision = prefixes.reported(self.facts, account.prompt_tokens, account.cached_tokens)
 
-    def _whole_ended(self, leg: Leg, head: Head, raw: bytes) -> None:
+    def _whole_ended(
+        self,
+        leg: Leg,
+        head: Head,
+        raw: bytes,
+        paired: Paired | None = None,
+        document: dict[str, object] | None = None,
+    ) -> None:
+        """`document` is what `raw` says, where it was read already."""
         try:
             if leg.answers_client:
                 answer = self._send_whole(raw)
             else:
-                document = load_answer(raw)
+                document = load_answer(raw) if document is None else document
                 if (reported := error_in(document)) is not None:
                     raise UpstreamRefusal(reported)
                 if leg.resumed is None:  # what the client is told is what its own prompt cost
                     self._corrections.prompt_tokens_details = prompt_details(document)
                     self._account.prefilled(document)
-                self._life.enter("result", leg.instance.id)
+                if paired is None:
+                    self._life.enter("result", leg.instance.id)
                 answer = LegAnswer(carrier(document.get("kv_transfer_params")))
         except UpstreamError as refused:
             self._failed(leg, head, b"", refused)
@@ -337,10 +441,14 @@ class Execution:
             self._resources.fleet.failed(leg.instance, connected=True)
             self._resources.metrics.leg_failed(leg.instance, "garbage")
             message = f"the {leg.instance.role} engine's answer is not JSON"
-            self._go(None, BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed")))
+            broken_off = BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed"))
+            broken_off.instance = leg.instance
+            self._go(None, broken_off)
             return
         self._resources.fleet.succeeded(leg.instance)
-        if self._gone:
+        if paired is not None:
+            self._answer(paired)
+        elif self._gone:
             self._last_word(answer)
         else:
             self._go(answer)
@@ -403,6 +511,7 @@ class Execution:
         failure = broken(leg.instance, head, raw, error, addresses, body, own_key=own_key, begun=answering, sent=sent)
         if failure is None:
             return False
+        failure.instance = leg.instance
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
         busy = isinstance(error, UpstreamFull)  # that is not broken
@@ -458,6 +567,8 @@ class Execution:
         if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone
             exchange, self._exchange = self._exchange, None
             exchange.discard()
+        if self._paired is not None:
+            self._drop_other()
         resources.watch.stop(self)
         while life.loads:
             resources.fleet.release(life.loads.pop(), self.facts)

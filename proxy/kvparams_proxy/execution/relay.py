@@ -37,6 +37,10 @@ _TAIL_BYTES: Final = 64
 class Listener(Protocol):
     """Whoever owns the request."""
 
+    def stream_held(self) -> None:
+        """Where it is gated: there is something to send."""
+        ...
+
     def stream_begun(self) -> None:
         """The first whole event is about to be sent."""
         ...
@@ -59,6 +63,8 @@ class Relay:
         "_corrections",
         "_done",
         "_downstream",
+        "_ended",
+        "_gated",
         "_head",
         "_headers",
         "_heard",
@@ -90,6 +96,7 @@ class Relay:
         *,
         done: bool = True,
         choices: bool = False,
+        gated: bool = False,
     ) -> None:
         """
         Args:
@@ -101,6 +108,7 @@ class Relay:
             now: the loop's clock, in seconds.
             done: whether the last event is `[DONE]`: a stream without it was cut off.
             choices: whether content stands in `choices`: a stream without one is no answer.
+            gated: whether all of it is held until `release`.
             recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
         """
         self._downstream = downstream
@@ -117,6 +125,9 @@ class Relay:
         self._done = done
         self._begins = _CHOICE if choices else _DATA
         self._begun = False
+        self._gated = gated
+        self._ended = False
+        """Whether it has ended well, and waits for `release`."""
         self._content = _CONTENT if choices else _DELTA
         """What each event with content has in it once, as this engine spells it."""
         self._heard = False
@@ -156,8 +167,28 @@ class Relay:
             if end:
                 self._send(raw[:end])
 
+    def release(self) -> UpstreamError | None:
+        """What is held may be sent now. What is wrong with it, where the exchange has not ended yet."""
+        self._gated = False
+        events, self._held = self._held, b""
+        error: UpstreamError | None = None
+        try:
+            if events:
+                self._send(events)
+        except UpstreamError as refused:
+            error = refused
+        except JSONTextError as fault:
+            error = UpstreamError(f"the engine's stream is not what it should be: {fault}")
+        if not self._ended:
+            return error
+        self.on_done(error)
+        return None
+
     def on_done(self, error: UpstreamError | None) -> None:
         """Say how it went; the owner does the rest."""
+        if self._gated and error is None and self._head.status == 200:
+            self._ended = True
+            return
         if error is None and self._tail:
             try:
                 check_event(self._tail)
@@ -188,9 +219,11 @@ class Relay:
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
         if not self._begun:
-            begins = self._begins.search(events)
-            if begins is None:  # it commits to nothing
+            begins = None if self._gated else self._begins.search(events)
+            if begins is None:  # it commits to nothing, or nobody may commit to it yet
                 self._hold(events)
+                if self._gated and self._begins.search(events):
+                    self._listener.stream_held()
                 return
             if self._begins is _CHOICE and not self._resumed:
                 self._content = begins.group()

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 
-def report(prefixes: "Prefixes", account: Account, raw: bytes) -> None:
-    """Tell it, and the request's account why the leg went where it did, unless the answer is an error or none."""
+def report(prefixes: "Prefixes", account: Account, raw: bytes) -> dict[str, object] | None:
+    """Tell it, and the request's account why the leg went where it did, unless the answer is an error or none.
+
+    Returns:
+        The answer; None where it is none.
+    """
     try:
         document = load_answer(raw)
     except JSONTextError:
-        return
+        return None
     if error_in(document) is None:
         account.prompt_tokens = account.cached_tokens = None  # of an attempt before
         account.prefilled(document)
         account.decision = prefixes.reported(account.facts, account.prompt_tokens, account.cached_tokens)
+    return document
