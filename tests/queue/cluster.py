@@ -45,7 +45,8 @@ class Cluster:
     """Make it with `running`."""
 
     def __init__(self, processes: Processes, broker: RabbitMQ, store: str, pool: str, room: int) -> None:
-        self._processes = processes
+        self.processes: Final = processes
+        """Starts what is started."""
         self.broker = broker
         self._store = store
         self._pool = pool
@@ -104,6 +105,15 @@ class Cluster:
         command += ["--decode-requests", str(self._room)] if node.role == "decode" else []
         node.sidecar = self._run(f"{node.name}-sidecar", command, node.port)
 
+    def direct(self, port: int) -> Server:
+        """Another sidecar beside the first prefill engine, with the same decode engines and no broker."""
+        node = self.prefill[0]
+        command = ["kvparams", "sidecar", "--role", "prefill", "--port", str(port), "--connector", "store"]
+        command += ["--engine", f"{node.name}=http://127.0.0.1:{node.engine_port}", "--log-requests", "off"]
+        for each in self.decode:
+            command += ["--decode", f"{each.name}=http://127.0.0.1:{each.engine_port}"]
+        return self._run("direct", command, port)
+
     async def hit(self, node: Node, what: What) -> None:
         """kill -9, and start it again; done when it answers."""
         server = node.engine if what == "engine" else node.sidecar
@@ -160,4 +170,4 @@ class Cluster:
         return path
 
     def _run(self, name: str, command: Sequence[str], port: int) -> Server:
-        return self._processes.start(f"{name}-{time.monotonic_ns():x}", sys.executable, "-m", *command, port=port)
+        return self.processes.start(f"{name}-{time.monotonic_ns():x}", sys.executable, "-m", *command, port=port)

@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import uvloop
 
+from demo.processes import Processes
 from kvparams_proxy.queue.consumer import Consumer
 from kvparams_proxy.queue.upstream import QueueUpstream
 from kvparams_proxy.secret import Secret
@@ -46,6 +48,15 @@ def names() -> Iterator[str]:
     return (f"pool{number}" for number in count())
 
 
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one engine that does all the work alone."""
+    with Processes(tmp_path_factory.mktemp("single")) as processes:
+        server = processes.engine("single")
+        processes.wait_ready(server)
+        yield server.url
+
+
 class Nodes:
     """Prefill and decode nodes of one pool, in this process."""
 
@@ -61,25 +72,28 @@ class Nodes:
         self._stack.callback(way.close)
         return way
 
+    def consumer(self, engine: str, room: int = 16, silence_s: float = 30.0) -> Consumer:
+        """A decode node beside the engine at this URL."""
+        pool = Pool(engine, UpstreamLimits())
+        self._stack.callback(pool.close)
+        return Consumer(self._url, pool, name=self.name, room=room, silence_s=silence_s, probe_s=0.2, leave_s=0.2)
+
     async def decode(self, script: Script, room: int = 16, silence_s: float = 30.0) -> "Decode":
-        """A decode node whose engine does as `script` says."""
+        """One whose engine does as `script` says."""
         engine = Scripted(script)
         server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
         engine.port = server.sockets[0].getsockname()[1]
         self._stack.callback(server.close)
-        pool = Pool(engine.url, UpstreamLimits())
-        self._stack.callback(pool.close)
-        consumer = Consumer(self._url, pool, name=self.name, room=room, silence_s=silence_s, probe_s=0.2, leave_s=0.2)
-        await self._stack.enter_async_context(consumer)
-        return Decode(engine, consumer)
+        consumer = await self._stack.enter_async_context(self.consumer(engine.url, room, silence_s))
+        return Decode(engine, consumer, server)
 
 
-class Decode:
+class Decode(NamedTuple):
     """A decode node and its engine."""
 
-    def __init__(self, engine: Scripted, consumer: Consumer) -> None:
-        self.engine = engine
-        self.consumer = consumer
+    engine: Scripted
+    consumer: Consumer
+    server: asyncio.Server
 
 
 @pytest.fixture

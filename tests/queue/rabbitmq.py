@@ -17,7 +17,8 @@ from demo.processes import bound_to_parent
 
 __all__ = ["RabbitMQ"]
 
-_START_S: Final = 90.0
+_START_S: Final = 240.0
+"""A machine that is full takes minutes."""
 _STOP_S: Final = 60.0
 _POLL_S: Final = 0.05
 _HEADER: Final = b"AMQP\x00\x00\x09\x01"

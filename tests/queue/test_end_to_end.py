@@ -9,7 +9,6 @@ from typing import Final
 import httpx
 import pytest
 
-from demo.processes import Processes
 from tests.chaos.streams import Question, ask, question
 
 from .cluster import Cluster
@@ -17,15 +16,6 @@ from .rabbitmq import RabbitMQ
 
 DEADLINE_S: Final = 60.0
 FLAGS: Final = ("--continuation", "--retries", "8")
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of one engine that does all the work alone."""
-    with Processes(tmp_path_factory.mktemp("single")) as processes:
-        server = processes.engine("single")
-        processes.wait_ready(server)
-        yield server.url
 
 
 @pytest.fixture

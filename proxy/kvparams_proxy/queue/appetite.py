@@ -19,6 +19,7 @@ __all__ = ["Appetite"]
 _log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 0.25
 _PROBE_S: Final = 5.0
+_ANSWER_S: Final = 5.0
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -110,7 +111,10 @@ class Appetite:
             channel = self._channel
             if channel is not None and self._asked != self._wanted:
                 try:
-                    await self._change(channel, self._wanted)
+                    async with asyncio.timeout(
+                        _ANSWER_S
+                    ):  # a broker that was killed may never answer: then it is closed
+                        await self._change(channel, self._wanted)
                 except Exception:  # noqa: BLE001  the channel is lost: there will be another
                     await asyncio.sleep(_RETRY_S)
             if self._closed and (self._channel is None or not self._asked):

@@ -1,0 +1,111 @@
+"""A decode node that does as the test says, one message after the other; and a look into queues."""
+
+import asyncio
+from types import TracebackType
+from typing import Final, Self
+
+import aio_pika
+from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
+
+from kvparams_proxy.queue.messages import (
+    Control,
+    Part,
+    Taken,
+    Work,
+    node_of,
+    read_control,
+    read_work,
+    write_part,
+    write_result,
+)
+from kvparams_proxy.queue.topology import Names
+
+__all__ = ["RawNode", "sent", "waiting"]
+
+LIMIT_S: Final = 20.0
+
+
+class RawNode:
+    """An async context; `leave` and `enter` again is what a node does that has lost its connection."""
+
+    def __init__(self, url: str, pool: str, name: str = "draw") -> None:
+        self._url = url
+        self.names: Final = Names(pool)
+        self.name: Final = name
+        self._work: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
+        self._orders: asyncio.Queue[Control] = asyncio.Queue()
+        self._connection: AbstractConnection | None = None
+        self._channel: AbstractChannel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._connection = await aio_pika.connect(self._url)
+        self._channel = channel = await self._connection.channel()
+        await channel.set_qos(prefetch_count=1)
+        control = await channel.declare_queue(self.names.control(self.name), exclusive=True, auto_delete=True)
+        await control.consume(self._ordered, no_ack=True)
+        await (await channel.get_queue(self.names.work)).consume(self._work.put)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.leave()
+
+    async def leave(self) -> None:
+        """The connection is gone, with all that was not acknowledged."""
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def take(self) -> Work:
+        """The next work; not acknowledged."""
+        async with asyncio.timeout(LIMIT_S):
+            return read_work((await self._work.get()).body)
+
+    async def told(self) -> Control:
+        """The next order."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self._orders.get()
+
+    async def say_taken(self, work: Work) -> None:
+        """Tell whoever asked."""
+        await self._send(write_result(Taken(work.id, self.name)), self.names.results(node_of(work.id)))
+
+    async def say(self, part: Part) -> None:
+        """A piece of an answer."""
+        await self._send(write_part(part), self.names.results(node_of(part.id)))
+
+    async def _send(self, body: bytes, to: str) -> None:
+        assert self._channel is not None
+        await self._channel.default_exchange.publish(aio_pika.Message(body, delivery_mode=2), to)
+
+    async def _ordered(self, message: AbstractIncomingMessage) -> None:
+        self._orders.put_nowait(read_control(message.body))
+
+
+async def sent(url: str, queue: str, *bodies: bytes) -> None:
+    """Put something into a queue."""
+    connection = await aio_pika.connect(url)
+    try:
+        channel = await connection.channel()
+        for body in bodies:
+            await channel.default_exchange.publish(aio_pika.Message(body, delivery_mode=2), queue)
+    finally:
+        await connection.close()
+
+
+async def waiting(url: str, queue: str, least: int) -> list[AbstractIncomingMessage]:
+    """The messages of a queue, once they are so many; they are taken out."""
+    found: list[AbstractIncomingMessage] = []
+    connection = await aio_pika.connect(url)
+    try:
+        channel = await connection.channel()
+        async with asyncio.timeout(LIMIT_S):
+            while len(found) < least:
+                message = await (await channel.get_queue(queue)).get(no_ack=True, fail=False)
+                if message is None:
+                    await asyncio.sleep(0.05)
+                else:
+                    found.append(message)
+    finally:
+        await connection.close()
+    return found

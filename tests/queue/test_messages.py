@@ -1,0 +1,146 @@
+"""The messages between nodes: what is written is read, and nothing else is."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams_proxy.queue.messages import (
+    Control,
+    End,
+    Head,
+    Lost,
+    Malformed,
+    Part,
+    Refused,
+    Result,
+    Taken,
+    Work,
+    node_of,
+    read_control,
+    read_result,
+    read_work,
+    write_control,
+    write_part,
+    write_result,
+    write_work,
+)
+
+WORK = Work("p0.1f", "/v1/completions", b"x-request-id: r\xe9\r\nempty: \r\n", b'{"a":1}\n\x00')
+ids = st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\.[0-9a-z]{1,32}\Z")
+nodes = st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z")
+values = st.binary(max_size=50).filter(lambda raw: all(b >= 0x20 and b != 0x7F for b in raw))
+heads = st.builds(Head, st.integers(200, 599), values, values)
+ends = st.none() | st.builds(End, st.sampled_from(("failed", "timeout", "full")), st.text(max_size=100), st.booleans())
+
+
+@given(ids, nodes, st.integers(0, 2**53 - 1), st.none() | heads, st.binary(), st.booleans(), ends)
+def test_parts_are_read_as_they_were_written(
+    id: str, node: str, number: int, head: Head | None, body: bytes, last: bool, end: End | None
+) -> None:
+    part = Part(id, node, number, head, body, last, end if last else None)
+    assert read_result(write_part(part)) == part
+
+
+@pytest.mark.parametrize("result", [Taken("p.1", "d"), Lost("p.1", "d"), Refused("p.1", "d", "why\n")])
+def test_the_other_results_are_read_as_they_were_written(result: Taken | Lost | Refused) -> None:
+    again: Result = read_result(write_result(result))
+    assert again == result
+    assert node_of(again.id) == "p"
+
+
+def test_work_and_orders_are_read_as_they_were_written() -> None:
+    assert read_work(write_work(WORK)) == WORK
+    assert read_control(write_control(Control("pause", "p.1"))) == Control("pause", "p.1")
+
+
+def test_members_of_a_later_version_are_passed_over() -> None:
+    raw = write_result(Taken("p.1", "d"))
+    assert read_result(raw.replace(b'"kind"', b'"more":[{}],"kind"')) == Taken("p.1", "d")
+
+
+def test_reasons_are_cut_to_what_may_be_read() -> None:
+    cut = read_result(write_result(Refused("p.1", "d", "x" * 10_000)))
+    assert isinstance(cut, Refused)
+    assert cut.reason == "x" * 500
+
+
+def changed(raw: bytes, **members: Any) -> bytes:
+    line, _, body = raw.partition(b"\n")
+    document = {**json.loads(line), **members}
+    return json.dumps({name: value for name, value in document.items() if value is not ...}).encode() + b"\n" + body
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"queue": 2},
+        {"queue": True},
+        {"queue": ...},
+        {"kind": "part"},
+        {"id": "p0"},
+        {"id": "p0.A"},
+        {"id": "p0/../x.1"},
+        {"id": 1},
+        {"path": "v1"},
+        {"path": "/a b"},
+        {"path": "/a?b"},
+        {"headers": "host: a\r\n"},
+        {"headers": "Authorization: a\r\n"},
+        {"headers": "Content-Length: 1\r\n"},
+        {"headers": "a: b"},
+        {"headers": "a: b\r\n\r\n"},
+        {"headers": "a: b\nc: d\r\n"},
+        {"headers": None},
+    ],
+)
+def test_what_is_not_quite_work_is_refused(members: dict[str, Any]) -> None:
+    with pytest.raises(Malformed):
+        read_work(changed(write_work(WORK), **members))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"number": -1},
+        {"number": 1.0},
+        {"number": True},
+        {"node": "a b"},
+        {"kind": "work"},
+        {"head": {"status": 100, "type": "", "retry_after": ""}},
+        {"head": {"status": 200, "type": "a\r\nb", "retry_after": ""}},
+        {"head": []},
+        {"end": "badly"},
+        {"end": {"failure": "other", "reason": "", "sent": True}},
+        {"end": {"failure": "failed", "reason": "", "sent": 1}},
+    ],
+)
+def test_what_is_not_quite_a_result_is_refused(members: dict[str, Any]) -> None:
+    raw = write_part(Part("p.1", "d", 0, Head(200, b"", b""), b"", True, None))
+    with pytest.raises(Malformed):
+        read_result(changed(raw, **members))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]\n", b"\xff\n", b"{" * 70_000 + b"\n", b"[" * 60_000 + b"\n"])
+def test_what_is_nothing_at_all_is_refused(raw: bytes) -> None:
+    for read in (read_work, read_result, read_control):
+        with pytest.raises(Malformed):
+            read(raw)
+
+
+def test_only_work_and_parts_have_a_body() -> None:
+    for read, raw in (
+        (read_result, write_result(Taken("p.1", "d"))),
+        (read_control, write_control(Control("ask", "p.1"))),
+    ):
+        read(raw)
+        with pytest.raises(Malformed):
+            read(raw + b"x")
+
+
+def test_whose_work_it_is_can_be_told_though_it_is_malformed() -> None:
+    with pytest.raises(Malformed) as caught:
+        read_work(changed(write_work(WORK), path="none"))
+    assert caught.value.id == WORK.id
