@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams import InvalidParams, KVParamsError
-from kvparams.dialects.carriers import lifted
+from kvparams.dialects.carriers import CARRIERS, lifted, lowered
 from kvparams.dialects.message import Message, unpacked
 from kvparams.dialects.nixl import NIXL_TABLE
 from kvparams.dialects.registry import tables
@@ -186,10 +186,23 @@ HOMES = st.sampled_from(
 )
 
 
+@st.composite
+def carried(draw: st.DrawFn) -> dict[str, Any]:
+    """A body with native keys in the place of a carrier, or with what does not belong there."""
+    carrier = draw(st.sampled_from(CARRIERS))
+    value: Any = draw(st.dictionaries(KEYS, JSON, max_size=4) | JSON)
+    if carrier.text and draw(st.booleans()):
+        value = json.dumps(value)
+    for name in reversed(carrier.path):
+        value = {name: value}
+    return value
+
+
 MESSAGES = st.builds(
     Message,
     st.text(max_size=5) | st.just("7f3c"),
-    st.dictionaries(KEYS | HOMES | NAMES, JSON | st.dictionaries(KEYS | HOMES, JSON, max_size=4), max_size=4),
+    st.dictionaries(KEYS | HOMES | NAMES, JSON | st.dictionaries(KEYS | HOMES, JSON, max_size=4), max_size=4)
+    | carried(),
     st.dictionaries(KEYS, st.text(max_size=3), max_size=2),
 )
 
@@ -224,6 +237,8 @@ def test_text_that_is_no_object_is_no_message(text: str) -> None:
 
 
 def is_judged(message: Message) -> None:
+    moved, carrier = lifted(message)
+    assert lifted(lowered(moved, carrier)) == (moved, carrier)
     with suppress(KVParamsError):
         found = sniff(message, TABLES.values())
         assert found.known > 0
