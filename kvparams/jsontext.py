@@ -5,7 +5,7 @@ replaces, removes and adds members in place. The one rule: bytes that nobody ask
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, cast
 
@@ -81,15 +81,17 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
     document = _parse(raw, limits)
     if not isinstance(document, dict):
         raise JSONTextError(f"the document must be a JSON object, not {_kind(document)}")
-    found = _walk(raw, limits.max_depth)
-    if len(found) != len(cast("dict[str, object]", document)):
+    members = cast("dict[str, object]", document)
+    spans = _walk(raw, limits.max_depth)
+    if len(spans) != len(members):
+        _named(raw, spans)
         raise JSONTextError("the members of the object could not be told apart")  # a guard: parser and walker disagree
-    return cast("dict[str, object]", document), found
+    return members, dict(zip(members, spans, strict=True))  # both in the order of the text
 
 
 def fields(raw: bytes) -> dict[str, Field]:
     """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
-    return _walk(raw, _PARSED_DEPTH)
+    return _named(raw, _walk(raw, _PARSED_DEPTH))
 
 
 def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:
@@ -216,13 +218,13 @@ def _check_crowd(raw: bytes, limits: JSONLimits) -> None:
         at = stop if quote < 0 else _string_end(raw, quote)
 
 
-def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
-    """The members of the object `raw`; doubled keys, overflowing numbers and too much depth in it are refused."""
-    found: dict[str, Field] = {}
+def _walk(raw: bytes, max_depth: int) -> list[Field]:
+    """The members of the object `raw`; doubled keys inside them, overflowing numbers and too much depth are refused."""
+    found: list[Field] = []
     at = raw.index(b"{") + 1
     match = _MEMBER.match
     while (member := match(raw, at)) is not None:
-        _, (start, key_end), (value, at) = member.regs
+        _, (start, _), (value, at) = member.regs
         first = raw[value]
         if first == 0x22:
             at = _string_end(raw, value)
@@ -230,13 +232,19 @@ def _walk(raw: bytes, max_depth: int) -> dict[str, Field]:
             at = _flat_list_end(raw, value) or _check_container(raw, value, max_depth - 1)
         elif at - value > 3 and first not in b"tfn":
             _check_numbers(raw, value, at)
-        key = raw[start:key_end].decode()
-        if "\\" in key:
-            key = str(from_json(raw[start - 1 : key_end + 1]))
+        # a third of the cost of Field(...)
+        found.append(tuple.__new__(Field, (start - 1, value, at)))  # pyright: ignore[reportUnknownMemberType]
+    return found
+
+
+def _named(raw: bytes, spans: Iterable[Field]) -> dict[str, Field]:
+    """By the names of the members; doubled ones are refused."""
+    found: dict[str, Field] = {}
+    for span in spans:
+        key = _key(raw, span.start, _string_end(raw, span.start))
         if key in found:
             raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
-        # a third of the cost of Field(...)
-        found[key] = tuple.__new__(Field, (start - 1, value, at))  # pyright: ignore[reportUnknownMemberType]
+        found[key] = span
     return found
 
 

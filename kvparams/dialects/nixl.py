@@ -94,12 +94,14 @@ class Nixl:
 
     def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
         """What prefill said, as it said it, without our own document."""
-        missing = [name for name in self._needed if answer.get(name) is None]
-        if missing:
+        if None in map(answer.get, self._needed):
+            missing = [name for name in self._needed if answer.get(name) is None]
             raise HandoffMissing(
                 f"the prefill engine's answer lacks {', '.join(missing)} in kv_transfer_params: "
                 "is it started with a NixlConnector (--kv-transfer-config)?"
             )
+        if DOCUMENT_KEY not in answer:
+            return answer
         return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
 
     def abandon(self, native: bytes | None) -> Abandon | None:

@@ -264,6 +264,7 @@ class DirectProtocol(HttpToolsProtocol):
         ):
             old = parser.get_http_version() == "1.0"
             admission = endpoint.admit(self.headers)
+            self.headers = []  # nobody looks at them again
             direct = DirectDownstream(self, endpoint, admission, not old and parser.should_keep_alive())
             direct.http_1_0 = old
             self._direct = direct

@@ -30,6 +30,8 @@ __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
 
 _BOTH: Final = (Role.AGGREGATED,)
+_HEEDED: Final = FORWARDED | {b"x-request-id", b"content-encoding", b"authorization"}
+"""Headers that matter."""
 
 
 class Admission(NamedTuple):
@@ -71,6 +73,8 @@ class Generate:
         authorization: bytes | None = None
         forwarded: list[bytes] = []
         for name, value in headers:
+            if name not in _HEEDED:
+                continue
             if name == b"x-request-id":
                 given = value
             elif name == b"content-encoding" and value.lower() != b"identity":
@@ -114,7 +118,8 @@ class Generate:
                 transfer_id,
                 settings.body,
                 client,
-                keep_document=settings.continuation or resources.tokens is not None,
+                keep_document=resources.tokens is not None,
+                keep_streamed=settings.continuation,
             )
             if inbound.stripped:
                 resources.metrics.stripped["body"] += 1
@@ -135,7 +140,7 @@ class Generate:
 
         def execute(prompt: Prompt | None) -> None:
             routed = inbound if prompt is None else _routed(inbound, prompt)
-            if routed.document is not None and not settings.continuation:  # whoever has the document is continued
+            if routed.document is not None and not (settings.continuation and routed.stream):  # it is not continued
                 routed = routed._replace(document=None)
             manager = self._manager(routed)
             execution = Execution(

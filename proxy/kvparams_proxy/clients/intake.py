@@ -61,8 +61,12 @@ def read(
     client: Client | None = None,
     *,
     keep_document: bool = False,
+    keep_streamed: bool = False,
 ) -> Inbound:
     """Check a request's body. The cache salt of one whose client is known is bound to its tenant.
+
+    What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
+    runs, it costs room in the processor's caches.
 
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
@@ -111,7 +115,9 @@ def read(
         tokens,
         rare.prompt_scored,
     )
-    return Inbound(facts, body, spans, changes, stream, document if keep_document else None, stripped)
+    return Inbound(
+        facts, body, spans, changes, stream, document if keep_document or (keep_streamed and stream) else None, stripped
+    )
 
 
 class _Rare(NamedTuple):

@@ -17,6 +17,10 @@ __all__ = ["Connection", "Exchange"]
 
 
 _log: Final = logging.getLogger(__name__)
+_SHORT_BYTES: Final = 16 << 10
+"""To copy so much costs less than to write two buffers."""
+_HEEDED: Final = frozenset((b"content-type", b"content-length", b"transfer-encoding", b"retry-after"))
+"""Headers of an answer that matter."""
 _STALE_S: Final = 1.0
 """A kept connection that the engine had closed already fails within a round trip; later, the engine may have begun."""
 
@@ -185,7 +189,11 @@ class Connection(asyncio.Protocol):
         self._sink = sink
         self._reset()
         self._sent_at = self._pool.now()
-        self.transport.writelines(request)
+        head, body = request
+        if len(body) < _SHORT_BYTES:
+            self.transport.write(head + body)  # one buffer is written at once; of several, a list is kept
+        else:
+            self.transport.writelines(request)
 
     def close(self) -> None:
         """Close at once; whoever waits has been told."""
@@ -279,13 +287,14 @@ class Connection(asyncio.Protocol):
         if self._head_done:  # trailers
             return
         name = name.lower()
-        head = self._head
+        if name not in _HEEDED:
+            return
         if name == b"content-type":
-            head.content_type = value
-        elif name == b"content-length" or name == b"transfer-encoding":
-            head.framed = True
+            self._head.content_type = value
         elif name == b"retry-after":
-            head.retry_after = value
+            self._head.retry_after = value
+        else:
+            self._head.framed = True
 
     def on_headers_complete(self) -> None:
         """Deliver the head, unless it is a mere 100 Continue."""
@@ -322,7 +331,8 @@ class Connection(asyncio.Protocol):
         if self._strange or not self._keep_alive or self.transport.is_closing():
             self.transport.close()
         else:
-            self.resume()
+            if self._paused:
+                self.resume()
             self._reused = True
             self._pool.put_back(self)
         if exchange is not None:

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Request = tuple[bytes, bytes]
-"""Head and body, as they are sent: putting them together would copy the body once more."""
+"""Head and body, as they are sent: putting them together would copy a long body once more."""
 
 
 @dataclass(frozen=True, slots=True)
