@@ -5,8 +5,9 @@ STORE ?= file
 ENGINE ?= reference
 DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
-# Two tests at a time; those of a group in one process (tests/conftest.py).
+# Two tests at a time; those of a group in one process (tests/conftest.py). Fast ones often wait: three of them.
 TWO := -n 2 --dist loadgroup
+THREE := -n 3 --dist loadgroup
 # The vLLM whose connector interface is known best; another one (0.28.0) has an environment of its own.
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
@@ -16,7 +17,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check lint test soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check fast lint test soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -112,8 +113,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-check: lint servers install-lmcache
-	$(BIN)/pytest -m "not slow" $(TWO)
+# Types are checked while tests wait.
+check: $(READY) servers install-lmcache
+	$(MAKE) -j 2 lint fast
+
+fast: $(READY)
+	$(BIN)/pytest -m "not slow" $(THREE)
 
 # Then what was looked for with few examples, with more; what takes long; and what measures or fills the machine, alone.
 test: check .cache/sources/.ready

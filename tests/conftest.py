@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,20 +22,33 @@ settings.load_profile("quick")
 
 
 _TOGETHER = {
-    ("tests/reference_engine/", "servers"): "engines",
-    ("tests/sidecar/", "places"): "sidecar",
-    ("tests/connectors/lm_server/", "server"): "lmcache",
-    ("tests/connectors/test_mooncake.py", "cluster"): "mooncake",
+    "tests/connectors/lm_server/": "lmcache",
+    "tests/connectors/test_mooncake.py": "mooncake",
+    "tests/connectors/test_peer_mooncake.py": "transfer engines",
+    "tests/connectors/test_valkey_cluster.py": "cluster",
+    "tests/reference_engine/test_api.py": "engines",
+    "tests/reference_engine/test_demo.py": "engines",
+    "tests/reference_engine/test_fields.py": "engines",
+    "tests/reference_engine/test_handover.py": "engines",
+    "tests/reference_engine/test_openapi_of_legs.py": "engines",
+    "tests/reference_engine/test_thousand_prompts.py": "engines",
+    "tests/reference_engine/test_transfers.py": "engines",
 }
-"""Fixtures whose servers take seconds to start: all tests that use one of them run in one worker."""
+"""Where a test's path begins so, its fixture's servers take seconds to start: all of a group run in one worker."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        used: list[str] = getattr(item, "fixturenames", [])
-        for (path, fixture), group in _TOGETHER.items():
-            if fixture in used and item.nodeid.startswith(path):
-                item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """`--dist loadgroup` by path: xdist 3.8 tells workers' groups in a way that pytest 9 no longer reads."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # not everywhere, where these tests run
+
+    class InGroups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for path, group in _TOGETHER.items() if nodeid.startswith(path)), nodeid)
+
+    return InGroups(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
