@@ -16,12 +16,16 @@ __all__ = ["Pace"]
 _TOGETHER: Final = 0.25
 """A leg that ends after the one before it in less than this share of the time that it should take, measured by that
 one's, was computed together with it."""
+_LATE: Final = 1.05
+"""Times what computing a leg should take, and the doubt of that: what takes longer has waited for what it fetches."""
 
 
 class _Given(NamedTuple):
     seconds: float
     since: float
     fetch_s: float
+    link_s: float
+    """Of that, until its own fetch begins."""
 
 
 class _Told(NamedTuple):
@@ -92,9 +96,11 @@ class Pace:
         if not self._given:
             self._head_from = now + fetch_s
             self._pending = 0.0  # what rounding left
+        link_s = 0.0
         if fetch_s:
+            link_s = max(0.0, self._fetching_until - now)
             self._fetching_until = now + fetch_s
-        self._given[leg] = _Given(seconds, now, fetch_s)
+        self._given[leg] = _Given(seconds, now, fetch_s, link_s)
         self._pending += seconds
 
     def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
@@ -120,15 +126,26 @@ class Pace:
                 head = next(iter(self._given.values()))
                 self._head_from = max(now, head.since + head.fetch_s)
             if new is not None:
-                self._hear(now - began, began - given.since, given.fetch_s, (new, context, fetched))
+                self._hear(given, began, now, features(new, context), fetched)
         if not self._given:
             self._learn()
 
-    def _hear(self, seconds: float, waited_s: float, fetch_s: float, tokens: tuple[int, int, int]) -> None:
-        """A leg took so long after it had waited for others, while what it fetches was on its way."""
-        new, context, fetched = tokens
-        seen = fetched * max(0.0, 1.0 - waited_s / fetch_s) if fetch_s else 0.0
-        it, before, expected = _Told(features(new, context, seen), seconds), self._told, self.speed.expected
+    def _hear(self, given: _Given, began: float, now: float, what: tuple[float, ...], fetched: int) -> None:
+        """A leg has been computed, from `began` on or from when what it fetches was there."""
+        speed, seconds, before = self.speed, now - began, self._told
+        expected = speed.expected
+        if fetched and given.fetch_s:
+            if not speed.seen:
+                return  # who knows which of both took so long
+            alone = expected(what)
+            took = max(0.0, now - alone - given.since - given.link_s)  # or less, where it was not waited for
+            late = seconds > (_LATE + speed.doubt) * alone
+            if late or took < given.fetch_s - given.link_s:
+                speed.fetched(fetched, took)
+            if late:
+                self._learn()
+                return
+        it = _Told(what, seconds)
         if before is None:
             self._told = it
         elif seconds * expected(before.features) < _TOGETHER * before.seconds * expected(it.features):

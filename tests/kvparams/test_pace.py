@@ -127,6 +127,48 @@ def test_a_leg_that_overruns_is_as_far_from_its_end_as_legs_are_usually_off() ->
         assert pace.wait_s == pytest.approx(1.0 + 2.0 * pace.speed.doubt)
 
 
+def fetched(pace: Pace, clock: Clock, tokens: int, seconds: float, *, waits: float = 0.0) -> None:
+    """A leg that fetches so many tokens in these seconds and computes 1,000 in 0.1 s, behind one that takes `waits`."""
+    rest = pace.speed.seconds(1000, 1000 + tokens)
+    if waits:
+        pace.begin("before", waits)
+    pace.begin("it", rest, pace.fetch_s(tokens))
+    if waits:
+        clock.now += waits
+        pace.end("before")
+    clock.now += max(0.0, seconds - waits) + 0.1
+    pace.end("it", 1000, 1000 + tokens, tokens)
+    clock.now += 10.0
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.3])
+def test_what_fetching_takes_is_learnt_apart_from_computing(waits: float) -> None:
+    clock, die = Clock(), Random(6)
+    pace = Pace(clock)
+    for context in (1000, 2000, 9000, 30_000) * 10:  # 10,000 tokens/s, whatever is in front
+        ran(pace, clock, 1, context, context / 10_000)
+    before = pace.speed.seconds(1000, 11_000)
+    for _ in range(60):
+        tokens = die.randrange(5_000, 40_000)
+        fetched(pace, clock, tokens, 0.2 + 1e-4 * tokens, waits=waits)
+    assert pace.speed.fetch_s(10_000) == pytest.approx(1.2, rel=0.1)
+    assert pace.speed.fetch_s(40_000) == pytest.approx(4.2, rel=0.1)
+    assert pace.speed.seconds(1000, 11_000) == pytest.approx(before, rel=0.02)
+
+
+def test_a_fetch_that_nobody_waited_for_took_no_longer_than_that() -> None:
+    """So a store that was slow once is not believed to be slow for ever."""
+    clock = Clock()
+    pace = Pace(clock)
+    ran(pace, clock, 40, 1000, 0.1)
+    for _ in range(5):
+        fetched(pace, clock, 10_000, 8.0)
+    assert pace.speed.fetch_s(10_000) > 4.0
+    for _ in range(60):
+        fetched(pace, clock, 10_000, 0.3, waits=0.5)
+    assert pace.speed.fetch_s(10_000) < 0.8
+
+
 def test_of_a_new_engine_the_usual_is_expected_until_it_tells() -> None:
     clock, usual = Clock(), Usual()
     old, new, stranger = Pace(clock, usual), Pace(clock, usual), Pace(clock)

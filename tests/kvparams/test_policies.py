@@ -211,7 +211,7 @@ def test_whoever_is_new_is_tried_at_once_and_is_not_heaped_upon(tokens_per_s: fl
     for number in range(40):
         request = asked(str(number))
         fleet.run(policy.choose(fleet.seats, request, number), request)
-    assert [seat.in_flight for seat in fleet.seats] == [10] * 4
+    assert all(8 <= seat.in_flight <= 12 for seat in fleet.seats)
 
 
 def test_what_a_store_has_is_fetched_where_that_is_sooner() -> None:
