@@ -98,6 +98,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
+    policy, notes = _policy(values, tokenizers)
     if any(entry.kv_events for entry in entries) and find_spec("zmq") is None:
         problems.add("kv_events", "of an instance needs pyzmq: pip install 'kvparams[proxy,index,events]'")
     problems.check()
@@ -109,7 +110,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             admin=admin,
             client_keys=values["client-keys"],
             signing=signing,
-            policy=values["policy"],
+            policy=policy,
             modes=_modes(values, provider),
             keep_modes="mode" in flags,
             tokenizers=tokenizers,
@@ -131,7 +132,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
         raise ConfigError((str(error),)) from error
     direct = not values["plain-asgi"]
     secrets = dict.fromkeys((values["admin-token-file"], rules.places.key_file))
-    notes = [f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and open_to_others(path)]
+    notes += [f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and open_to_others(path)]
     notes += [f"left out: {error}" for error in each_table()[1]]
     return Configuration(settings, values["host"], values["port"], tls, direct, entries, (*static.notes, *notes))
 
@@ -294,6 +295,15 @@ def _tokenizers(values: Mapping[str, Any], problems: Problems) -> Tokenizers:
     except TokenizerError as error:
         problems.add("--tokenizer", str(error))
         return {}
+
+
+def _policy(values: Mapping[str, Any], tokenizers: Tokenizers) -> tuple[str, list[str]]:
+    """The policy that is named, or the one that is best where nobody has named one; and what is to be said of it."""
+    if values["policy"] is not None or not tokenizers:
+        return values["policy"] or "round_robin", []
+    if any(find_spec(name) is None for name in ("numpy", "msgspec")):
+        return "round_robin", ["policy round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
+    return "cache_aware", ["policy cache_aware, since prompts get token ids; --policy names another one"]
 
 
 def _check_keys(path: Path | None, problems: Problems) -> None:

@@ -34,6 +34,11 @@ _TOKENIZER: Final = (
 )
 
 
+_POLICIES: Final = (
+    "who runs a leg (default: cache_aware where --tokenizer says how prompts get token ids, otherwise round_robin)"
+)
+
+
 class Kind(NamedTuple):
     """What a setting may be."""
 
@@ -179,7 +184,7 @@ OPTIONS: Final = (
     *_group(
         "how legs run",
         ("mode", _MODE, None, _MODE_HELP),
-        ("policy", _POLICY, "round_robin", "who runs a leg"),
+        ("policy", _POLICY, None, _POLICIES),
         ("tokenizer", _TOKENIZERS, None, _TOKENIZER),
         ("prefill-timeout", _SECONDS, 300.0, "for a whole prefill leg"),
         ("decode-timeout", _SECONDS, 600.0, "the longest silence of a decode engine"),

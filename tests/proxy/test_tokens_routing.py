@@ -186,6 +186,11 @@ def test_the_flag_and_the_fleet_file_say_it_alike(folder: Path, tmp_path: Path) 
     settings = asked(*engines, "--tokenizer", f"m={folder},bytes").settings
     assert isinstance(settings.tokenizers["m"], LocalTokenizer)
     assert settings.tokenizers[None] is By.BYTES
+    assert settings.policy == "cache_aware"
+    assert any("cache_aware" in note for note in asked(*engines, "--tokenizer", "bytes").notes)
+    named = asked(*engines, "--tokenizer", "bytes", "--policy", "random")
+    assert (named.settings.policy, named.notes) == ("random", ())
+    assert (asked(*engines).settings.policy, asked(*engines).notes) == ("round_robin", ())
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps({"proxy": {"tokenizer": {"m": "t", "*": "engine"}}, "instances": []}))
     save(byte_level(), tmp_path / "t")
