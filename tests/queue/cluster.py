@@ -24,7 +24,8 @@ __all__ = ["Cluster", "Node"]
 
 What = Literal["engine", "sidecar"]
 _POLL_S: Final = 0.05
-_BACK_S: Final = 60.0
+_BACK_S: Final = 240.0
+"""A machine that is full takes minutes."""
 
 
 @dataclass(slots=True)

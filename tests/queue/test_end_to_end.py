@@ -3,11 +3,11 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Final
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.chaos.streams import Question, ask, question
 
@@ -15,13 +15,21 @@ from .cluster import Cluster
 from .rabbitmq import RabbitMQ
 
 DEADLINE_S: Final = 60.0
+_IN_FLIGHT: Final = "reference_engine:requests_in_flight"
 FLAGS: Final = ("--continuation", "--retries", "8")
 
 
-@pytest.fixture
-async def cluster(shared_broker: RabbitMQ, names: Iterator[str], tmp_path: Path) -> AsyncIterator[Cluster]:
-    store = f"file://{tmp_path}/kv?size=64MiB"
-    async with Cluster.running(tmp_path, shared_broker, store, flags=FLAGS, pool=next(names)) as found:
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    shared_broker: RabbitMQ, names: Iterator[str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    """One prefill node and two slow decode nodes, for all tests here."""
+    logs = tmp_path_factory.mktemp("cluster")
+    store, slow = f"file://{logs}/kv?size=64MiB", ("--step-ms", "20")
+    async with Cluster.running(logs, shared_broker, store, decode=(slow, slow), flags=FLAGS, pool=next(names)) as found:
         yield found
 
 
@@ -58,3 +66,70 @@ async def test_streams_and_whole_answers_are_those_of_one_engine(cluster: Cluste
     done = [(await cluster.counts(node))['kvparams_queue_work_total{outcome="done"}'] for node in cluster.decode]
     assert sum(done) == len(asked) + 4
     assert all(done)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_felt_by_the_decode_engine(cluster: Cluster) -> None:
+    port = cluster.prefill[0].port
+    before = await cancelled(cluster)
+    body = question("/v1/completions", "1 2 3", 1000).body
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        async with client.stream("POST", url, json=body) as answer:
+            assert answer.status_code == 200
+            assert await anext(answer.aiter_bytes())
+            assert await in_flight(cluster) == 1
+    await until_in_flight(cluster, 0)
+    assert await cancelled(cluster) == before + 1
+
+
+async def test_without_its_prefill_engine_decode_computes_it_all(cluster: Cluster, single: str) -> None:
+    node = cluster.prefill[0]
+    assert node.engine is not None
+    node.engine.process.kill()
+    node.engine.process.wait(10)
+    try:
+        asked = await questions(single, 4, 5)
+        seen = await asyncio.gather(*(ask(node.port, each, DEADLINE_S) for each in asked))
+        assert [(one.seen, one.said) for one in seen] == [("right", "")] * len(asked)
+    finally:
+        cluster.start(node, "engine")
+        await cluster.ready(node)
+
+
+@pytest.mark.slow
+async def test_when_the_sidecar_that_asked_is_killed_decode_engines_stop(cluster: Cluster) -> None:
+    """Its queue goes when nobody has read it for a while; what is sent there comes back."""
+    node = cluster.prefill[0]
+    body = question("/v1/completions", "3 2 1", 3500).body
+    asked = asyncio.create_task(ask(node.port, Question("/v1/completions", body), DEADLINE_S))
+    await until_in_flight(cluster, 1)
+    assert node.sidecar is not None
+    node.sidecar.process.kill()
+    node.sidecar.process.wait(10)
+    assert (await asked).seen == "cut"
+    await until_in_flight(cluster, 0)
+    cluster.start(node, "sidecar", *FLAGS)
+    await cluster.ready(node)
+
+
+async def in_flight(cluster: Cluster) -> float:
+    """Requests on all decode engines."""
+    found = 0.0
+    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        for node in cluster.decode:
+            text = (await client.get(f"http://127.0.0.1:{node.engine_port}/metrics")).text
+            found += sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(_IN_FLIGHT))
+    return found
+
+
+async def until_in_flight(cluster: Cluster, number: int) -> None:
+    """Wait until they are so many."""
+    async with asyncio.timeout(DEADLINE_S):
+        while await in_flight(cluster) != number:  # noqa: ASYNC110  engines tell nobody
+            await asyncio.sleep(0.05)
+
+
+async def cancelled(cluster: Cluster) -> float:
+    """What all decode nodes have let go."""
+    name = 'kvparams_queue_work_total{outcome="cancelled"}'
+    return sum([(await cluster.counts(node))[name] for node in cluster.decode])

@@ -182,6 +182,8 @@ async def test_a_node_whose_engine_is_gone_takes_nothing(nodes: Nodes) -> None:
     assert len(good.engine.bodies) == 100
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_streams_go_on_over_a_broker_that_was_away(own_broker: RabbitMQ, stack: AsyncExitStack, how: str) -> None:
     nodes = Nodes(own_broker, "pool", stack)
