@@ -31,6 +31,7 @@ async def test_every_reader_reads_every_account_once_and_in_order() -> None:
     ledger = Ledger(asyncio.get_running_loop(), readers)
     for number in range(100):
         ledger.ended(account(number))
+        await asyncio.sleep(0)
     assert 0 < len(readers[0].seen) < 100  # in batches
     ledger.close()
     assert readers[0].seen == readers[1].seen == [f"r{number}" for number in range(100)]

@@ -34,8 +34,8 @@ class Ledger:
         """A request is over; its readers hear of it within a tenth of a second."""
         accounts = self._accounts
         accounts.append(account)
-        if len(accounts) >= _BATCH:
-            self.settle()
+        if len(accounts) == _BATCH:
+            self._loop.call_soon(self.settle)  # in a turn of its own: others end in this one
         elif self._timer is None:
             self._timer = self._loop.call_later(_LATEST_S, self._tick)
 
