@@ -40,8 +40,7 @@ class ConcurrentLegs:
             prefill: Instance = yield Choose(Role.PREFILL, failed, Role.DECODE)  # pyright: ignore[reportAssignmentType]
             speech = context.dialect(prefill)
             if speech.mode != "rendezvous" or not speech.splits(request):
-                context.give_back(prefill)
-                yield from (self._in_order if speech.splits(request) else self._alone).legs(request, context)
+                yield from self._in_order.legs(request, context, prefill)
                 return
             decode: Instance = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
             keys = speech.decode_keys({}, transfer, None if speech.bootstrap is None else context.place(prefill))

@@ -45,8 +45,8 @@ class PrefillThenDecode:
         self._decode_alone = decode_alone
         self._alone = Aggregated(role=Role.DECODE)
 
-    def legs(self, request: RequestFacts, context: Context) -> Plan:
-        """See `DisaggregatedRequestManager.legs`."""
+    def legs(self, request: RequestFacts, context: Context, prefill: Instance | None = None) -> Plan:
+        """See `DisaggregatedRequestManager.legs`; `prefill`, where somebody has chosen it already."""
         if request.prompt_scored:
             yield from self._alone.legs(request, context)
             return
@@ -61,7 +61,9 @@ class PrefillThenDecode:
                 return
             if decode is None and self._decode_first:
                 decode = yield Choose(Role.DECODE, failed, Role.PREFILL)  # pyright: ignore[reportAssignmentType]
-            prefill: Instance = yield Choose(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
+            if prefill is None:
+                prefill = yield Choose(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
+            assert prefill is not None
             speech = context.dialect(prefill)
             if not speech.splits(request):
                 context.give_back(prefill)
@@ -86,6 +88,7 @@ class PrefillThenDecode:
                 if not failure.another or not context.may_retry():
                     raise
                 failed.append(prefill.id)
+                prefill = None
                 transfer, attempt = context.next_transfer(), attempt + 1
                 continue
 
@@ -126,4 +129,5 @@ class PrefillThenDecode:
                         transfer, attempt = context.next_transfer(), attempt + 1
                 else:
                     return
+            prefill = None
             transfer, attempt = context.next_transfer(), attempt + 1

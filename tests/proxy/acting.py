@@ -17,6 +17,8 @@ __all__ = ["FAULTS", "Actor", "Fault", "answer_to", "document"]
 Fault = Literal["gone", "reset", "500", "garbage", "not http", "silent", "refusal"]
 FAULTS: tuple[Fault, ...] = ("gone", "reset", "500", "garbage", "not http", "silent")
 """Those that another engine may not have."""
+_OURS: dict[str, Any] = {"kvparams": None}
+"""What a leg has that is not split: nothing."""
 MODELS = b'{"object":"list","data":[{"id":"stub"}]}'
 NIXL: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -55,6 +57,8 @@ class Actor:
         """Hears that a stream is about to break."""
         self.held: asyncio.Event | None = None
         """Where it is set, legs wait for it before they are answered."""
+        self.stalled: asyncio.Event | None = None
+        """Where it is set, streams wait for it behind each event."""
         self.lease_ms: int | None = None
         """How long prefill says it keeps what it has computed."""
         self.bodies: list[bytes] = []
@@ -102,7 +106,7 @@ class Actor:
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 body = await reader.readexactly(length)
                 asked = json.loads(body)
-                if head.startswith(b"POST /v1/kvparams") or "kvparams" not in asked["kv_transfer_params"]:
+                if head.startswith(b"POST /v1/kvparams") or "kvparams" not in asked.get("kv_transfer_params", _OURS):
                     self.releases.append(asked["kv_transfer_params"])
                     writer.write(_whole(b"{}"))
                     continue
@@ -157,7 +161,7 @@ class Actor:
         if self.role == "prefill":
             theirs = parse(asked["kv_transfer_params"]["kvparams"])
             found["kv_transfer_params"] = dict(NIXL)
-            if theirs.mode == "store":
+            if theirs.mode in ("store", "rendezvous"):
                 result = theirs.model_copy(update={"phase": "prefill_result", "load_keys": (f"k{len(self.bodies)}",)})
                 found["kv_transfer_params"] = {"kvparams": json.loads(result.model_dump_json(exclude_unset=True))}
                 if self.lease_ms is not None:
@@ -183,6 +187,8 @@ class Actor:
             left = None if left is None else left - 1
             writer.write(_event(event))
             await writer.drain()
+            if self.stalled is not None:
+                await self.stalled.wait()
         writer.write(b"0\r\n\r\n")
 
     def _events(self, asked: dict[str, Any]) -> list[dict[str, Any] | bytes]:
