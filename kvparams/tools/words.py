@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Final, cast
 
 from kvparams.codec import dump
-from kvparams.dialects.carriers import root, rooted
+from kvparams.dialects.carriers import CARRIERS, USUAL, root, rooted
 from kvparams.dialects.message import ABSENT, look
 from kvparams.dialects.table import LEGS, Leg, Row, Table, judge
 from kvparams.errors import printable
@@ -82,6 +82,8 @@ def explained(table: Table) -> list[str]:
         rows = [row for row in table.rows if leg in row.legs]
         lines.append(f"  {_LEGS[leg]}, in {path or 'the body'}:" + ("" if rows else " nothing"))
         lines += [f"    {_about(row, leg)}" for row in rows]
+    if USUAL in table.carried.values():
+        lines += [f"  {USUAL} may stand in {one.place} too: {one.says}" for one in CARRIERS]
     return [*lines, *(f"  note: {note}" for note in table.notes)]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
@@ -145,6 +146,8 @@ def test_every_dialect_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "bootstrap_room" in said
     assert "the id is minted by the router: transfer_id" in said
+    places = re.findall(r"kv_transfer_params may stand in (\S+) too", said)
+    assert places.count("sampling_params.extra_args.kv_transfer_params") == places.count("kv_transfer_params_json") > 5
 
 
 @pytest.mark.parametrize(
