@@ -189,12 +189,12 @@ class Awaited:
             if self._throttled:  # it may have forgotten, or never heard
                 self._owner.tell(result.node, "pause" if self._paused else "resume", self._id)
             return
-        if result.number >= self._next:
+        if result.number >= self._next and result.number not in self._early:
             self._early[result.number] = result
+            self._kept_bytes += len(result.body)
             while (part := self._early.pop(self._next, None)) is not None:
                 self._next += 1
                 self._kept.append(part)
-                self._kept_bytes += len(part.body)
         self._deliver()
 
     # inside

@@ -26,7 +26,9 @@ from kvparams_proxy.upstream.terms import UpstreamError, UpstreamFull, UpstreamT
 __all__ = ["Running"]
 
 _ON_THE_WAY: Final = 16
-"""Parts that the broker has not answered for; what comes meanwhile is one part."""
+"""Parts that the broker has not answered for; what comes meanwhile is one part ..."""
+_MOST_BYTES: Final = 1 << 20
+"""... of about so much: then the engine waits."""
 
 
 class Owner(Protocol):
@@ -73,6 +75,7 @@ class Running:
 
     __slots__ = (
         "_body",
+        "_bytes",
         "_dirty",
         "_end",
         "_handle",
@@ -103,6 +106,8 @@ class Running:
         self._head: Head | None = None
         self._status = 0
         self._body: list[bytes] = []
+        self._bytes = 0
+        """Of what is on no letter yet."""
         self._last = False
         self._end: End | None = None
         self._paused = False
@@ -175,8 +180,11 @@ class Running:
         """See `Sink.on_body`."""
         self._heard_s = self._owner.now()
         self._body.append(data)
+        self._bytes += len(data)
         self._dirty = True
         self._send()
+        if self._bytes > _MOST_BYTES:
+            self._throttle()
 
     def on_done(self, error: UpstreamError | None) -> None:
         """See `Sink.on_done`."""
@@ -194,11 +202,14 @@ class Running:
         if self._over or not self._dirty or len(self._letters) >= _ON_THE_WAY:
             return
         self._dirty = False
+        crowded, self._bytes = self._bytes > _MOST_BYTES, 0
         head, self._head = self._head, None
         body, self._body = b"".join(self._body), []
         part = Part(self.id, self._owner.node, self._number, head, body, self._last, self._end)
         self._number += 1
         self._post(write_part(part))
+        if crowded:
+            self._throttle()
 
     def _post(self, body: bytes) -> None:
         def settled(fate: Fate) -> None:
@@ -222,7 +233,7 @@ class Running:
 
     def _throttle(self) -> None:
         if self._handle is not None:
-            if self._paused or self._stopped:
+            if self._paused or self._stopped or self._bytes > _MOST_BYTES:
                 self._handle.pause()
             else:
                 self._handle.resume()
