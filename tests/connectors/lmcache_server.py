@@ -17,7 +17,7 @@ from tests.connectors.lmcache_env import environment, python
 
 __all__ = ["BINARY", "BareClient", "LMCacheServer"]
 
-_START_S: Final = 60.0  # it imports torch
+_START_S: Final = 120.0  # it imports torch
 _REQUEST: Final = struct.Struct("iiiiiiiii150s")
 _REPLY: Final = struct.Struct("iiiiiiiii")
 PUT, GET, EXIST, HEALTH = 1, 2, 3, 5

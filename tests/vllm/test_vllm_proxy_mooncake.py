@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from demo.processes import Processes
+from demo.processes import Processes, free_port
 from kvparams.dialects import HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from tests.vllm.engines import complete, counters
@@ -30,9 +30,10 @@ def test_its_own_bootstrap_server_says_what_the_dialect_reads() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import MooncakeBootstrapServer
 
     assert MOONCAKE.bootstrap is not None
-    server = MooncakeBootstrapServer("127.0.0.1", 0)
+    port = free_port()  # 0.28 would not say which it took
+    server = MooncakeBootstrapServer("127.0.0.1", port)
     server.start()
-    url = f"http://127.0.0.1:{server.port}"
+    url = f"http://127.0.0.1:{port}"
     try:
         with pytest.raises(HandoffMissing, match="no worker yet"):
             MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
