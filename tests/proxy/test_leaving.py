@@ -107,6 +107,28 @@ async def test_kv_of_a_prefill_whose_answer_was_on_its_way_is_given_back(
     assert ends == [b""]
 
 
+async def test_a_prefill_that_was_heard_out_and_is_no_json_is_not_tried_again(scripted: Any, proxy: Any) -> None:
+    """Nobody waits for what another engine would say."""
+    asked: list[asyncio.Event] = [asyncio.Event(), asyncio.Event()]
+
+    async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        next(event for event in asked if not event.is_set()).set()
+        await reader.read()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n{\"id\"")
+
+    producers = [await scripted(prefill), await scripted(prefill)]
+    running = await proxy([each.url for each in producers], [producers[0].url])
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(request(BODY))
+    async with asyncio.timeout(5):
+        await asked[0].wait()
+        writer.transport.abort()
+        while await running.metric('kvparams_proxy_requests_total{outcome="gone"}') == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert not asked[1].is_set()
+    assert await running.metric("kvparams_proxy_in_flight") == 0
+
+
 async def test_an_engine_that_does_not_mind_its_client_is_left_for_good(scripted: Any, proxy: Any) -> None:
     """It goes on after the end of what it was sent: then the connection is broken."""
     broken = asyncio.Event()

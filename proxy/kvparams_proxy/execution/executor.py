@@ -440,6 +440,9 @@ class Execution:
         except JSONTextError:
             self._resources.fleet.failed(leg.instance, connected=True)
             self._resources.metrics.leg_failed(leg.instance, "garbage")
+            if self._gone:
+                self._finish("gone")
+                return
             message = f"the {leg.instance.role} engine's answer is not JSON"
             broken_off = BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed"))
             broken_off.instance = leg.instance
