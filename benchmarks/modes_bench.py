@@ -33,7 +33,7 @@ __all__ = ["Row", "Way", "main", "table"]
 
 _TOKENS: Final = 32
 _LIMIT_S: Final = 300.0
-_WARM: Final = 8
+_WARM: Final = 3
 _TEXT: Final = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 6
 _QUIET: Final = ("--log-requests", "off")
 
