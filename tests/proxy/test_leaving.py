@@ -114,7 +114,7 @@ async def test_a_prefill_that_was_heard_out_and_is_no_json_is_not_tried_again(sc
     async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         next(event for event in asked if not event.is_set()).set()
         await reader.read()
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n{\"id\"")
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n{"id"')
 
     producers = [await scripted(prefill), await scripted(prefill)]
     running = await proxy([each.url for each in producers], [producers[0].url])
