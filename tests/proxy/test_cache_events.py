@@ -203,7 +203,7 @@ class Site:
         """Tokens that each is believed to have."""
         name = f"r{next(NUMBERS)}"
         facts = RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, tokens=len(tokens))
-        decision, _ = self.prefixes.explain(CacheAware(), self.members, facts, 0)
+        decision = self.prefixes.explain(CacheAware(), self.members, facts, 0).decision
         return [decision.cached.get(member.instance, 0) for member in self.members]
 
     async def becomes(self, wanted: int, tokens: list[int] = PROMPT, **more: Any) -> None:

@@ -22,6 +22,7 @@ from kvparams.lifecycle import WAYS, Lifecycle, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
@@ -298,10 +299,13 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
-    seen = await stage(retries=0, policy="cache_aware", tokenizers={None: By.BYTES})
+    seen = await stage(retries=0, policy="cache_aware", tokenizers={None: By.BYTES}, admin=Secret("token"))
     await seen.ask()
     await seen.ask(**STREAM)
     await seen.ask(max_tokens=0)
+    told = {"id": "told", "url": seen.prefill[0].url, "role": "prefill", "kv_events": "tcp://127.0.0.1:1"}
+    added = await seen.running.client.post("/admin/instances", json=told, headers={"authorization": "Bearer token"})
+    assert added.status_code == 201
     got = await seen.running.client.get("/metrics", headers={"accept": OPENMETRICS})
     found: dict[str, tuple[str, set[str]]] = {}
     for family in _openmetrics(got.text):

@@ -20,7 +20,7 @@ from kvparams_proxy.fleet.slowstart import CallLater, SlowStart
 from kvparams_proxy.fleet.waiting import Waiter, Waiting, WaitingRoom, unavailable
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefixes import Prefixes
+    from kvparams_proxy.fleet.prefixes import Explained, Prefixes
 
 __all__ = ["Dispatcher"]
 
@@ -125,6 +125,12 @@ class Dispatcher:
         chosen.in_flight += 1
         chosen.tokens += facts.tokens
         return chosen.instance
+
+    def explain(self, facts: RequestFacts) -> "Explained | None":
+        """See `Fleet.explain`."""
+        candidates = self.candidates(facts.model)
+        prefixes = self._prefixes
+        return None if prefixes is None else prefixes.explain(self._policy, candidates, facts, self._turn)
 
     def give_up(self, waiter: Waiter) -> bool:
         """See `Fleet.give_up`; whether it waited here."""

@@ -24,7 +24,7 @@ from kvparams_proxy.fleet.slowstart import CallLater
 from kvparams_proxy.fleet.waiting import Waiter
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefixes import Prefixes
+    from kvparams_proxy.fleet.prefixes import Explained, Prefixes
 
 __all__ = ["Fleet", "FleetListener"]
 
@@ -352,6 +352,14 @@ class Fleet:
     def there(self, role: Role, model: str | None) -> bool:
         """Whether somebody of this role may be given work for this model, room apart."""
         return self._roles[role].has(model)
+
+    def explain(self, role: Role, facts: RequestFacts) -> "Explained | None":
+        """What `acquire` would decide now, room apart; nothing is taken. None: the policy looks at no caches.
+
+        Raises:
+            ProxyError: 503 naming the role: there is nobody.
+        """
+        return self._roles[role].explain(facts)
 
     def health(self) -> dict[Role, RoleHealth]:
         """Each role in figures that is needed, or that somebody has."""

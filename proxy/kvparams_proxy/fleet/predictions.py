@@ -40,6 +40,11 @@ class Predictions:
         self._alarmed = False
 
     @property
+    def alarmed(self) -> bool:
+        """Whether they no longer come true: from below 0.5 until above 0.75."""
+        return self._alarmed
+
+    @property
     def accuracy(self) -> float | None:
         """The share of what was predicted for the last legs that came true; None where there were none."""
         return self._true / self._wanted if self._wanted else None

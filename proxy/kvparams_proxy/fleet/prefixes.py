@@ -27,7 +27,7 @@ from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.predictions import Predictions
 
-__all__ = ["BLOCK_TOKENS", "Decision", "Prefixes"]
+__all__ = ["BLOCK_TOKENS", "Decision", "Explained", "Prefixes"]
 
 BLOCK_TOKENS: Final = 64
 """A multiple of the block sizes of vLLM (16), TensorRT-LLM (32) and SGLang (1): a quarter of the work for less than 64
@@ -72,6 +72,14 @@ class Decision(NamedTuple):
         if len(others) >= _NAMED:
             parts.append(f"{len(others) - _NAMED + 1} more")
         return "; ".join(parts)
+
+
+class Explained(NamedTuple):
+    """A decision, and what was expected of each candidate."""
+
+    decision: Decision
+    members: Sequence[Member]
+    expected: Sequence[Expectation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +166,11 @@ class Prefixes:
             self._believe(leg, instance, hashes)
         return chosen
 
-    def explain(
-        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
-    ) -> tuple[Decision, list[Expectation]]:
-        """What `choose` would do now, and what is expected of each member. Nothing is counted or kept."""
+    def explain(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Explained:
+        """What `choose` would do now. Nothing is counted or kept."""
         facts = self._look(members, facts).facts
-        return _decide(policy, members, facts, turn)[1], [expect(each, facts) for each in members]
+        expected = [expect(each, facts) for each in members]
+        return Explained(_decide(policy, members, facts, turn)[1], members, expected)
 
     def most(self, role: Role, facts: RequestFacts) -> int:
         """Tokens of the prompt that an instance of this role is believed to have, the one that has most."""

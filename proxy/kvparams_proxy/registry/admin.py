@@ -13,6 +13,7 @@
     DELETE /admin/groups/{group}           remove all of one group, where all were added here
     GET    /admin/modes                    how requests are coordinated: {"modes": [...]}, as in the fleet file
     PUT    /admin/modes                    the same from now on; requests that run are not touched
+    POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
 
 What is added here is forgotten when the proxy ends. The one rule: nothing is looked at before the token is right, and
 no secret is ever in an answer.
@@ -35,6 +36,7 @@ from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.access import load_access
 from kvparams_proxy.registry.entries import Entry
+from kvparams_proxy.registry.explaining import explain_route
 from kvparams_proxy.registry.modes import mode_document, parse_modes
 from kvparams_proxy.registry.parsing import MAX_INSTANCES, parse_entry
 from kvparams_proxy.registry.problems import ConfigError, Problems
@@ -71,6 +73,7 @@ def admin_routes(token: Secret) -> list[Route]:
         ("DELETE", "/admin/groups/{group}", _remove_group),
         ("GET", "/admin/modes", _modes),
         ("PUT", "/admin/modes", _switch),
+        ("POST", "/admin/explain-route", lambda registry, request: explain_route(request)),
     )
     paths: dict[str, dict[str, _Endpoint]] = {}
     for method, path, endpoint in endpoints:

@@ -1,0 +1,104 @@
+"""`kvparams explain-route`: where a running proxy would send a request now, and why."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final, cast
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+__all__ = ["COMMAND"]
+
+_EXAMPLE: Final = """
+example, of a request in a file and of a prompt:
+
+  kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --request body.json
+  kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --model llama --prompt "Who is there?"
+
+The proxy must have an admin API (--admin-token-file) and a policy that looks at caches (cache_aware). No leg is sent.
+"""
+_TIMEOUT_S: Final = 30.0
+_MOST_BYTES: Final = 16 << 20
+
+
+class ExplainRouteCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Say where a running proxy would send a request, and why."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """What is asked, and whom."""
+        parser.epilog = _EXAMPLE
+        parser.add_argument("proxy", metavar="URL", help="of the proxy, http://host:port")
+        parser.add_argument("--request", metavar="FILE", help="the body of a request; - is stdin")
+        parser.add_argument("--prompt", help="in place of --request: a prompt of text")
+        parser.add_argument("--model", help="... for this model")
+        parser.add_argument("--path", default="/v1/completions", help="the endpoint (default: /v1/completions)")
+        parser.add_argument("--tenant", help="whose request it would be, where clients have keys")
+        parser.add_argument("--admin-token-file", required=True, metavar="FILE", help="the proxy's")
+        parser.add_argument("--json", action="store_true", help="print the proxy's answer as it is")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Ask and print."""
+        try:
+            body = _body(arguments)
+            token = Path(arguments.admin_token_file).read_text().strip()
+            found = _ask(arguments, token, body)
+        except HTTPError as error:
+            print(f"kvparams explain-route: {error.code} {_said(error)}", file=sys.stderr)
+            return 1
+        except (OSError, ValueError) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            print(f"kvparams explain-route: {reason}", file=sys.stderr)
+            return 2
+        print(json.dumps(found, indent=1) if arguments.json else _words(found))
+        return 0
+
+
+def _body(arguments: argparse.Namespace) -> bytes:
+    if (arguments.request is None) is (arguments.prompt is None):
+        raise ValueError("give --request FILE or --prompt TEXT")
+    if arguments.prompt is not None:
+        document = {"prompt": arguments.prompt, "max_tokens": 1}
+        return json.dumps(document | ({} if arguments.model is None else {"model": arguments.model})).encode()
+    return sys.stdin.buffer.read() if arguments.request == "-" else Path(arguments.request).read_bytes()
+
+
+def _ask(arguments: argparse.Namespace, token: str, body: bytes) -> dict[str, Any]:
+    if not arguments.proxy.startswith(("http://", "https://")):
+        raise ValueError("URL must be http://host:port or https://host:port")
+    query = {"path": arguments.path} | ({} if arguments.tenant is None else {"tenant": arguments.tenant})
+    url = f"{arguments.proxy.rstrip('/')}/admin/explain-route?{urlencode(query)}"
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    with urlopen(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
+        return cast("dict[str, Any]", json.loads(answer.read(_MOST_BYTES)))
+
+
+def _said(error: HTTPError) -> str:
+    try:
+        return str(json.loads(error.read(_MOST_BYTES))["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return error.reason
+
+
+def _words(found: dict[str, Any]) -> str:
+    lines = [f"{found['decision']}", ""]
+    lines.append(f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}{'wait':>9}{'fetch':>9}{'compute':>9}{'first':>9}")
+    for one in found["candidates"]:
+        times = "".join(f"{1000 * one[name]:>6.0f} ms" for name in ("wait_s", "fetch_s", "compute_s", "first_token_s"))
+        mark = "->" if one["id"] == found["chosen"] else ""
+        lines.append(f"{mark:2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}")
+    ids = found["ids"]
+    if ids is None:
+        lines += ["", "its token ids are not known (--tokenizer): engines are chosen by load"]
+    else:
+        lines += ["", f"{found['tokens']} tokens, ids by {ids}"]
+    if found["alarm"]:
+        lines += [f"WARNING: of what was expected to be cached lately only {100 * found['accuracy']:.0f} % were"]
+    return "\n".join(lines)
+
+
+COMMAND: Final = ExplainRouteCommand()
+"""The entry point."""
