@@ -131,9 +131,11 @@ def _keys(given: Given, leg: Leg, engine: str | None) -> Iterator[str]:
         note = "" if leg in row.legs else " -- means nothing on this leg"
         off = ", so not" if value is False else ", nothing said" if value is None else ""
         yield f"  {where} = {_shown(row.name, value)}{off}: {row.says or row.form.words}{place}{note}"
-    home = look(given.message.body, given.table.home(leg))
-    if given.table.home(leg) and isinstance(home, dict):
-        firsts = {path[len(given.table.home(leg)) + 1] for path in seen if path[0] == "body" and len(path) > 2}
+    way = given.table.home(leg)
+    home = look(given.message.body, way)
+    if way and isinstance(home, dict):
+        inside = (path for path in seen if len(path) > len(way) + 1 and path[: len(way) + 1] == ("body", *way))
+        firsts = {path[len(way) + 1] for path in inside}
         for name in cast("dict[str, object]", home):
             known = any(row.name.endswith("*") and name.startswith(row.name[:-1]) for row in given.table.rows)
             if name not in firsts and not known:

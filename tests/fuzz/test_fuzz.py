@@ -15,12 +15,13 @@ from kvparams.errors import JSONTextError
 from kvparams.jsontext import edit, load_object, loads
 from kvparams.params import KVTransferParams
 from kvparams.scheduling import Instance, Role
-from kvparams.sniffing import pick, sniff
+from kvparams.sniffing import sniff
 from kvparams.tools.reading import document_in, message_of, recognise
 from kvparams.tools.words import given_in_words, told
 from kvparams.translation import decode, encode, translate
 from kvparams.trust.canonical import canonical
 from kvparams.trust.pinning import HandoffRefused, Pins
+from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
 from .campaign import FOUND, Campaign
 from .mutation import spoiled_json
@@ -28,7 +29,6 @@ from .mutation import spoiled_json
 Effort = Callable[[int, int], int]
 Record = Callable[[dict[str, object]], None]
 
-VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors"
 TABLES = tables()
 PINS = Pins(TABLES.values())
 ENGINE = Instance("p0", "b", Role.PREFILL, "http://10.0.0.7:8000", "nixl")
@@ -50,7 +50,7 @@ def documents() -> list[bytes]:
 def messages() -> list[bytes]:
     """Every message of the dialects' vectors, whole and its body alone."""
     found: list[bytes] = []
-    for path in sorted((VECTORS / "dialects").glob("*.json")):
+    for path in sorted([*(VECTORS / "dialects").glob("*.json"), *(DIALECTS / "vectors").glob("*.json")]):
         for case in json.loads(path.read_bytes())["cases"]:
             found += [json.dumps(case["message"]).encode(), json.dumps(case["message"]["body"]).encode()]
     return found
@@ -131,7 +131,7 @@ def judged(data: bytes) -> Hashable:
     except KVParamsError as error:
         return kinds(error)
     try:
-        sniff(pick(given.table, message), TABLES.values())
+        sniff(given.message, TABLES.values())
         params = decode(given.table, given.message, given.phase)
         assert encode(given.table, params) == given.message
         ways += [target(name, given.table.name, params) for name in TABLES]

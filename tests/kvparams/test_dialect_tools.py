@@ -413,3 +413,16 @@ def test_a_file_that_is_too_long_is_said_to_be(tmp_path: Path, capsys: pytest.Ca
     path.write_bytes(b" " * ((16 << 20) + 5))
     assert main(["validate", str(path)]) == 1
     assert "the text is longer than 16777216 bytes" in capsys.readouterr().out
+
+
+def test_keys_beside_those_of_the_engine_are_explained_in_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = ANSWER["kv_transfer_params"]
+    body = {"kv_hint": {"message_id": "m"}, "prefill_result": {"disaggregated_params": {"kv_transfer_params": native}}}
+    asked = ["explain", "--dialect", "dynamo-vllm", "--phase", "decode"]
+    assert main([*asked, written(tmp_path / "hint.json", body)]) == 0
+    said = capsys.readouterr().out
+    assert 'kv_hint.message_id = "m"' in said
+    assert "x_new: not known to this dialect" in said
+    assert "remote_host: not known" not in said
