@@ -438,11 +438,11 @@ class Execution:
             self._failed(leg, head, b"", refused)
             return
         except JSONTextError:
-            self._resources.fleet.failed(leg.instance, connected=True)
-            self._resources.metrics.leg_failed(leg.instance, "garbage")
-            if self._gone:
+            if self._gone:  # the engine has seen it, and ended in the middle of what it had to say
                 self._finish("gone")
                 return
+            self._resources.fleet.failed(leg.instance, connected=True)
+            self._resources.metrics.leg_failed(leg.instance, "garbage")
             message = f"the {leg.instance.role} engine's answer is not JSON"
             broken_off = BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed"))
             broken_off.instance = leg.instance
