@@ -57,6 +57,8 @@ class Actor:
         """Hears that a stream is about to break."""
         self.held: asyncio.Event | None = None
         """Where it is set, legs wait for it before they are answered."""
+        self.pause_s = 0.0
+        """Before each answer, and behind each event of a stream."""
         self.stalled: asyncio.Event | None = None
         """Where it is set, streams wait for it behind each event."""
         self.lease_ms: int | None = None
@@ -126,6 +128,8 @@ class Actor:
             return
         if self.held is not None:
             await self.held.wait()
+        if self.pause_s:
+            await asyncio.sleep(self.pause_s)
         if asked.get("stream"):
             await self._stream(asked, writer)
         else:
@@ -187,6 +191,8 @@ class Actor:
             left = None if left is None else left - 1
             writer.write(_event(event))
             await writer.drain()
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
             if self.stalled is not None:
                 await self.stalled.wait()
         writer.write(b"0\r\n\r\n")

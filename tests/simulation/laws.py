@@ -20,6 +20,8 @@ __all__ = ["after_the_end", "at_rest", "between_turns", "unsettled", "while_runn
 
 _LONGEST_S = 30.0
 """More than all time-outs of a request together."""
+_SIDE_BY_SIDE = {"concurrent_legs": 2, "prefill_then_decode,decode_first=true": 2}
+"""Engines on which one request counts at a time, where there may be several."""
 _TAKEN_S = 65.0
 """A little more than a client has to take the whole of its answer after its end."""
 
@@ -28,7 +30,7 @@ def while_running(world: "World") -> Iterator[str]:
     """At any moment."""
     scenario, members = world.scenario, list(world.resources.fleet.members)
     running = sum(one.in_flight for one in members)
-    if running > world.begun - world.ended:
+    if running > (world.begun - world.ended) * _SIDE_BY_SIDE.get(scenario.mode, 1):
         yield f"{running} legs run for {world.begun - world.ended} requests"
     for member in members:
         if member.trial is not None and not member.breaker.trial:
@@ -49,7 +51,7 @@ def between_turns(world: "World") -> Iterator[str]:
     fleet, now = world.resources.fleet, world.now
     busy = _busy(world)
     running = sum(one.in_flight for one in fleet.members) + len(world.resources.releases)
-    if running > busy:
+    if running > busy and world.scenario.mode not in _SIDE_BY_SIDE:
         yield f"{running} exchanges are said to run, on {busy} connections"
     for role, dispatcher in _inside(fleet, "_roles").items():
         queue = _inside(_inside(dispatcher, "_room"), "_queue")
@@ -174,7 +176,7 @@ def _kv(world: "World") -> Iterator[str]:
     """KV that the proxy was told of is fetched, given back, or known to be orphaned; stored pages also where prefill
     broke off before it had told: those of one transfer are the same ones, however often they are stored."""
     scenario = world.scenario
-    if scenario.dialect == "store":  # its pages stay for others
+    if scenario.dialect in ("store", "store-meet"):  # its pages stay for others
         return
     told = scenario.dialect == "nixl"
     used = set[str]() if told else {held.transfer for held in world.held if held.claims}

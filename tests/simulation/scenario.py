@@ -20,6 +20,13 @@ _KINDS = {
     "turned away": 3,
 }
 """What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and four that are rare."""
+_MODES = {
+    "prefill_then_decode": 14,
+    "prefill_then_decode,decode_first=true": 2,
+    "concurrent_legs": 4,
+    "conditional,remote_tokens=0": 1,
+}
+"""How requests are coordinated, and how often."""
 Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
 
 
@@ -90,6 +97,8 @@ class Scenario(NamedTuple):
     """One run."""
 
     seed: int
+    mode: str
+    """How prefill and decode are coordinated."""
     policy: str
     dialect: str
     prefills: int
@@ -137,6 +146,12 @@ class Scenario(NamedTuple):
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
+    drawn = _drawn(seed)
+    mode = Random(f"mode {seed}").choices(tuple(_MODES), tuple(_MODES.values()))[0]
+    return drawn._replace(mode=mode, dialect="store-meet" if mode == "concurrent_legs" else drawn.dialect)
+
+
+def _drawn(seed: int) -> Scenario:
     random = Random(seed)
     kind = random.choices(tuple(_KINDS), tuple(_KINDS.values()))[0]
     if kind == "crowd":
@@ -249,6 +264,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         operations = tuple(_operation(random, prefills + decodes) for _ in range(random.choice((1, 2, 4))))
     return Scenario(
         seed=seed,
+        mode="prefill_then_decode",
         policy="round_robin" if seed % 4 else "cache_aware",
         dialect=random.choice(("nixl", "nixl", "nixl", "store", "store-drop")),
         prefills=prefills,

@@ -21,6 +21,7 @@ from kvparams_proxy.clients.auth import Client as KnownClient
 from kvparams_proxy.clients.auth import bind_salt
 from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
 from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.registry.modes import read_mode
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
@@ -312,6 +313,7 @@ class World:
             continuation=scenario.continues,
             log_requests="-",
             policy=scenario.policy,
+            modes=(read_mode(scenario.mode),),
             upstream=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
         )
         Budget.reserve = float(scenario.reserve)
