@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -437,3 +438,75 @@ async def test_round_robin_says_nothing_of_caches(stubbed: Proxy) -> None:
     assert "x-kvparams-prefill" in answer.headers
     assert "x-kvparams-decision" not in answer.headers
     assert "prefix_cache" not in (await stubbed.client.get("/metrics")).text
+
+
+# what a store has
+
+
+class StoreSite(Site):
+    """The same with a store beside the engines, which fetch from it what they have not cached themselves."""
+
+    def __init__(self, engines: Sequence[Engine], stores: Sequence[str | None], room: int = 10_000) -> None:
+        super().__init__(engines)
+        self.stores: dict[str, Engine] = {name: Engine(room) for name in stores if name is not None}
+        for member, store in zip(list(self.fleet.members), stores, strict=True):
+            self.fleet.replace(replace(member.instance, store=store))
+        for member in self.fleet.members:
+            self.fleet.learn(member, True, None)
+
+    def ask_at(self, tokens: Sequence[int], *busy: str) -> Decision:
+        """One leg, while much has to be done on these engines."""
+        loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
+        for member, name in loads:
+            member.pace.begin(name, 100.0)
+        facts = self.facts(tokens)
+        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
+        assert instance is not None
+        store = None if instance.store is None else self.stores[instance.store]
+        engine = self.engines[instance.id]
+        own = engine.look(tokens, None)
+        found = max(own, 0 if store is None else store.look(tokens, None))
+        self.clock.pass_time(0.01 + 1e-4 * (len(tokens) - found) + 1e-6 * (found - own))
+        for cache in (engine, *(() if store is None else (store,))):
+            cache.keep(tokens, None)
+        decision = self.prefixes.reported(facts, len(tokens), found)
+        self.fleet.release(instance, facts)
+        for member, name in loads:
+            member.pace.end(name)
+        assert decision is not None
+        return decision
+
+
+def test_a_conversation_that_goes_elsewhere_fetches_what_the_store_has() -> None:
+    site, tokens = StoreSite([Engine(), Engine()], ["s", "s"]), prompt(1, 3201)
+    first = site.ask_at(tokens)
+    assert (first.expected.cached, first.expected.fetched) == (0, 0)
+    second = site.ask_at(tokens, first.chosen.id)
+    assert second.chosen is not first.chosen
+    assert (second.expected.cached, second.expected.fetched, second.expected.computed) == (0, 3200, 1)
+    assert "fetch 3200 in" in second.words()
+    assert site.prefixes.predictions.accuracy == 1.0
+    assert site.idle
+
+
+@pytest.mark.parametrize("stores", [(None, None), ("s", "t"), ("s", None)])
+def test_who_has_no_store_or_another_one_fetches_nothing(stores: tuple[str | None, str | None]) -> None:
+    """The control."""
+    site, tokens = StoreSite([Engine(), Engine()], stores), prompt(1, 3201)
+    site.ask_at(tokens, "p1")
+    second = site.ask_at(tokens, "p0")
+    assert (second.chosen.id, second.expected.fetched, second.expected.computed) == ("p1", 0, 3201)
+
+
+def test_a_store_that_has_it_no_longer_is_not_counted_on_again() -> None:
+    """How long ago something was used is known no better than to a thousandth of all that may be kept."""
+    site = StoreSite([Engine(block=4096), Engine(block=4096)], ["s", "s"])
+    site.stores["s"].block = 64
+    old = [prompt(seed, 1 << 15) for seed in range(8)]
+    for tokens in old:
+        site.ask_at(tokens, "p1")
+    site.stores["s"].cached.clear()
+    last = site.ask_at(old[-1], "p0").expected
+    assert last.cached + last.fetched > 0, "nobody knows yet"
+    assert site.ask_at(old[0], "p0").expected.fetched == 0, "what was used longer ago has gone, too"
+    assert site.idle
