@@ -1,14 +1,16 @@
-"""`kvparams sidecar` beside stock vLLM engines that move KV with the real NixlConnector."""
+"""The proxy beside stock vLLM engines that move KV with the real NixlConnector: as a sidecar, and in vLLM's server."""
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from demo.processes import Processes, Server, free_port
 from kvparams.scheduling import Role
-from tests.vllm.engines import CALM, PATIENCE_S
+from tests.vllm.beside import REMOTE
+from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, start_engine
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair
 from tests.vllm.traffic import answers
 
@@ -48,3 +50,23 @@ def test_tokens_are_those_of_one_engine_and_kv_went_from_one_to_the_other(
     loaded = external(pair.decode) - before
     assert loaded > 0
     record({"beside": role, "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+
+
+def test_vllms_own_server_splits_requests(
+    pair: Pair, processes: Processes, model: Path, alone: Alone, record: Callable[[dict[str, object]], None]
+) -> None:
+    own = nixl("S", "kv_producer")
+    more = ("--middleware", "tests.vllm.beside.Beside")
+    environment = {**own.environment, REMOTE: pair.decode.url}
+    split = start_engine(processes, "S", model, *more, transfer=own.transfer, environment=environment)
+    processes.wait_ready(split, within_s=READY_S)
+    before = external(pair.decode)
+    assert answers(split.url, alone.asks) == alone.answers
+    loaded = external(pair.decode) - before
+    assert loaded > 0
+    record({"beside": "in vLLM's server", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+    steered = {"model": "tiny", "prompt": "x", "max_tokens": 1, "kv_transfer_params": {"do_remote_prefill": True}}
+    assert httpx.post(f"{split.url}/v1/completions", json=steered, timeout=ANSWER_S).status_code == 200
+    refused = httpx.post(f"{split.url}/v1/messages", json={}, timeout=ANSWER_S)
+    assert (refused.status_code, "not for clients" in refused.text) == (404, True)
+    assert "vllm:" in httpx.get(f"{split.url}/metrics", timeout=ANSWER_S).text
