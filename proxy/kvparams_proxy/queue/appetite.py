@@ -5,6 +5,7 @@ The one rule: a node whose engine is not there takes nothing. It would fail fast
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -26,8 +27,11 @@ _MOST_BYTES: Final = 1 << 20
 class Appetite:
     """Asks the engine from time to time, and keeps the broker told how much may come."""
 
-    def __init__(self, engine: Upstream, room: int, every_s: float, take: ConsumerCallback) -> None:
-        """`take` is given the work."""
+    def __init__(
+        self, engine: Upstream, room: int, every_s: float, take: ConsumerCallback, stuck: Callable[[], None]
+    ) -> None:
+        """`take` is given the work; `stuck` hears that the broker does not answer."""
+        self._stuck = stuck
         self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._room = room
@@ -115,8 +119,10 @@ class Appetite:
                         _ANSWER_S
                     ):  # a broker that was killed may never answer: then it is closed
                         await self._change(channel, self._wanted)
-                except Exception:  # noqa: BLE001  the channel is lost: there will be another
-                    await asyncio.sleep(_RETRY_S)
+                except Exception:  # noqa: BLE001  the channel is of no use: there will be another
+                    if self._channel is channel:
+                        self.closed()
+                        self._stuck()
             if self._closed and (self._channel is None or not self._asked):
                 return
             if self._asked == self._wanted or self._channel is None:

@@ -82,7 +82,7 @@ class Consumer:
         self._reads: AbstractChannel | None = None
         self.room: Final = room
         """How much work it does at a time."""
-        self._appetite = Appetite(engine, room, probe_s, self._take)
+        self._appetite = Appetite(engine, room, probe_s, self._take, self._drop)
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,6 +168,9 @@ class Consumer:
         for running in list(self._running.values()):
             running.say_taken()  # whoever asked may have thought that it is gone
         await self._appetite.opened(reads, self._names.work)
+
+    def _drop(self) -> None:
+        self._link.drop()
 
     def _lost(self) -> None:
         self._reads = None

@@ -47,6 +47,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._lost_s: float | None = self._loop.time()
         self._found_s = 0.0
+        self._over: asyncio.Future[str] | None = None
         self._said = False
         self._task = self._loop.create_task(self._keep(), name="broker")
 
@@ -59,6 +60,11 @@ class Link:
     def there_s(self) -> float:
         """For how long there has been one; 0 while there is none."""
         return 0.0 if self._lost_s is not None else self._loop.time() - self._found_s
+
+    def drop(self) -> None:
+        """The broker does not answer on it: make another one."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result("it does not answer")
 
     def close(self) -> None:
         """End it, in a moment."""
@@ -113,6 +119,7 @@ class Link:
     ) -> str:
         """Wait until one of them is closed, or the broker gives us no more of a queue; why."""
         over: asyncio.Future[str] = self._loop.create_future()
+        self._over = over
 
         def end(_: object, error: BaseException | None = None) -> None:
             if not over.done():
