@@ -109,10 +109,20 @@ _ABORTED = "nothing is received behind an abort, and the exchange has let go of 
 _LOST = "nothing follows the loss of a connection"
 _TRIAL = "the leg has been released, so its trial ends a turn later"
 _LIMIT = "a limit of the simulation, not an equivalence: "
+_MEETING = "no connector whose engines meet leaves anything to be dropped by a prefill that broke off"
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
     "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(prefill)": f"{_LIMIT}nobody asks "
     "for several answers; tests/kvparams/test_prefill_then_decode.py holds it",
+    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt)": (
+        _MEETING
+    ),
+    "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode)": f"{_LIMIT}as the last",
+    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt) #1": (
+        _MEETING
+    ),
+    "paired:Paired._collected: self.exchange = None": "nothing is done to an exchange that is over",
+    "executor:Execution._answer: self._exchange.abort(wrong)": "what is wrong with an event is found when it is held",
     "kvparams.managers.documents:Documents.leg: self._templates.clear()": _CACHE,
     "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatch:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
