@@ -188,7 +188,8 @@ def test_engines_blocks_may_be_of_any_size(size: int, prompts: list[list[int]], 
         whole = 0
         while whole + size <= len(prompt) and tuple(prompt[: whole + size]) not in gone:
             whole += size
-        found = index.match(chain.hashes(prompt, chain.namespace("m"))).held[0].get("w", 0)
+        asked = prompt[: len(prompt) // size * size]  # the rest is another prompt's, where that goes on alike
+        found = index.match(chain.hashes(asked, chain.namespace("m"))).held[0].get("w", 0)
         assert found == whole // 4 if size <= 4 else whole // 4 <= found <= (whole + size - 1) // 4
     assert feed.unplaced == 0
 
