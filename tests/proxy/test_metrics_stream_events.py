@@ -42,6 +42,8 @@ class Owner:
     events: int | None = None
     error: UpstreamError | None = None
 
+    def stream_held(self) -> None: ...
+
     def stream_begun(self) -> None: ...
 
     def stream_ended(

@@ -41,7 +41,7 @@ async def test_a_fault_keeps_nobody_else_from_being_acted_on(caplog: pytest.LogC
     done: list[int] = []
     together = Together(asyncio.get_running_loop())
     together.soon(partial(done.append, 1))
-    together.soon(partial(done.pop, 99))
+    together.soon(partial(done.__delitem__, 99))
     together.soon(partial(done.append, 2))
     await asyncio.sleep(0)
     assert done == [1, 2]
