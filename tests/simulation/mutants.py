@@ -176,7 +176,6 @@ EQUIVALENT: dict[str, str] = {
     "connection:Connection._fail: self._exchange = None": _ABORTED,
     "connection:Connection._fail: self._sink = None": _ABORTED,
     "executor:Execution.refused: self._waiting = False": "whoever does not wait may give up again",
-    "executor:Execution._end_leg: self._leg = None": "who ends well was heard, too; else one that runs is meant",
     "executor:Execution._end_leg: self._relay = None": "the next leg may be silent for a little longer",
     "executor:Execution._finish: self._exchange = None": _FAULT,
     "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
