@@ -119,8 +119,6 @@ class RequestFacts(NamedTuple):
     """Tokens of the prompt's prefix that can be fetched from a store or a peer by whoever runs the leg."""
     stored_elsewhere: Mapping[Instance, int] = _NOTHING_CACHED
     """The same for instances that reach another store than most, or none."""
-    stored_elsewhere: Mapping[Instance, int] = _NOTHING_CACHED
-    """The same for instances that reach another store than most, or none."""
     routing_ids: Sequence[int] | None = None
     """The prompt as ids by which to find its prefix, where the proxy makes any: its token ids, or pseudo tokens. They
     may be wrong, so they are for routing alone and stand in no document."""
