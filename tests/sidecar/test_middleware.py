@@ -10,8 +10,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.secret import Secret
@@ -93,11 +94,66 @@ async def test_what_is_not_for_clients_is_refused_in_words(start: StartMixin, ke
         assert got.status_code == 404
         assert got.json()["error"]["message"] == f"POST {path} is not for clients here"
         assert ("POST", path) not in app.asked
-    assert (await client.get("/v1/anything")).status_code == 200
     assert (await client.post("/v1/audio/speech", json={})).status_code == 200
-    assert app.asked[-2:] == [("GET", "/v1/anything"), ("POST", "/v1/audio/speech")]
+    assert app.asked[-1] == ("POST", "/v1/audio/speech")
     if key is not None:
         assert (await client.post("/v1/kvparams", json={}, headers=SHOWN)).status_code == 200
+
+
+async def test_clients_read_what_names_no_address(start: StartMixin) -> None:
+    app = Recorded()
+    client = await start(app, key=KEY, passed=("/v1/audio/",))
+    shut = ("/server_info", "/kv_event_sources", "/openapi.json", "/v1/models/x", "/metrics/x")
+    for path in shut:
+        for method in ("GET", "HEAD"):
+            assert (await client.request(method, path)).status_code == 404, path
+        assert (await client.get(path)).json()["error"]["message"] == f"GET {path} is not for clients here"
+        assert path not in {asked for _, asked in app.asked}
+    assert (await client.get(COMPLETIONS)).status_code == 405
+    for path in ("/v1/models", "/health", "/ping", "/version", "/metrics", "/v1/audio/voices"):
+        assert (await client.get(path)).status_code == 200, path
+        assert app.asked[-1] == ("GET", path)
+    for path in shut:
+        assert (await client.get(path, headers=SHOWN)).status_code == 200, "another proxy may"
+
+
+@pytest.mark.parametrize(
+    ("path", "shown", "heard"),
+    [
+        ("/v1/realtime", {}, ["websocket.close"]),
+        ("/v1/realtime", {"authorization": "Bearer engines-onlY"}, ["websocket.close"]),
+        ("/v1/realtime", SHOWN, ["websocket.accept", "websocket.send", "websocket.close"]),
+        ("/v1/audio/live", {}, ["websocket.accept", "websocket.send", "websocket.close"]),
+    ],
+)
+async def test_web_sockets_need_the_key_or_a_passed_path(path: str, shown: dict[str, str], heard: list[str]) -> None:
+    async def talk(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text("the engine")
+        await socket.close()
+
+    app = Starlette(routes=[WebSocketRoute("/v1/realtime", talk), WebSocketRoute("/v1/audio/live", talk)])
+    ours = DisaggregatedServerMixin(app, settings("http://127.0.0.1:9"), key=KEY, passed=("/v1/audio/",))
+    said = await connected(ours, path, shown)
+    assert [message["type"] for message in said] == heard
+    assert said[-1]["code"] == (1008 if len(heard) == 1 else 1000)
+    assert (await connected(app, path, {}))[0]["type"] == "websocket.accept", "without us"
+
+
+async def connected(app: ASGIApp, path: str, headers: dict[str, str]) -> list[Message]:
+    """What an app says to a client that opens a web socket."""
+    said: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "websocket", "path": path, "query_string": b"", "headers": raw, "subprotocols": []}
+    await app(scope, receive, send)
+    return said
 
 
 async def test_its_own_pages_stand_under_kvparams(start: StartMixin) -> None:

@@ -5,8 +5,9 @@
         Settings((me, *decode_engines), beside=me.id),  # `me`: Instance("p0", ..., Role.PREFILL, "http://10.0.0.1:8000")
     )
 
-The one rule: who does not show the engines' key is a client. It may ask for what the proxy serves, and read; what it
-says of KV reaches no engine. Legs of other proxies come with the key and go to the app as they are.
+The one rule: who does not show the engines' key is a client. It may ask for what the proxy serves, and read a few
+things that name no address; what it says of KV reaches no engine. Legs of other proxies come with the key and go to the
+app as they are.
 """
 
 import asyncio
@@ -33,8 +34,13 @@ __all__ = ["DisaggregatedServerMixin"]
 
 _SERVED: Final = frozenset(endpoint.path for endpoint in ENDPOINTS)
 _READING: Final = ("GET", "HEAD", "OPTIONS")
+_READ: Final = frozenset(("/v1/models", "/health", "/ping", "/version", "/metrics"))
+"""What clients may read of the app. Engines tell addresses and settings elsewhere: vLLM 0.32.0 at /server_info and
+/kv_event_sources, SGLang 0.5.23 at /server_info."""
 _OURS: Final = "/kvparams"
 """Under it stands what else the proxy serves: /kvparams/health, /kvparams/metrics, /kvparams/admin."""
+_POLICY_VIOLATION: Final = 1008
+"""RFC 6455, section 7.4.1."""
 _KEPT: Final = ("app", "state")
 """Of the lifespan's scope, what every request's scope has too."""
 
@@ -52,8 +58,8 @@ class DisaggregatedServerMixin:
                 Without modes it is the one for beside an engine of its role.
             key: who shows it, as `Authorization: Bearer`, is another proxy and no client. Without one no other proxy
                 can send legs here.
-            passed: beginnings of further paths that clients may use, such as `/v1/audio/`; nothing is taken out of what
-                they send there.
+            passed: beginnings of further paths that clients may use, such as `/v1/audio/`, web sockets as well;
+                nothing is taken out of what they send there.
 
         Raises:
             ValueError: the settings name no instance that this is beside, or one that does the work alone.
@@ -78,8 +84,10 @@ class DisaggregatedServerMixin:
         """Serve one scope."""
         if scope["type"] == "lifespan":
             await _Lifespan(self, scope, receive, send).run()
-        elif scope["type"] != "http" or self._is_proxy(scope):
+        elif self._is_proxy(scope):
             await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
         else:
             await self._client(scope, receive, send)
 
@@ -111,10 +119,16 @@ class DisaggregatedServerMixin:
                 return kind.lower() == b"bearer" and self._key.matches(text.strip())
         return False
 
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _path(scope).startswith(self._passed):
+            await self._app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "not for clients here"})
+
     async def _client(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = cast("str", scope["path"]).removeprefix(cast("str", scope.get("root_path", "")))
-        reads = scope["method"] in _READING
-        if path in _SERVED and not reads:
+        path = _path(scope)
+        reads = path in _READ and scope["method"] in _READING
+        if path in _SERVED:
             await self._serve(scope, receive, send)
         elif path.startswith(f"{_OURS}/"):
             await self._serve({**scope, "root_path": scope.get("root_path", "") + _OURS}, receive, send)
@@ -173,6 +187,10 @@ class _Lifespan:
         await self._say({"type": "lifespan.startup.complete"})
         await self._hear()
         await self._send({"type": "lifespan.shutdown.complete"})
+
+
+def _path(scope: Scope) -> str:
+    return cast("str", scope["path"]).removeprefix(cast("str", scope.get("root_path", "")))
 
 
 async def _refuse(error: ProxyError, send: Send) -> None:
