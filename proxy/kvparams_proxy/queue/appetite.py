@@ -115,9 +115,8 @@ class Appetite:
             channel = self._channel
             if channel is not None and self._asked != self._wanted:
                 try:
-                    async with asyncio.timeout(
-                        _ANSWER_S
-                    ):  # a broker that was killed may never answer: then it is closed
+                    # a broker that was killed may never answer: then it is closed
+                    async with asyncio.timeout(_ANSWER_S):
                         await self._change(channel, self._wanted)
                 except Exception:  # noqa: BLE001  the channel is of no use: there will be another
                     if self._channel is channel:
