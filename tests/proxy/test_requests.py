@@ -150,6 +150,22 @@ async def test_a_request_that_decode_cannot_finish_costs_no_prefill(stub: StubEn
     assert sum(counted(stub, "requests")) == 0
 
 
+@pytest.mark.parametrize("named", ["header", "body", "nowhere"])
+async def test_a_conversation_returns_to_the_pair_that_served_it(stub: StubEngines, proxy: Any, named: str) -> None:
+    """The control: whoever names no conversation goes round."""
+    urls = {r: [e.url for e in stub.engines if e.role == r] for r in ("prefill", "decode")}
+    running = await proxy(urls["prefill"], urls["decode"], policy="session_affinity")
+    pairs: list[set[tuple[str, str]]] = []
+    for number in range(12):
+        headers = {"x-session-id": f"s-{number}"} if named == "header" else {}
+        body = BODY | ({"prompt_cache_key": f"s-{number}"} if named == "body" else {})
+        turns = [await running.client.post("/v1/completions", json=body, headers=headers) for _ in range(3)]
+        assert {turn.status_code for turn in turns} == {200}
+        pairs.append({(turn.headers["x-kvparams-prefill"], turn.headers["x-kvparams-decode"]) for turn in turns})
+    assert all(len(pair) == 1 for pair in pairs) is (named != "nowhere")
+    assert len({role for pair in pairs for one in pair for role in one}) == 4  # no engine is left out
+
+
 async def test_a_failure_is_one_line_in_the_log_that_names_request_and_route(
     stub: StubEngines, proxy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,8 +30,9 @@ __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
 
 _BOTH: Final = (Role.AGGREGATED,)
-_HEEDED: Final = FORWARDED | {b"x-request-id", b"content-encoding", b"authorization"}
+_HEEDED: Final = FORWARDED | {b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"}
 """Headers that matter."""
+_MOST_SESSION: Final = 256
 
 
 class Admission(NamedTuple):
@@ -45,6 +46,8 @@ class Admission(NamedTuple):
     """For engines that have no key of their own."""
     client: Client | None
     error: ProxyError | None
+    session: str = ""
+    """What the client calls its conversation; no engine hears it."""
 
 
 class Generate:
@@ -72,6 +75,7 @@ class Generate:
         error: ProxyError | None = None
         authorization: bytes | None = None
         forwarded: list[bytes] = []
+        session = ""
         for name, value in headers:
             if name not in _HEEDED:
                 continue
@@ -83,6 +87,8 @@ class Generate:
                 if authorization is not None:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
                 authorization = value
+            elif name == b"x-session-id":
+                session = value[:_MOST_SESSION].decode("latin-1")
             elif name in FORWARDED:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
         client: Client | None = None
@@ -99,14 +105,14 @@ class Generate:
                 request = given.decode()
             else:
                 self._resources.metrics.stripped["request_id"] += 1
-        return Admission(request, transfer, forwarded, authorization, client, error)
+        return Admission(request, transfer, forwarded, authorization, client, error, session)
 
     def begin(
         self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
     ) -> None:
         """Refuse the request or have it executed; `done` hears of its end."""
         resources = self._resources
-        request_id, transfer_id, forwarded, authorization, client, error = admission
+        request_id, transfer_id, forwarded, authorization, client, error, session = admission
         try:
             if error is not None:
                 raise error
@@ -118,6 +124,7 @@ class Generate:
                 transfer_id,
                 settings.body,
                 client,
+                session,
                 keep_document=resources.tokens is not None,
                 keep_streamed=settings.continuation,
             )

@@ -23,7 +23,16 @@ T = TypeVar("T")
 
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _RARE: Final = frozenset(
-    ("max_completion_tokens", "min_tokens", "n", "stream_options", "cache_salt", "prompt_logprobs", "echo")
+    (
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "stream_options",
+        "cache_salt",
+        "prompt_logprobs",
+        "echo",
+        "prompt_cache_key",
+    )
 )
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
@@ -33,6 +42,7 @@ _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
 _MAX_MODEL: Final = 1024
+_MAX_SESSION: Final = 256
 
 
 class Inbound(NamedTuple):
@@ -59,11 +69,13 @@ def read(
     transfer_id: str,
     limits: JSONLimits,
     client: Client | None = None,
+    session: str = "",
     *,
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> Inbound:
-    """Check a request's body. The cache salt of one whose client is known is bound to its tenant.
+    """Check a request's body. The cache salt of one whose client is known is bound to its tenant. `session` is what the
+    client calls its conversation; where it is empty, the body's `prompt_cache_key`.
 
     What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
     runs, it costs room in the processor's caches.
@@ -114,6 +126,7 @@ def read(
         priority,
         tokens,
         rare.prompt_scored,
+        session or rare.session,
     )
     return Inbound(
         facts, body, spans, changes, stream, document if keep_document or (keep_streamed and stream) else None, stripped
@@ -128,6 +141,8 @@ class _Rare(NamedTuple):
     prompt_scored: bool = False
     prompt_only: bool = False
     """It wants its prompt back, and nothing more (vLLM 0.32.0 completion/protocol.py: echo_without_generation)."""
+    session: str = ""
+    """OpenAI's `prompt_cache_key`: requests of one key have their beginning in common."""
 
 
 _ORDINARY: Final = _Rare()
@@ -147,7 +162,8 @@ def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
     salt = _optional(document, "cache_salt", str, "a string")
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
         raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
-    return _Rare(choices, salt, scored or prompt_only, prompt_only)
+    session = _optional(document, "prompt_cache_key", str, "a string") or ""
+    return _Rare(choices, salt, scored or prompt_only, prompt_only, session[:_MAX_SESSION])
 
 
 def _invalid(name: str, message: str) -> ProxyError:
