@@ -27,14 +27,14 @@ _HEADER: Final = b"AMQP\x00\x00\x09\x01"
 class RabbitMQ:
     """One broker; a context manager that ends it. Its durable queues outlive `stop` and `kill`."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` takes its data and what it says."""
+    def __init__(self, folder: Path, settings: str = "") -> None:
+        """`folder` takes its data and what it says; `settings` are further lines of its rabbitmq.conf."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder: Final = folder
         """See `__init__`."""
         self.port, distribution, self._mapper_port = free_ports(3)
         self._log = folder / "log"
-        self._environment = _environment(folder, self.port, distribution, self._mapper_port)
+        self._environment = _environment(folder, self.port, distribution, self._mapper_port, settings)
         self._mapper: subprocess.Popen[bytes] | None = None
         self._broker: subprocess.Popen[bytes] | None = None
 
@@ -110,11 +110,12 @@ def _server() -> Path:
     return found[-1]
 
 
-def _environment(folder: Path, port: int, distribution: int, mapper: int) -> dict[str, str]:
+def _environment(folder: Path, port: int, distribution: int, mapper: int, more: str) -> dict[str, str]:
     settings = folder / "rabbitmq.conf"
     settings.write_text(
         f"listeners.tcp.1 = 127.0.0.1:{port}\nlog.console = true\nlog.console.level = warning\nlog.file = false\n"
         "vm_memory_high_watermark.absolute = 1GB\ndisk_free_limit.absolute = 50MB\n"
+        f"{more}"
     )
     plugins = folder / "plugins"
     plugins.write_text("[].\n")

@@ -85,7 +85,9 @@ class Appetite:
         if well:
             if self._breaker.succeeded():
                 self._changed.set()
-        elif not isinstance(error, UpstreamFull):
+        elif isinstance(error, UpstreamFull):
+            self.let_go()
+        else:
             if error is not None and not error.connected:
                 self._ready = False
             self._breaker.failed(self._loop.time())

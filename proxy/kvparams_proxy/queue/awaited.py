@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from kvparams_proxy.queue import messages
 from kvparams_proxy.queue.messages import End, Lost, Order, Part, Refused, Result, Taken
 from kvparams_proxy.queue.outbox import Fate, Letter
 from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError, UpstreamFull, UpstreamTimeout
@@ -17,6 +18,12 @@ __all__ = ["Awaited"]
 
 _log: Final = logging.getLogger(__name__)
 _ASK_S: Final = 1.0
+_EARLY: Final = 256
+"""Parts that came before one that is missing; a node has 16 on their way."""
+_TOO_LARGE: Final = (
+    b'{"error":{"message":"the request is larger than the broker between prefill and decode takes",'
+    b'"type":"invalid_request_error","code":"too_large"}}'
+)
 _SILENT_S: Final = 6.0
 """A node that is in doubt and has said nothing for so long is gone. One that has lost the broker comes back sooner."""
 
@@ -151,15 +158,18 @@ class Awaited:
     def posted(self, fate: Fate) -> None:
         """What became of the work in the broker."""
         self.letter = None
-        if fate == "refused":
+        if fate == "too large":
+            self.answer(413, _TOO_LARGE)
+        elif fate == "full":
             self.finish(UpstreamFull("the queue of work is full", connected=False))
         elif fate == "nowhere":
             self.finish(UpstreamError("the queue of work is gone", connected=False))
 
-    def hear_head(self, head: Head) -> None:
-        """An answer that is made up here begins."""
+    def answer(self, status: int, body: bytes = b"") -> None:
+        """What is made up here stands for an engine's."""
         if self._sink is not None:
-            self._sink.on_head(head)
+            head = messages.Head(status, b"application/json", b"")
+            self._pass(Part(self._id, "", 0, head, body, True, None), self._sink)
 
     def finish(self, error: UpstreamError | None) -> None:
         """It is over; the node knows that already."""
@@ -195,6 +205,8 @@ class Awaited:
             while (part := self._early.pop(self._next, None)) is not None:
                 self._next += 1
                 self._kept.append(part)
+        if len(self._early) > _EARLY:
+            self._fail(UpstreamError("its decode node leaves out a part of the answer"))
         self._deliver()
 
     # inside

@@ -42,6 +42,8 @@ _MOST_BYTES: Final = 8 << 20
 """Of answers that the broker has not taken: more, and engines are slowed down."""
 _PATHS: Final = frozenset(each.path for each in ENDPOINTS)
 _FAULTS: Final = 500
+_TELL_S: Final = 2.0
+"""For those to be told whose work does not end in time, when this ends."""
 
 
 class Consumer:
@@ -96,13 +98,21 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._appetite.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._leave_s):
-                await self._idle.wait()
+        await self._ended(self._leave_s)
         for running in list(self._running.values()):
+            running.leave()
+        await self._ended(_TELL_S)
+        for running in list(self._running.values()):
+            running.deliveries.clear()  # nobody was told: the broker gives it to somebody who tells
             running.give_up()
         self._link.close()
         await self._link.ended()
+
+    async def _ended(self, limit_s: float) -> None:
+        """Wait until nothing runs, but not for longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -6,24 +6,27 @@ reads must know a letter that comes twice.
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import Final, Literal
 
 from aiormq.abc import AbstractChannel
-from aiormq.exceptions import DeliveryError
+from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError
 from pamqp.commands import Basic
 
 __all__ = ["Fate", "Letter", "Outbox"]
 
-Fate = Literal["kept", "nowhere", "refused"]
-"""`kept`: the broker answers for it. `nowhere`: there is no such queue. `refused`: it is full."""
+Fate = Literal["kept", "nowhere", "full", "too large"]
+"""`kept`: the broker answers for it. `nowhere`: there is no such queue. `full`: it is. `too large`: the letter is."""
 _log: Final = logging.getLogger(__name__)
+_AGAIN_S: Final = 0.25
+_LIMIT: Final = re.compile(r"max size ([0-9]{1,18})")
 
 
 class Letter:
     """One message for one queue."""
 
-    __slots__ = ("body", "durable", "expires_ms", "sent", "settled", "to")
+    __slots__ = ("body", "bounded", "durable", "expires_ms", "sent", "settled", "to")
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class Letter:
         settled: Callable[[Fate], None],
         *,
         durable: bool = True,
+        bounded: bool = False,
         expires_ms: int | None = None,
     ) -> None:
         """
@@ -40,12 +44,15 @@ class Letter:
             body: what is sent.
             settled: hears once what became of it, unless it is withdrawn.
             durable: whether it outlives the broker.
+            bounded: whether its queue may be full. Where it may not, a refusal is a fault of the broker, and it is sent
+                again.
             expires_ms: after so long in the queue it is a dead letter.
         """
         self.to = to
         self.body = body
         self.settled = settled
         self.durable = durable
+        self.bounded = bounded
         self.expires_ms = expires_ms
         self.sent = False
         """Whether the broker may have seen it."""
@@ -61,6 +68,10 @@ class Outbox:
         self._letters: dict[Letter, None] = {}
         self._bytes = 0
         self._channel: AbstractChannel | None = None
+        self._broken: AbstractChannel | None = None
+        """That the broker has closed since there was a connection, because of a letter that was too large."""
+        self._longest: int | None = None
+        """What the broker takes, if it has said so."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = 0
         self.is_full = False
@@ -72,7 +83,9 @@ class Outbox:
         """Send it, now or when there is a connection."""
         self._letters[letter] = None
         self._bytes += len(letter.body)
-        if self._channel is not None:
+        if self._longest is not None and len(letter.body) > self._longest:
+            asyncio.get_running_loop().call_soon(self._settle, letter, "too large")
+        elif self._channel is not None:
             self._send(letter, self._channel)
         self._look()
 
@@ -86,6 +99,9 @@ class Outbox:
     def opened(self, channel: AbstractChannel) -> None:
         """There is a connection: everything that the broker has not answered for goes out, in order."""
         self._channel = channel
+        if self._broken is None:  # it may be another broker
+            self._longest = None
+        self._broken = None
         for letter in list(self._letters):
             self._send(letter, channel)
 
@@ -112,9 +128,34 @@ class Outbox:
             )
             fate: Fate = "kept" if isinstance(said, Basic.Ack) else "nowhere"
         except DeliveryError:
-            fate = "refused"
+            if not letter.bounded:
+                asyncio.get_running_loop().call_later(_AGAIN_S, self._again, letter)
+                return
+            fate = "full"
+        except ChannelPreconditionFailed as error:
+            self._learn(channel, letter, str(error))
+            return
         except (Exception, asyncio.CancelledError):  # noqa: BLE001  the connection is lost: it goes out with the next
             return
+        self._settle(letter, fate)
+
+    def _again(self, letter: Letter) -> None:
+        if letter in self._letters and self._channel is not None:
+            self._send(letter, self._channel)
+
+    def _learn(self, channel: AbstractChannel, letter: Letter, said: str) -> None:
+        """The broker has closed the channel: a letter was too large, so the largest was. All that were sent hear it."""
+        if channel is self._broken:
+            return
+        self._broken = channel
+        found = _LIMIT.search(said)
+        sent = (len(each.body) for each in (letter, *self._letters) if each.sent)
+        self._longest = longest = int(found[1]) if found is not None else max(sent) - 1
+        _log.warning("a message is larger than the broker takes, %d bytes: see its max_message_size", longest)
+        for each in [each for each in self._letters if len(each.body) > longest]:
+            self._settle(each, "too large")
+
+    def _settle(self, letter: Letter, fate: Fate) -> None:
         if letter in self._letters:
             self.withdraw(letter)
             try:

@@ -26,9 +26,9 @@ from kvparams_proxy.upstream.terms import UpstreamError, UpstreamFull, UpstreamT
 __all__ = ["Running"]
 
 _ON_THE_WAY: Final = 16
-"""Parts that the broker has not answered for; what comes meanwhile is one part ..."""
+"""Parts that the broker has not answered for; what comes meanwhile is gathered ..."""
 _MOST_BYTES: Final = 1 << 20
-"""... of about so much: then the engine waits."""
+"""... up to so much: then the engine waits. No part is longer."""
 
 
 class Owner(Protocol):
@@ -75,6 +75,7 @@ class Running:
 
     __slots__ = (
         "_body",
+        "_broken_off",
         "_bytes",
         "_dirty",
         "_end",
@@ -114,6 +115,8 @@ class Running:
         """By the node that asked."""
         self._stopped = False
         """Because the broker does not keep up."""
+        self._broken_off = False
+        """Because a part was larger than the broker takes."""
         self._over = False
         """Nothing is left to do."""
         self.complete = False
@@ -161,6 +164,11 @@ class Running:
         self._letters.clear()
         self._owner.done(self)
 
+    def leave(self) -> None:
+        """Its node is shut down: the node that asked is told."""
+        if self._handle is not None:
+            self._handle.abort(UpstreamError("its decode node is shut down"))
+
     def expire(self) -> None:
         """For the watch: the engine may have said nothing for too long."""
         left_s = self._owner.silence_s - (self._owner.now() - self._heard_s)
@@ -198,38 +206,53 @@ class Running:
     # inside
 
     def _send(self) -> None:
-        """What there is, as one part, unless many are on their way."""
-        if self._over or not self._dirty or len(self._letters) >= _ON_THE_WAY:
-            return
-        self._dirty = False
-        crowded, self._bytes = self._bytes > _MOST_BYTES, 0
-        head, self._head = self._head, None
-        body, self._body = b"".join(self._body), []
-        part = Part(self.id, self._owner.node, self._number, head, body, self._last, self._end)
-        self._number += 1
-        self._post(write_part(part))
+        """What there is, unless many parts are on their way."""
+        crowded = self._bytes > _MOST_BYTES
+        while self._dirty and not self._over and len(self._letters) < _ON_THE_WAY:
+            whole = b"".join(self._body)
+            body, rest = whole[:_MOST_BYTES], whole[_MOST_BYTES:]
+            self._body, self._bytes, self._dirty = [rest] if rest else [], len(rest), bool(rest)
+            head, self._head = self._head, None
+            last = self._last and not rest
+            part = Part(self.id, self._owner.node, self._number, head, body, last, self._end if last else None)
+            self._number += 1
+            self._post(write_part(part), part.number)
         if crowded:
             self._throttle()
 
-    def _post(self, body: bytes) -> None:
+    def _post(self, body: bytes, number: int | None = None) -> None:
+        """`number` is that of a part of the answer."""
+
         def settled(fate: Fate) -> None:
             self._letters.discard(letter)
-            self._settled(fate)
+            self._settled(fate, number)
 
         letter = Letter("", body, settled)
         self._letters.add(letter)
         self._owner.put(letter, node_of(self.id))
 
-    def _settled(self, fate: Fate) -> None:
+    def _settled(self, fate: Fate, number: int | None) -> None:
         if self._over:
             return
-        if fate != "kept":  # the node that asked is gone
+        if fate == "too large" and number is not None:
+            self._break_off(number)
+        elif fate != "kept":  # the node that asked is gone
             self.give_up()
         elif self._dirty:
             self._send()
         elif self._last and not self._letters:
-            self._over = self.complete = True
+            self._over, self.complete = True, not self._broken_off
             self._owner.done(self)
+
+    def _break_off(self, number: int) -> None:
+        """That part cannot be told, so nothing after it can: the answer ends there."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.discard()
+        self._broken_off = self._last = True
+        self._dirty = False
+        end = End("failed", "a part of the answer is larger than the broker takes", True)
+        self._post(write_part(Part(self.id, self._owner.node, number, None, b"", True, end)))
 
     def _throttle(self) -> None:
         if self._handle is not None:

@@ -29,7 +29,7 @@ from kvparams_proxy.queue.outbox import Fate, Letter, Outbox
 from kvparams_proxy.queue.reading import Acknowledged
 from kvparams_proxy.queue.topology import Names, declare_results, declare_work
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, UpstreamFull
+from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull
 
 __all__ = ["QueueUpstream"]
 
@@ -108,7 +108,7 @@ class QueueUpstream:
         else:
             path, _, lines = head.partition(b"\r\n")
             work = write_work(Work(id, path.decode("latin-1"), lines, body))
-            letter = Letter(self._names.work, work, awaited.posted, expires_ms=int(self.wait_s * 1000))
+            letter = Letter(self._names.work, work, awaited.posted, bounded=True, expires_ms=int(self.wait_s * 1000))
             awaited.letter = letter
             self._outbox.put(letter)
             awaited.wait()
@@ -126,8 +126,7 @@ class QueueUpstream:
         if self._closed or self._link.away_s > _AWAY_S:
             awaited.finish(UpstreamError("the broker is not there", connected=False))
         else:
-            awaited.hear_head(Head(404, framed=True))
-            awaited.finish(None)
+            awaited.answer(404)
 
     # for those who are awaited
 

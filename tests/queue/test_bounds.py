@@ -1,0 +1,195 @@
+"""What is too large or too much for the broker, and nodes that are shut down: whoever waits is told, others go on."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+import aio_pika
+import pytest
+from pamqp.common import Arguments
+
+from kvparams_proxy.queue.messages import Part, Work, read_result, write_work
+from kvparams_proxy.queue.outbox import Letter
+from kvparams_proxy.queue.running import Running
+from kvparams_proxy.queue.topology import Names
+from kvparams_proxy.upstream.terms import Head, UpstreamError
+from tests.proxy.conftest import answer
+
+from .conftest import Nodes
+from .rabbitmq import RabbitMQ
+from .raw import RawNode, sent, waiting
+from .test_lost import HEAD, begun
+from .test_way import LIMIT_S, Chunks, echo, ended, send, until
+
+LIMIT_BYTES: Final = 65_536
+BIG: Final = b"x" * 100_000
+
+
+@pytest.fixture(scope="module")
+def narrow_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """One that takes small messages only."""
+    with RabbitMQ(tmp_path_factory.mktemp("narrow"), f"max_message_size = {LIMIT_BYTES}\n") as found:
+        yield found
+
+
+@pytest.fixture
+def narrow(narrow_broker: RabbitMQ, names: Iterator[str], stack: AsyncExitStack) -> Nodes:
+    return Nodes(narrow_broker, next(names), stack)
+
+
+async def test_a_request_that_is_too_large_for_the_broker_is_refused_alone(narrow: Nodes) -> None:
+    way = narrow.prefill()
+    await narrow.decode(echo)
+    before, big, after = (send(way, body)[1] for body in (b"before", BIG, b"after"))
+    for heard, body in ((before, b"before"), (after, b"after")):
+        assert (await ended(heard)).error is None
+        assert (heard.head.status, heard.body) == (200, body)
+    await ended(big)
+    assert big.error is None
+    assert big.head.status == 413
+    assert b"larger than the broker between prefill and decode takes" in big.body
+    await until(lambda: way.settled_s > 0)
+    since_s = way.settled_s
+    assert (await ended(send(way, BIG)[1])).head.status == 413
+    assert (await ended(send(way)[1])).body == b"{}"
+    assert way.settled_s > since_s  # the limit is known now: the connection has not been lost again
+
+
+async def test_a_part_that_is_too_large_for_the_broker_ends_its_answer_alone(narrow: Nodes) -> None:
+    async def much(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(BIG * 40 if body == b"much" else body))
+
+    way = narrow.prefill()
+    decode = await narrow.decode(much)
+    before, big, after = (send(way, body)[1] for body in (b"before", b"much", b"after"))
+    for heard, body in ((before, b"before"), (after, b"after")):
+        assert (await ended(heard)).error is None
+        assert heard.body == body
+    await ended(big)
+    assert big.error is not None
+    assert big.error.reason == "a part of the answer is larger than the broker takes"
+    assert big.error.sent
+    await until(lambda: not decode.consumer.running)
+
+
+class Told:
+    """A decode node that keeps the letters of what it runs until they are settled."""
+
+    def __init__(self) -> None:
+        self.node: Final = "d"
+        self.silence_s: Final = 1.0
+        self.letters: list[Letter] = []
+        self.ends = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def watch(self, running: Running, limit_s: float) -> None:
+        """It is not late."""
+
+    def put(self, letter: Letter, to: str) -> None:
+        self.letters.append(letter)
+
+    def withdraw(self, letter: Letter) -> None:
+        self.letters.remove(letter)
+
+    def over(self, running: Running, error: UpstreamError | None, status: int) -> None:
+        """The engine is not looked at here."""
+
+    def done(self, running: Running) -> None:
+        self.ends += 1
+
+
+def test_no_part_is_longer_than_a_mebibyte() -> None:
+    told = Told()
+    running = Running(told, Work("p.1", "/v1/completions", b"", b""))
+    whole = bytes(range(256)) * (5 << 12)  # 5 MiB
+    running.on_head(Head(200, b"text/plain"))
+    running.on_body(whole[: 3 << 20])
+    running.on_body(whole[3 << 20 :])
+    running.on_done(None)
+    parts: list[Part] = []
+    while told.letters:
+        letter = told.letters.pop(0)
+        part = read_result(letter.body)
+        assert isinstance(part, Part)
+        parts.append(part)
+        letter.settled("kept")
+    assert b"".join(part.body for part in parts) == whole
+    assert max(len(part.body) for part in parts) == 1 << 20
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [part.head is not None for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert running.complete
+    assert told.ends == 1
+
+
+async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    await begun(nodes)
+    async with RawNode(nodes.broker.url, nodes.name) as node:
+        _, heard = send(way)
+        work = await node.take()
+        for number in range(1, 300):
+            await node.say(Part(work.id, node.name, number, HEAD if number == 1 else None, b"", False, None))
+        await ended(heard)
+        assert heard.error is not None
+        assert heard.error.reason == "its decode node leaves out a part of the answer"
+        order = await node.told()
+        assert (order.order, order.id) == ("cancel", work.id)
+
+
+async def test_a_node_that_is_shut_down_tells_who_waits(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    chunks = Chunks()
+    async with AsyncExitStack() as leaving:
+        decode = await Nodes(nodes.broker, nodes.name, leaving).decode(chunks)
+        _, heard = send(way)
+        chunks.chunks.put_nowait(b"data: 1\n\n")
+        async with asyncio.timeout(LIMIT_S):
+            await heard.some.wait()
+    await ended(heard)
+    assert heard.error is not None
+    assert heard.error.reason == "its decode node is shut down"
+    assert heard.body == b"data: 1\n\n"
+    assert chunks.left.is_set()
+    assert not decode.consumer.running
+
+
+@asynccontextmanager
+async def stuffed(nodes: Nodes, node: str) -> AsyncGenerator[str]:
+    """A result queue of a prefill node that takes no more: the broker says so of what comes."""
+    queue = Names(nodes.name).results(node)
+    connection = await aio_pika.connect(nodes.broker.url)
+    async with connection:
+        channel = await connection.channel()
+        full: Arguments = {"x-max-length": 1, "x-overflow": "reject-publish", "x-expires": 60_000}
+        await channel.declare_queue(queue, durable=True, arguments=full)
+        await sent(nodes.broker.url, queue, b"in the way")
+        yield queue
+
+
+async def test_what_the_broker_refuses_is_sent_again_and_its_work_not_given_up(nodes: Nodes) -> None:
+    decode = await nodes.decode(echo)
+    await until(lambda: decode.consumer.connected)
+    async with stuffed(nodes, "p") as queue:
+        await sent(nodes.broker.url, Names(nodes.name).work, write_work(Work("p.1", "/v1/completions", b"", b"{}")))
+        await until(lambda: bool(decode.engine.bodies))
+        assert (await waiting(nodes.broker.url, queue, 1))[0].body == b"in the way"
+        found = [read_result(message.body) for message in await waiting(nodes.broker.url, queue, 3)]
+        parts = sorted(each for each in found if isinstance(each, Part))
+        assert [(part.number, part.body, part.last) for part in parts] == [(0, b"{}", False), (1, b"", True)]
+        await until(lambda: decode.consumer.counts["done"] == 1)
+
+
+async def test_what_a_node_that_leaves_could_tell_nobody_is_given_to_another_one(nodes: Nodes) -> None:
+    async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
+        decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
+        await until(lambda: decode.consumer.connected)
+        work = Work("p.1", "/v1/completions", b"", b"{}")
+        await sent(nodes.broker.url, Names(nodes.name).work, write_work(work))
+        await until(lambda: bool(decode.engine.bodies))
+        await leaving.aclose()
+        async with RawNode(nodes.broker.url, nodes.name) as other:
+            assert await other.take() == work
