@@ -144,7 +144,9 @@ class Scene:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        instances = [Instance(f"{role}-0", "b", role, "http://127.0.0.1:1", "nixl") for role in Role]
+        instances = [
+            Instance(f"{role}-0", "b", role, "http://127.0.0.1:1", "nixl") for role in (Role.PREFILL, Role.DECODE)
+        ]
         policies = {role: RoundRobin() for role in Role}
         self.fleet = Fleet(instances, policies, self.clock.now, self.clock.call_later)
         self.metrics = Metrics()
