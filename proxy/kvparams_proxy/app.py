@@ -26,6 +26,7 @@ from kvparams.managers.choice import Mode
 from kvparams.retries import RetryBudget
 from kvparams.scheduling import Instance, Role, SchedulingPolicy
 from kvparams.trust.pinning import Pins
+from kvparams_proxy.cache_events.unheard import Unheard
 from kvparams_proxy.clients.auth import KeyRing, Unauthorized
 from kvparams_proxy.clients.direct import DIRECT
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
@@ -40,6 +41,7 @@ from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.admin import admin_routes
+from kvparams_proxy.registry.entries import EVENTS_NEED
 from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_dialects
@@ -124,8 +126,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         addresses = Addresses()
         fleet.listen(addresses)
         events = _cache_events(loop, prefixes)
-        if events is not None:
-            fleet.listen(events)
+        fleet.listen(events if events is not None else Unheard(loop.call_soon, _unheard(settings.policy, prefixes)))
         watch = Watch(loop)
         metrics = Metrics()
         releases = Releases(fleet, pools, watch, loop.time, signer)
@@ -281,9 +282,16 @@ def _cache_events(loop: asyncio.AbstractEventLoop, prefixes: "Prefixes | None") 
         return None
     try:
         from kvparams_proxy.cache_events.books import CacheEvents
-    except ImportError:  # `configure` has told whoever needs it
+    except ImportError:
         return None
     return CacheEvents(loop, prefixes)
+
+
+def _unheard(policy: str, prefixes: "Prefixes | None") -> str:
+    """Why that is, and what to do."""
+    if prefixes is None:
+        return f"since the policy {policy} does not look at what engines have cached; --policy cache_aware does"
+    return f"since that {EVENTS_NEED}"
 
 
 def _identifiers() -> Callable[[], str]:

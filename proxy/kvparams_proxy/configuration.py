@@ -99,8 +99,6 @@ def configure(arguments: argparse.Namespace) -> Configuration:
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
     policy, notes = _policy(values, tokenizers)
-    if any(entry.kv_events for entry in entries) and find_spec("zmq") is None:
-        problems.add("kv_events", "of an instance needs pyzmq: pip install 'kvparams[proxy,index,events]'")
     problems.check()
     try:
         settings = Settings(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,11 @@ def known_rules() -> Rules:
     bootstrapped = (name for name, dialect in dialects.items() if dialect.bootstrap is not None)
     storing = (name for name, dialect in dialects.items() if dialect.mode == "store")
     return Rules(
-        frozenset(dialects), unusable=unusable, bootstrapped=frozenset(bootstrapped), storing=frozenset(storing)
+        frozenset(dialects),
+        unusable=unusable,
+        bootstrapped=frozenset(bootstrapped),
+        storing=frozenset(storing),
+        hears=all(find_spec(package) is not None for package in ("zmq", "msgspec")),
     )
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -217,6 +218,20 @@ def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> N
     assert finish(read_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
     [said] = problems_of(files, replace(RULES, may_name_places=False))
     assert "tcp://host:port" in said
+    [said] = problems_of(files, replace(RULES, hears=False))
+    assert "instances[0].kv_events: needs pyzmq" in said
+    assert finish(read_document(f"{common}role: prefill}}", replace(RULES, hears=False), CHECK)).entries
+
+
+@pytest.mark.parametrize("package", ["zmq", "msgspec"])
+def test_what_events_need_is_looked_for(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_rules().hears
+
+    def find(name: str) -> object:
+        return None if name == package else find_spec(name)
+
+    monkeypatch.setattr("kvparams_proxy.settings.find_spec", find)
+    assert not known_rules().hears
 
 
 def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise() -> None:

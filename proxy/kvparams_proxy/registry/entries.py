@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
+from typing import Final
 
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.registry.access import NO_ACCESS, NO_PLACES, Access, Places
 
-__all__ = ["Entry", "Rules", "Selector", "entry_of"]
+__all__ = ["EVENTS_NEED", "Entry", "Rules", "Selector", "entry_of"]
+
+EVENTS_NEED: Final = "needs pyzmq and msgspec: pip install 'kvparams[proxy,index,events]'"
+"""What stands behind `kv_events`."""
 
 Selector = Mapping[str, frozenset[str]]
 """Labels that an instance must have, each with one of these values; nothing is selected by an empty one."""
@@ -81,6 +85,8 @@ class Rules:
     """The dialects whose prefill engines have a bootstrap server."""
     storing: frozenset[str] = frozenset()
     """The dialects whose engines save to a store what they compute, and look it up there."""
+    hears: bool = True
+    """Whether what KV events need is installed."""
     selectors: Mapping[Role, Selector] = field(default_factory=dict[Role, Selector])
     """The role of an entry that names none."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])

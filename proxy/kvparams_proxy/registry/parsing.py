@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from kvparams.scheduling import Role
 from kvparams_proxy.registry.access import NO_ACCESS, Places
 from kvparams_proxy.registry.checks import DEFAULTS, ENTRY, PLACES, REMOTE_ENTRY, Check, is_label, is_label_value
-from kvparams_proxy.registry.entries import Entry, Rules, Selector
+from kvparams_proxy.registry.entries import EVENTS_NEED, Entry, Rules, Selector
 from kvparams_proxy.registry.problems import Problems
 from kvparams_proxy.tls import EngineTLS
 
@@ -56,6 +56,8 @@ def parse_entry(document: object, where: str, rules: Rules, problems: Problems) 
         check_bootstrap(role, connector, rules, _join(where, "bootstrap"), problems)
     if "kv_events_replay" in found and "kv_events" not in found:
         problems.add(_join(where, "kv_events"), "is missing: kv_events_replay only fills its gaps")
+    if "kv_events" in found and not rules.hears:
+        problems.add(_join(where, "kv_events"), EVENTS_NEED)
     if "kv_events" in found and role is Role.DECODE:
         problems.add(_join(where, "kv_events"), "is for engines that prefill: nobody asks what others have cached")
     if "id" not in found or not url or role is None:
