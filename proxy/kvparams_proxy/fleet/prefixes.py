@@ -227,7 +227,9 @@ class Prefixes:
         if not leg.answered:
             self._feed.failed(leg.routed, leg.hashes)
             return
-        settled = predicted if expected.fetched else min(predicted, leg.settled * BLOCK_TOKENS)
+        settled = predicted  # what its engine has told of, too
+        if not expected.fetched and leg.settled < len(leg.routed.used):
+            settled = min(predicted, leg.settled * BLOCK_TOKENS)
         self.predictions.ended(predicted, settled, cached)
         if cached is not None:
             self._correct(leg, leg.routed, cached, grain)

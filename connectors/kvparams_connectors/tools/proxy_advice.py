@@ -1,0 +1,76 @@
+"""What `kvparams doctor` says of a running proxy: whether what it expects of prefix caches comes true.
+
+It is read from the proxy's own `/metrics`. The one rule: only the proxy knows what it expected; nothing is sent to it
+that an engine would have to answer.
+"""
+
+import re
+from collections.abc import Iterator
+from http.client import HTTPException
+from typing import Final
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from kvparams_connectors.advice import Advice
+
+__all__ = ["examine_proxy", "is_proxy"]
+
+_TIMEOUT_S: Final = 10.0
+_MOST_BYTES: Final = 64 << 20
+"""Of a fleet of thousands."""
+_PREFIX: Final = "kvparams_proxy_"
+_SAMPLE: Final = re.compile(rf"^{_PREFIX}(info|prefix_cache_\w+)(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
+_WHY: Final = (
+    "see that prefix caching is on in every engine that prefills, that --tokenizer of the proxy is the model's, and "
+    "that nobody else fills these caches; `kv_events` of an instance tells the proxy what is gone, and "
+    "`kvparams explain-route` what it expects of each engine"
+)
+
+
+def is_proxy(url: str) -> bool:
+    """Whether it is a proxy's; no store is reached so."""
+    return url.startswith(("http://", "https://"))
+
+
+def examine_proxy(url: str) -> Iterator[Advice]:
+    """Reachable, a proxy of ours, right in what it expects."""
+    try:
+        found = _metrics(url)
+    except HTTPError as error:
+        yield Advice("error", f"GET /metrics is answered {error.code}", "name the proxy itself, http://host:port")
+        return
+    except (OSError, ValueError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else type(error).__name__
+        yield Advice("error", f"it does not answer ({reason})", "start the proxy, and see that this machine reaches it")
+        return
+    if "info" not in found:
+        yield Advice("error", "its /metrics are not those of a kvparams proxy", "name the proxy, not an engine")
+        return
+    yield Advice("ok", "it is a kvparams proxy, and answers")
+    yield _predictions(found)
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """Those that are looked at here, by the ends of their names.
+
+    Raises:
+        OSError, ValueError, HTTPException: there are none.
+    """
+    with urlopen(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT_S) as answer:
+        text: str = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+    return {name: float(value) for name, value in _SAMPLE.findall(text)}
+
+
+def _predictions(found: dict[str, float]) -> Advice:
+    alarm, accuracy = found.get("prefix_cache_alarm"), found.get("prefix_cache_accuracy")
+    if alarm is None:
+        return Advice("ok", "its policy does not look at what engines have cached")
+    if alarm and accuracy is not None:
+        share = f"{100 * accuracy:.0f} %"
+        return Advice("warning", f"of the tokens expected to be cached lately only {share} were", _WHY)
+    if accuracy is not None:
+        return Advice("ok", f"of the tokens expected to be cached lately {100 * accuracy:.0f} % were")
+    if found.get("prefix_cache_predicted_hits_total") and not found.get("prefix_cache_hits_total"):
+        said = "tokens were expected to be cached, and no engine reports whether they were"
+        return Advice("warning", said, "let engines report cached_tokens (vLLM: --enable-prompt-tokens-details)")
+    return Advice("ok", "nothing was expected to be cached yet")
