@@ -370,6 +370,19 @@ def test_round_robin_keeps_no_such_books() -> None:
     assert all(member.pace.ended == 0.0 for member in site.fleet.members)
 
 
+def test_what_is_still_computed_beside_it_is_not_held_against_a_prediction() -> None:
+    """The control asks again when it is there."""
+    site, tokens = Site([Engine()]), prompt(1, 641)
+    with site.leg(site.facts(tokens)), site.leg(site.facts(tokens)):
+        pass
+    assert site.decision is not None
+    assert site.prefixes.predictions.predicted == 640
+    assert site.prefixes.predictions.accuracy is None, "the engine computed both side by side"
+    site.engines["p0"].cached.clear()
+    site.ask(tokens)
+    assert site.prefixes.predictions.accuracy == 0.0
+
+
 def test_predictions_that_no_longer_come_true_are_told_once_and_so_is_their_return(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
