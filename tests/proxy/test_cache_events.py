@@ -8,6 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from random import Random
+from time import sleep
 from typing import Any
 
 import pytest
@@ -340,6 +341,68 @@ async def test_very_much_at_once_holds_up_nobody(at: tuple[int, int]) -> None:
                     await asyncio.sleep(0.001)
             task.cancel()
     assert turns > 50
+
+
+async def test_what_keeps_coming_is_entered_in_one_place(at: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes while a message is being entered waits behind it: a turn of the loop is no longer for that."""
+    told = beside = most = 0
+
+    with Publisher(at) as publisher:
+
+        def slow(*_: object) -> None:
+            nonlocal told, beside, most
+            if told % 5 == 0:  # the first event of a message: the next one comes while this one is entered
+                publisher.say(*(stored(PROMPT[:16]) for _ in range(5)))
+            told, beside = told + 1, beside + 1
+            most = max(most, beside)
+            sleep(0.003)
+
+        monkeypatch.setattr(Prefixes, "told", slow)
+        async with a_site(at) as site:
+            await site.connected()
+            publisher.say(*(stored(PROMPT[:16]) for _ in range(5)))
+            async with asyncio.timeout(20):
+                while told < 100:
+                    beside = 0
+                    await asyncio.sleep(0)
+    assert most <= 2  # the last one of a turn, and the first one of the next
+
+
+async def test_an_engine_that_cannot_be_asked_again_keeps_nobody_else_from_being_heard(
+    at: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            other = replace(site.members[1].instance, id="p2", kv_events=f"tcp://127.0.0.1:{at[0]}")
+            member = site.fleet.add(replace(other, kv_events_replay="tcp://-:1"))
+            site.fleet.learn(member, True, frozenset(("m",)), None, None, "m")
+
+            async def tried() -> bool:
+                return "cannot ask for KV events" in caplog.text
+
+            await until(tried)
+            publisher.say(stored(PROMPT[:320]))
+            await site.becomes(320)
+
+
+async def test_an_engine_that_leaves_when_nobody_listens_any_more_is_no_matter(at: tuple[int, int]) -> None:
+    """Files are open in place of those that were closed: nothing is written to them."""
+    with Publisher(at), ExitStack() as stack:
+        site = Site(at)
+        try:
+            await site.connected()
+        finally:
+            site.events.close()
+        stack.callback(site.fleet.close)
+        ends = [end for _ in range(8) for end in socket.socketpair()]
+        for one in ends:
+            stack.enter_context(one)
+            one.setblocking(False)
+        site.fleet.remove("p0")
+        for one in ends:
+            with pytest.raises(BlockingIOError):
+                one.recv(1)
 
 
 # through the whole proxy

@@ -52,6 +52,8 @@ class CacheEvents:
         self._timer: asyncio.TimerHandle | None = None
         self._rest: Iterator[tuple[Member, Batch | None]] = iter(())
         """What is left of what was taken."""
+        self._further = False
+        """Whether there will be a further turn for it."""
         self._closed = False
 
     def joined(self, member: Member) -> None:
@@ -116,7 +118,13 @@ class CacheEvents:
             return
 
     def _enter(self) -> None:
-        """Some of what was said; the rest in further turns."""
+        """There is something to take, where there was nothing. What still has to be entered goes first."""
+        if not self._further:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Some of what was said; the rest in further turns, never two of them at once."""
+        self._further = False
         until = perf_counter() + _TURN_S
         while not self._closed:
             for member, batch in self._rest:
@@ -124,7 +132,8 @@ class CacheEvents:
                 if model is not None:
                     self._apply(member, batch, model)
                 if perf_counter() > until:
-                    self._loop.call_soon(self._enter)
+                    self._further = True
+                    self._loop.call_soon(self._turn)
                     return
             said = None if self._listening is None else self._listening.take()
             if said is None:

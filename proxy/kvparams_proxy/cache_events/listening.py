@@ -110,8 +110,9 @@ class Listening:
         os.close(self._woken_fd)
 
     def _order(self, who: Hashable, publisher: Publisher | None, *, anew: bool) -> None:
-        self._orders.append((who, publisher, anew))
-        self._wake()
+        if not self._closed:  # then its pipe is somebody else's file by now
+            self._orders.append((who, publisher, anew))
+            self._wake()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it is awake
@@ -253,8 +254,14 @@ class _Ear:
         """By a socket of its own: answers to an earlier question find nobody."""
         self.stream.wanted = None
         self._hang_up()
-        self._replay = self._socket(zmq.DEALER)
-        self._replay.connect(self._at.replay or "")
+        try:
+            self._replay = self._socket(zmq.DEALER)
+            self._replay.connect(self._at.replay or "")
+        except zmq.ZMQError as error:  # the others are heard all the same
+            _log.warning("cannot ask for KV events at %s: %s", self._at.replay, error)
+            self._hang_up()
+            self.stream.over()
+            return
         self._heard_s = monotonic()
         with suppress(zmq.Again):
             self._replay.send_multipart(replay_request(first), zmq.NOBLOCK)
