@@ -54,7 +54,7 @@ async def test_an_open_loop_charges_a_stall_to_every_request_scheduled_meanwhile
 
 async def test_a_closed_loop_hides_the_same_stall() -> None:
     async with scripted_server(OK, delay_s=stalls_once()) as port:
-        report = await run_closed_loop(target(port), ClosedLoop(concurrency=1, requests=10_000, limit_s=1))
+        report = await run_closed_loop(target(port), ClosedLoop(concurrency=1, requests=100_000, limit_s=1))
     assert report.e2e is not None
     assert report.e2e.max > 0.9 * STALL_S * 1e3  # one request was there to see it
     assert report.e2e.p99 < 0.5 * STALL_S * 1e3
