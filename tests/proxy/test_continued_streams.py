@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvparams_proxy.registry.modes import read_mode
+
 from .acting import Fault
 from .stage import CHATS, COMPLETIONS, StartStage, events_of
 
@@ -182,7 +184,10 @@ class Slow:
     def drop(self) -> None: ...
 
 
-async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(scripted: Any, proxy: Any) -> None:
+@pytest.mark.parametrize(("mode", "connector"), [("prefill_then_decode", "content"), ("concurrent_legs", "store-meet")])
+async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
+    scripted: Any, proxy: Any, mode: str, connector: str
+) -> None:
     """The first engine fails when its client is slow already: the second one is not read before the client has caught
     up, so what waits in the proxy has a bound."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -205,6 +210,7 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(script
     async def second(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal read
         writer.write(head)
+        await asyncio.sleep(0.1)  # beside both legs at once: prefill is good before decode says anything
         for _ in range(1_000):
             writer.write(event({"text": "y" * 60_000, "token_ids": [66]}))
             await writer.drain()
@@ -212,7 +218,7 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(script
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     producer, one, other = await scripted(prefill), await scripted(first), await scripted(second)
-    running = await proxy([producer.url], [one.url, other.url], "content", continuation=True)
+    running = await proxy([producer.url], [one.url, other.url], connector, continuation=True, modes=(read_mode(mode),))
     body = json.dumps({"model": "stub", "prompt": "x", "max_tokens": 5_000, "stream": True}).encode()
     app = running.app
     async with app.router.lifespan_context(app) as state, asyncio.timeout(30):

@@ -378,7 +378,9 @@ class Execution:
             wrong = self._relay.release()
             if self._exchange is not None and wrong is not None:
                 self._exchange.abort(wrong)
-            elif self._exchange is not None and not self._slow:
+            elif self._exchange is not None and self._slow:  # as for a leg that begins then
+                self._exchange.pause()
+            elif self._exchange is not None:
                 self._exchange.resume()
 
     def stream_held(self) -> None:
