@@ -8,6 +8,7 @@ import pytest
 from benchmarks.stub_engine import StubEngines
 from kvparams.jsontext import JSONLimits
 from kvparams_proxy.clients.intake import read
+from kvparams_proxy.fleet.fleet import Fleet
 
 
 @pytest.fixture(params=["direct", "plain"])
@@ -190,6 +191,20 @@ async def test_methods_slashes_and_encodings_are_refused_in_words(stubbed: Any) 
     packed = await stubbed.client.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert packed.status_code == 415
     assert "content-encoding" in packed.json()["error"]["message"]
+
+
+async def test_a_fault_before_the_first_leg_is_answered_and_holds_nothing(
+    stubbed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(Fleet, "require", faulty)
+    got = await stubbed.client.post("/v1/completions", json=BODY, timeout=5)
+    assert got.status_code == 500
+    assert "a fault" not in got.text
+    assert "a fault" in caplog.text
+    assert await stubbed.metric("kvparams_proxy_in_flight") == 0
 
 
 async def test_readiness_is_told_for_each_role(stub: StubEngines, proxy: Any) -> None:

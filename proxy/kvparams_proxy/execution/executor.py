@@ -146,8 +146,8 @@ class Execution:
             return
         try:
             resources.fleet.require(self._manager.roles, self.facts)
-        except ProxyError as error:
-            self._refuse(error)
+        except Exception as error:  # noqa: BLE001  nobody waits for this turn who would answer the client
+            self._refuse(refusal(error))
             return
         self._go(None)
 
