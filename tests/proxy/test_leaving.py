@@ -51,6 +51,15 @@ def live(stub: StubEngines) -> int:
     return sum(engine.counters.live for engine in stub.engines)
 
 
+async def test_whoever_sends_what_is_no_request_is_told_so_and_its_connection_closed(stubbed: Any) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+    writer.write(b"no request\r\n\r\n")
+    async with asyncio.timeout(3):  # an idle connection is closed after five seconds
+        answer = await reader.read()  # to the end of the connection, which is not ours
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    writer.close()
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
 async def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stub: StubEngines, stubbed: Any, phase: str) -> None:
     delays = {"prefill": ("prefill_ms", 60_000.0), "decode": ("ttft_ms", 60_000.0), "stream": ("itl_ms", 50.0)}

@@ -92,6 +92,48 @@ async def test_what_was_sent_once_may_have_been_seen_though_nobody_is_there_any_
     pool.close()
 
 
+@pytest.mark.parametrize("left", [True, False], ids=["nobody waits any more", "control-somebody does"])
+async def test_a_request_for_which_nobody_waits_any_more_is_not_sent_again(left: bool) -> None:
+    """A kept connection turns out to be closed after the client has left."""
+    seen: list[int] = []
+    leave, close = asyncio.Event(), asyncio.Event()
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        number = connections
+        while number > 1 or number not in seen:
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break
+            await reader.readexactly(2)
+            seen.append(number)
+            await well(b"", reader, writer)
+        if number == 1:
+            await reader.readuntil(b"\r\n\r\n")
+            leave.set()
+            await close.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
+    assert await asked(pool) == 200
+    collect = Awaited()
+    exchange = pool.exchange(pool.request(b"/", b"", b"{}"), collect)
+    async with asyncio.timeout(5):
+        await leave.wait()
+        if left:
+            assert exchange.end_sending()
+        close.set()
+        await asyncio.wait([collect.answer])
+    assert isinstance(collect.answer.exception(), UpstreamError) is left
+    assert seen == ([1] if left else [1, 2])
+    pool.close()
+    server.close()
+
+
 async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
     engine = await scripted(well)
     pool = Pool(engine.url, UpstreamLimits())

@@ -359,7 +359,7 @@ class Execution:
     def _drop_other(self) -> None:
         """One of two legs has failed: the other one is ended."""
         if self._paired is not None:
-            exchange, self._paired.exchange = self._paired.exchange, None
+            exchange = self._paired.exchange
             self._end_paired(self._paired)
         else:
             exchange = self._exchange
