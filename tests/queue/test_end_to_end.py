@@ -71,7 +71,7 @@ async def test_streams_and_whole_answers_are_those_of_one_engine(cluster: Cluste
 async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_felt_by_the_decode_engine(cluster: Cluster) -> None:
     port = cluster.prefill[0].port
     before = await cancelled(cluster)
-    body = question("/v1/completions", "1 2 3", 1000).body
+    body = question("/v1/completions", "1 2 3", 3500).body
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         url = f"http://127.0.0.1:{port}/v1/completions"
         async with client.stream("POST", url, json=body) as answer:
