@@ -53,6 +53,8 @@ _SAVED: Final = "vllm:kvparams_bytes_saved_total"
 _ASKED: Final = "vllm:external_prefix_cache_queries_total"
 _STILL_S: Final = 0.02
 """So long an engine uses no processor before it counts as done."""
+_DONE_S: Final = 60.0
+"""What it saves behind its answers takes less."""
 _ROOT: Final = str(Path(__file__).parents[1])
 Rounds = dict[str, list[float]]
 """By name: seconds in each round."""
@@ -162,11 +164,13 @@ def engine_cpu_s(server: Server) -> float:
 def _done_cpu_s(server: Server) -> float:
     """The same, once the engine has nothing more to do: what it saves behind its answers counts too."""
     before = engine_cpu_s(server)
-    while True:
+    give_up = time.monotonic() + _DONE_S
+    while time.monotonic() < give_up:
         time.sleep(_STILL_S)
         if (now := engine_cpu_s(server)) - before < _STILL_S / 10:
             return now
         before = now
+    raise SystemExit(f"{server.name} was still busy {_DONE_S:g} s after its last answer: is anything else asking it?")
 
 
 def _module(name: str, path: str) -> dict[str, object]:

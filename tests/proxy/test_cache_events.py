@@ -386,6 +386,50 @@ async def test_an_engine_that_cannot_be_asked_again_keeps_nobody_else_from_being
             await site.becomes(320)
 
 
+async def test_places_that_cannot_be_listened_to_use_nothing_up(at: tuple[int, int]) -> None:
+    """A process has some thousand sockets for this."""
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            for number in range(1100):
+                wrong = replace(site.members[1].instance, id=f"w{number}", kv_events="tcp://-:1")
+                site.fleet.learn(site.fleet.add(wrong), True, frozenset(("m",)), None, None, "m")
+            right = replace(site.members[1].instance, id="p2", kv_events=f"tcp://127.0.0.1:{at[0]}")
+            site.fleet.learn(site.fleet.add(right), True, frozenset(("m",)), None, None, "m")
+
+            async def heard() -> bool:
+                return site.events.heard()["p2"].connected
+
+            await until(heard)
+            publisher.say(stored(PROMPT[:320]))
+            await site.becomes(320)
+
+
+async def test_a_fault_in_entering_costs_that_event_alone(
+    at: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enter = Prefixes.told
+    fails = iter((True,))
+
+    def told(self: Prefixes, *said: Any) -> None:
+        if next(fails, False):
+            raise RuntimeError("a fault of ours")
+        enter(self, *said)
+
+    monkeypatch.setattr(Prefixes, "told", told)
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            publisher.say(stored(PROMPT[:64]))
+
+            async def failed() -> bool:
+                return "could not be entered" in caplog.text
+
+            await until(failed)
+            publisher.say(stored(PROMPT[:320]))
+            await site.becomes(320)
+
+
 async def test_an_engine_that_leaves_when_nobody_listens_any_more_is_no_matter(at: tuple[int, int]) -> None:
     """Files are open in place of those that were closed: nothing is written to them."""
     with Publisher(at), ExitStack() as stack:

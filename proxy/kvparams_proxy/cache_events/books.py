@@ -145,6 +145,8 @@ class CacheEvents:
             self._prefixes.told(member, batch, model)
         except ValueError as error:  # an engine's hashes may be anything
             _log.warning("a KV event of %s cannot be entered: %s", member.instance.id, error)
+        except Exception:  # noqa: BLE001  a fault of the proxy: what others say is entered all the same
+            _log.exception("a KV event of %s could not be entered", member.instance.id)
 
 
 def _parts(said: Said) -> Iterator[tuple[Member, Batch | None]]:

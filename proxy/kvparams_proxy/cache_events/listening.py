@@ -1,8 +1,8 @@
 """The sockets of all publishers, and the one thread that has them.
 
 It takes messages apart and decodes them; what they say is taken out by the event loop (`take`), piece by piece. The one
-rule: nobody can make this grow. Messages are limited in size and number; while the event loop is behind, nothing is
-read here, and what ZMQ then drops is asked for again.
+rule: what is decoded does not grow. While the event loop is behind, nothing is read here: what comes then waits in ZMQ,
+limited in size and number for each socket, and what ZMQ drops is asked for again.
 """
 
 import logging
@@ -198,7 +198,11 @@ class _Ear:
         self._live.subscribe(b"")
         self._monitor = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._live.connect(at.endpoint)
+        try:
+            self._live.connect(at.endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def hear(self, ready: "set[object]") -> None:
         """Take what has come; ask for what is wanted."""
@@ -229,6 +233,7 @@ class _Ear:
         self._poller.unregister(self._monitor)
         self._poller.unregister(self._live)
         self._live.disable_monitor()
+        self._monitor.close(linger=0)
         self._live.close(linger=0)
 
     def _told(self, batch: Batch | None) -> None:
