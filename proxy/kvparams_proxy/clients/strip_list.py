@@ -104,9 +104,10 @@ STEERING: Final = (
 STRIPPED: Final = frozenset(row.name for row in STEERING if row.where == "body")
 """Members that are taken out of the body and of what is in `CARRIERS`."""
 
-CARRIERS: Final = {"vllm_xargs": (), "sampling_params": ("extra_args",), "nvext": ()}
+CARRIERS: Final = dict.fromkeys(("vllm_xargs", "sampling_params", "nvext"), ("extra_args",))
 """Members whose own members reach an engine's KV connector too, and which of these is an object that does (vLLM 0.32.0
-chat_completion/protocol.py, scale_out/token_in_token_out/serving.py)."""
+chat_completion/protocol.py, scale_out/token_in_token_out/serving.py). That one is known of `sampling_params` alone; no
+client has use for it in the others."""
 
 SUSPICIOUS: Final = STRIPPED | CARRIERS.keys()
 """A body that has none of these members is left as it is."""
