@@ -60,7 +60,7 @@ async def test_answers_are_those_of_one_engine(
 
 
 async def test_what_prefill_found_in_its_cache_is_in_the_usage(beside: Place, client: httpx.AsyncClient) -> None:
-    body: JSON = {"prompt": STORY * 4, "max_tokens": 2, "cache_salt": f"usage {beside.name}"}
+    body: JSON = {"prompt": STORY * 4, "max_tokens": 2, "temperature": 0, "cache_salt": f"usage {beside.name}"}
     first = await ask(client, beside.server.url, COMPLETIONS, body)
     second = await ask_stream(client, beside.server.url, COMPLETIONS, body)
     assert (first.count("cached_tokens"), first.count("completion_tokens")) == (0, 2)
