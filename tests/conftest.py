@@ -58,6 +58,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run stress tests at full length and record what they saw")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is only worth its time at full length is left out of any other run."""
+    if config.getoption("--soak"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+
+
 @pytest.fixture
 def effort(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """`effort(budget, full)`: how many times to do something; `full` in a soak run."""

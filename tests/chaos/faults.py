@@ -6,13 +6,10 @@ to come back before the next one of its role is hit.
 
 import random
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 __all__ = ["ENGINE_FAULTS", "Fault", "schedule"]
 
-Target = Literal["prefill", "decode", "store"]
-
-_TARGETS: Final[tuple[Target, ...]] = ("prefill", "decode", "store")
 ENGINE_FAULTS: Final = ("kill", "stop", "restart")
 """SIGKILL, and started again at once. SIGSTOP, and SIGCONT later. SIGTERM, and started again when it has ended."""
 
@@ -21,7 +18,8 @@ class Fault(NamedTuple):
     """One of them."""
 
     at_s: float
-    target: Target
+    target: str
+    """A role of engines, or `store`."""
     number: int
     """Which engine of that role, or the seed of a damage."""
     kind: str
@@ -29,14 +27,21 @@ class Fault(NamedTuple):
     """For what lasts (`stop`, `hold`, a store's `restart`): how long."""
 
 
-def schedule(seed: int, seconds: float, every_s: float, engines: int, store: Sequence[str]) -> list[Fault]:
+def schedule(
+    seed: int,
+    seconds: float,
+    every_s: float,
+    engines: int,
+    store: Sequence[str],
+    roles: Sequence[str] = ("prefill", "decode"),
+) -> list[Fault]:
     """One fault every `every_s` seconds, the first after `every_s`. `engines` are there of each role; `store` are the
     kinds that its store knows."""
     draw = random.Random(seed)
     found: list[Fault] = []
-    before: Target | None = None
+    before: str | None = None
     for index in range(1, int(seconds / every_s) + 1):
-        others: list[Target] = [one for one in _TARGETS if one != before]
+        others = [one for one in (*roles, "store") if one != before]
         target = draw.choice(others)
         kind = draw.choice(store if target == "store" else ENGINE_FAULTS)
         number = draw.randrange(1 << 16) if target == "store" else draw.randrange(engines)

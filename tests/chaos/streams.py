@@ -40,6 +40,8 @@ class Asked:
     """The error's code, or what was wrong."""
     route: list[str] = field(default_factory=list[str])
     """The engines, as they were when the answer began."""
+    front: str = ""
+    """Who was asked, where there are several."""
     answer: tuple[str, object, int] | None = None
 
 
