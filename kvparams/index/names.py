@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvparams.index.chain import Front, Fronts, Hashes
+from kvparams.index.memory import zeros
 from kvparams.index.prefix import PrefixIndex
 from kvparams.index.table import Numbers, Table
 
@@ -28,12 +29,12 @@ class Names:
         self._index = index
         self._capacity = capacity
         self._table = Table(capacity)
-        self._keys = np.zeros(capacity + 1, np.uint64)
-        self._hashes = np.zeros(capacity + 1, np.uint64)
-        self._namespaces = np.zeros(capacity + 1, np.uint64)
-        self._parts = np.zeros(capacity + 1, np.uint64)
-        self._tokens = np.zeros(capacity + 1, np.uint32)
-        self._ends = np.zeros(capacity + 1, np.bool_)
+        self._keys = zeros(capacity + 1, np.uint64)
+        self._hashes = zeros(capacity + 1, np.uint64)
+        self._namespaces = zeros(capacity + 1, np.uint64)
+        self._parts = zeros(capacity + 1, np.uint64)
+        self._tokens = zeros(capacity + 1, np.uint32)
+        self._ends = zeros(capacity + 1, np.bool_)
         self._next = 0
 
     def __len__(self) -> int:

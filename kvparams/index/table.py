@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvparams.index.chain import Hashes
+from kvparams.index.memory import zeros
 
 __all__ = ["Numbers", "Table"]
 
@@ -39,11 +40,11 @@ class Table:
             capacity: hashes that it may have to hold at once.
         """
         self._limit = max(_FIRST_BUCKETS, 1 << int(capacity / _FULLEST / _WIDTH).bit_length())
-        self._keys = np.zeros(self._limit * _WIDTH, np.uint64)
+        self._keys = zeros(self._limit * _WIDTH, np.uint64)
         self._rows = self._keys.reshape(-1, _WIDTH)
-        self._values = np.zeros(self._limit * _WIDTH, np.uint32)
+        self._values = zeros(self._limit * _WIDTH, np.uint32)
         self._keys_at, self._values_at = self._keys.data, self._values.data
-        self._spilled = np.zeros(self._limit, np.uint8)  # hashes of this bucket in the dict; never too few
+        self._spilled = zeros(self._limit, np.uint8)  # hashes of this bucket in the dict; never too few
         self._spill: dict[int, int] = {}
         self._used = 0
         self._base = self._buckets = _FIRST_BUCKETS

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvparams.index.ages import Ages
 from kvparams.index.chain import Hashes
+from kvparams.index.memory import zeros
 from kvparams.index.table import Numbers, Table
 
 __all__ = ["Tree"]
@@ -53,13 +54,13 @@ class Tree:
         self._let_go = let_go
         self._table = Table(capacity)
         self._ages = Ages()
-        self._hashes = np.zeros(capacity + 1, np.uint64)  # 0 where there is no node
-        self._parents = np.zeros(capacity + 1, np.uint32)
-        self._kids = np.zeros(capacity + 1, np.uint32)
-        self._epochs = np.zeros(capacity + 1, np.uint32)
-        self._queued = np.zeros(capacity + 1, np.uint8)  # whether it is in `_ages`
-        self._free = np.zeros(capacity + 1, np.uint32)
-        self.sets = np.zeros(capacity + 1, np.uint32)
+        self._hashes = zeros(capacity + 1, np.uint64)  # 0 where there is no node
+        self._parents = zeros(capacity + 1, np.uint32)
+        self._kids = zeros(capacity + 1, np.uint32)
+        self._epochs = zeros(capacity + 1, np.uint32)
+        self._queued = zeros(capacity + 1, np.uint8)  # whether it is in `_ages`
+        self._free = zeros(capacity + 1, np.uint32)
+        self.sets = zeros(capacity + 1, np.uint32)
         """By node: who holds it, for whoever has the tree to say; 0 for nobody, and where there is no node."""
         # Single entries are read and written through memoryviews, which is four times faster.
         self._parents_at, self._kids_at = self._parents.data, self._kids.data
