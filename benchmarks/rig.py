@@ -22,6 +22,7 @@ from benchmarks.processes import StartError, http_get
 __all__ = [
     "DECODE_PORTS",
     "ENGINE_PORTS",
+    "OTHER",
     "OURS",
     "OUR_PORT",
     "PREFILL_PORTS",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 OURS = "ours-pd"
+OTHER = "ours-other"
+"""This project's proxy once more, with other options."""
 OUR_PORT = 18299
 PREFILL_PORTS = (18100, 18101)
 DECODE_PORTS = (18102, 18103)
@@ -41,7 +44,7 @@ ENGINE_PORTS = PREFILL_PORTS + DECODE_PORTS
 _STATS_URL = f"http://127.0.0.1:{PREFILL_PORTS[0]}"
 _QUIET_S = 0.3
 _SETTLE_S = 10.0
-_NAMES = {OURS: "kvparams proxy", "vr-pd-rr": "vllm-router 0.1.17", "direct": "no router"}
+_NAMES = {OURS: "kvparams proxy", OTHER: "the same otherwise", "vr-pd-rr": "vllm-router 0.1.17", "direct": "no router"}
 
 
 def name_of(router: str) -> str:
@@ -61,6 +64,7 @@ class RigScenario:
 SCENARIOS = {
     "ns-s-64": RigScenario("comp_s_ns_16", None),
     "ns-l-64": RigScenario("comp_l_ns_16", None),
+    "ids-l-64": RigScenario("ids_l_ns_16", None),
     "stb-s-64": RigScenario("comp_s_st_64", 65),
     "st-s-64": RigScenario("comp_s_st_64", 65, itl_us=20_000),
 }
@@ -88,8 +92,16 @@ class Counted:
     decodes_with_kv: int
     """Of all requests, those that carried what makes a decode leg with KV."""
 
-    def problem(self, answered: int, in_flight: int) -> str | None:
-        """What is wrong with it if `answered` requests were answered and at most `in_flight` more were cut off."""
+    def problem(self, answered: int, in_flight: int, *, plain: bool = False) -> str | None:
+        """What is wrong with it if `answered` requests were answered and at most `in_flight` more were cut off.
+
+        `plain` has one leg for each request, without KV params.
+        """
+        if plain:
+            if self.prefills or self.decodes_with_kv:
+                return f"{self.prefills + self.decodes_with_kv} legs with KV params"
+            legs = self.prefill_requests + self.decode_requests
+            return None if answered <= legs <= answered + in_flight else f"{legs} legs for {answered} requests"
         if self.prefill_requests != self.prefills:
             return f"{self.prefill_requests - self.prefills} prefill legs without KV params"
         if self.decode_requests != self.decodes_with_kv:
@@ -133,17 +145,30 @@ class Rig:
         return f"{_STATS_URL}/stats"
 
     @contextmanager
-    def with_ours(self, options: Sequence[str] = ()) -> Generator[None]:
-        """Within the block, the rig knows this project's proxy as `ours-pd`, started with these further options."""
-        engines = [("--prefill", port) for port in PREFILL_PORTS] + [("--decode", port) for port in DECODE_PORTS]
-        urls = [text for option, port in engines for text in (option, f"http://127.0.0.1:{port}")]
+    def with_ours(
+        self, options: Sequence[str] = (), other: Sequence[str] | None = None, *, plain: bool = False
+    ) -> Generator[None]:
+        """Within the block, the rig knows this project's proxy as `ours-pd`, started with these further options.
+
+        Args:
+            options: of the command line.
+            other: if there are any, those of another proxy before the same engines, `ours-other`.
+            plain: all engines are aggregated ones, so that a request has one leg.
+        """
+        roles = ("--aggregated",) * 4 if plain else ("--prefill", "--prefill", "--decode", "--decode")
+        engines = zip(roles, ENGINE_PORTS, strict=True)
+        urls = [text for role, port in engines for text in (role, f"http://127.0.0.1:{port}")]
         kvparams = str(Path(sys.executable).with_name("kvparams"))
-        command = [kvparams, "proxy", "--port", str(OUR_PORT), *urls, "--connector", "nixl", *options]
-        entry: dict[str, object] = {"port": OUR_PORT, "ready": "/health", "env": {}, "cmd": command}
+        start = [*urls, *(["--mode", "aggregated"] if plain else ["--connector", "nixl"])]
+        entries: dict[str, object] = {}
+        for name, port, more in ((OURS, OUR_PORT, options), (OTHER, OUR_PORT + 1, other)):
+            if more is not None:
+                command = [kvparams, "proxy", "--port", str(port), *start, *more]
+                entries[name] = {"port": port, "ready": "/health", "env": {}, "cmd": command}
         path = self.home / "extra" / "ours.json"
         previous = path.read_text() if path.exists() else None
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({OURS: entry}))
+        path.write_text(json.dumps(entries))
         try:
             yield
         finally:
@@ -162,7 +187,7 @@ class Rig:
             raise StartError(f"the rig knows no router {name}; it has {', '.join(commands)}")
         command = tuple(shlex.split(commands[name]))
         port = int(command[command.index("--port") + 1])
-        paths = ("/health",) if name == OURS else ("/readiness", "/health")
+        paths = ("/health",) if name in (OURS, OTHER) else ("/readiness", "/health")
         return Router(name, command, port, tuple(f"http://127.0.0.1:{port}{path}" for path in paths))
 
     def ask(self, scenario: str) -> Ask:

@@ -79,7 +79,7 @@ def run_closed(
         return [cast("Row", json.loads(line)) for line in out.read_text().splitlines()]
 
 
-def problems(rows: Sequence[Row], limit_s: float) -> list[str]:
+def problems(rows: Sequence[Row], limit_s: float, *, plain: bool = False) -> list[str]:
     """Every row, of whichever router, whose answers were wrong or whose legs the engines did not count.
 
     A run that reached `limit_s` was cut off: its last requests are counted but not answered, and what was left of them
@@ -98,7 +98,7 @@ def problems(rows: Sequence[Row], limit_s: float) -> list[str]:
             decodes_with_kv=sum(row["dec_kv"]),
         )
         wrong = f"{row['errors']} errors, {row['bad']} bad: {row['err']}" if row["errors"] or row["bad"] else None
-        problem = wrong or counted.problem(row["n"], before + after)
+        problem = wrong or counted.problem(row["n"], before + after, plain=plain)
         if problem:
             found.append(f"round {row['rd']} {row['sc']} {name_of(row['router'])}: {problem}")
     return found

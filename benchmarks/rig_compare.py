@@ -3,10 +3,12 @@
 The one rule: without a rig this file is of no use, and nothing else in the project needs it.
 
     python benchmarks/rig_compare.py --rig DIR --rig-home DIR [--rounds 9] [--peers vr-pd-rr,...] [--only closed|open]
+        [--plain] [--options OPTIONS] [--other OPTIONS]
 
 Closed loop: CPU per request as the median of per-round ratios with its bootstrap interval, and the engines' counters.
 Open loop: added p50 and p99 beside the first peer at half the slower one's capacity. Exit status 1 if a counter does
-not add up. Tables on stdout, JSON in the results folder.
+not add up. With `--plain` all engines are aggregated ones, one leg for each request, and only the closed loop is taken.
+Tables on stdout, JSON in the results folder.
 """
 
 import argparse
@@ -21,12 +23,13 @@ from pathlib import Path
 
 from benchmarks.load_process import LoadError
 from benchmarks.processes import Processes, StartError
-from benchmarks.rig import SCENARIOS, Rig, name_of
+from benchmarks.rig import OTHER, SCENARIOS, Rig, name_of
 from benchmarks.rig_closed import closed_table, compare_closed, problems, run_closed
 from benchmarks.rig_open import compare_open, open_table, run_open
 
 __all__ = ["main"]
 
+_CLOSED_SCENARIOS = "ns-s-64,ns-l-64,stb-s-64,st-s-64"
 _OPEN_SCENARIOS = "ns-s-64,ns-l-64,stb-s-64"
 
 
@@ -34,15 +37,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="This proxy beside its peers, on an external bench rig.")
     parser.add_argument("--rig", type=Path, required=True, help="the folder with bench.py")
     parser.add_argument("--rig-home", type=Path, required=True, help="where its setup put mock, load and venvs")
-    parser.add_argument("--peers", default="vr-pd-rr", help="routers of the rig; the open loop takes the first")
+    parser.add_argument("--peers", default="vr-pd-rr", help="routers of the rig, or ''; the open loop takes the first")
     parser.add_argument("--only", choices=("closed", "open"), help="one of the two comparisons")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="closed loop")
+    parser.add_argument("--scenarios", default=_CLOSED_SCENARIOS, help="closed loop")
     parser.add_argument("--scale", type=float, default=0.5, help="closed loop: of the rig's requests a round")
     parser.add_argument("--limit", type=float, default=20.0, help="closed loop: seconds after which a run is cut off")
     parser.add_argument("--open-scenarios", default=_OPEN_SCENARIOS, help="open loop")
     parser.add_argument("--open-seconds", type=float, default=3.0, help="open loop: seconds a run takes")
     parser.add_argument("--options", default="", help="further options of this proxy, as one word: '--continuation'")
+    parser.add_argument("--other", help="closed loop: options of one more proxy of ours, started as a peer")
+    parser.add_argument("--plain", action="store_true", help="closed loop: one leg, engines that do all themselves")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
     return parser
 
@@ -51,18 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print the tables, write JSON."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    peers: list[str] = arguments.peers.split(",")
+    peers: list[str] = [name for name in arguments.peers.split(",") if name]
+    other: list[str] | None = None if arguments.other is None else shlex.split(arguments.other)
+    plain: bool = arguments.plain
     scenarios: list[str] = arguments.scenarios.split(",")
     open_scenarios: list[str] = arguments.open_scenarios.split(",")
     unknown = [name for name in scenarios + open_scenarios if name not in SCENARIOS]
     if unknown:
         parser.error(f"unknown scenarios {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
-    document: dict[str, object] = {"taken": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "options": arguments.options}
+    if (plain or other is not None or not peers) and arguments.only != "closed":
+        parser.error("--plain, --other and no peers are for --only closed")
+    document: dict[str, object] = {
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "plain": plain,
+        "options": arguments.options,
+        "other": arguments.other,
+    }
     wrong: list[str] = []
     try:
         rig = Rig(arguments.rig, arguments.rig_home)
-        with rig.with_ours(shlex.split(arguments.options)):
+        with rig.with_ours(shlex.split(arguments.options), other, plain=plain):
             if arguments.only != "open":
+                peers += [OTHER] if other is not None else []
                 rows = run_closed(
                     rig,
                     peers=peers,
@@ -74,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compared = compare_closed(rows, peers)
                 print(closed_table(compared))
                 document["closed"] = {"summary": [asdict(each) for each in compared], "rows": rows}
-                wrong += problems(rows, arguments.limit)
+                wrong += problems(rows, arguments.limit, plain=plain)
             if arguments.only != "closed":
                 with tempfile.TemporaryDirectory() as logs, Processes(Path(logs)) as processes:
                     figures = run_open(
@@ -106,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results_directory: Path = arguments.results
     results_directory.mkdir(parents=True, exist_ok=True)
     (results_directory / "rig.json").write_text(json.dumps(document, indent=1) + "\n")
-    print("\ncounters: " + ("; ".join(wrong) if wrong else "every request counted, both legs carried KV params"))
+    right = "every request counted, " + ("one leg without KV params" if plain else "both legs carried KV params")
+    print("\ncounters: " + ("; ".join(wrong) or right))
     return 1 if wrong else 0
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import StartError
-from benchmarks.rig import OURS, Counted, Rig
+from benchmarks.rig import OTHER, OURS, Counted, Rig
 from benchmarks.rig_closed import Row, compare_closed, problems
 from benchmarks.rig_open import OpenFigures, compare_open
 
@@ -69,6 +69,14 @@ def test_our_entry_is_there_for_the_run_and_what_was_there_before_comes_back(rig
     assert entry.read_text() == "before"
 
 
+def test_in_plain_mode_all_engines_are_aggregated_and_a_second_proxy_of_ours_may_join(rig: Rig) -> None:
+    with rig.with_ours(["--policy", "cache_aware"], ["--policy", "round_robin"], plain=True):
+        entries = json.loads((rig.home / "extra" / "ours.json").read_text())
+    assert [entry["cmd"].count("--aggregated") for entry in entries.values()] == [4, 4]
+    assert [entry["cmd"][-1] for entry in entries.values()] == ["cache_aware", "round_robin"]
+    assert entries[OURS]["port"] != entries[OTHER]["port"]
+
+
 def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
     rows = [
         each
@@ -110,6 +118,15 @@ def test_a_row_that_does_not_add_up_is_a_problem(changes: dict[str, object], pro
 def test_an_open_loop_allows_for_nothing_cut_off() -> None:
     assert Counted(10, 10, 10, 10).problem(10, 0) is None
     assert Counted(11, 10, 11, 10).problem(10, 0) == "11 prefill legs for 10 requests"
+
+
+def test_in_plain_mode_a_request_has_one_leg_and_none_carries_kv_params() -> None:
+    one_leg = {"split": [250] * 4, "prefills": [0] * 4, "dec_kv": [0] * 4}
+    assert problems([row(OURS, 0, 80, **one_leg)], limit_s=20, plain=True) == []
+    (found,) = problems([row(OURS, 0, 80)], limit_s=20, plain=True)
+    assert found.endswith("2000 legs with KV params")
+    (found,) = problems([row(OURS, 0, 80, **one_leg | {"n": 999})], limit_s=20, plain=True)
+    assert found.endswith("1000 legs for 999 requests")
 
 
 def test_added_latency_is_over_the_direct_run_of_the_same_round() -> None:
