@@ -1,6 +1,8 @@
 """A decode node that does as the test says, one message after the other; and a look into queues."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,7 +22,7 @@ from kvparams_proxy.queue.messages import (
 )
 from kvparams_proxy.queue.topology import Names
 
-__all__ = ["RawNode", "sent", "waiting"]
+__all__ = ["RawNode", "hearing", "sent", "waiting"]
 
 LIMIT_S: Final = 20.0
 
@@ -80,6 +82,22 @@ class RawNode:
 
     async def _ordered(self, message: AbstractIncomingMessage) -> None:
         self._orders.put_nowait(read_control(message.body))
+
+
+@asynccontextmanager
+async def hearing(url: str, results: str) -> AsyncGenerator[list[bytes]]:
+    """A result queue of that name, and the letters that come."""
+    letters: list[bytes] = []
+
+    async def heard(message: AbstractIncomingMessage) -> None:
+        letters.append(message.body)
+
+    connection = await aio_pika.connect(url)
+    async with connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue(results, durable=True, arguments={"x-expires": 15_000})
+        await queue.consume(heard, no_ack=True)
+        yield letters
 
 
 async def sent(url: str, queue: str, *bodies: bytes) -> None:

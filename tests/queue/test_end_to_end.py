@@ -76,7 +76,8 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_felt_by_the_dec
         url = f"http://127.0.0.1:{port}/v1/completions"
         async with client.stream("POST", url, json=body) as answer:
             assert answer.status_code == 200
-            assert await anext(answer.aiter_bytes())
+            chunks = answer.aiter_bytes()  # kept: when it is collected, its connection is closed
+            assert await anext(chunks)
             assert await in_flight(cluster) == 1
     await until_in_flight(cluster, 0)
     assert await cancelled(cluster) == before + 1

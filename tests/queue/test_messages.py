@@ -20,13 +20,20 @@ from kvparams_proxy.queue.messages import (
     Work,
     node_of,
     read_control,
-    read_result,
+    read_results,
     read_work,
     write_control,
     write_part,
     write_result,
     write_work,
 )
+
+
+def only(letter: bytes) -> Result:
+    """What a letter with one message holds."""
+    (result,) = read_results(letter)
+    return result
+
 
 WORK = Work("p0.1f", "/v1/completions", b"x-request-id: r\xe9\r\nempty: \r\n", b'{"a":1}\n\x00')
 ids = st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\.[0-9a-z]{1,32}\Z")
@@ -41,14 +48,29 @@ def test_parts_are_read_as_they_were_written(
     id: str, node: str, number: int, head: Head | None, body: bytes, last: bool, end: End | None
 ) -> None:
     part = Part(id, node, number, head, body, last, end if last else None)
-    assert read_result(write_part(part)) == part
+    assert only(write_part(part)) == part
 
 
 @pytest.mark.parametrize("result", [Taken("p.1", "d"), Lost("p.1", "d"), Refused("p.1", "d", "why\n")])
 def test_the_other_results_are_read_as_they_were_written(result: Taken | Lost | Refused) -> None:
-    again: Result = read_result(write_result(result))
+    again: Result = only(write_result(result))
     assert again == result
     assert node_of(again.id) == "p"
+
+
+def test_what_one_letter_holds_is_read_in_order() -> None:
+    parts = [Part("p.1", "d", number, None, b"{\n" * number, False, None) for number in range(3)]
+    letter = write_part(parts[1]) + write_result(Taken("p.2", "d")) + write_part(parts[2]) + write_part(parts[0])
+    assert list(read_results(letter)) == [parts[1], Taken("p.2", "d"), parts[2], parts[0]]
+
+
+def test_nothing_is_read_after_what_is_malformed() -> None:
+    good = write_part(Part("p.1", "d", 0, None, b"abc", False, None))
+    for bad in (good.replace(b"part", b"none"), good[:-1], good.replace(b":3", b":-1"), b"x"):
+        reading = read_results(good + bad + good)
+        assert isinstance(next(reading), Part)
+        with pytest.raises(Malformed):
+            list(reading)
 
 
 def test_work_and_orders_are_read_as_they_were_written() -> None:
@@ -58,11 +80,11 @@ def test_work_and_orders_are_read_as_they_were_written() -> None:
 
 def test_members_of_a_later_version_are_passed_over() -> None:
     raw = write_result(Taken("p.1", "d"))
-    assert read_result(raw.replace(b'"kind"', b'"more":[{}],"kind"')) == Taken("p.1", "d")
+    assert only(raw.replace(b'"kind"', b'"more":[{}],"kind"')) == Taken("p.1", "d")
 
 
 def test_reasons_are_cut_to_what_may_be_read() -> None:
-    cut = read_result(write_result(Refused("p.1", "d", "x" * 10_000)))
+    cut = only(write_result(Refused("p.1", "d", "x" * 10_000)))
     assert isinstance(cut, Refused)
     assert cut.reason == "x" * 500
 
@@ -107,6 +129,9 @@ def test_what_is_not_quite_work_is_refused(members: dict[str, Any]) -> None:
         {"number": -1},
         {"number": 1.0},
         {"number": True},
+        {"size": 1},
+        {"size": -1},
+        {"size": False},
         {"node": "a b"},
         {"kind": "work"},
         {"head": {"status": 100, "type": "", "retry_after": ""}},
@@ -120,19 +145,19 @@ def test_what_is_not_quite_work_is_refused(members: dict[str, Any]) -> None:
 def test_what_is_not_quite_a_result_is_refused(members: dict[str, Any]) -> None:
     raw = write_part(Part("p.1", "d", 0, Head(200, b"", b""), b"", True, None))
     with pytest.raises(Malformed):
-        read_result(changed(raw, **members))
+        only(changed(raw, **members))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[]\n", b"\xff\n", b"{" * 70_000 + b"\n", b"[" * 60_000 + b"\n"])
 def test_what_is_nothing_at_all_is_refused(raw: bytes) -> None:
-    for read in (read_work, read_result, read_control):
+    for read in (read_work, only, read_control):
         with pytest.raises(Malformed):
             read(raw)
 
 
 def test_only_work_and_parts_have_a_body() -> None:
     for read, raw in (
-        (read_result, write_result(Taken("p.1", "d"))),
+        (only, write_result(Taken("p.1", "d"))),
         (read_control, write_control(Control("ask", "p.1"))),
     ):
         read(raw)

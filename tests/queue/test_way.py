@@ -7,11 +7,14 @@ from typing import Final
 import pytest
 
 from kvparams_proxy.queue.awaited import Awaited as Attempt
+from kvparams_proxy.queue.messages import Part, Work, read_results, write_work
+from kvparams_proxy.queue.topology import Names
 from kvparams_proxy.queue.upstream import QueueUpstream
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamTimeout
 from tests.proxy.conftest import answer
 
 from .conftest import Nodes
+from .raw import hearing, sent
 
 LIMIT_S: Final = 20.0
 HEADERS: Final = b"x-request-id: r-1\r\n"
@@ -197,6 +200,43 @@ async def test_a_refusal_of_the_engine_is_an_answer(nodes: Nodes) -> None:
     await ended(heard)
     assert heard.error is None
     assert (heard.head.status, heard.head.retry_after) == (503, b"7")
+
+
+async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) -> None:
+    """As an engine's steps have it: a token of each."""
+    streams, steps = 8, 20
+
+    async def stepping(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        all_here.release()
+        for step in range(steps):
+            while stepped <= step:
+                await turn.wait()
+            writer.write(b"5\r\n%5d\r\n" % step)
+        writer.write(b"0\r\n\r\n")
+
+    all_here, turn, stepped = asyncio.Semaphore(0), asyncio.Event(), 0
+    decode = await nodes.decode(stepping)
+    await until(lambda: decode.consumer.connected)
+    names = Names(nodes.name)
+    async with hearing(nodes.broker.url, names.results("p")) as letters:
+        works = [write_work(Work(f"p.{number}", "/v1/completions", b"", b"{}")) for number in range(streams)]
+        await sent(nodes.broker.url, names.work, *works)
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(streams):
+                await all_here.acquire()
+        for _ in range(steps):
+            stepped += 1
+            turn.set()
+            turn.clear()
+            await asyncio.sleep(0.02)  # a step's time
+        await until(lambda: decode.consumer.counts["done"] == streams)
+    found = [result for letter in letters for result in read_results(letter)]
+    parts = [each for each in found if isinstance(each, Part)]
+    for number in range(streams):
+        own = sorted(part for part in parts if part.id == f"p.{number}")
+        assert b"".join(part.body for part in own) == b"".join(b"%5d" % step for step in range(steps))
+    assert 3 * len(letters) < len(found)
 
 
 async def test_a_paused_stream_stops_its_engine_and_no_other_one(nodes: Nodes) -> None:

@@ -242,13 +242,13 @@ class Consumer:
         _log.warning("work is put aside: %s", malformed)
         if malformed.id is not None:
             said = write_result(Refused(malformed.id, self.node, str(malformed)))
-            self.put(Letter("", said, lambda _: None), node_of(malformed.id))
+            self.put(Letter("", said, lambda _: None, joins=True), node_of(malformed.id))
         self._later(self._reads, tag, well=False)
 
     def _say(self, tag: int, body: bytes, id: str) -> None:
         """Tell whoever asked; then it is done."""
         reads = self._reads
-        self.put(Letter("", body, lambda _: self._later(reads, tag, well=True)), node_of(id))
+        self.put(Letter("", body, lambda _: self._later(reads, tag, well=True), joins=True), node_of(id))
 
     def _acknowledge(self, tag: int) -> None:
         self._later(self._reads, tag, well=True)

@@ -1,4 +1,5 @@
-"""What prefill and decode nodes say to each other through a broker: one line of JSON, a line feed, and raw bytes.
+"""What prefill and decode nodes say to each other through a broker: one line of JSON, a line feed, and raw bytes. What
+goes to one result queue at a time goes as one letter, one message after the other.
 
 `README.md` beside this file is the page for other implementers. The one rule: what is not exactly one of these messages
 is refused, whoever sent it; members that a later version adds are passed over.
@@ -6,6 +7,7 @@ is refused, whoever sent it; members that a later version adds are passed over.
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple, cast
 
 from kvparams.errors import KVParamsError
@@ -24,7 +26,7 @@ __all__ = [
     "Work",
     "node_of",
     "read_control",
-    "read_result",
+    "read_results",
     "read_work",
     "write_control",
     "write_part",
@@ -177,10 +179,11 @@ def write_result(result: Taken | Lost | Refused) -> bytes:
 
 def write_part(part: Part) -> bytes:
     """As it is sent."""
-    begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d' % (
+    begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d,"size":%d' % (
         part.id.encode(),
         part.node.encode(),
         part.number,
+        len(part.body),
     )
     if part.head is not None:
         status, content_type, retry_after = part.head
@@ -192,11 +195,25 @@ def write_part(part: Part) -> bytes:
     return b"%b}\n%b" % (begin, part.body)
 
 
-def read_result(raw: bytes) -> Result:
-    """Raises:
-    Malformed: it is none.
+def read_results(raw: bytes) -> Iterator[Result]:
+    """All that one letter holds, in order.
+
+    Raises:
+        Malformed: what comes next is none; nothing after it is read.
     """
-    head, body = _split(raw)
+    at = 0
+    while True:
+        head, begin = _first_line(raw, at)
+        size = head.get("size", 0)
+        if type(size) is not int or not 0 <= size <= min(_MOST_BODY, len(raw) - begin):
+            raise Malformed("size must be that of its body")
+        at = begin + size
+        yield _result(head, raw[begin:at])
+        if at == len(raw):
+            return
+
+
+def _result(head: dict[str, object], body: bytes) -> Result:
     id, node, kind = _id(head), _text(head, "node", _NODE), head.get("kind")
     if kind == "part":
         number, said, end = head.get("number"), head.get("head"), head.get("end")
@@ -236,11 +253,19 @@ def read_control(raw: bytes) -> Control:
 
 
 def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
-    line, feed, body = raw.partition(b"\n")
-    if not feed or len(line) > _MOST_HEAD or len(body) > _MOST_BODY:
-        raise Malformed("it must be a line of JSON, a line feed, and a body, none of them too long")
+    head, begin = _first_line(raw, 0)
+    if len(raw) - begin > _MOST_BODY:
+        raise Malformed("its body is too long")
+    return head, raw[begin:]
+
+
+def _first_line(raw: bytes, at: int) -> tuple[dict[str, object], int]:
+    """What the line there says, and where the next one begins."""
+    feed = raw.find(b"\n", at, at + _MOST_HEAD + 1)
+    if feed < 0:
+        raise Malformed("it must begin with a line of JSON that is not too long")
     try:
-        document: object = json.loads(line)
+        document: object = json.loads(raw[at:feed])
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
@@ -248,7 +273,7 @@ def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
     head = cast("dict[str, object]", document)
     if type(version := head.get("queue")) is not int or version != VERSION:
         raise Malformed(f"it is not of version {VERSION}")
-    return head, body
+    return head, feed + 1
 
 
 def _kind(head: dict[str, object], kind: str) -> None:

@@ -1,5 +1,8 @@
 """Letters on their way to the broker, each kept until the broker has answered for it.
 
+A message costs nodes and broker about the same however much is in it, and a step of an engine brings tokens of many
+streams: letters that may be joined leave together, at most once in a few milliseconds for each queue.
+
 The one rule: what the broker has not confirmed is sent again, in order, as soon as there is a connection; so whoever
 reads must know a letter that comes twice.
 """
@@ -7,7 +10,7 @@ reads must know a letter that comes twice.
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 from aiormq.abc import AbstractChannel
@@ -20,13 +23,16 @@ Fate = Literal["kept", "nowhere", "full", "too large"]
 """`kept`: the broker answers for it. `nowhere`: there is no such queue. `full`: it is. `too large`: the letter is."""
 _log: Final = logging.getLogger(__name__)
 _AGAIN_S: Final = 0.25
+_GAP_S: Final = 0.004
+"""Between two messages of joined letters for one queue: less than the step of an engine that streams, as a rule."""
+_MOST_JOINED: Final = 64 << 10
 _LIMIT: Final = re.compile(r"max size ([0-9]{1,18})")
 
 
 class Letter:
-    """One message for one queue."""
+    """Something to say to one queue."""
 
-    __slots__ = ("body", "bounded", "durable", "expires_ms", "sent", "settled", "to")
+    __slots__ = ("body", "bounded", "durable", "expires_ms", "joins", "sent", "settled", "to")
 
     def __init__(
         self,
@@ -37,6 +43,7 @@ class Letter:
         durable: bool = True,
         bounded: bool = False,
         expires_ms: int | None = None,
+        joins: bool = False,
     ) -> None:
         """
         Args:
@@ -47,6 +54,7 @@ class Letter:
             bounded: whether its queue may be full. Where it may not, a refusal is a fault of the broker, and it is sent
                 again.
             expires_ms: after so long in the queue it is a dead letter.
+            joins: whether it may be in one message with others for that queue, which are all as this one is otherwise.
         """
         self.to = to
         self.body = body
@@ -54,6 +62,7 @@ class Letter:
         self.durable = durable
         self.bounded = bounded
         self.expires_ms = expires_ms
+        self.joins = joins
         self.sent = False
         """Whether the broker may have seen it."""
 
@@ -72,7 +81,10 @@ class Outbox:
         """That the broker has closed since there was a connection, because of a letter that was too large."""
         self._longest: int | None = None
         """What the broker takes, if it has said so."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._gathered: dict[str, list[Letter]] = {}
+        """By queue, for the next message: from when one was sent until nothing has come for a gap."""
+        self._flying: dict[asyncio.Task[None], int] = {}
+        """How long each message is."""
         self._numbers = 0
         self.is_full = False
 
@@ -86,7 +98,7 @@ class Outbox:
         if self._longest is not None and len(letter.body) > self._longest:
             asyncio.get_running_loop().call_soon(self._settle, letter, "too large")
         elif self._channel is not None:
-            self._send(letter, self._channel)
+            self._post(letter, self._channel)
         self._look()
 
     def withdraw(self, letter: Letter) -> None:
@@ -103,54 +115,75 @@ class Outbox:
             self._longest = None
         self._broken = None
         for letter in list(self._letters):
-            self._send(letter, channel)
+            self._post(letter, channel)
 
     def closed(self) -> None:
         """There is none any more."""
         self._channel = None
+        self._gathered.clear()
 
-    def _send(self, letter: Letter, channel: AbstractChannel) -> None:
-        letter.sent = True
-        task = asyncio.get_running_loop().create_task(self._publish(letter, channel))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _post(self, letter: Letter, channel: AbstractChannel) -> None:
+        if not letter.joins:
+            self._send((letter,), channel)
+        elif (gathered := self._gathered.get(letter.to)) is not None:
+            gathered.append(letter)
+        else:
+            self._gathered[letter.to] = [letter]
+            asyncio.get_running_loop().call_soon(self._flush, letter.to)
 
-    async def _publish(self, letter: Letter, channel: AbstractChannel) -> None:
+    def _flush(self, to: str) -> None:
+        """Send what has been gathered for a queue."""
+        letters = [letter for letter in self._gathered.pop(to, ()) if letter in self._letters]
+        if letters and self._channel is not None:
+            self._gathered[to] = []
+            asyncio.get_running_loop().call_later(_GAP_S, self._flush, to)
+            for together in _bundles(letters, min(_MOST_JOINED, self._longest or _MOST_JOINED)):
+                self._send(together, self._channel)
+
+    def _send(self, letters: Sequence[Letter], channel: AbstractChannel) -> None:
+        for letter in letters:
+            letter.sent = True
+        body = letters[0].body if len(letters) == 1 else b"".join(letter.body for letter in letters)
+        task = asyncio.get_running_loop().create_task(self._publish(letters, body, channel))
+        self._flying[task] = len(body)
+        task.add_done_callback(self._flying.pop)
+
+    async def _publish(self, letters: Sequence[Letter], body: bytes, channel: AbstractChannel) -> None:
         self._numbers += 1
+        like = letters[0]
         properties = Basic.Properties(
-            delivery_mode=2 if letter.durable else 1,
+            delivery_mode=2 if like.durable else 1,
             message_id=f"{self._numbers}",  # by which a returned one is known
-            expiration=None if letter.expires_ms is None else f"{letter.expires_ms}",
+            expiration=None if like.expires_ms is None else f"{like.expires_ms}",
         )
         try:
-            said = await channel.basic_publish(
-                letter.body, routing_key=letter.to, properties=properties, mandatory=True
-            )
+            said = await channel.basic_publish(body, routing_key=like.to, properties=properties, mandatory=True)
             fate: Fate = "kept" if isinstance(said, Basic.Ack) else "nowhere"
         except DeliveryError:
-            if not letter.bounded:
-                asyncio.get_running_loop().call_later(_AGAIN_S, self._again, letter)
+            if not like.bounded:
+                asyncio.get_running_loop().call_later(_AGAIN_S, self._again, letters)
                 return
             fate = "full"
         except ChannelPreconditionFailed as error:
-            self._learn(channel, letter, str(error))
+            self._learn(channel, str(error))
             return
         except (Exception, asyncio.CancelledError):  # noqa: BLE001  the connection is lost: it goes out with the next
             return
-        self._settle(letter, fate)
+        for letter in letters:
+            self._settle(letter, fate)
 
-    def _again(self, letter: Letter) -> None:
-        if letter in self._letters and self._channel is not None:
-            self._send(letter, self._channel)
+    def _again(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            if letter in self._letters and self._channel is not None:
+                self._post(letter, self._channel)
 
-    def _learn(self, channel: AbstractChannel, letter: Letter, said: str) -> None:
-        """The broker has closed the channel: a letter was too large, so the largest was. All that were sent hear it."""
+    def _learn(self, channel: AbstractChannel, said: str) -> None:
+        """The broker has closed the channel: a message was too large, so the largest was. All that flew hear it."""
         if channel is self._broken:
             return
         self._broken = channel
         found = _LIMIT.search(said)
-        sent = (len(each.body) for each in (letter, *self._letters) if each.sent)
-        self._longest = longest = int(found[1]) if found is not None else max(sent) - 1
+        self._longest = longest = int(found[1]) if found is not None else max(self._flying.values()) - 1
         _log.warning("a message is larger than the broker takes, %d bytes: see its max_message_size", longest)
         for each in [each for each in self._letters if len(each.body) > longest]:
             self._settle(each, "too large")
@@ -169,3 +202,14 @@ class Outbox:
             self.is_full = full
             if self._full is not None:
                 self._full(full)
+
+
+def _bundles(letters: Sequence[Letter], most_bytes: int) -> Iterator[Sequence[Letter]]:
+    """In order, as many at a time as are no longer than that together; one at least."""
+    begin, size = 0, 0
+    for place, letter in enumerate(letters):
+        size += len(letter.body)
+        if size > most_bytes and place > begin:
+            yield letters[begin:place]
+            begin, size = place, len(letter.body)
+    yield letters[begin:]

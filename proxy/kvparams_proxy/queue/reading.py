@@ -1,14 +1,18 @@
-"""What was read from a queue, acknowledged: all that came in one turn of the loop at once.
+"""What was read from a queue, acknowledged: all that came within some milliseconds at once.
 
 The one rule: an acknowledgement goes to the channel that the message came from, or nowhere.
 """
 
 import asyncio
 from contextlib import suppress
+from typing import Final
 
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
 __all__ = ["Acknowledged"]
+
+_TOGETHER_S: Final = 0.01
+"""What has not been acknowledged when the connection is lost comes again, and is known."""
 
 
 class Acknowledged:
@@ -35,7 +39,14 @@ class Acknowledged:
                 self._task = asyncio.get_running_loop().create_task(self._say())
 
     async def _say(self) -> None:
-        while self._last is not None and self._channel is not None:
-            last, self._last = self._last, None
+        while True:
+            await asyncio.sleep(_TOGETHER_S)
+            channel, last = self._channel, self._taken()
+            if channel is None or last is None:
+                return
             with suppress(Exception):  # the channel is closed: it comes again, and is known
-                await self._channel.basic_ack(last, multiple=True, wait=False)
+                await channel.basic_ack(last, multiple=True, wait=False)
+
+    def _taken(self) -> int | None:
+        last, self._last = self._last, None
+        return last

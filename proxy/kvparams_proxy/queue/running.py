@@ -227,7 +227,7 @@ class Running:
             self._letters.discard(letter)
             self._settled(fate, number)
 
-        letter = Letter("", body, settled)
+        letter = Letter("", body, settled, joins=True)
         self._letters.add(letter)
         self._owner.put(letter, node_of(self.id))
 

@@ -19,9 +19,10 @@ from kvparams_proxy.queue.messages import (
     Malformed,
     Order,
     Part,
+    Result,
     Taken,
     Work,
-    read_result,
+    read_results,
     write_control,
     write_work,
 )
@@ -182,10 +183,12 @@ class QueueUpstream:
         """A message for this node. Without a wait in it: they are taken in order."""
         self._settled.read(message)
         try:
-            result = read_result(message.body)
+            for result in read_results(message.body):
+                self._hear(result)
         except Malformed as malformed:
             _log.warning("a result is passed over: %s", malformed)
-            return
+
+    def _hear(self, result: Result) -> None:
         awaited = self._running.get(result.id)
         if awaited is not None:
             awaited.hear(result)
