@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
+from kvparams.jsontext import JSONLimits
 from kvparams_proxy.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokens.choices import By
@@ -67,8 +68,9 @@ async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: 
     assert "path must be" in await explain(aware, {}, "?path=/v1/embeddings", 400)
     assert "not JSON" not in await explain(aware, {"model": "stub", "prompt": 5}, "", 400)
     await explain(aware, {}, "", 401, authorization="Bearer wrong")
-    blind = await proxy(*urls(stub), policy="least_load", admin=Secret("secret"))
+    blind = await proxy(*urls(stub), policy="least_load", admin=Secret("secret"), body=JSONLimits(max_bytes=100_000))
     assert "least_load does not look" in await explain(blind, {"model": "stub", "prompt": PROMPT}, "", 400)
+    assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
 
 
 async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
+from kvparams_proxy.clients.gathering import whole_body
 from kvparams_proxy.clients.intake import Inbound, read
 from kvparams_proxy.clients.strip_list import FORWARDED, harmless
 from kvparams_proxy.errors import ProxyError
@@ -197,7 +198,7 @@ class Generating:
         body = b""
         if admission.error is None:
             try:
-                body = await _body(receive, generate.max_bytes)
+                body = await whole_body(receive, generate.max_bytes)
             except ProxyError as error:
                 admission = admission._replace(error=error)
             except ConnectionError:  # the client left while it was sending
@@ -235,19 +236,3 @@ def require_client(keys: KeyRing, authorization: bytes | None) -> Client:
     if client is None:
         raise Unauthorized(given=authorization is not None)
     return client
-
-
-async def _body(receive: Receive, limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError("the client has left")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit_bytes:
-            raise ProxyError(413, "invalid_request_error", f"the body is larger than {limit_bytes} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -24,12 +24,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Final, cast
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import JSONLimits, load_object
+from kvparams_proxy.clients.gathering import whole_body
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.fleet.member import Member
@@ -248,14 +249,9 @@ async def _switch(registry: Registry, request: Request) -> Response:
 
 
 async def _body(request: Request) -> dict[str, object]:
-    raw = b""
     try:
-        async for piece in request.stream():
-            raw += piece
-            if len(raw) > _BODY.max_bytes:
-                message = f"the body is larger than {_BODY.max_bytes} bytes"
-                raise ProxyError(413, "invalid_request_error", message)
-    except ClientDisconnect:
+        raw = await whole_body(request.receive, _BODY.max_bytes)
+    except ConnectionError:
         raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
     try:
         return load_object(raw, _BODY)[0]

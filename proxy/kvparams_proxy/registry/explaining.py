@@ -7,12 +7,13 @@ there.
 import asyncio
 from typing import TYPE_CHECKING
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
+from kvparams_proxy.clients.gathering import whole_body
 from kvparams_proxy.clients.intake import Inbound, read
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
@@ -55,13 +56,9 @@ async def explain_route(request: Request) -> Response:
 
 async def _inbound(resources: Resources, endpoint: Endpoint, request: Request) -> Inbound:
     limits = resources.settings.body
-    body = b""
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limits.max_bytes:
-                break
-    except ClientDisconnect:
+        body = await whole_body(request.receive, limits.max_bytes)
+    except ConnectionError:
         raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
     tenant = request.query_params.get("tenant")
     client = None if tenant is None else Client("", tenant, 0, bind_salt(tenant, None))
