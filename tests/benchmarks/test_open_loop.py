@@ -29,15 +29,18 @@ def stream_target(port: int, events: int | None = None) -> Target:
 
 
 def stalls_once() -> Callable[[], float]:
-    """How long an answer must wait on a server that stands still once, from 300 ms after its first request."""
+    """How long an answer must wait on a server that stands still once: from the first request on that comes 300 ms
+    after the very first one, whenever that is."""
     first_s: float | None = None
+    goes_on_s: float | None = None
 
     def delay_s() -> float:
-        nonlocal first_s
+        nonlocal first_s, goes_on_s
         now_s = time.monotonic()
         first_s = now_s if first_s is None else first_s
-        into_stall_s = now_s - first_s - 0.3
-        return STALL_S - into_stall_s if 0 <= into_stall_s < STALL_S else 0.0
+        if goes_on_s is None and now_s >= first_s + 0.3:
+            goes_on_s = now_s + STALL_S
+        return 0.0 if goes_on_s is None else max(0.0, goes_on_s - now_s)
 
     return delay_s
 

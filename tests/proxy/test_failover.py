@@ -81,7 +81,8 @@ async def test_with_a_store_the_same_keys_go_to_another_engine_under_another_tra
 
 
 async def test_an_engine_that_refuses_probes_gets_no_work_until_it_is_back(stage: StartStage) -> None:
-    found = await stage(probe_s=0.1, slow_start_s=0.0)
+    # A probe may take as long as lies between two; who is missing is probed more often.
+    found = await stage(probe_s=5.0, slow_start_s=0.0)
     broken, sound = found.prefill
     broken.fails("gone")
     assert [(await found.ask()).status_code for _ in range(6)] == [200] * 6
