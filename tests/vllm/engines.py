@@ -80,9 +80,10 @@ def start_engine(
     cache_bytes: int = 64 << 20,
     dtype: str = "float32",
     environment: dict[str, str] | None = None,
+    port: int | None = None,
 ) -> Server:
     """Start an engine, about 15 s until it serves; does not wait for it."""
-    port = free_port()
+    port = port or free_port()
     settings = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
     command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *(f"{key}={value}" for key, value in settings.items())]
     command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
