@@ -22,13 +22,22 @@ from benchmarks.stub_engine import StubEngines
 from demo.processes import Processes, Server, free_port
 
 from .cluster import Usage, usage
+from .ways import WAYS, Way
 
 AT_ONCE = 20
 ROOM = 2 * AT_ONCE
 """Decode legs that run at a time, on both engines together; whoever comes then waits between the legs."""
-PHASES = ("body", "prefill", "between", "decode", "stream", "end")
+HEARS = {"prefill": "prefill lost", "between": "release", "decode": "decode lost", "stream": "decode lost"}
+"""Of whoever leaves in this phase an engine hears, by this."""
+TRIED = [
+    pytest.param(way, id=way.name, marks=() if way is WAYS[0] else pytest.mark.soak)
+    for way in WAYS
+    if not (way.inside or way.queued) and way.connector == "store"
+]
+"""What a stub engine can play; its dialect is another one."""
 ENDLESS_MS = 100_000.0
-P99_MS = 50.0
+P99_MS = 50, 500
+"""The bar, which a soak run judges; and on a machine that does other things meanwhile."""
 
 
 class Ledger:
@@ -45,11 +54,12 @@ class Ledger:
 
     def began(self, engine: Engine, serial: int, body: bytes) -> None:
         document = json.loads(body)
-        params = document["kv_transfer_params"]
+        params = document.get("kv_transfer_params")
         user = document["user"]
-        kind = engine.role if "kvparams" in params else "release"
+        kind = "decode" if params is None else engine.role if "kvparams" in params else "release"
+        params = params or {}
         transfer = params.get("remote_request_id") or ""
-        if kind != "prefill":
+        if transfer:
             self.claimed.append(transfer)
         self._running[serial] = user, kind, transfer
         self.at[user, kind] = time.perf_counter()
@@ -86,7 +96,7 @@ class Rig:
         """A new one, and how it is known."""
         self.number += 1
         user = f"u{self.number}"
-        body = {"prompt": "x" * self.draw.randrange(20, 4000), "user": user, "max_tokens": tokens, "stream": True}
+        body = {"prompt": "x" * self.draw.randrange(300, 4000), "user": user, "max_tokens": tokens, "stream": True}
         raw = json.dumps(body).encode()
         return user, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
 
@@ -105,8 +115,7 @@ class Rig:
             await asyncio.sleep(0.005 + 0.02 * self.draw.random())
         left = time.perf_counter()
         writer.transport.abort()
-        hears = {"prefill": "prefill lost", "between": "release", "decode": "decode lost", "stream": "decode lost"}
-        return await self.ledger.heard(user, hears[phase]) - left if phase in hears else None
+        return await self.ledger.heard(user, HEARS[phase]) - left if phase in HEARS else None
 
     async def phase(self, phase: str, count: int) -> list[float]:
         """So many clients leave in this phase; what it took engines to hear of each."""
@@ -154,14 +163,26 @@ class Rig:
         return {name: float(value) for name, _, value in samples}
 
 
+def phases(way: Way) -> list[str]:
+    """Those that there are."""
+    none = {"prefill", "between"} if "prefill" not in way.states else {"between"} if way.room_first else set[str]()
+    return [phase for phase in ("body", "prefill", "between", "decode", "stream", "end") if phase not in none]
+
+
 @asynccontextmanager
-async def rig(logs: Path) -> AsyncGenerator[Rig]:
+async def rig(logs: Path, way: Way) -> AsyncGenerator[Rig]:
     ledger = Ledger()
-    async with await StubEngines.start(prefill=[0, 0], decode=[0, 0], delays=Delays()) as stub:
-        command = [sys.executable, "-m", "kvparams", "proxy", "--decode-requests", str(ROOM // 2)]
+    many = {role: [0] * (1 if role == way.beside else 2) for role in ("prefill", "decode")}
+    async with await StubEngines.start(prefill=many["prefill"], decode=many["decode"], delays=Delays()) as stub:
+        last = way.roles[-1]
+        command = [sys.executable, "-m", "kvparams", "proxy" if way.beside is None else "sidecar", *way.flags]
+        command += [f"--{last}-requests", str(ROOM // len(many["decode"]))]
+        if way.beside is not None:
+            command += ["--role", way.beside]
         for engine in stub.engines:
             engine.observer = ledger
-            command += [f"--{engine.role}", engine.url]
+            role = engine.role if engine.role in way.roles else last
+            command += ["--engine" if role == way.beside else f"--{role}", engine.url]
         port = free_port()
         with Processes(logs) as processes:
             proxy = processes.start("proxy", *command, "--port", str(port), port=port)
@@ -178,23 +199,24 @@ def milliseconds(times: list[float]) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", TRIED)
 async def test_engines_hear_at_once_that_a_client_has_left(
-    tmp_path: Path, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
+    tmp_path: Path, way: Way, effort: Callable[[int, int], int], record: Callable[[dict[str, object]], None]
 ) -> None:
-    turns, each = effort(3, 30), effort(40, 190)
-    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    async with rig(tmp_path) as running:
+    turns, each = effort(3, 30 if way is WAYS[0] else 13), effort(40, 200)
+    found: dict[str, list[float]] = {phase: [] for phase in phases(way)}
+    async with rig(tmp_path, way) as running:
         held: list[Usage] = []
         for _ in range(turns):
-            for phase in PHASES:
+            for phase in found:
                 found[phase] += await running.phase(phase, each)
             held.append(usage(running.proxy))
         seen = await running.metrics()
         claimed = running.ledger.claimed
-        blockers = turns * ROOM
+        blockers = turns * ROOM if "between" in found else 0
     times: dict[str, Any] = {phase: milliseconds(some) for phase, some in found.items() if some}
     together = milliseconds([one for some in found.values() for one in some])
-    count = turns * each * len(PHASES)
+    count = turns * each * len(found)
     record(
         {
             "left": count,
@@ -206,13 +228,13 @@ async def test_engines_hear_at_once_that_a_client_has_left(
             "descriptors": [one.descriptors for one in held],
         }
     )
-    assert set(times) == {"prefill", "between", "decode", "stream"}
-    assert together["p99"] < P99_MS, times
+    assert times.keys() == found.keys() & HEARS.keys()
+    assert together["p99"] < effort(P99_MS[1], P99_MS[0]), times
     assert len(claimed) == len(set(claimed))  # no transfer is claimed twice
-    assert seen["kvparams_proxy_transfers_released_total"] == turns * each  # those who left between the legs
+    assert seen["kvparams_proxy_transfers_released_total"] == len(found.get("between", ()))
     assert seen["kvparams_proxy_transfers_orphaned_total"] == 0
     assert seen['kvparams_proxy_requests_total{outcome="ok"}'] == turns * each
-    assert seen['kvparams_proxy_requests_total{outcome="gone"}'] == 4 * turns * each + blockers
+    assert seen['kvparams_proxy_requests_total{outcome="gone"}'] == len(times) * turns * each + blockers
     # Closed connections leave cycles, which the collector comes to in time: memory grows at first and then no more.
     assert held[-1].rss_kib - held[0].rss_kib < 16_384
     if turns > 20:

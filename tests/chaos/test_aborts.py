@@ -41,6 +41,9 @@ async def leave(port: int, phase: str, number: int, draw: random.Random) -> None
     try:
         async with asyncio.timeout(30):
             writer.write(head + (raw[: draw.randrange(len(raw))] if phase == "body" else raw))
+            if phase in ("stream", "end"):
+                status = await reader.readline()
+                assert b" 200 " in status, (status, await reader.read(4096))
             if phase == "stream":
                 await reader.readuntil(b"data: ")
             elif phase == "end":

@@ -27,6 +27,8 @@ class Way:
     queued: bool = False
     """Between the roles is a broker."""
     connector: str = "store"
+    room_first: bool = False
+    """Room for the answer is taken before prefill has begun."""
     states: tuple[str, ...] = ("prefill", "queued", "decode", "first_byte")
     """Those in which a request may be, and its client may leave."""
 
@@ -39,12 +41,12 @@ _UNBOUNDED: Final = ("prefill", "decode", "first_byte")
 
 WAYS: Final = (
     Way("prefill_then_decode"),
-    Way("decode_first", ("--mode", "prefill_then_decode,decode_first=true")),
+    Way("decode_first", ("--mode", "prefill_then_decode,decode_first=true"), room_first=True),
     Way("concurrent_legs", ("--mode", "concurrent_legs"), connector="store-meet", states=_NO_PREFILL),
     Way("aggregated", ("--mode", "aggregated"), roles=("aggregated",), states=_NO_PREFILL),
     Way("conditional", ("--mode", "conditional,remote_tokens=64,fallback=true")),
     Way("prefill_local_decode_remote", beside="prefill"),
-    Way("decode_local_prefill_remote", beside="decode"),
+    Way("decode_local_prefill_remote", beside="decode", room_first=True),
     Way("prefill_local_decode_remote, middleware", beside="prefill", inside=True, states=_UNBOUNDED),
     Way("decode_local_prefill_remote, middleware", beside="decode", inside=True, states=_UNBOUNDED),
     Way("queue_mediated", beside="prefill", queued=True, states=_UNBOUNDED),
