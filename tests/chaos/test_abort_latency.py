@@ -54,10 +54,11 @@ class Ledger:
 
     def began(self, engine: Engine, serial: int, body: bytes) -> None:
         document = json.loads(body)
-        params = document.get("kv_transfer_params")
+        params: dict[str, Any] = document.get("kv_transfer_params", {})
         user = document["user"]
-        kind = "decode" if params is None else engine.role if "kvparams" in params else "release"
-        params = params or {}
+        kind = "release" if params else "decode"
+        if "kvparams" in params:
+            kind = engine.role
         transfer = params.get("remote_request_id") or ""
         if transfer:
             self.claimed.append(transfer)
