@@ -204,8 +204,8 @@ def whole_answer(body: dict[str, Any], ids: list[int], answer: list[int], cached
     return {"id": "x", "object": "o", "choices": [choice], "usage": _usage(ids, len(answer), cached)}
 
 
-def stream_events(body: dict[str, Any], ids: list[int], answer: list[int]) -> list[bytes]:
-    """The events of a stream."""
+def stream_events(body: dict[str, Any], ids: list[int], answer: list[int], cached: int | None) -> list[bytes]:
+    """The events of a stream; `cached` as above."""
     chat = "messages" in body
     wants_ids = bool(body.get("return_token_ids"))
     events: list[dict[str, Any]] = []
@@ -232,6 +232,6 @@ def stream_events(body: dict[str, Any], ids: list[int], answer: list[int]) -> li
         events.append(event)
     options: dict[str, Any] = body.get("stream_options") or {}
     if options.get("include_usage"):
-        usage = _usage(ids, len(answer), len(ids) - 1)
+        usage = _usage(ids, len(answer), cached)
         events.append({"id": "x", "object": "o", "choices": [], "usage": usage})
     return [*(b"data: %b\n\n" % json.dumps(event).encode() for event in events), b"data: [DONE]\n\n"]

@@ -130,16 +130,19 @@ class Engine:
         ids = prompt_ids(body, path)
         prompt = bytes(one for one in ids if one < 256).decode()
         phase = document.get("phase")
-        kind = "decode" if phase == "decode" else "prefill" if phase == "prefill" else "release"
-        if (kind == "prefill") != (self.role is Role.PREFILL):
+        alone = "kv_transfer_params" not in body
+        kind = "decode" if alone or phase == "decode" else "prefill" if phase == "prefill" else "release"
+        able = world.scenario.alone if alone else {Role.PREFILL if kind == "prefill" else Role.DECODE}
+        if self.role not in able:
             world.wrong(f"{self.name} is sent a {kind} leg of {prompt}")
         leg = Leg(link, kind, prompt, body, request)
-        world.leg_begun(leg, document)
+        world.leg_begun(leg, document.get("transfer"))
         if kind == "prefill":
             steps = self._prefill(leg, ids, document)
         else:
-            self._claim(leg, params)
-            steps = self._decode(leg, ids)
+            if not alone:
+                self._claim(leg, params)
+            steps = self._decode(leg, ids, alone=alone)
         self._begin(leg, steps)
 
     def _begin(self, leg: Leg, steps: Steps) -> None:
@@ -228,7 +231,7 @@ class Engine:
             params = None
         elif fault == "bad params":
             params = {**params, "kvparams": {"version": "9"}}
-        answer = whole_answer(body, ids, answer_ids(ids, 1), len(ids) // 4 if scenario.reports_cached else None)
+        answer = whole_answer(body, ids, answer_ids(ids, 1), self._cached(ids))
         if fault != "no params":
             answer["kv_transfer_params"] = params
         raw = json.dumps(answer).encode() if fault != "no json" else b'{"choices": ['
@@ -237,6 +240,10 @@ class Engine:
         yield from answering(self, framed(world.random, self.name, "application/json", [raw]), ANSWERING)
         held.answered = fault is None and not leg.deaf
         world.touch(leg, "end")
+
+    def _cached(self, ids: list[int]) -> int | None:
+        """What whoever computes a prompt says of its cache."""
+        return len(ids) // 4 if self.world.scenario.reports_cached else None
 
     def _claim(self, leg: Leg, params: dict[str, Any]) -> None:
         """The leg names KV: from now on nobody else may."""
@@ -257,7 +264,7 @@ class Engine:
         if held.prompt != leg.prompt:
             world.wrong(f"{self.name} is sent KV of {held.prompt} for {leg.prompt}")
 
-    def _decode(self, leg: Leg, ids: list[int]) -> Steps:
+    def _decode(self, leg: Leg, ids: list[int], *, alone: bool) -> Steps:
         world = self.world
         body = leg.body
         found = leg.held
@@ -274,22 +281,23 @@ class Engine:
         if leg.kind == "decode" and world.turned_away(self.name, (None, None, "503")) is not None:
             yield json_answer(503, b'{"error":{"message":"it is too much","type":"x","code":503}}')
             return
-        if not loaded and world.scenario.dialect == "nixl" and world.scenario.fails_without_kv:
+        if not (loaded or alone) and world.scenario.dialect == "nixl" and world.scenario.fails_without_kv:
             world.troubles += 1
             yield json_answer(500, b'{"error":{"message":"kv load failed","type":"x","code":500}}')
             return
+        cached = self._cached(ids) if alone else len(ids) - 1
         answer = answer_ids(ids, int(body.get("max_completion_tokens") or body["max_tokens"]))
         yield world.pause()
         world.touch(leg, "answer")
         if not body.get("stream"):
-            document = whole_answer(body, ids, answer, len(ids) - 1)
+            document = whole_answer(body, ids, answer, cached)
             document["kv_transfer_params"] = {"remote_host": SECRET}
             document["remote_host"] = "here"
             document["served_by"] = f"http://{self.host}:{self.port}"
             pieces = framed(world.random, self.name, "application/json", [json.dumps(document).encode()])
             yield from answering(self, pieces, ANSWERING)
         else:
-            pieces = framed(world.random, self.name, "text/event-stream", stream_events(body, ids, answer))
+            pieces = framed(world.random, self.name, "text/event-stream", stream_events(body, ids, answer, cached))
             yield from answering(self, pieces, STREAMING, leg)
         world.touch(leg, "end")
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.sidecar.inprocess import Call, InProcess
+from kvparams_proxy.upstream.pool import Pool
 
 from .replaced import Lines
 
@@ -20,7 +22,11 @@ __all__ = ["after_the_end", "at_rest", "between_turns", "unsettled", "while_runn
 
 _LONGEST_S = 30.0
 """More than all time-outs of a request together."""
-_SIDE_BY_SIDE = {"concurrent_legs": 2, "prefill_then_decode,decode_first=true": 2}
+_SIDE_BY_SIDE = {
+    "concurrent_legs": 2,
+    "prefill_then_decode,decode_first=true": 2,
+    "decode_local_prefill_remote": 2,
+}
 """Engines on which one request counts at a time, where there may be several."""
 _TAKEN_S = 65.0
 """A little more than a client has to take the whole of its answer after its end."""
@@ -86,9 +92,20 @@ def between_turns(world: "World") -> Iterator[str]:
 
 def _busy(world: "World") -> int:
     """Connections that are being made or used."""
-    pools = _inside(world.resources.pools, "_all").values()
-    busy = sum(len(_inside(pool, "_connecting")) for pool in pools)
+    pools = _pools(world)
+    apps = [one for one in _inside(world.resources.pools, "_all").values() if isinstance(one, InProcess)]
+    busy = sum(_waits(call) for app in apps for call in _inside(app, "_calls"))
+    busy += sum(len(_inside(pool, "_connecting")) for pool in pools)
     return busy + sum(one not in _inside(pool, "_idle") for pool in pools for one in _inside(pool, "_open"))
+
+
+def _waits(exchange: Any) -> bool:
+    """Whether somebody waits for its answer."""
+    return _inside(exchange, "_sink") is not None if isinstance(exchange, Call) else exchange.waiting
+
+
+def _pools(world: "World") -> list[Pool]:
+    return [pool for pool in _inside(world.resources.pools, "_all").values() if isinstance(pool, Pool)]
 
 
 def unsettled(world: "World") -> list[str]:
@@ -144,7 +161,7 @@ def at_rest(world: "World") -> Iterator[str]:
     probing = sum(_inside(probe, "_exchange") is not None for probe in probes.values())
     if busy > probing:
         yield f"{busy} connections are busy, {probing} for probes"
-    for pool in _inside(resources.pools, "_all").values():
+    for pool in _pools(world):
         if kept := set(_inside(pool, "_idle")) - set(_inside(pool, "_open")):
             yield f"{len(kept)} connections are kept that are closed"
     members = set(fleet.members)
@@ -153,7 +170,7 @@ def at_rest(world: "World") -> Iterator[str]:
     if gone := set(_inside(resources.pools, "_now")) - {member.instance.id for member in members}:
         yield f"there are pools for {gone}, who have left"
     for probe in probes.values():
-        if (exchange := _inside(probe, "_exchange")) is not None and not exchange.waiting:
+        if (exchange := _inside(probe, "_exchange")) is not None and not _waits(exchange):
             yield "a probe keeps an exchange that is over"
     addresses = resources.addresses
     if sorted(_inside(addresses, "_urls")) != sorted(member.instance.url for member in fleet.members):

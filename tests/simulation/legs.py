@@ -95,6 +95,8 @@ class Leg:
         engine = self.link.engine
         engine.legs.pop(self, None)
         engine.world.note(engine.name, f"{self.kind} of {self.prompt} {how}")
+        if how in ("cut", "crashed"):
+            engine.world.leg_cut(self)
         if how != "crashed" and self.held is not None and self.held.state == "held" and self.kind != "prefill":
             self.held.state = "freed" if self.kind == "decode" else "released"
 
@@ -109,6 +111,8 @@ class Link:
         self.leg: Leg | None = None
         self.over = False
         self.spoken = False
+        self.served = 0
+        """Requests."""
         self._buffer = b""
         self._idle: asyncio.TimerHandle | None = None
 
@@ -138,6 +142,7 @@ class Link:
         if len(rest) > length:
             world.wrong(f"{self.engine.name} is sent more than a request")
         self._buffer = b""
+        self.served += 1
         self.engine.serve(self, lines[0], headers, rest)
 
     def speak(self) -> None:

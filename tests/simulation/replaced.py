@@ -81,10 +81,11 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         loop = asyncio._get_running_loop()
         error = record.exc_info[1] if record.exc_info else None
-        dropped = (
-            "ASGI callable returned without"  # starting or completing: ASGI has no other way to drop a slow client
+        others = (
+            "ASGI callable returned without",  # starting or completing: ASGI has no other way to drop a slow client
+            "the engine's app failed",
         )
-        if isinstance(loop, VirtualLoop) and not record.msg.startswith(dropped):
+        if isinstance(loop, VirtualLoop) and not record.msg.startswith(others):
             loop.call_exception_handler({"message": f"log: {record.getMessage()}", "exception": error})
 
 

@@ -6,6 +6,9 @@ The one rule: everything is drawn here or from `World.random`, in the order of e
 from random import Random
 from typing import Literal, NamedTuple, cast
 
+from kvparams.managers.local_remote import LOCAL
+from kvparams.scheduling import Role
+
 __all__ = ["Ask", "Client", "Leave", "Operation", "Scenario", "draw"]
 
 _KINDS = {
@@ -24,7 +27,10 @@ _MODES = {
     "prefill_then_decode": 14,
     "prefill_then_decode,decode_first=true": 2,
     "concurrent_legs": 4,
-    "conditional,remote_tokens=0": 1,
+    "conditional,remote_tokens=20,fallback=true": 2,
+    "aggregated": 2,
+    "prefill_local_decode_remote": 2,
+    "decode_local_prefill_remote": 2,
 }
 """How requests are coordinated, and how often."""
 Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
@@ -99,6 +105,8 @@ class Scenario(NamedTuple):
     seed: int
     mode: str
     """How prefill and decode are coordinated."""
+    inside: bool
+    """Whether the engine that the proxy is beside runs in its process."""
     policy: str
     dialect: str
     prefills: int
@@ -143,12 +151,60 @@ class Scenario(NamedTuple):
             not self.rate and not self.turns_away and not self.operations and self.legs is None and self.connections > 8
         )
 
+    @property
+    def beside(self) -> Role | None:
+        """The role of the one engine that the proxy is beside."""
+        return next((role for role, mode in LOCAL.items() if mode == self.mode), None)
+
+    @property
+    def alone(self) -> frozenset[Role]:
+        """The roles whose engines may answer without another one."""
+        name = self.mode.partition(",")[0]
+        if name == "conditional":
+            return frozenset((Role.PREFILL, Role.DECODE))
+        return frozenset((Role.AGGREGATED,)) if name == "aggregated" else frozenset()
+
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     drawn = _drawn(seed)
-    mode = Random(f"mode {seed}").choices(tuple(_MODES), tuple(_MODES.values()))[0]
-    return drawn._replace(mode=mode, dialect="store-meet" if mode == "concurrent_legs" else drawn.dialect)
+    random = Random(f"mode {seed}")
+    drawn = drawn._replace(mode=random.choices(tuple(_MODES), tuple(_MODES.values()))[0])
+    if drawn.mode == "concurrent_legs":
+        return drawn._replace(dialect="store-meet")
+    if drawn.mode == "aggregated":
+        return _aggregated(drawn)
+    return drawn if drawn.beside is None else _beside(random, drawn, drawn.beside)
+
+
+def _aggregated(drawn: Scenario) -> Scenario:
+    """No engine prefills: who would leave then leaves elsewhere."""
+    clients: list[Client] = []
+    for client in drawn.clients:
+        leave = client.leave
+        if leave is not None and leave.point is not None:
+            _, point, count = leave.point
+            leave = leave._replace(point=("decode", "fetched" if point == "computed" else point, count))
+        clients.append(client._replace(leave=leave))
+    return drawn._replace(
+        clients=tuple(clients), operations=_of_one_role(drawn.operations, drawn.prefills + drawn.decodes)
+    )
+
+
+def _of_one_role(operations: tuple[Operation, ...], engines: int) -> tuple[Operation, ...]:
+    """Nobody of another role takes an engine's name."""
+    return tuple(
+        one._replace(what="replace" if one.what == "swap" else one.what, engine=min(one.engine, engines - 1))
+        for one in operations
+    )
+
+
+def _beside(random: Random, drawn: Scenario, role: Role) -> Scenario:
+    """There is one engine of that role."""
+    prefills = 1 if role is Role.PREFILL else drawn.prefills
+    decodes = 1 if role is Role.DECODE else drawn.decodes
+    operations = _of_one_role(drawn.operations, prefills + decodes)
+    return drawn._replace(prefills=prefills, decodes=decodes, operations=operations, inside=random.random() < 0.5)
 
 
 def _drawn(seed: int) -> Scenario:
@@ -265,6 +321,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
     return Scenario(
         seed=seed,
         mode="prefill_then_decode",
+        inside=False,
         policy="round_robin" if seed % 4 else "cache_aware",
         dialect=random.choice(("nixl", "nixl", "nixl", "store", "store-drop")),
         prefills=prefills,

@@ -23,11 +23,13 @@ from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.registry.modes import read_mode
 from kvparams_proxy.settings import Settings
+from kvparams_proxy.sidecar.inprocess import InProcess
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from . import laws
 from .clients import Client
 from .engines import Engine
+from .inside import App
 from .language import tokenize
 from .legs import Held, Leg
 from .network import Network, Socket
@@ -83,16 +85,19 @@ class World:
         self.link_numbers = itertools.count(1)
         self.engines = [
             Engine(self, f"{role}-{number}", role, 1 + number + 100 * (role is Role.DECODE))
-            for role, many in ((Role.PREFILL, scenario.prefills), (Role.DECODE, scenario.decodes))
+            for role, many in _fleet(scenario)
             for number in range(many)
         ]
         for engine in self.engines:
             self.network.servers[engine.port] = engine
+        self.local = next((engine for engine in self.engines if engine.role is scenario.beside), None)
+        """The one that the proxy is beside."""
         self.clients = [Client(self, number, script) for number, script in enumerate(scenario.clients)]
         self.asks = {ask.prompt: ask for client in self.clients for ask in client.script.asks}
         self._by_prompt = {ask.prompt: client for client in self.clients for ask in client.script.asks}
         self._transfers: dict[str, set[str]] = defaultdict(set)
         self._attempts: dict[str, int] = {}
+        self._sent_again: dict[str, int] = defaultdict(int)
         self._staying = len(self.clients)
         self._at_leave = [operation for operation in scenario.operations if operation.at_s is None]
         self._started = False
@@ -178,8 +183,14 @@ class World:
             if f'"{held.key}"'.encode() in data:
                 held.claims += 1
 
-    def leg_begun(self, leg: Leg, document: Mapping[str, Any]) -> None:
-        """An engine has a leg."""
+    def leg_cut(self, leg: Leg) -> None:
+        """An engine has cut one off on a connection that had been kept: it may be sent again, and that is no further
+        attempt. Where there is a transfer, its id tells so itself."""
+        if leg.link.served > 1 and not leg.body.get("kv_transfer_params"):
+            self._sent_again[leg.prompt] += 1
+
+    def leg_begun(self, leg: Leg, transfer: Mapping[str, Any] | None) -> None:
+        """An engine has a leg; without a transfer it does all the work."""
         client = self._by_prompt.get(leg.prompt)
         if client is None:
             self.wrong(f"a leg for {leg.prompt!r}, which nobody has asked")
@@ -190,12 +201,14 @@ class World:
         left = client.left_at
         if left is not None and self.now > left + _LEAVING_S and not client.script.pipelined:
             self.wrong(f"a {leg.kind} leg of {leg.prompt} begins although its client has left")
-        transfer = document["transfer"]
-        if self._attempts.setdefault(transfer["id"], transfer["attempt"]) != transfer["attempt"]:
-            self.wrong(f"transfer {transfer['id']} is used for several attempts")
         ids = self._transfers[leg.prompt]
-        ids.add(transfer["id"])
-        if len(ids) > 1 + self.scenario.retries:
+        name, attempt = (
+            (f"{leg.prompt} alone, {len(ids)}", 1) if transfer is None else (transfer["id"], transfer["attempt"])
+        )
+        if self._attempts.setdefault(name, attempt) != attempt:
+            self.wrong(f"transfer {name} is used for several attempts")
+        ids.add(name)
+        if len(ids) > 1 + self.scenario.retries + self._sent_again[leg.prompt]:
             self.wrong(f"{leg.prompt} is tried {len(ids)} times")
 
     def client_left(self, client: Client) -> None:
@@ -288,7 +301,7 @@ class World:
         self._hold(laws.at_rest)
         self.note("proxy", "stops")
         self._stop.set_result(None)
-        loop.run_until(self.now + 0.06)
+        loop.run_until(self.now + (3.0 if self.scenario.inside else 0.06))  # an app that does nothing is waited for
         if not main.done():
             self.wrong("the proxy does not stop")
         elif main.exception() is not None:
@@ -299,8 +312,10 @@ class World:
         scenario = self.scenario
         instances = tuple(self._instance(engine) for engine in self.engines)
         limits = {role: RoleLimits(scenario.legs, scenario.leg_tokens) for role in Role}
+        local = self.local
         settings = Settings(
             instances,
+            beside=None if local is None else local.name,
             retries=scenario.retries,
             prefill_timeout_s=scenario.prefill_timeout_s,
             decode_timeout_s=scenario.decode_timeout_s,
@@ -317,7 +332,15 @@ class World:
             upstream=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
         )
         Budget.reserve = float(scenario.reserve)
-        self._app = proxy_app.create_app(settings)
+        reached: list[InProcess] = []
+
+        def reach(instance: Instance) -> InProcess | None:
+            if not scenario.inside or local is None or instance.id != local.name:
+                return None
+            reached.append(InProcess(App(local), {}))
+            return reached[-1]
+
+        self._app = proxy_app.create_app(settings, reach)
         async with self._app.router.lifespan_context(self._app) as state:
             self._state = state = cast("dict[str, Any]", state)
             self.resources = state["resources"]
@@ -325,6 +348,8 @@ class World:
                 state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
             self._started = True
             await self._stop
+        for each in reached:
+            await each.ended()
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
         url = f"http://{engine.host}:{engine.port}"
@@ -338,6 +363,8 @@ class World:
         fleet = self.resources.fleet
         there = engine.name in {member.instance.id for member in fleet.members}
         what = operation.what
+        if engine is self.local and what != "freeze":  # nobody takes it away from beside the proxy
+            what = "restart"
         self.note("operator", f"{what} {engine.name}")
         if what == "restart":
             engine.crash(operation.for_s)
@@ -393,6 +420,13 @@ class _Counted:
                 known = KnownClient("key", ask.tenant, ask.priority, bind_salt(ask.tenant, None))
                 admission = admission._replace(client=known)
         self._endpoint.begin(admission, body, downstream, done)
+
+
+def _fleet(scenario: Scenario) -> tuple[tuple[Role, int], ...]:
+    """How many engines of which role."""
+    if Role.AGGREGATED in scenario.alone:
+        return ((Role.AGGREGATED, scenario.prefills + scenario.decodes),)
+    return (Role.PREFILL, scenario.prefills), (Role.DECODE, scenario.decodes)
 
 
 def _named(instance: Instance, name: str) -> Instance:
