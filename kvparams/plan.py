@@ -35,6 +35,8 @@ class Choose(NamedTuple):
     beside: Instance | Role | None = None
     """Who runs the other leg: only instances that may be paired with it are taken. Of a role: somebody of it will be
     chosen later, and only instances are taken for which there is one. See `kvparams.pairing`."""
+    near: Sequence[str] = ()
+    """Ids of instances that are taken before others as long as they have room."""
 
 
 class Leg(NamedTuple):
@@ -138,8 +140,9 @@ class Context(Protocol):
         """Whether somebody of this role may be given a leg of this request, room apart."""
         ...
 
-    def cached(self, role: Role) -> int:
-        """Tokens of the prompt's prefix that an instance of this role is believed to hold, the one that holds most."""
+    def cached(self, role: Role) -> Mapping[str, int]:
+        """Tokens of the prompt's prefix that instances of this role are believed to hold, by id; none where it is not
+        named. What decode engines hold is learnt for the requests whose plans ask this."""
         ...
 
     def may_retry(self) -> bool:

@@ -1,5 +1,7 @@
 """No split: one engine does both, and nothing is said of KV."""
 
+from collections.abc import Sequence
+
 from kvparams.managers.options import Options
 from kvparams.plan import Choose, Context, Leg, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
@@ -20,11 +22,12 @@ class Aggregated:
         """`role`: of the engines that answer."""
         self.roles = (role,)
 
-    def legs(self, request: RequestFacts, context: Context, sent: Sent | None = None) -> Plan:
-        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already."""
+    def legs(self, request: RequestFacts, context: Context, sent: Sent | None = None, near: Sequence[str] = ()) -> Plan:
+        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already; `near`: as for
+        `Choose`."""
         failed: list[str] = []
         while True:
-            instance: Instance = yield Choose(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
+            instance: Instance = yield Choose(self.roles[0], failed, near=near)  # pyright: ignore[reportAssignmentType]
             try:
                 yield Leg(instance, {}, answers_client=True, resumed=sent)
             except LegFailed as failure:

@@ -18,7 +18,9 @@ _REMOTE_TOKENS = 512
 
 class Conditional:
     """Options: `remote_tokens`, from how many uncached tokens on a prompt is sent to a prefill engine; `fallback`:
-    where a role is missing, engines that are there do both, aggregated ones first."""
+    where a role is missing, engines that are there do both, aggregated ones first.
+
+    What is cached is known where the policy looks at caches (`cache_aware`); elsewhere nothing is taken to be."""
 
     def __init__(self, signer: Signer | None = None, options: Options | None = None) -> None:
         given = options or Options()
@@ -33,6 +35,10 @@ class Conditional:
         if self._fallback and not (context.there(Role.PREFILL) and context.there(Role.DECODE)):
             able = next((role for role in (Role.AGGREGATED, Role.DECODE, Role.PREFILL) if context.there(role)), None)
             return self._alone[able or Role.DECODE].legs(request, context)
-        if request.tokens - context.cached(Role.DECODE) < self._least:
+        cached = context.cached(Role.DECODE)
+        if request.tokens < self._least:
             return self._alone[Role.DECODE].legs(request, context)
+        near = [id for id, tokens in cached.items() if request.tokens - tokens < self._least]
+        if near:
+            return self._alone[Role.DECODE].legs(request, context, near=near)
         return self._split.legs(request, context)

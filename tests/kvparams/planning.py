@@ -52,7 +52,7 @@ class Table:
         self.clock_s = 100.0
         self.waits_s = 0.0
         """How long every choice of a decode instance takes."""
-        self.cached_tokens: dict[Role, int] = {}
+        self.cached_tokens: dict[str, int] = {}
         self.chosen: list[str] = []
         self.given_back: list[str] = []
         self.leases: list[KVLease] = []
@@ -85,8 +85,9 @@ class Table:
     def there(self, role: Role) -> bool:
         return any(each.role is role for each in self.fleet)
 
-    def cached(self, role: Role) -> int:
-        return self.cached_tokens.get(role, 0)
+    def cached(self, role: Role) -> dict[str, int]:
+        able = {each.id for each in self.fleet if each.role is role}
+        return {id: tokens for id, tokens in self.cached_tokens.items() if id in able}
 
     def may_retry(self) -> bool:
         self.retries -= 1
@@ -112,7 +113,8 @@ class Table:
                         self.clock_s += self.waits_s
                     could = [each for each in self.fleet if each.role is step.role]
                     fresh = [each for each in could if each.id not in step.avoid]
-                    instance = (fresh or could)[0]
+                    near = [each for each in fresh if each.id in step.near]
+                    instance = (near or fresh or could)[0]
                     self.chosen.append(instance.id)
                     step = plan.send(instance)
                 elif isinstance(step, Pair):

@@ -149,9 +149,14 @@ def test_a_prompt_goes_to_prefill_only_where_enough_of_it_is_new() -> None:
     assert conditional(Table(STORE), 511) == ["decode-0"]
     assert conditional(Table(STORE), 512) == ["prefill-0", "decode-0"]
     assert conditional(Table(STORE), 9, remote_tokens=8) == ["prefill-0", "decode-0"]
-    table = Table(STORE)
-    table.cached_tokens = {Role.DECODE: 1}
-    assert conditional(table, 512) == ["decode-0"]
+    for cached, chosen in (
+        ({"decode-1": 1}, ["decode-1"]),
+        ({"decode-0": 1, "decode-1": 2}, ["decode-1"]),
+        ({"prefill-0": 100}, ["prefill-0", "decode-0"]),
+    ):
+        table = Table(STORE, fleet_of(1, 2))
+        table.cached_tokens = cached
+        assert conditional(table, 513 if len(cached) > 1 else 512) == chosen
 
 
 def test_whoever_is_there_does_both_only_by_wish() -> None:

@@ -3,7 +3,7 @@
 The one rule: KV that is held for it is fetched, given back or counted as orphaned; nothing else becomes of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvparams.dialects import Dialect, Place
 from kvparams.lifecycle import Lifecycle
@@ -29,6 +29,7 @@ class PlanContext:
         "_inbound",
         "_life",
         "_resources",
+        "_weighs",
         "claimed",
         "credentials",
         "lines",
@@ -60,6 +61,8 @@ class PlanContext:
         self._life = life
         self._account = account
         self._attempts = 0
+        self._weighs = False
+        """Whether its plan looks at what is cached."""
         self.lines = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
         """Headers of every leg."""
         self.credentials = b"" if authorization is None else b"authorization: %b\r\n" % authorization
@@ -100,10 +103,16 @@ class PlanContext:
         """See `Context.there`."""
         return self._resources.fleet.there(role, self._inbound.facts.model)
 
-    def cached(self, role: Role) -> int:
+    def cached(self, role: Role) -> Mapping[str, int]:
         """See `Context.cached`."""
-        prefixes = self._resources.prefixes
-        return 0 if prefixes is None else prefixes.most(role, self._inbound.facts)
+        self._weighs = True
+        return self._resources.fleet.cached(role, self._inbound.facts)
+
+    def answered(self, route: Sequence[Instance]) -> None:
+        """All has gone well; the last of the route has answered."""
+        if self._weighs and route[-1].role is Role.DECODE:
+            facts, cached, alone = self._inbound.facts, self._account.cached_tokens, len(route) == 1
+            self._resources.fleet.decoded(route[-1], facts, cached, alone=alone)
 
     def may_retry(self) -> bool:
         """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""

@@ -206,7 +206,9 @@ class Execution:
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
             while type(step) is Choose:
-                instance = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self, step.beside)
+                instance = self._resources.fleet.acquire(
+                    step.role, self.facts, step.avoid, self, step.beside, step.near
+                )
                 if instance is None:
                     self._wait(step.role)
                     return
@@ -582,6 +584,8 @@ class Execution:
         if self._corrections.usage is not None:
             split = any(instance.role is Role.PREFILL for instance in self._route)
             self._account.decoded(self._corrections.usage, split=split)
+        if outcome == "ok" and self._route:
+            self._context.answered(self._route)
         self._account.ended_s = time()
         resources.ledger.ended(self._account)
         if self._done is not None:

@@ -111,9 +111,20 @@ class Dispatcher:
             raise error
 
     def acquire(
-        self, facts: RequestFacts, avoid: Collection[str], waiter: Waiter, beside: PairKey | Role | None = None
+        self,
+        facts: RequestFacts,
+        avoid: Collection[str],
+        waiter: Waiter,
+        beside: PairKey | Role | None = None,
+        near: Collection[str] = (),
     ) -> Instance | None:
         """See `Fleet.acquire`; `beside` only where it matters."""
+        if near and not self._room:  # nobody is passed
+            candidates = self.candidates(facts.model, beside)
+            those = [each for each in _preferred(candidates, avoid) if each.instance.id in near]
+            chosen = self._choose(those, candidates, facts, ()) if those else None
+            if chosen is not None:
+                return chosen.instance
         if self._careful or avoid or beside is not None or (self.limited and self._room):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)

@@ -211,6 +211,7 @@ class Fleet:
         avoid: Collection[str],
         waiter: Waiter,
         beside: Beside | None = None,
+        near: Collection[str] = (),
     ) -> Instance | None:
         """Take an instance for one leg; its load counts until `release`.
 
@@ -220,6 +221,7 @@ class Fleet:
             avoid: ids of instances that failed this request: taken only where there is nobody else.
             waiter: hears later, if there is no room now. It waits for one instance at a time.
             beside: see `kvparams.plan.Choose`.
+            near: likewise.
 
         Returns:
             The instance, or None: `waiter` waits.
@@ -228,9 +230,9 @@ class Fleet:
             ProxyError: 503 naming the role that is missing; 429 or 503, because nobody more may wait.
         """
         if beside is None or not self._paired:
-            return self._roles[role].acquire(facts, avoid, waiter)
+            return self._roles[role].acquire(facts, avoid, waiter, None, near)
         key = beside if isinstance(beside, Role) else pair_key(beside)
-        return self._roles[role].acquire(facts, avoid, waiter, key)
+        return self._roles[role].acquire(facts, avoid, waiter, key, near)
 
     def give_up(self, waiter: Waiter) -> None:
         """It waits no longer. No-op if it does not wait."""
@@ -277,6 +279,12 @@ class Fleet:
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
             self._prefixes.heard(member, facts)
+
+    def decoded(self, instance: Instance, facts: RequestFacts, cached: int | None, *, alone: bool) -> None:
+        """A decode engine has answered. See `Prefixes.decoded`."""
+        member = self._members.get(instance.id)
+        if self._prefixes is not None and member is not None and member.instance is instance:
+            self._prefixes.decoded(instance, facts, cached, alone=alone)
 
     def failed(self, instance: Instance, *, connected: bool) -> None:
         """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""
@@ -352,6 +360,14 @@ class Fleet:
     def there(self, role: Role, model: str | None) -> bool:
         """Whether somebody of this role may be given work for this model, room apart."""
         return self._roles[role].has(model)
+
+    def cached(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
+        """See `kvparams.plan.Context.cached`."""
+        if self._prefixes is None or not self.there(role, facts.model):
+            return {}
+        believed = self._prefixes.cached(facts)
+        candidates = (each.instance for each in self._roles[role].candidates(facts.model))
+        return {each.id: believed[each] for each in candidates if each in believed}
 
     def explain(self, role: Role, facts: RequestFacts) -> "Explained | None":
         """What `acquire` would decide now, room apart; nothing is taken. None: the policy looks at no caches.

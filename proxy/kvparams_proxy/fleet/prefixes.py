@@ -2,7 +2,8 @@
 
 It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
 believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
-computed both side by side all the same, so what only a running leg brings says nothing about how much fits.
+computed both side by side all the same, so what only a running leg brings says nothing about how much fits. What decode
+engines have is learnt from what they have answered, where a plan asks for it.
 
 An engine that publishes KV events (`kvparams_proxy.cache_events`) is believed to have what it says besides, and what it
 says is gone is gone. What a leg computed on an engine with a store is in the store from when it has ended, for whoever
@@ -23,7 +24,7 @@ from kvparams.expectation import Expectation, expect
 from kvparams.index.chain import Chain, Hashes
 from kvparams.index.feeding import EventFeed, Routed, RoutingFeed
 from kvparams.index.prefix import PrefixIndex
-from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.scheduling import Instance, RequestFacts, SchedulingPolicy
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.predictions import Predictions
 
@@ -172,13 +173,28 @@ class Prefixes:
         expected = [expect(each, facts) for each in members]
         return Explained(_decide(policy, members, facts, turn)[1], members, expected)
 
-    def most(self, role: Role, facts: RequestFacts) -> int:
-        """Tokens of the prompt that an instance of this role is believed to have, the one that has most."""
+    def cached(self, facts: RequestFacts) -> Mapping[Instance, int]:
+        """Tokens of the prompt that instances are believed to have, of whatever role; none where it is not named."""
+        return self._look((), facts).facts.cached
+
+    def decoded(self, instance: Instance, facts: RequestFacts, cached: int | None, *, alone: bool) -> None:
+        """A decode engine has answered: it has had all of the prompt. What it says it had before counts where it was
+        `alone`, and not handed what another one had computed."""
         hashes = self._hashes(facts)
         if hashes is None:
-            return 0
-        cached = self._match(hashes, facts.tokens)[0]
-        return max((tokens for who, tokens in cached.items() if who.role is role), default=0)
+            return
+        routed = self._feed.routed(instance, hashes, self._now())
+        if not alone:
+            return
+        grain = self._grains.get(instance, 0)
+        if cached:
+            grain = self._grains[instance] = gcd(grain, cached)
+        elif not grain:  # it may never say it
+            return
+        had, most = cached or 0, (facts.tokens - 1) // BLOCK_TOKENS
+        believed = min(len(routed.used), most)
+        if abs(believed * BLOCK_TOKENS - had) >= max(grain, BLOCK_TOKENS):
+            self._feed.reported(routed._replace(used=routed.used[:believed]), min(had // BLOCK_TOKENS, most))
 
     def heard(self, member: Member, facts: RequestFacts) -> None:
         """A leg that goes on with an answer has its first byte: its prompt is computed."""
@@ -286,7 +302,7 @@ class Prefixes:
             return _Looked(facts, None, {})
         cached, stored = self._match(hashes, facts.tokens)
         facts = facts._replace(cached=cached)
-        if stored:
+        if stored and members:
             common = members[0].instance.store
             others = (each.instance for each in members if each.instance.store != common)
             elsewhere = {each: stored.get(each.store, 0) for each in others}

@@ -1,0 +1,96 @@
+"""What decode engines are believed to have cached, and legs that go there."""
+
+from array import array
+from itertools import count
+from random import Random
+
+import pytest
+
+from kvparams.admission import RoleLimits
+from kvparams.policies.cache_aware import CacheAware
+from kvparams.scheduling import Instance, RequestFacts, Role
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.prefixes import Prefixes
+from tests.proxy.clock import Clock
+
+from .test_pairing import Waits
+
+ENGINES = [Instance(id, "1", Role.DECODE, f"http://{id}", "nixl") for id in ("d0", "d1")]
+D0, D1 = ENGINES
+_NUMBERS = count()
+
+
+def facts(seed: int, tokens: int = 600) -> RequestFacts:
+    name = f"r{next(_NUMBERS)}"
+    return RequestFacts(
+        name, name, "m", 1, 1, array("I", Random(seed).choices(range(1000), k=tokens)), None, tokens=tokens
+    )
+
+
+def some_time_passes(fleet: Fleet) -> None:
+    """What is older is told from what is newer by how much was used between."""
+    for seed in (100, 101):
+        fleet.decoded(D1, facts(seed, 100_000), None, alone=False)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    clock = Clock()
+    return Fleet(
+        ENGINES,
+        {role: CacheAware() for role in Role},
+        clock.now,
+        clock.call_later,
+        slow_start_s=0.0,
+        limits={Role.DECODE: RoleLimits(requests=1)},
+        prefixes=Prefixes(clock.now, seed=1),
+    )
+
+
+def test_who_has_answered_has_the_prompt_and_nobody_else(fleet: Fleet) -> None:
+    assert fleet.cached(Role.DECODE, facts(1)) == {}
+    fleet.decoded(D0, facts(1), None, alone=False)
+    assert fleet.cached(Role.DECODE, facts(1)) == {"d0": 576}  # the last token is always computed
+    assert fleet.cached(Role.DECODE, facts(2)) == {}
+    assert fleet.cached(Role.PREFILL, facts(1)) == {}
+
+
+@pytest.mark.parametrize(("had", "left"), [(0, {}), (576, {"d1": 576})])
+def test_what_it_had_not_says_that_what_is_older_has_gone(fleet: Fleet, had: int, left: dict[str, int]) -> None:
+    fleet.decoded(D1, facts(3), 64, alone=True)  # it says such things
+    fleet.decoded(D1, facts(1), None, alone=False)
+    some_time_passes(fleet)
+    fleet.decoded(D1, facts(2), None, alone=False)
+    some_time_passes(fleet)
+    fleet.decoded(D1, facts(2), had, alone=True)
+    assert fleet.cached(Role.DECODE, facts(1)) == left
+    assert fleet.cached(Role.DECODE, facts(2)) == {"d1": 576}
+
+
+def test_what_it_was_handed_is_not_held_against_it(fleet: Fleet) -> None:
+    fleet.decoded(D1, facts(3), 64, alone=True)
+    fleet.decoded(D1, facts(1), None, alone=False)
+    some_time_passes(fleet)
+    fleet.decoded(D1, facts(2), None, alone=False)
+    some_time_passes(fleet)
+    fleet.decoded(D1, facts(2), 0, alone=False)
+    assert fleet.cached(Role.DECODE, facts(1)) == {"d1": 576}
+
+
+def test_who_has_left_has_nothing_though_its_leg_ends_later(fleet: Fleet) -> None:
+    fleet.decoded(D0, facts(1), None, alone=False)
+    fleet.remove("d0")
+    fleet.decoded(D0, facts(1), None, alone=False)
+    assert fleet.cached(Role.DECODE, facts(1)) == {}
+    fleet.add(D0)
+    fleet.learn(next(each for each in fleet.members if each.instance.id == "d0"), True, None)
+    assert fleet.cached(Role.DECODE, facts(1)) == {}
+
+
+def test_who_is_near_is_taken_as_long_as_it_has_room(fleet: Fleet) -> None:
+    one, third = facts(1), Waits()
+    assert fleet.acquire(Role.DECODE, one, (), Waits(), near=["d1"]) is D1
+    assert fleet.acquire(Role.DECODE, facts(1), (), Waits(), near=["d1"]) is D0
+    assert fleet.acquire(Role.DECODE, third.facts, (), third, near=["d1"]) is None
+    fleet.release(D1, one)
+    assert third.heard == [D1]
