@@ -405,6 +405,24 @@ def test_predictions_that_no_longer_come_true_are_told_once_and_so_is_their_retu
         assert "--enable-prompt-tokens-details" in caplog.records[-1].message
 
 
+def test_caches_that_no_longer_work_are_told_of_though_belief_is_soon_corrected_to_nothing() -> None:
+    """The control is the same fleet before that, and one that was emptied once and went on."""
+    die = Random(3)
+    for for_good in (False, True):
+        site, turns = Site([Engine(), Engine()]), dict.fromkeys(range(40), 0)
+        predictions, rang = site.prefixes.predictions, False
+        for step in range(800):
+            if step == 400 or (step > 400 and for_good):
+                assert step > 400 or not predictions.alarmed
+                for engine in site.engines.values():
+                    engine.cached.clear()
+            one = die.randrange(40)
+            turns[one] += 1
+            site.ask(prompt(one, 500 + 100 * turns[one]))
+            rang = rang or predictions.alarmed
+        assert rang is for_good
+
+
 # through the whole proxy
 
 

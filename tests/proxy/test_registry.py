@@ -181,6 +181,8 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("kv_events", "tcp://h:0", "tcp://host:port"),
         ("kv_events", "tcp://*:70000", "tcp://host:port"),
         ("kv_events", ["tcp://h:1"], "tcp://host:port"),
+        ("kv_events", "tcp://-:5557", "tcp://host:port"),
+        ("kv_events_replay", "tcp://.h:5557", "tcp://host:port"),
         ("store", True, "or false"),
         ("store", "a b", "or false"),
         ("tls", {}, "one or more of"),

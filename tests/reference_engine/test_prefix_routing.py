@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from demo.client import new_client
-from demo.processes import Processes
+from demo.client import ask, new_client, scrape
+from demo.processes import Processes, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -126,3 +126,42 @@ async def test_an_engine_that_restarts_is_forgotten_and_salts_share_nothing(tmp_
                 while (await client.get(f"{site.proxy.url}/health")).status_code != 200:  # noqa: ASYNC110  it tells nobody
                     await asyncio.sleep(0.05)
             assert await believed("a") == 0
+
+
+async def test_the_alarm_rings_when_engines_lose_what_they_had_and_nobody_says_so(tmp_path: Path) -> None:
+    """No events, no restart: somebody else fills their caches between the turns. The control are the turns before."""
+    conversations, engines_blocks = 20, 256
+
+    def turn(number: int, length: int) -> dict[str, object]:
+        ids = Random(number).choices(range(32, 127), k=length)
+        return {"model": "reference", "prompt": ids, "max_tokens": 1}
+
+    with Processes(tmp_path) as processes:
+        engines = [processes.engine(f"a{n}", "both", None, "--blocks", str(engines_blocks)) for n in range(2)]
+        port = free_port()
+        command = [sys.executable, "-m", "kvparams", "proxy", "--port", str(port), "--mode", "aggregated"]
+        command += [text for each in engines for text in ("--aggregated", f"{each.name}={each.url}")]
+        command += ["--policy", "cache_aware", "--log-requests", "off", "--probe", "0.2"]
+        proxy = await asyncio.to_thread(processes.start, "proxy", *command, port=port)
+        await asyncio.to_thread(processes.wait_ready, *engines, proxy)
+        async with new_client() as client:
+
+            async def say(url: str, body: dict[str, object]) -> int:
+                return (await ask(client, url, "/v1/completions", body)).count("cached_tokens")
+
+            async def alarmed() -> float:
+                return (await scrape(client, proxy.url))["kvparams_proxy_prefix_cache_alarm"]
+
+            async def all_say(length: int) -> int:
+                return sum([await say(proxy.url, turn(number, length)) for number in range(conversations)])
+
+            await all_say(130)
+            assert await all_say(194) > 0.8 * 128 * conversations
+            assert await alarmed() == 0
+            for length in (258, 322, 386):
+                for engine in engines:
+                    for other in range(-(-16 * engines_blocks // 1000)):
+                        await say(engine.url, turn(length + other, 1000))
+                assert await all_say(length) < 0.1 * length * conversations
+            assert await alarmed() == 1
+        assert "prefix caches: only " in proxy.log.read_text()

@@ -11,8 +11,10 @@ __all__ = ["Predictions"]
 
 _log: Final = logging.getLogger(__name__)
 _RECENT: Final = 256
-_ENOUGH: Final = 32
-"""Fewer legs say nothing."""
+"""Legs, those that were not to hit included: where caches no longer work, what is believed is soon corrected to next to
+nothing, and the few that are still to hit have to outlive those that did."""
+_ENOUGH: Final = 16
+"""Fewer legs that were to hit say nothing."""
 _BAD: Final = 0.5
 _GOOD: Final = 0.75
 
@@ -20,7 +22,18 @@ _GOOD: Final = 0.75
 class Predictions:
     """All of one proxy, in tokens."""
 
-    __slots__ = ("_alarmed", "_recent", "_silent", "_true", "_wanted", "hits", "predicted", "queries", "zero_matches")
+    __slots__ = (
+        "_alarmed",
+        "_judged",
+        "_recent",
+        "_silent",
+        "_true",
+        "_wanted",
+        "hits",
+        "predicted",
+        "queries",
+        "zero_matches",
+    )
 
     def __init__(self) -> None:
         self.queries = 0
@@ -32,9 +45,9 @@ class Predictions:
         self.zero_matches = 0
         """Prompts of which nobody was believed to have anything."""
         self._recent: deque[tuple[int, int]] = deque()
-        """What was predicted for the last legs that were to hit, and how much of it came true."""
-        self._wanted = self._true = 0
-        """Their sums."""
+        """What was predicted for the last legs, and how much of it came true."""
+        self._wanted = self._true = self._judged = 0
+        """Their sums, and how many were to hit."""
         self._silent = 0
         """Legs that were to hit, since an engine reported anything."""
         self._alarmed = False
@@ -75,26 +88,30 @@ class Predictions:
                     "believed of their caches is not corrected (vLLM: --enable-prompt-tokens-details)",
                     _RECENT,
                 )
-        if not settled or cached is None:
+        if cached is None:
             return
         if len(self._recent) == _RECENT:
             wanted, true = self._recent.popleft()
             self._wanted -= wanted
             self._true -= true
+            self._judged -= wanted > 0
         true = min(settled, cached)
         self._recent.append((settled, true))
         self._wanted += settled
         self._true += true
-        self._judge()
+        self._judged += settled > 0
+        if settled:
+            self._judge()
 
     def _judge(self) -> None:
         share = self._true / self._wanted
-        if not self._alarmed and share < _BAD and len(self._recent) >= _ENOUGH:
+        if not self._alarmed and share < _BAD and self._judged >= _ENOUGH:
             self._alarmed = True
             _log.warning(
-                "prefix caches: only %.0f %% of the tokens that were expected to be cached were, over the last %d legs",
+                "prefix caches: only %.0f %% of the tokens that were expected to be cached were, over the last %d legs "
+                "that were to hit",
                 100 * share,
-                len(self._recent),
+                self._judged,
             )
         elif self._alarmed and share > _GOOD:
             self._alarmed = False

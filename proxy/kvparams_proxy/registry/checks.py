@@ -34,7 +34,7 @@ _MAX_ADDRESSES: Final = 64
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,252}")
 _ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})")
+_STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):(\d{1,5})")
 _SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
