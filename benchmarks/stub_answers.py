@@ -51,6 +51,8 @@ class Ask:
     """Carries `load_keys`, not empty: a decode leg in mode store."""
     store_prefill: Mapping[str, object] | None
     """The kvparams document, if its phase is prefill and its mode is store."""
+    cached_tokens: int | None = None
+    """Found in its own cache by an engine that has one (`stub_connection.Work`)."""
 
     @property
     def prefill(self) -> bool:
@@ -175,7 +177,9 @@ class Writer:
     def _cached(self, ask: Ask) -> int:
         # A decode engine counts what it loaded from elsewhere as cached: all of the prompt but its last token.
         loaded = ask.nixl_decode or ask.store_keys_loaded
-        return ask.prompt_tokens - 1 if loaded else min(self.cached_tokens, ask.prompt_tokens)
+        if loaded:
+            return ask.prompt_tokens - 1
+        return min(self.cached_tokens if ask.cached_tokens is None else ask.cached_tokens, ask.prompt_tokens)
 
     def _usage(self, ask: Ask, tokens: int) -> bytes:
         return (

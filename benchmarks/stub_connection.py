@@ -14,7 +14,7 @@ import httptools
 
 from benchmarks.stub_answers import SSE_HEAD, Ask, Writer, read_ask
 
-__all__ = ["Connection", "Counters", "Delays", "Engine", "Observer", "Role"]
+__all__ = ["Connection", "Counters", "Delays", "Engine", "Observer", "Role", "Work"]
 
 Role = Literal["prefill", "decode"]
 
@@ -70,6 +70,14 @@ class Observer(Protocol):
         ...
 
 
+class Work(Protocol):
+    """What one engine has to do, where that hangs on what is asked and on what it did before."""
+
+    def begun(self, ask: Ask, body: bytes, now_s: float) -> tuple[Ask, float]:
+        """A completion was read; what is known of it now, and in how many seconds its answer begins."""
+        ...
+
+
 @dataclass(slots=True)
 class Engine:
     """One port: its role, what it counts and how it answers."""
@@ -80,6 +88,8 @@ class Engine:
     writer: Writer
     counters: Counters = field(default_factory=Counters)
     observer: Observer | None = None
+    work: Work | None = None
+    """In place of `delays`, up to the first token."""
 
     @property
     def url(self) -> str:
@@ -179,7 +189,12 @@ class Connection(asyncio.Protocol):
     # ---- one request
 
     def _begin(self, body: bytes, *, chat: bool) -> None:
-        ask = self._ask = read_ask(body, chat=chat)
+        ask = read_ask(body, chat=chat)
+        delays = self._engine.delays
+        delay_s = (delays.prefill_ms if ask.prefill else delays.ttft_ms) / 1e3
+        if self._engine.work is not None:
+            ask, delay_s = self._engine.work.begun(ask, body, self._loop.time())
+        self._ask = ask
         self._serial = next(self._serials)
         if self._engine.observer is not None:
             self._engine.observer.began(self._engine, self._serial, body)
@@ -192,10 +207,8 @@ class Connection(asyncio.Protocol):
         counters.with_kvparams += ask.kvparams
         counters.live += 1
         counters.max_live = max(counters.max_live, counters.live)
-        delays = self._engine.delays
-        delay_ms = delays.prefill_ms if ask.prefill else delays.ttft_ms
-        if delay_ms:
-            self._timer = self._loop.call_later(delay_ms / 1e3, self._answer, ask)
+        if delay_s:
+            self._timer = self._loop.call_later(delay_s, self._answer, ask)
         else:
             self._answer(ask)
 
