@@ -86,7 +86,9 @@ def test_the_parts_have_the_token_ids_of_the_whole(
     made: Callable[[str], Tokenizer], name: str, text: str, least: int
 ) -> None:
     tokenizer = made(name)
-    parts = _cuts(tokenizer, least).parts(text)
+    cuts = _cuts(tokenizer, least)
+    parts = cuts.parts(text)
+    parts[-1:] = cuts.finer(parts[-1])
     assert "".join(parts) == text
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     assert [id for part in parts for id in tokenizer.encode(part, add_special_tokens=False).ids] == whole
@@ -129,6 +131,20 @@ def test_elsewhere_a_cut_would_change_the_ids(made: Callable[[str], Tokenizer], 
     tokenizer = made(name)
     parts = [id for part in (text[:at], text[at:]) for id in tokenizer.encode(part, add_special_tokens=False).ids]
     assert parts != tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_of_another_end_little_is_missing(made: Callable[[str], Tokenizer]) -> None:
+    """The control is a tokenizer that must not be cut between words: all of it is."""
+    said = "the prefix of what is said " * 30
+    missing: list[int] = []
+    for name in ("byte level", "metaspace"):
+        local = LocalTokenizer(made(name))
+        for end in ("first", "second"):
+            work = Work(local, said + end, special=False)
+            if end == "first":
+                work.ids()
+        missing.append(work.missing_chars)
+    assert missing[0] < 200 < len(said) < missing[1]
 
 
 @pytest.mark.parametrize(

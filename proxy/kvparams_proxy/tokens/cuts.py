@@ -88,18 +88,22 @@ class Cuts:
         if self._safe:
             for start in self._places(text):
                 if start >= edges[-1] + self._least:
-                    self._between_words(text, edges, start)
+                    self._between_words(text, edges, start, self._long)
                     edges.append(start)
-        self._between_words(text, edges, len(text))
-        if len(edges) == 1:
-            return [text]
-        edges.append(len(text))
-        return [text[start:end] for start, end in pairwise(edges)]
+        self._between_words(text, edges, len(text), self._long)
+        return _cut(text, edges)
 
-    def _between_words(self, text: str, edges: list[int], end: int) -> None:
-        """Add cuts behind the last one, as long as what follows it up to `end` is long."""
-        while self._long and end - edges[-1] > self._long:
-            found = _WORDS.search(text, edges[-1] + self._long, end)
+    def finer(self, last: str) -> list[str]:
+        """The last part of a text in small ones: whoever comes with another end has most of them."""
+        edges = [0]
+        if self._long:
+            self._between_words(last, edges, len(last), self._least)
+        return _cut(last, edges)
+
+    def _between_words(self, text: str, edges: list[int], end: int, size: int) -> None:
+        """Add cuts behind the last one, as long as what follows it up to `end` is longer than `size`, if any."""
+        while size and end - edges[-1] > size:
+            found = _WORDS.search(text, edges[-1] + size, end)
             if found is None:
                 return
             edges.append(found.start())
@@ -115,6 +119,14 @@ class Cuts:
             behind = found.end()
         if late is not None:
             yield from (inner.start() for inner in late.finditer(text, behind) if inner[0] in safe)
+
+
+def _cut(text: str, edges: list[int]) -> list[str]:
+    """What is between these, up to the end. Adds that to them."""
+    if len(edges) == 1:
+        return [text]
+    edges.append(len(text))
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 def splits_words(normalizer: object, pre_tokenizer: object) -> bool:

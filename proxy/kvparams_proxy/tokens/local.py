@@ -33,6 +33,7 @@ class Work:
         self._tokenizer = tokenizer
         self._special = special
         self._parts = tokenizer.cuts.parts(text)
+        self._parts[-1:] = tokenizer.cuts.finer(self._parts[-1])
         self._ids = tokenizer.segments.look_up(self._parts)
         missing = (len(part) for part, ids in zip(self._parts, self._ids, strict=True) if ids is None)
         self.missing_chars: Final = sum(missing)
