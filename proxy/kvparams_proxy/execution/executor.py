@@ -282,7 +282,7 @@ class Execution:
 
     def _send(self, leg: Leg, sink: Sink, *, once: bool) -> Handle:
         path, body = leg_request(self._endpoint, self._inbound, leg, self._recorder)
-        pool = self._resources.pools[leg.instance.id]
+        pool = self._resources.pools.of(self._resources.fleet.member(leg.instance))  # what has its name may be another
         context = self._context
         headers = context.lines if pool.keyed else context.lines + context.credentials
         if self._account.trace is not None:

@@ -21,6 +21,10 @@ class Pools:
     def __getitem__(self, id: str) -> Upstream:
         return self._now[id]
 
+    def of(self, member: Member) -> Upstream:
+        """That of one that is there, or on which a leg runs: whatever has its name by now."""
+        return self._all[member]
+
     def get(self, id: str) -> Upstream | None:
         """That of an instance, or None where it has left."""
         return self._now.get(id)
