@@ -77,8 +77,7 @@ class OurStore:
         """Args:
         batch_bytes: what is put or read in one job.
         identities: if there are any, pages are sealed before they are put and verified when they are read, as a
-            connector does: a batch while the one before it is under way (and no earlier, for then it would have left
-            the caches again before it is sent), or each page when it arrives.
+            connector does: each page right before it goes, and when it arrives, if the store says so.
         """
         self._store = store
         self._batch_bytes = batch_bytes
@@ -87,14 +86,15 @@ class OurStore:
     def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         jobs: list[Job[Results]] = []
         for batch in batches(pages, self._batch_bytes):
-            if self._identities:
-                if len(jobs) > 1:
-                    self._check(jobs[-2])
-                for number in batch:
-                    seal(pages[number], self._identities[number])
-            jobs.append(self._store.put([PutOp(keys[number], (pages[number],)) for number in batch], _DEADLINE_S))
+            jobs.append(self._store.put([self._put(number, keys, pages) for number in batch], _DEADLINE_S))
         for job in jobs:
             self._check(job)
+
+    def _put(self, number: int, keys: Sequence[str], pages: Sequence[memoryview]) -> PutOp:
+        page = pages[number]
+        if not self._identities:
+            return PutOp(keys[number], (page,))
+        return PutOp(keys[number], (page,), lambda: seal(page, self._identities[number]))
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         checks = Checks(pages, self._identities) if self._identities else None

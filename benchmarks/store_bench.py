@@ -91,14 +91,13 @@ class Bench:
         jobs: list[Job[Results]] = []
         for first in range(0, len(self.sources), self._batch):
             batch = range(first, min(first + self._batch, len(self.sources)))
-            if sealing:
-                if len(jobs) > 1:  # what is sealed much earlier has left the caches again
-                    self._wait(jobs[-2:-1])
-                for number in batch:
-                    seal(self.sources[number], self._identities[number])
-            ops = [PutOp(f"{self._round}.{number}", (self.sources[number],)) for number in batch]
-            jobs.append(self._store.put(ops, _DEADLINE_S))
+            jobs.append(self._store.put([self._put(number, sealing=sealing) for number in batch], _DEADLINE_S))
         self._wait(jobs)
+
+    def _put(self, number: int, *, sealing: bool) -> PutOp:
+        source, identity = self.sources[number], self._identities[number]
+        going = (lambda: seal(source, identity)) if sealing else None
+        return PutOp(f"{self._round}.{number}", (source,), going)
 
     def get(self, *, verifying: bool = False) -> None:
         """All pages of the last put."""
@@ -114,7 +113,7 @@ class Bench:
             checks.finish(range(len(ops)))
 
     def seal_and_put(self) -> None:
-        """As a save does: a batch is sealed while the one before it is put."""
+        """As a save from a device does: a page is sealed right before it goes."""
         self.put(sealing=True)
 
     def get_and_verify(self) -> None:

@@ -176,11 +176,7 @@ class Save:
         if not portion.held:
             return Code.EXISTS
         parts = sorted(portion.held)
-        buffers = [
-            self._gear.seal(portion.held[part], self._plan, self._identity[part], portion.checksums.get(part))
-            for part in parts
-        ]
-        ops = [PutOp(self._plan.keys[part], (buffer,)) for part, buffer in zip(parts, buffers, strict=True)]
+        ops = [self._op(part, portion.held[part], portion.checksums.get(part)) for part in parts]
         put = self._gear.store.put(ops, self.job.remaining_s())
         slots = [portion.held.pop(part) for part in parts]
         portion.given = True
@@ -194,6 +190,14 @@ class Save:
 
         put.on_settled(settled)
         return Code.OK
+
+    def _op(self, part: int, slot: Slot, payload_checksum: int | None) -> PutOp:
+        """What is put for a part: sealed now, or by the store right before it goes, if the payload has to be read for
+        that. A page with a tag is sealed now, for that may take as long as the way to the store."""
+        gear, key, identity = self._gear, self._plan.keys[part], self._identity[part]
+        if payload_checksum is None and gear.seals is None:
+            return PutOp(key, (slot.view[: identity.stored_bytes],), lambda: gear.seal(slot, self._plan, identity))
+        return PutOp(key, (gear.seal(slot, self._plan, identity, payload_checksum),))
 
     def _settled(self, portion: _Portion, put: Job[Code]) -> None:
         """The lane is through with a portion."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar, cast
 
 from kvparams import plugins
 from kvparams_connectors.jobs import Job, Lane
@@ -103,6 +103,17 @@ class PutOp:
 
     key: str
     buffers: Sequence[memoryview]
+    going: Callable[[], object] | None = None
+    """A store calls it once before it looks into the buffers, if it does, and best right before: the caller writes then
+    what follows from the rest of the value, such as a checksum, which has to read all of it and so brings it into the
+    processor's caches. Called by the thread that moves the value; it neither waits nor raises."""
+
+    def gone(self) -> "PutOp":
+        """The same after `going` was called: for a store that hands the value on, or looks at it more than once."""
+        if self.going is None:
+            return self
+        self.going()
+        return PutOp(self.key, self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +234,9 @@ class LaneStore(KVStore):
     before they are called. `deadline` is on the clock of `time.monotonic`; past it, give up with TIMEOUT.
     """
 
+    calls_going: ClassVar[bool] = False
+    """Whether `put_now` calls `PutOp.going` of each value, right before it looks at it. Otherwise that was done."""
+
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._lane = Lane(f"kvparams-{name}", threads=threads)
         self._closing = threading.Lock()
@@ -252,7 +266,8 @@ class LaneStore(KVStore):
         """Let go of everything; called once, when no worker is running any more."""
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(ops, [valid_put(op) for op in ops], self.put_now, deadline_s)
+        work = self.put_now if self.calls_going else self._put_gone
+        return self._submit(ops, [valid_put(op) for op in ops], work, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._submit(ops, [valid_get(op) for op in ops], self.get_now, deadline_s)
@@ -271,6 +286,9 @@ class LaneStore(KVStore):
             self.release()
         elif not ended:
             _LOGGER.error("a store was closed while an operation was stuck in it; its memory is kept")
+
+    def _put_gone(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return self.put_now([op.gone() for op in ops], deadline)
 
     def _submit(
         self,

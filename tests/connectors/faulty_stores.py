@@ -67,6 +67,26 @@ class Foretelling(Wrapped):
         return super().get_now(ops, deadline)
 
 
+class Forgetful(Wrapped):
+    """Takes values as they are before the caller has finished them."""
+
+    calls_going = True
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return super().put_now([PutOp(op.key, op.buffers) for op in ops], deadline)
+
+
+class Insistent(Wrapped):
+    """Has the caller finish each value twice."""
+
+    calls_going = True
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        for op in ops:
+            op.gone()
+        return super().put_now(ops, deadline)
+
+
 class Silent(Wrapped):
     """Looks whether values are there, not how large they are."""
 
@@ -136,6 +156,8 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "keeps the last value": lambda _: Overwriting(),
     "writes beside the value": lambda _: Scribbling(),
     "fails a batch for one key": lambda _: Raising(),
+    "stores what is not finished": lambda _: Forgetful(),
+    "has values finished twice": lambda _: Insistent(),
     "announces what is not there": lambda _: Hasty(),
     "announces parts that are not there": lambda _: Foretelling(),
     "announces and then fails": faulty(when("get", Fault("fail", announced=True), "small")),

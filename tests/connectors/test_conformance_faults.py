@@ -51,25 +51,30 @@ SIZES = {
     "test_a_shorter_value_under_the_same_key_has_nothing_of_the_longer_one",
     "test_many_random_operations_agree_with_a_dictionary",
 }
-SHORTENED = SIZES | {
-    "test_a_decode_engine_reads_what_a_prefill_engine_is_still_saving",
-    "test_a_page_that_is_released_while_it_is_read_is_whole_or_missing",
-    "test_a_store_that_is_full_gives_up_what_was_not_used_for_longest",
-    "test_a_value_comes_back_as_it_was_put",
-    "test_a_value_is_put_from_and_read_into_several_buffers",
-    "test_a_value_may_look_like_anything",
-    "test_a_value_of_elements_larger_than_bytes_is_stored_as_bytes",
-    "test_nothing_is_written_beside_the_buffers",
-    "test_of_many_writers_of_one_value_all_are_told_that_it_is_there",
-    "test_of_two_writers_with_different_bytes_one_wins_whole",
-    "test_pages_come_back_as_they_were_sealed_in_any_order",
-    "test_several_threads_never_see_a_wrong_byte",
-    "test_slots_of_an_arena_are_used_again_as_soon_as_a_save_is_settled",
-    "test_the_first_value_of_a_key_stays",
-    "test_the_source_may_change_once_the_job_is_settled",
-    "test_two_engines_that_save_the_same_prompt_do_not_mix",
-    "test_what_was_abandoned_is_whole_or_not_there",
-}
+GOING = {"test_what_is_written_when_a_value_goes_is_stored_with_it"}
+SHORTENED = (
+    SIZES
+    | GOING
+    | {
+        "test_a_decode_engine_reads_what_a_prefill_engine_is_still_saving",
+        "test_a_page_that_is_released_while_it_is_read_is_whole_or_missing",
+        "test_a_store_that_is_full_gives_up_what_was_not_used_for_longest",
+        "test_a_value_comes_back_as_it_was_put",
+        "test_a_value_is_put_from_and_read_into_several_buffers",
+        "test_a_value_may_look_like_anything",
+        "test_a_value_of_elements_larger_than_bytes_is_stored_as_bytes",
+        "test_nothing_is_written_beside_the_buffers",
+        "test_of_many_writers_of_one_value_all_are_told_that_it_is_there",
+        "test_of_two_writers_with_different_bytes_one_wins_whole",
+        "test_pages_come_back_as_they_were_sealed_in_any_order",
+        "test_several_threads_never_see_a_wrong_byte",
+        "test_slots_of_an_arena_are_used_again_as_soon_as_a_save_is_settled",
+        "test_the_first_value_of_a_key_stays",
+        "test_the_source_may_change_once_the_job_is_settled",
+        "test_two_engines_that_save_the_same_prompt_do_not_mix",
+        "test_what_was_abandoned_is_whole_or_not_there",
+    }
+)
 CHANGED = SHORTENED | {
     "test_a_deleted_key_is_gone_and_may_be_put_again",
     "test_a_prompt_that_is_saved_again_moves_nothing",
@@ -111,6 +116,8 @@ FAILING: dict[str, set[str]] = {
         "test_of_a_sequence_of_pages_the_tail_is_evicted_before_the_head",
         "test_pages_come_back_as_they_were_sealed_in_any_order",
     },
+    "stores what is not finished": GOING,
+    "has values finished twice": GOING,
     "announces what is not there": {"test_what_is_said_to_have_arrived_is_there"},
     "announces parts that are not there": {"test_what_is_said_to_have_arrived_is_there"},
     "announces and then fails": {"test_what_is_said_to_have_arrived_is_there"},

@@ -1,6 +1,6 @@
 """Snapshot saves and staged loads, on streams that run in any order their events allow; on CUDA where there is one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 
@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from kvparams.keys import Geometry, Namespace, Rectangle
 from kvparams.pages import HEADER_BYTES
+from kvparams.seals import SealKeys
 from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
 from kvparams_connectors.devices import CudaDevice
 from kvparams_connectors.grid import Grid
 from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.staging import Copy, HostMover, StagedMover, mover_for
-from kvparams_connectors.store import KVStore
+from kvparams_connectors.store import KVStore, PutOp, Results
 from kvparams_connectors.stores.memory import MemoryStore
 from tests.connectors.simulated_device import SimulatedDevice
 
@@ -117,6 +118,47 @@ def test_snapshots_on_many_schedules(
         count, pages, heads = random.randint(1, 90), random.randint(1, 7), random.choice([1, 2, 4])
         assert a_round_trip(seed, count, bounce_pages=pages, heads=heads, forgetful=False), seed
     record({"schedules": rounds, "wrong": 0, "cuda": torch.cuda.is_available()})
+
+
+class Putting(MemoryStore):
+    """Notes which values it was to tell that they go, and may forget to."""
+
+    def __init__(self, *, forgetful: bool) -> None:
+        super().__init__(4 << 20, unit_bytes=4096)
+        self.told: list[bool] = []
+        self._forgetful = forgetful
+
+    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        self.told += [op.going is not None for op in ops]
+        return super().put_now([PutOp(op.key, op.buffers) for op in ops] if self._forgetful else ops, deadline)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "seals", "told"),
+    [(True, None, True), (True, SealKeys([bytes(32)]), False), (False, None, False)],
+    ids=["device", "tagged", "host"],
+)
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_what_comes_from_a_device_is_sealed_when_the_store_lets_it_go(
+    on_device: bool, seals: SealKeys | None, told: bool, forgetful: bool
+) -> None:
+    """On the host the copying tells the checksum. A store that forgets to ask for the rest keeps nothing good."""
+    store, cache, device = Putting(forgetful=forgetful), a_cache(1), SimulatedDevice(1)
+    layout = PagedKVLayout.from_stacked(cache)
+    part = SPACE.payload_bytes(8, Rectangle.whole(SHAPE))
+    mover = StagedMover(device, layout, payload_bytes=part, bounce_bytes=4 * part) if on_device else None
+    connector = KVStoreConnector(store, SPACE, layout, ConnectorSettings(deadline_s=20), seals=seals, mover=mover)
+    plan = connector.plan(list(range(16)))
+    job = connector.save(plan, list(range(4)), 0, 16, required=True)
+    device.drain()
+    assert job.result().complete
+    assert store.told == [told] * 2
+    load = connector.load(plan, list(range(4)), 0, 16)
+    device.drain()
+    assert [page.reason for page in load.result().refused] == (["malformed"] if forgetful and told else [])
+    device.drain()
+    connector.close()
+    store.close()
 
 
 def test_control_without_waits_between_streams_the_same_goes_wrong() -> None:

@@ -25,7 +25,7 @@ from kvparams_connectors.stores.tiered.origins import Origins
 from kvparams_connectors.stores.tiered.store import TieredStore
 from tests.connectors.steps import until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SHORT_S = 0.1
 SLACK_S = 10.0
 """For a machine that has other things to do."""

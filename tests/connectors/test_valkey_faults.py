@@ -3,12 +3,14 @@
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvparams_connectors.advice import advice_of
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.stores.valkey.requests import PutRequest
 from kvparams_connectors.stores.valkey.store import ValkeyStore
 from tests.connectors.steps import DEADLINE_S, SIZE, get, in_thread, page, put
 from tests.connectors.valkey_relay import Relay
@@ -314,3 +316,33 @@ def test_a_replica_that_takes_the_place_of_a_dead_primary_is_used(
     wait_until(lambda: {result.code for result in store.exists(["key-0"], 1.0).result()} == {Code.OK})
     assert put(store, range(6)) == [Code.EXISTS] * 3 + [Code.OK] * 3
     assert get(store, range(6)) == [Code.OK] * 6
+
+
+def test_the_next_value_is_finished_while_the_server_is_busy(server: ValkeyServer, opened: list[KVStore]) -> None:
+    """Three of which two may be under way: no answer comes, and the third has been told that it goes."""
+    answers = threading.Event()
+    called: list[int] = []
+    with Relay(server.port) as relay:
+        store = open_store(relay.url)
+        opened.append(store)
+
+        def hold(data: bytes) -> bytes:
+            answers.wait(DEADLINE_S)
+            return data
+
+        relay.change = hold
+        pages = [page(number, 1 << 20) for number in range(3)]
+        ops = [PutOp(f"key-{number}", (one,), partial(called.append, number)) for number, one in enumerate(pages)]
+        job = store.put(ops, 2 * DEADLINE_S)
+        wait_until(lambda: called == [0, 1, 2])
+        assert not job.done()
+        answers.set()
+        assert job.result() == [Result(Code.OK, 1 << 20)] * 3
+    assert called == [0, 1, 2]
+
+
+def test_a_value_that_is_sent_on_to_another_server_is_finished_once() -> None:
+    called: list[str] = []
+    request = PutRequest(b"key", PutOp("key", (page(1),), partial(called.append, "key")), 0)
+    assert bytes(request.parts(asking=False)[1]) == bytes(request.parts(asking=True)[1])
+    assert called == ["key"]

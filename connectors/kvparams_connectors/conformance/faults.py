@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Fault", "FaultyStore", "Operation"]
 
 _LATEST_S: Final = 30.0
-"""A late operation goes on after this, should nobody open the gate."""
+"""A late operation goes on after this, should nobody open the gate; and so long the store within may take, whatever the
+deadline of the operation says: what goes wrong is said, and no busy machine adds to it."""
 
 Operation = Literal["put", "get", "exists", "delete"]
 
@@ -79,7 +80,9 @@ class FaultyStore(LaneStore):
         done = [index for index, fault in enumerate(faults) if fault is None or fault.kind != "drop"]
         results = [Result(Code.OK, _nbytes(op.buffers)) for op in ops]
         for index, result in zip(
-            done, _done(self._inner.put([_damaged(ops[index], faults[index]) for index in done])), strict=True
+            done,
+            _done(self._inner.put([_damaged(ops[index], faults[index]) for index in done], _LATEST_S)),
+            strict=True,
         ):
             results[index] = result
             fault = faults[index]
@@ -102,7 +105,7 @@ class FaultyStore(LaneStore):
                 asked[index] = GetOp(
                     ops[index].key, [memoryview(bytearray(buffer.nbytes)) for buffer in ops[index].buffers]
                 )
-        results = _done(self._inner.get(asked))
+        results = _done(self._inner.get(asked, _LATEST_S))
         for index, (op, fault) in enumerate(zip(ops, faults, strict=True)):
             if fault is None or results[index].code is not Code.OK:
                 continue
@@ -118,7 +121,7 @@ class FaultyStore(LaneStore):
 
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
         faults = self._faults("exists", keys)
-        results = _done(self._inner.exists(keys))
+        results = _done(self._inner.exists(keys, _LATEST_S))
         for index, fault in enumerate(faults):
             if fault is not None and fault.kind == "drop":
                 results[index] = Result(Code.MISS)
@@ -129,8 +132,10 @@ class FaultyStore(LaneStore):
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
         faults = self._faults("delete", keys)
         kept = [fault is not None and fault.kind == "drop" for fault in faults]
-        there = _done(self._inner.exists(keys))
-        gone = iter(_done(self._inner.delete([key for key, keep in zip(keys, kept, strict=True) if not keep])))
+        there = _done(self._inner.exists(keys, _LATEST_S))
+        gone = iter(
+            _done(self._inner.delete([key for key, keep in zip(keys, kept, strict=True) if not keep], _LATEST_S))
+        )
         results = [Result(found.code) if keep else next(gone) for found, keep in zip(there, kept, strict=True)]
         return _failed(faults, results)
 

@@ -76,6 +76,29 @@ class BytesLevel(Level):
             assert all(there.startswith(part) for part in parts[last:]) or result.code is not Code.OK
             assert [len(part) for part in parts[last:]] == sorted(len(part) for part in parts[last:])
 
+    def test_what_is_written_when_a_value_goes_is_stored_with_it(self, store: KVStore) -> None:
+        """`PutOp.going`: called before the value is looked at, and once."""
+        sizes = {"great": 300_000, "little": 10, "huge": min(5_000_000, store.capabilities.max_value_bytes // 4)}
+        wanted = {key: value(key, size) for key, size in sizes.items()}
+        sources = {key: memoryview(bytearray(size)) for key, size in sizes.items()}
+        called: list[str] = []
+
+        def finishing(key: str) -> Callable[[], None]:
+            def finish() -> None:
+                called.append(key)
+                sources[key][:] = wanted[key]
+
+            return finish
+
+        ops = [PutOp(key, (source[:7], source[7:]), finishing(key)) for key, source in sources.items()]
+        assert store.put(ops, DEADLINE_S).result() == [Result(Code.OK, size) for size in sizes.values()]
+        assert sorted(called) == sorted(sizes)
+        for key, size in sizes.items():
+            result, found = get(store, key, size)
+            assert result == Result(Code.OK, size)
+            same = found == bytes(wanted[key])  # a test that fails shall not print a value
+            assert same, key
+
     def test_a_value_of_elements_larger_than_bytes_is_stored_as_bytes(self, store: KVStore) -> None:
         wanted = value("words", 80_000)
         assert put(store, "key", wanted.cast("Q")) == Result(Code.OK, 80_000)

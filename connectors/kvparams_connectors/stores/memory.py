@@ -65,6 +65,8 @@ class Held:
 class MemoryStore(LaneStore):
     """Values in this process's memory."""
 
+    calls_going = True
+
     def __init__(
         self,
         size_bytes: int = _DEFAULT_SIZE,
@@ -164,7 +166,7 @@ class MemoryStore(LaneStore):
         code = Code.TIMEOUT
         if time.monotonic() < deadline:
             try:
-                copy_in(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes)
+                copy_in(self._memory, self._unit_bytes, value.runs, op.gone().buffers, value.nbytes)
                 code = Code.OK
             except ValueError:  # the caller released a buffer that it had leased to us
                 code = Code.INVALID

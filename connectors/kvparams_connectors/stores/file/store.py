@@ -45,6 +45,8 @@ _ABANDON_S: Final = 5.0
 class FileStore(LaneStore):
     """Values in a mapped file. A forked child cannot use its parent's; it opens the file anew."""
 
+    calls_going = True
+
     def __init__(
         self,
         path: Path,
@@ -145,7 +147,7 @@ class FileStore(LaneStore):
         if time.monotonic() >= deadline:
             return Result(Code.TIMEOUT), None
         try:
-            copy_in(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes)
+            copy_in(self._map.data, self._map.shape.unit_bytes, entry.runs, op.gone().buffers, entry.nbytes)
         except ValueError:  # the caller released a buffer that it had leased to us
             return Result(Code.INVALID), None
         published = self._index.publish(entry)

@@ -44,6 +44,7 @@ class Writes:
         limit = self._tiers[-1].capabilities.max_value_bytes
         results = [Result(Code.TIMEOUT)] * len(ops)
         good: list[int] = []
+        gone = list(ops)
         for index, op in enumerate(ops):
             if not valid_put(op):
                 results[index] = Result(Code.INVALID)
@@ -51,14 +52,15 @@ class Writes:
                 results[index] = Result(Code.TOO_LARGE)
             else:
                 good.append(index)
+                gone[index] = op.gone()  # several tiers look at it
         if not good or not job.remaining_s():
             job.finish(results)
             return
         job.offer(list(results))
         if self._write_back:
-            self._put_first(job, ops, good, results)
+            self._put_first(job, gone, good, results)
         else:
-            self._put_into(self._tiers, job, ops, good, results, decided=frozenset())
+            self._put_into(self._tiers, job, gone, good, results, decided=frozenset())
 
     def _put_into(
         self,

@@ -178,6 +178,8 @@ class _Exchange:
         """Sent and not answered, in order; those before `_answered` are done."""
         self._answered = 0
         self._next = 0
+        self._ahead: list[bytes | memoryview] | None = None
+        """What is sent for the next one, if that was made already."""
         self._weight = 0
         self._redirects: list[tuple[int, Redirect]] = []
 
@@ -211,17 +213,30 @@ class _Exchange:
             request = self._requests[index]
             if not _fits(self._weight + request.weight, len(self._waiting) - self._answered):
                 break
+            made = self._made()
             self._next += 1
-            try:
-                parts += request.parts(asking=self._asking)
-            except ValueError:  # the caller released a buffer that it had leased to us
-                self._batch.results[index] = Result(Code.INVALID)
+            if made is None:
                 continue
+            parts += made
             self._waiting.append(index)
             self._weight += request.weight
             replies += request.replies * (2 if self._asking else 1)
         if parts:
             connection.send(parts, replies)
+        if self._ahead is None and self._next < len(self._indexes):  # while the server is busy with what it was sent
+            self._ahead = self._made()
+
+    def _made(self) -> list[bytes | memoryview] | None:
+        """What is sent for the next one; None if that cannot be sent."""
+        index = self._indexes[self._next]
+        if self._ahead is not None:
+            made, self._ahead = self._ahead, None
+            return made
+        try:
+            return self._requests[index].parts(asking=self._asking)
+        except ValueError:  # the caller released a buffer that it had leased to us
+            self._batch.results[index] = Result(Code.INVALID)
+            return None
 
     def _receive(self, connection: Connection) -> None:
         index = self._waiting[self._answered]

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvparams_connectors.store import Code, GetOp, Result
+from kvparams_connectors.store import Code, GetOp, PutOp, Result
 from kvparams_connectors.stores.valkey.connection import Connection
 from kvparams_connectors.stores.valkey.resp import Oversized, ServerError, command, flat
 
@@ -95,14 +95,15 @@ class PutRequest:
 
     replies = 1
 
-    def __init__(self, key: bytes, buffers: Sequence[memoryview], ttl_ms: int) -> None:
+    def __init__(self, key: bytes, op: PutOp, ttl_ms: int) -> None:
         """Args:
+        key: as the server knows it.
         ttl_ms: the value goes by itself after so many milliseconds; 0: it stays.
         """
         self.key = key
-        self.nbytes: Final = _nbytes(buffers)
+        self.nbytes: Final = _nbytes(op.buffers)
         self.weight = _SMALL + self.nbytes
-        self._buffers = buffers
+        self._op = op
         self._ttl_ms = ttl_ms
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
@@ -112,7 +113,8 @@ class PutRequest:
         tail = b"\r\n$2\r\nNX\r\n"
         if self._ttl_ms:
             tail += b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-        return [_ASKING + head if asking else head, *flat(self._buffers), tail]
+        self._op = self._op.gone()  # once, also where another server is asked afterwards
+        return [_ASKING + head if asking else head, *flat(self._op.buffers), tail]
 
     def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
         reply = _reply(connection, asking=asking)

@@ -55,6 +55,8 @@ _LONGEST_TTL_S: Final = 10 * 365 * 86400
 class ValkeyStore(LaneStore):
     """Values on Valkey servers."""
 
+    calls_going = True
+
     def __init__(
         self,
         node: Node,
@@ -125,7 +127,7 @@ class ValkeyStore(LaneStore):
         return self._pool.opened
 
     def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        requests = [PutRequest(self._key(op.key), op.buffers, self._ttl_ms) for op in ops]
+        requests = [PutRequest(self._key(op.key), op, self._ttl_ms) for op in ops]
         results = [Result(Code.TOO_LARGE)] * len(ops)
         small = [at for at, request in enumerate(requests) if request.nbytes <= self._capabilities.max_value_bytes]
         for at, result in zip(small, self._run([requests[at] for at in small], deadline), strict=True):
