@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from kvparams import plugins
+from kvparams.plan import Pair
 from kvparams.scheduling import Role
-from tests.proxy.acting import FAULTS, Actor, Fault, answer_to
+from kvparams_proxy.execution.executor import Execution
+from tests.proxy.acting import FAULTS, Actor, Fault, answer_to, leg_limit_s
 from tests.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
 
 from .conftest import StartMode, Way
@@ -76,7 +78,7 @@ async def test_usage_is_counted_once(staged: StartMode, way: Way) -> None:
 )
 @every_leg
 async def test_a_leg_that_fails_costs_no_answer(staged: StartMode, way: Way, role: Role, fault: Fault) -> None:
-    stage = await staged(way, prefill_timeout_s=0.15, decode_timeout_s=0.15)
+    stage = await staged(way, prefill_timeout_s=leg_limit_s(fault), decode_timeout_s=leg_limit_s(fault))
     broken = stage.of[role][0]
     broken.fails(fault)
     for stream in (False, True, True, False):
@@ -201,4 +203,23 @@ async def test_decodes_answer_is_held_until_prefill_is_good(staged: StartMode, s
     got = await asking
     assert text_of(got, stream) == EXPECTED
     assert sum(len(actor.bodies) for actor in stage.of["decode"]) == 1 + fails
+    await until(stage.settled)
+
+
+async def test_a_client_that_takes_again_starts_no_time_out_of_decode_while_prefill_runs(
+    staged: StartMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a stream broke whose client had fallen behind, and both legs are run again for the rest of it."""
+    start = Execution._start_pair  # pyright: ignore[reportPrivateUsage]
+    timed: list[bool] = []
+
+    def started(execution: Execution, pair: Pair) -> None:
+        start(execution, pair)
+        execution.client_ready()
+        timed.append(execution in execution._resources.watch._deadlines)  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(Execution, "_start_pair", started)
+    stage = await staged(Way("concurrent_legs", "store-meet"))
+    assert text_of(await stage.ask(stream=True), stream=True) == EXPECTED
+    assert timed == [False]
     await until(stage.settled)

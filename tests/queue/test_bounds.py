@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 import aio_pika
+import httpx
 import pytest
 from pamqp.common import Arguments
 
@@ -16,11 +18,12 @@ from kvparams_proxy.queue.topology import Names
 from kvparams_proxy.upstream.terms import Head, UpstreamError
 from tests.proxy.conftest import answer
 
+from .cluster import Cluster
 from .conftest import Nodes
 from .rabbitmq import RabbitMQ
 from .raw import RawNode, sent, waiting
-from .test_lost import HEAD, begun
-from .test_way import LIMIT_S, Chunks, echo, ended, send, until
+from .scenes import LIMIT_S, Chunks, echo, ended, send, taken, until
+from .test_lost import HEAD
 
 LIMIT_BYTES: Final = 65_536
 BIG: Final = b"x" * 100_000
@@ -54,6 +57,29 @@ async def test_a_request_that_is_too_large_for_the_broker_is_refused_alone(
     assert (await ended(send(way, BIG)[1])).head.status == 413
     assert (await ended(send(way)[1])).body == b"{}"
     assert sum("is lost" in said for said in caplog.messages) == 1  # the limit is known then
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_client_is_told_that_its_request_is_too_large(narrow_broker: RabbitMQ, tmp_path: Path) -> None:
+    """Through whole sidecars: prefill has done its part, and the engine that was to go on hears nothing of it."""
+    store = f"file://{tmp_path}/kv?size=64MiB"
+    async with (
+        Cluster.running(tmp_path, narrow_broker, store, decode=[()], pool="whole") as cluster,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{cluster.prefill[0].port}", trust_env=False, timeout=60
+        ) as client,
+    ):
+        url = f"http://127.0.0.1:{cluster.prefill[0].port}/v1/completions"
+        asked = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
+        for stream in (False, True):
+            got = await client.post(url, json={**asked, "user": "x" * 100_000, "stream": stream})
+            assert got.status_code == 413, got.text
+            assert got.json()["error"]["code"] == "too_large"
+        good = await client.post(url, json={**asked, "user": "x" * 10_000})  # the control
+        assert good.status_code == 200, good.text
+        counts = await cluster.counts(cluster.decode[0])
+        assert counts['kvparams_queue_work_total{outcome="done"}'] == 1
 
 
 async def test_a_part_that_is_too_large_for_the_broker_ends_its_answer_alone(narrow: Nodes) -> None:
@@ -126,11 +152,7 @@ def test_no_part_is_longer_than_a_mebibyte() -> None:
 
 
 async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) -> None:
-    way = nodes.prefill()
-    await begun(nodes)
-    async with RawNode(nodes.broker.url, nodes.name) as node:
-        _, heard = send(way)
-        work = await node.take()
+    async with taken(nodes) as (node, work, heard):
         for number in range(1, 300):
             await node.say(Part(work.id, node.name, number, HEAD if number == 1 else None, b"", False, None))
         await ended(heard)

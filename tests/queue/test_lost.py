@@ -14,23 +14,13 @@ from tests.proxy.conftest import answer
 from .conftest import Nodes
 from .rabbitmq import RabbitMQ
 from .raw import RawNode, sent, waiting
-from .test_way import LIMIT_S, Chunks, echo, ended, send, until
+from .scenes import LIMIT_S, Chunks, begun, echo, ended, send, taken, until
 
 HEAD: Final = Head(200, b"text/plain", b"")
 
 
-async def begun(nodes: Nodes) -> None:
-    """The queues are there."""
-    async with nodes.consumer("http://127.0.0.1:1") as consumer:
-        await until(lambda: consumer.connected)
-
-
 async def test_work_of_a_node_that_died_is_lost_and_not_run_again_unasked(nodes: Nodes) -> None:
-    way = nodes.prefill()
-    await begun(nodes)
-    async with RawNode(nodes.broker.url, nodes.name) as dying:
-        _, heard = send(way)
-        work = await dying.take()
+    async with taken(nodes) as (dying, work, heard):
         await dying.say_taken(work)
         await dying.say(Part(work.id, dying.name, 0, HEAD, b"one", False, None))
         async with asyncio.timeout(LIMIT_S):
@@ -45,11 +35,8 @@ async def test_work_of_a_node_that_died_is_lost_and_not_run_again_unasked(nodes:
 
 
 async def test_work_that_nobody_had_begun_to_answer_is_lost_at_once(nodes: Nodes) -> None:
-    way = nodes.prefill()
-    await begun(nodes)
-    async with RawNode(nodes.broker.url, nodes.name) as dying:
-        _, heard = send(way)
-        await dying.take()
+    async with taken(nodes) as (_, _, heard):
+        pass
     await nodes.decode(echo)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
@@ -57,11 +44,7 @@ async def test_work_that_nobody_had_begun_to_answer_is_lost_at_once(nodes: Nodes
 
 async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) -> None:
     """Its work is given to another node, which does not run it; its own answer is the one that counts."""
-    way = nodes.prefill()
-    await begun(nodes)
-    async with RawNode(nodes.broker.url, nodes.name) as node:
-        _, heard = send(way)
-        work = await node.take()
+    async with taken(nodes) as (node, work, heard):
         await node.say_taken(work)
         await node.say(Part(work.id, node.name, 0, HEAD, b"one, ", False, None))
         await node.leave()
@@ -79,11 +62,7 @@ async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) ->
 
 
 async def test_parts_that_come_twice_or_too_early_are_put_in_order(nodes: Nodes) -> None:
-    way = nodes.prefill()
-    await begun(nodes)
-    async with RawNode(nodes.broker.url, nodes.name) as node:
-        _, heard = send(way)
-        work = await node.take()
+    async with taken(nodes) as (node, work, heard):
         for number in (2, 0, 0, 2, 1, 1, 3):
             head = HEAD if number == 0 else None
             await node.say(Part(work.id, node.name, number, head, b"%d" % number, number == 3, None))

@@ -176,9 +176,10 @@ class Execution:
         self._resources.watch.start(self, self._resources.settings.client_timeout_s)
 
     def client_ready(self) -> None:
-        """Let the engine go on."""
+        """Let the engine go on. Where a prefill runs for what is left of the answer, the time-out is still its own."""
         self._slow = False
-        if self._exchange is not None:
+        leg = self._leg
+        if self._exchange is not None and self._paired is None and leg is not None and leg.answers_client:
             self._exchange.resume()
             self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
 
@@ -373,7 +374,8 @@ class Execution:
         """Prefill is good: decode's answer is held no longer."""
         self._context.hold(paired.pair.kv)
         self._context.claim()
-        self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
+        settings = self._resources.settings
+        self._resources.watch.start(self, settings.client_timeout_s if self._slow else settings.decode_timeout_s)
         if paired.kept is not None:
             self._whole(*paired.kept, None)
         elif self._relay is not None:
