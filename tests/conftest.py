@@ -1,11 +1,12 @@
 """How much effort the stress tests make, and where what they saw is written down."""
 
+import gc
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _TOGETHER = {
     "tests/connectors/test_mooncake.py": "mooncake",
     "tests/connectors/test_peer_mooncake.py": "transfer engines",
     "tests/connectors/test_valkey_cluster.py": "cluster",
+    "tests/differential/": "differential",
     "tests/queue/test_end_to_end.py": "broker",
     "tests/queue/test_lost.py": "broker",
     "tests/queue/test_way.py": "broker",
@@ -36,8 +38,22 @@ _TOGETHER = {
     "tests/reference_engine/test_openapi_of_legs.py": "engines",
     "tests/reference_engine/test_thousand_prompts.py": "engines",
     "tests/reference_engine/test_transfers.py": "engines",
+    "tests/sidecar/test_places.py": "places",
+    "tests/sidecar/test_sidecar_command.py": "places",
+    "tests/versions/": "versions",
 }
 """Where a test's path begins so, its fixture's servers take seconds to start: all of a group run in one worker."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays to the end: the garbage collector looks at none of it, now or while tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,13 +4,14 @@ A page of the store has as many tokens as a block of an engine's own cache, so t
 """
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from demo.client import new_client
 from demo.processes import Processes, Server, free_port
+from tests.started import client
+
+__all__ = ["client"]
 
 CACHE = ("--page-tokens", "16", "--blocks", "8192")
 
@@ -40,10 +41,3 @@ def servers(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> d
     found["continuing"] = processes.start("continuing", *command, *engines, "--continuation", port=port)
     processes.wait_ready(found["proxy"], found["continuing"])
     return found
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client."""
-    async with new_client() as found:
-        yield found

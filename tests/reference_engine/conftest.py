@@ -1,15 +1,14 @@
 """Engines as real processes, three of them sharing a file store; started together when the first test asks for one."""
 
-from collections.abc import AsyncIterator, Iterator
-
-import httpx
 import pytest
 import torch
 
-from demo.client import new_client
 from demo.processes import Processes, Server
 from reference_engine.model import Model
 from reference_engine.shape import ModelShape
+from tests.started import client, processes, store_url
+
+__all__ = ["client", "processes", "store_url"]
 
 
 @pytest.fixture(scope="session")
@@ -17,19 +16,6 @@ def model() -> Model:
     """The model that every engine serves."""
     torch.set_num_threads(1)  # as in an engine: the matrices are too small for more
     return Model(ModelShape(), max_tokens=4096)
-
-
-@pytest.fixture(scope="session")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Starts servers; stops them at the end of the session."""
-    with Processes(tmp_path_factory.mktemp("logs")) as group:
-        yield group
-
-
-@pytest.fixture(scope="session")
-def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file store of the session."""
-    return f"file://{tmp_path_factory.mktemp('store')}/kv?size=256MiB"
 
 
 @pytest.fixture(scope="session")
@@ -67,10 +53,3 @@ def both(servers: dict[str, Server]) -> str:
 def single(servers: dict[str, Server]) -> str:
     """The URL of the engine that does all the work alone."""
     return servers["single"].url
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client."""
-    async with new_client() as found:
-        yield found

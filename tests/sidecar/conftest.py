@@ -1,16 +1,18 @@
 """Real engines with the proxy beside one of them, in every place; started together when the first test asks for one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import httpx
 import pytest
 import uvloop
 
-from demo.client import new_client
 from demo.processes import Processes, Server
+from tests.started import client, processes, store_url
 
 from .places import PLACES, Place, place
+
+__all__ = ["client", "processes", "store_url"]
 
 STEPS = ("--step-ms", "20")
 """So that streams last, and there is time to leave."""
@@ -21,19 +23,6 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that the proxy runs on in production."""
     return {"uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture(scope="session")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Starts servers; stops them at the end of the session."""
-    with Processes(tmp_path_factory.mktemp("logs")) as group:
-        yield group
-
-
-@pytest.fixture(scope="session")
-def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The store that all engines share."""
-    return f"file://{tmp_path_factory.mktemp('store')}/kv?size=256MiB"
 
 
 @pytest.fixture(scope="session")
@@ -58,13 +47,6 @@ def places(processes: Processes, single: Server, store_url: str) -> dict[str, Pl
 def beside(request: pytest.FixtureRequest, places: dict[str, Place]) -> Place:
     """Each of them in turn."""
     return places[request.param]
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client."""
-    async with new_client() as found:
-        yield found
 
 
 def _healthy(url: str) -> bool:

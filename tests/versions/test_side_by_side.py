@@ -21,7 +21,7 @@ from tests.kvparams.next_minor import NEXT, NEXT_DEPRECATED
 from .build import ONCE, PRIORITY, make_build
 from .tap import Tap
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("versions")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 VERSIONS = {"old": PROTOCOL_VERSION, "new": NEXT}
 PROMPT = "Two versions of one protocol meet, and neither of them is told anything that it would get wrong. " * 3
