@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvparams {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    argv = sys.argv[1:] if argv is None else argv
     broken: dict[str, PluginError] = {}
     for name, found in plugins.load_each("commands").items():
         if isinstance(found, PluginError):  # one missing extra must not take the other commands away
@@ -51,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=command.summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_arguments(child)
+        if argv and argv[0] == name:  # they take milliseconds, and nobody else's are read
+            command.add_arguments(child)
         child.set_defaults(command=command)
     if broken:
         parser.epilog = "not available here: " + "; ".join(f"{name}: {error}" for name, error in broken.items())
-    argv = sys.argv[1:] if argv is None else argv
     if argv and (error := broken.get(argv[0])) is not None:
         print(f"kvparams: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from kvparams import KVTransferParams, parse
 
-__all__ = ["FAULTS", "Actor", "Fault", "answer_to", "document"]
+__all__ = ["FAULTS", "Actor", "Fault", "answer_to", "document", "leg_limit_s"]
 
 Fault = Literal["gone", "reset", "500", "garbage", "not http", "silent", "refusal"]
 FAULTS: tuple[Fault, ...] = ("gone", "reset", "500", "garbage", "not http", "silent")
@@ -28,6 +28,12 @@ NIXL: dict[str, Any] = {
     "remote_host": "127.0.0.1",
     "remote_port": 1,
 }
+
+
+def leg_limit_s(fault: Fault) -> float:
+    """How long legs may take in a test of this fault: silence ends by that alone, and on a busy machine whoever is
+    sound needs some time, too."""
+    return 0.5 if fault == "silent" else 30.0
 
 
 def document(body: bytes) -> KVTransferParams:

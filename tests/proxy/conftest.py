@@ -170,7 +170,7 @@ async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
     server = PromptServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     started = asyncio.create_task(server.ready.wait())
-    await asyncio.wait((task, started), timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((task, started), timeout=60, return_when=asyncio.FIRST_COMPLETED)
     assert server.started
     port = listener.getsockname()[1]
     try:

@@ -169,7 +169,7 @@ async def test_a_silent_engine_times_out_its_leg(scripted: Any, proxy: Any, role
 
     engines = {r: await scripted(silent if r == role else sending(whole(GOOD))) for r in ("prefill", "decode")}
     urls = [engines["prefill"].url], [engines["decode"].url]
-    running = await proxy(*urls, prefill_timeout_s=0.2, decode_timeout_s=0.2)
+    running = await proxy(*urls, **{f"{role}_timeout_s": 0.2})
     got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
     assert got.status_code == 504
     assert role in got.json()["error"]["message"]

@@ -9,7 +9,7 @@ import pytest
 
 from kvparams_proxy.registry.modes import read_mode
 
-from .acting import Fault
+from .acting import Fault, leg_limit_s
 from .stage import CHATS, COMPLETIONS, StartStage, events_of
 
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -95,7 +95,7 @@ async def test_a_stream_goes_on_as_often_as_the_request_may_be_tried_again(stage
 
 @pytest.mark.parametrize("fault", ["500", "silent", "reset", "garbage"])
 async def test_whoever_goes_on_may_fail_before_its_first_byte(stage: StartStage, fault: Fault) -> None:
-    found = await stage(engines=3, continuation=True, retries=4, decode_timeout_s=0.1)
+    found = await stage(engines=3, continuation=True, retries=4, decode_timeout_s=leg_limit_s(fault))
     want = events_of(await found.ask(stream=True, **USAGE))
     for actor in found.decode:
         actor.breaks_after = 2
@@ -211,7 +211,7 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
         nonlocal read
         writer.write(head)
         await asyncio.sleep(0.1)  # beside both legs at once: prefill is good before decode says anything
-        for _ in range(1_000):
+        for _ in range(500):
             writer.write(event({"text": "y" * 60_000, "token_ids": [66]}))
             await writer.drain()
             read += 60_000
@@ -221,7 +221,7 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
     running = await proxy([producer.url], [one.url, other.url], connector, continuation=True, modes=(read_mode(mode),))
     body = json.dumps({"model": "stub", "prompt": "x", "max_tokens": 5_000, "stream": True}).encode()
     app = running.app
-    async with app.router.lifespan_context(app) as state, asyncio.timeout(30):
+    async with app.router.lifespan_context(app) as state, asyncio.timeout(100):
         generate = state["generate"]["/v1/completions"]
         client = Slow()
         generate.begin(generate.admit([(b"content-type", b"application/json")]), body, client)
@@ -231,8 +231,8 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
         while before != read:  # until the second engine is stalled, or through
             before = read
             await asyncio.sleep(0.3)
-        assert read < 30_000_000, "the second engine was read although the client took nothing"
+        assert read < 20_000_000, "the second engine was read although the client took nothing"
         client.watcher.client_ready()
         while not client.ended:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    assert (read, client.got) == (60_000_000, 1)
+    assert (read, client.got) == (30_000_000, 1)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from .acting import FAULTS, Fault
+from .acting import FAULTS, Fault, leg_limit_s
 from .stage import StartStage, text_of
 
 
@@ -12,7 +12,7 @@ from .stage import StartStage, text_of
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("dialect", ["store", "nixl"])
 async def test_where_an_engine_fails_another_answers(stage: StartStage, fault: Fault, role: str, dialect: str) -> None:
-    found = await stage(dialect, prefill_timeout_s=0.1, decode_timeout_s=0.1)
+    found = await stage(dialect, prefill_timeout_s=leg_limit_s(fault), decode_timeout_s=leg_limit_s(fault))
     whole = (await found.ask()).json()["choices"][0]["text"]
     broken, sound = found.of[role]
     broken.fails(fault)
@@ -41,7 +41,7 @@ async def test_a_refusal_is_not_asked_of_another(stage: StartStage, role: str) -
 @pytest.mark.parametrize("fault", ["500", "garbage", "silent"])
 async def test_with_nixl_a_claimed_transfer_is_never_asked_for_again(stage: StartStage, fault: Fault) -> None:
     """Whoever has seen a decode leg may have fetched the blocks and freed them: a new prefill makes new ones."""
-    found = await stage("nixl", decode_timeout_s=0.1)
+    found = await stage("nixl", decode_timeout_s=leg_limit_s(fault))
     for actor in found.decode:
         actor.fails(fault, 1)
     got = await found.ask()
@@ -67,7 +67,7 @@ async def test_with_nixl_blocks_that_nobody_can_have_fetched_go_to_another_engin
 async def test_with_a_store_the_same_keys_go_to_another_engine_under_another_transfer(
     stage: StartStage, fault: Fault
 ) -> None:
-    found = await stage("store", decode_timeout_s=0.1)
+    found = await stage("store", decode_timeout_s=leg_limit_s(fault))
     first, second = found.decode
     first.fails(fault)
     while not first.bodies:

@@ -34,7 +34,7 @@ from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
-from .acting import Actor, Fault
+from .acting import Actor, Fault, leg_limit_s
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 NAME = re.compile(r"(?:kvparams_proxy_|vllm:)\w+")
@@ -166,7 +166,7 @@ async def test_pending_prefilling_and_decoding_are_told_apart_and_end_at_nought(
 async def test_a_leg_that_fails_is_counted_by_role_and_kind(
     stage: StartStage, role: str, fault: Fault, kind: str
 ) -> None:
-    seen = await stage(retries=0, prefill_timeout_s=0.2, decode_timeout_s=0.2)
+    seen = await stage(retries=0, **{f"{role}_timeout_s": leg_limit_s(fault)})
     (seen.prefill if role == "prefill" else seen.decode)[0].fails(fault)
     got = await seen.ask()
     assert got.status_code >= 400

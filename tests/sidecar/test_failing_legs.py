@@ -88,8 +88,8 @@ async def stage() -> AsyncIterator[Start]:
                 rules=known_rules(),
                 breaker=NEVER,
                 log_requests="off",
-                prefill_timeout_s=0.2,
-                decode_timeout_s=0.2,
+                prefill_timeout_s=0.5,
+                decode_timeout_s=0.5,
             )
             app = DisaggregatedServerMixin(local, settings) if isinstance(local, ActedApp) else create_app(settings)
             where = await stack.enter_async_context(served(app))
