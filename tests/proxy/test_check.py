@@ -204,6 +204,7 @@ def check(prefill: Server, decode: Server) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_engines_that_share_a_store_are_found_good_and_others_are_not(tmp_path: Path) -> None:
     one, other = (f"file://{tmp_path}/{name}?size=16MiB" for name in ("one", "other"))
     with Processes(tmp_path) as processes:
