@@ -192,7 +192,7 @@ EQUIVALENT: dict[str, str] = {
 }
 """Mutants that change nothing one could see, and why; or what the simulation cannot see, and why not."""
 _LONGEST_S = 5.0
-"""For one seed; a mutant may well go round in circles."""
+"""Of the processor, for one seed; a mutant may well go round in circles."""
 
 
 class _TooLong(KeyboardInterrupt):
@@ -396,10 +396,10 @@ def _alarm() -> Generator[None]:
     def ring(_number: int, _frame: FrameType | None) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, _LONGEST_S, 1.0)
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_S, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
