@@ -25,14 +25,14 @@ import httpx
 from demo.client import ask_stream, new_client, scrape
 from demo.processes import Processes, Server, free_port
 
-__all__ = ["Held", "hold", "main", "table"]
+__all__ = ["POLICIES", "Held", "hold", "main", "table"]
 
 _FIRST: Final = 1200
 """Tokens of a conversation's first prompt."""
 _MORE: Final = 400
 """Of each further turn."""
 _SOURCES: Final = ("local_cache", "external_kv", "computed")
-_POLICIES: Final = ("round_robin", "cache_aware")
+POLICIES: Final = ("round_robin", "cache_aware")
 
 
 class Held(NamedTuple):
@@ -94,11 +94,11 @@ async def _all(proxy: Server, engines: Sequence[Server], talks: int, turns: int)
     return 1000 * fmean(s for one in taken for s in one), [a - b for a, b in zip(after, before, strict=True)]
 
 
-def hold(folder: Path, talks: int, turns: int, step_ms: int) -> list[Held]:
+def hold(folder: Path, talks: int, turns: int, step_ms: int, policies: Sequence[str] = POLICIES) -> list[Held]:
     """All conversations with each fleet under each policy; `folder` takes stores and logs."""
     found: list[Held] = []
     for fleet, shared in (("no store", False), ("one store", True)):
-        for policy in _POLICIES:
+        for policy in policies:
             store = f"file://{folder}/{policy}?size=512MiB" if shared else None
             with Processes(folder) as processes:
                 proxy, engines = _fleet(processes, store, policy, step_ms)
