@@ -247,8 +247,10 @@ def test_faulty_stores_fail_exactly_the_tests_that_they_should(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_faulty_stores_fail_exactly_the_tests_that_they_should(tmp_path: Path) -> None:
-    check(failing(tmp_path, [name for name in STORES if name not in QUICK]))
+@pytest.mark.parametrize("name", [name for name in STORES if name not in QUICK])
+def test_a_faulty_store_fails_exactly_the_tests_that_it_should(tmp_path: Path, name: str) -> None:
+    """One at a time: what failed is kept with its memory until its process ends."""
+    check(failing(tmp_path, [name]))
 
 
 class Storm:
