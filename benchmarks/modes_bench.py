@@ -59,10 +59,11 @@ class Row(NamedTuple):
 
 
 def _started(processes: Processes, engines: dict[str, Server], *arguments: str) -> Server:
-    """A proxy or a sidecar; `@NAME` is the URL of an engine."""
+    """A proxy or a sidecar; `@NAME` is the URL of an engine. Engines meet in the store only if that is said."""
     port = free_port()
     real = [engines[text[1:]].url if text.startswith("@") else text for text in arguments]
-    command = [sys.executable, "-m", "kvparams", *real, "--connector", "store", "--port", str(port), *_QUIET]
+    connector = () if "--connector" in arguments else ("--connector", "store")
+    command = [sys.executable, "-m", "kvparams", *real, *connector, "--port", str(port), *_QUIET]
     return processes.start(arguments[0], *command, port=port)
 
 
@@ -83,6 +84,9 @@ def _ways(processes: Processes, store: str, step_ms: int, broker: str | None) ->
     found: dict[str, list[tuple[str, ...]]] = {
         "aggregated": [("proxy", "--mode", "aggregated", "--aggregated", "@A")],
         "prefill_then_decode": [("proxy", *both)],
+        "concurrent_legs": [("proxy", "--mode", "concurrent_legs", "--connector", "store-meet", *both)],
+        "conditional, above its bound": [("proxy", "--mode", "conditional,remote_tokens=64", *both)],
+        "conditional, below it": [("proxy", "--mode", "conditional,remote_tokens=4096", *both)],
         "prefill_local_decode_remote": [("sidecar", "--role", "prefill", "--engine", "@P", "--decode", "@D")],
         "decode_local_prefill_remote": [("sidecar", "--role", "decode", "--engine", "@D", "--prefill", "@P")],
     }

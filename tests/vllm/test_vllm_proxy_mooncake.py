@@ -16,12 +16,12 @@ import httpx
 import pytest
 import torch
 
-from demo.processes import Processes, free_port
+from demo.processes import Processes, Server, free_port
 from kvparams.dialects import HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
-from tests.vllm.engines import complete, counters
-from tests.vllm.own_connectors import Alone, Pair, external, installed, mooncake, start_pair
-from tests.vllm.traffic import answers
+from tests.vllm.engines import CALM, PATIENCE_S, complete, counters
+from tests.vllm.own_connectors import Alone, Own, Pair, external, installed, mooncake, start_pair
+from tests.vllm.traffic import answers, mixed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
@@ -72,10 +72,29 @@ def test_the_reason_why_it_does_not_start_without_a_gpu_still_holds() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def prefill() -> Own:
     installed("mooncake")
-    with Processes(tmp_path_factory.mktemp("logs")) as processes:
-        yield start_pair(processes, model, "mooncake", mooncake("P", "kv_producer"), mooncake("D", "kv_consumer"))
+    return mooncake("P", "kv_producer")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with Processes(tmp_path_factory.mktemp("logs")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, processes: Processes, prefill: Own) -> Pair:
+    return start_pair(processes, model, "mooncake", prefill, mooncake("D", "kv_consumer"))
+
+
+@pytest.fixture(scope="module")
+def together(pair: Pair, processes: Processes, prefill: Own) -> Server:
+    """Another proxy before the same engines, which sends both legs at once."""
+    more = (*CALM, "--bootstrap", f"P={prefill.bootstrap}", "--mode", "concurrent_legs")
+    proxy = processes.proxy([pair.prefill], [pair.decode], *more, connector="mooncake")
+    processes.wait_ready(proxy, within_s=PATIENCE_S)
+    return proxy
 
 
 def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
@@ -88,6 +107,19 @@ def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
     assert not counters(pair.prefill)["vllm:kv_cache_usage_perc"]
     record({"connector": "MooncakeConnector", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+
+
+def test_both_legs_at_once_have_the_tokens_of_one_engine(
+    together: Server, pair: Pair, bare: Server, record: Callable[[dict[str, object]], None]
+) -> None:
+    """Decode is told where prefill is before prefill has begun, and waits there for the KV."""
+    asks = mixed(40, seed=23)
+    before = external(pair.decode)
+    assert answers(together.url, asks) == answers(bare.url, asks)
+    loaded = external(pair.decode) - before
+    assert loaded > 1000
+    assert not counters(pair.prefill)["vllm:kv_cache_usage_perc"]
+    record({"connector": "MooncakeConnector", "mode": "concurrent_legs", "prompts": len(asks), "different": 0})
 
 
 def test_a_stop_token_first_does_not_take_the_kv_away(pair: Pair) -> None:

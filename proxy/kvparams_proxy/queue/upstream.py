@@ -36,7 +36,6 @@ __all__ = ["QueueUpstream"]
 
 _log: Final = logging.getLogger(__name__)
 _AWAY_S: Final = 30.0
-"""Without a broker for so long, nobody is sent here any more; before, work waits for it."""
 _MOST_BYTES: Final = 64 << 20
 """Of what the broker has not answered for: more is refused."""
 _UNREAD: Final = 1000
@@ -66,6 +65,8 @@ class QueueUpstream:
         self._names = Names(name)
         self._node = f"p{token_hex(8)}"
         self.wait_s: Final = wait_s
+        self._away_s: Final = max(_AWAY_S, wait_s)
+        """Without a broker for so long, nobody is sent here any more; before, work waits for it."""
         self.answer_bytes: Final = answer_bytes
         self._numbers = 0
         self._running: dict[str, Awaited] = {}
@@ -102,7 +103,7 @@ class QueueUpstream:
         awaited = self._running[id] = Awaited(self, id, sink)
         if not head:
             self._loop.call_soon(self._answer_probe, awaited)
-        elif self._closed or self._link.away_s > _AWAY_S:
+        elif self._closed or self._link.away_s > self._away_s:
             self._loop.call_soon(awaited.finish, UpstreamError("the broker is not there", connected=False))
         elif self._outbox.is_full:
             self._loop.call_soon(awaited.finish, UpstreamFull("too much waits for the broker", connected=False))
@@ -124,7 +125,7 @@ class QueueUpstream:
 
     def _answer_probe(self, awaited: Awaited) -> None:
         """Whether there is a broker; of the engines behind it nothing is known."""
-        if self._closed or self._link.away_s > _AWAY_S:
+        if self._closed or self._link.away_s > self._away_s:
             awaited.finish(UpstreamError("the broker is not there", connected=False))
         else:
             awaited.answer(404)
