@@ -132,8 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="kvparams-bench-") as folder:
-        print(table(hold(Path(folder), *map(int, (given.talks, given.turns, given.step_ms)))))
-    sizes = [_FIRST + _MORE * turn for turn in range(cast("int", given.turns))]
+        talks, turns, step_ms = (cast("int", each) for each in (given.talks, given.turns, given.step_ms))
+        print(table(hold(Path(folder), talks, turns, step_ms)))
+    sizes = [_FIRST + _MORE * turn for turn in range(turns)]
     print(f"\nin the conversation's own earlier turns: {sum(sizes[:-1]) / sum(sizes):.1%} of all prompt tokens")
     return 0
 
