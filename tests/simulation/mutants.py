@@ -224,14 +224,15 @@ def mutants() -> list[Mutant]:
 
 
 def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
-    """The first seed in which the mutant is noticed, and how; None if in none."""
+    """The first seed in which the mutant is noticed, and how; None if in none. Other modes are not tried."""
+    from .scenario import SPLIT
     from .world import run
 
     with _mutated(mutant):
         for seed in seeds:
             try:
                 with _alarm():
-                    wrong = run(seed).wrong
+                    wrong = run(seed, SPLIT).wrong
             except (Exception, _TooLong) as error:  # noqa: BLE001  it is a mutant
                 wrong = [repr(error)]
             if wrong:

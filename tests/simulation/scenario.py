@@ -3,13 +3,14 @@
 The one rule: everything is drawn here or from `World.random`, in the order of events; so a seed is a run.
 """
 
+from collections.abc import Mapping
 from random import Random
 from typing import Literal, NamedTuple, cast
 
 from kvparams.managers.local_remote import LOCAL
 from kvparams.scheduling import Role
 
-__all__ = ["Ask", "Client", "Leave", "Operation", "Scenario", "draw"]
+__all__ = ["MODES", "SPLIT", "Ask", "Client", "Leave", "Operation", "Scenario", "draw"]
 
 _KINDS = {
     "calm": 1,
@@ -23,16 +24,20 @@ _KINDS = {
     "turned away": 3,
 }
 """What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and four that are rare."""
-_MODES = {
+SPLIT = {
     "prefill_then_decode": 14,
     "prefill_then_decode,decode_first=true": 2,
     "concurrent_legs": 4,
+    "conditional,remote_tokens=0": 1,
+}
+"""How a proxy before all engines splits requests, and how often."""
+MODES = SPLIT | {
     "conditional,remote_tokens=20,fallback=true": 2,
     "aggregated": 2,
     "prefill_local_decode_remote": 2,
     "decode_local_prefill_remote": 2,
 }
-"""How requests are coordinated, and how often."""
+"""All ways to coordinate."""
 Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
 
 
@@ -165,11 +170,11 @@ class Scenario(NamedTuple):
         return frozenset((Role.AGGREGATED,)) if name == "aggregated" else frozenset()
 
 
-def draw(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int, modes: Mapping[str, int] = MODES) -> Scenario:
+    """The scenario of a seed, in one of these modes."""
     drawn = _drawn(seed)
     random = Random(f"mode {seed}")
-    drawn = drawn._replace(mode=random.choices(tuple(_MODES), tuple(_MODES.values()))[0])
+    drawn = drawn._replace(mode=random.choices(tuple(modes), tuple(modes.values()))[0])
     if drawn.mode == "concurrent_legs":
         return drawn._replace(dialect="store-meet")
     if drawn.mode == "aggregated":

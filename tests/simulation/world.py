@@ -34,7 +34,7 @@ from .language import tokenize
 from .legs import Held, Leg
 from .network import Network, Socket
 from .replaced import Budget, config
-from .scenario import Operation, Scenario, draw
+from .scenario import MODES, Operation, Scenario, draw
 from .virtual_loop import Stuck, VirtualLoop
 
 __all__ = ["Run", "World", "run"]
@@ -433,6 +433,6 @@ def _named(instance: Instance, name: str) -> Instance:
     return Instance(name, instance.incarnation, instance.role, instance.url, instance.dialect)
 
 
-def run(seed: int) -> Run:
-    """One seed."""
-    return World(draw(seed)).run()
+def run(seed: int, modes: Mapping[str, int] = MODES) -> Run:
+    """One seed, in one of these modes."""
+    return World(draw(seed, modes)).run()
