@@ -1,13 +1,12 @@
 """Conversations over two real vLLM engines: hit ratio and time to first token, by cached prefixes against round robin.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_routing [--rounds 20] [--split] [--cache-mib 16] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_routing [--rounds 20] [--cache-mib 16] [--json FILE]
 
 Two engines that publish KV events, and three proxies before them: round robin, `cache_aware` that learns from what
 engines report (`self-correction`), and one that hears their events, too. In a round each proxy has its turn, in an
 order that changes, with conversations of its own: eight at a time, six turns each, every one all of those before and 80
-tokens more, as token ids; between two turns a user thinks. Nothing is reset: what was before has to make room. With
-`--split` two engines compute prompts and two others answer, over vLLM's own NixlConnector; then it is the first two
-that are chosen by their caches.
+tokens more, as token ids; between two turns a user thinks. Nothing is reset: what was before has to make room. Each
+engine answers what it has computed itself.
 
 Of a turn of a proxy the mean and the median time to first token are told; the hit ratio is vLLM's own, of prompt
 tokens: `vllm:prefix_cache_hits` by `vllm:prefix_cache_queries`.
@@ -34,7 +33,6 @@ from benchmarks.ratios import Interval, median_interval
 from benchmarks.vllm_bench import Rounds, body_of, in_rounds
 from demo.processes import Processes, Server, free_port
 from tests.vllm.engines import counters, start_engine
-from tests.vllm.own_connectors import nixl
 from tests.vllm.tiny_model import make_model
 
 __all__ = ["main"]
@@ -59,31 +57,28 @@ _SIDES: Final[Mapping[str, tuple[str, bool]]] = {
 
 
 class _Engines:
-    """Two that compute prompts, and whoever answers behind them."""
+    """Two, each of which answers alone."""
 
-    def __init__(self, processes: Processes, folder: Path, model: Path, cache_bytes: int, *, split: bool) -> None:
-        self._processes, self._folder, self._split = processes, folder, split
-        self.first = [self._start(name, model, cache_bytes, core) for core, name in enumerate(("P0", "P1"))]
-        self._second = [self._start(name, model, 64 << 20, core) for core, name in enumerate(("D0", "D1")[: 2 * split])]
-        processes.wait_ready(*self.first, *self._second, within_s=_READY_S)
+    def __init__(self, processes: Processes, folder: Path, model: Path, cache_bytes: int) -> None:
+        self._processes, self._folder = processes, folder
+        self._servers = [self._start(name, model, cache_bytes, core) for core, name in enumerate(("A", "B"))]
+        processes.wait_ready(*self._servers, within_s=_READY_S)
 
     def proxy(self, name: str, policy: str, *, hears: bool) -> Server:
-        """One before all of them."""
-        role = "prefill" if self._split else "aggregated"
+        """One before both."""
         entries: list[dict[str, str]] = []
-        for engine in self.first:
+        for engine in self._servers:
             heard = {"kv_events": self._at(engine.name, "said"), "kv_events_replay": self._at(engine.name, "again")}
-            entries.append({"id": engine.name, "url": engine.url, "role": role, **(heard if hears else {})})
-        entries += [{"id": each.name, "url": each.url, "role": "decode"} for each in self._second]
+            entries.append({"id": engine.name, "url": engine.url, "role": "aggregated", **(heard if hears else {})})
         fleet, port = self._folder / f"{policy}-{hears}.yaml", free_port()
         fleet.write_text(yaml.safe_dump({"instances": entries}))
         command = [sys.executable, "-m", "kvparams", "proxy", "--config", str(fleet), "--port", str(port)]
-        command += ["--policy", policy, "--log-requests", "off", *(() if self._split else ("--mode", "aggregated"))]
+        command += ["--policy", policy, "--log-requests", "off", "--mode", "aggregated"]
         return self._processes.start(name.replace(" ", "-"), *command, port=port)
 
     def tokens(self) -> tuple[float, float]:
         """Of all prompts so far, and of these found in caches."""
-        seen = [counters(engine) for engine in self.first]
+        seen = [counters(engine) for engine in self._servers]
         asked, found = (sum(each[f"vllm:prefix_cache_{what}_total"] for each in seen) for what in ("queries", "hits"))
         return asked, found
 
@@ -93,14 +88,11 @@ class _Engines:
     def _start(self, name: str, model: Path, cache_bytes: int, core: int) -> Server:
         told: dict[str, object] = {"enable_kv_cache_events": True, "publisher": "zmq"}
         told |= {"endpoint": self._at(name, "said"), "replay_endpoint": self._at(name, "again")}
-        own = nixl(name, "kv_producer" if name.startswith("P") else "kv_consumer") if self._split else None
         return start_engine(
             self._processes,
             name,
             model,
             *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(told)),
-            transfer=None if own is None else own.transfer,
-            environment=None if own is None else own.environment,
             core=core,
             cache_bytes=cache_bytes,
         )
@@ -142,13 +134,13 @@ async def _all(url: str, seeds: Sequence[str]) -> list[float]:
     return found
 
 
-def _measure(folder: Path, rounds: int, cache_bytes: int, *, split: bool) -> dict[str, object]:
+def _measure(folder: Path, rounds: int, cache_bytes: int) -> dict[str, object]:
     hits: Rounds = {name: [] for name in _SIDES}
     middle: Rounds = {name: [] for name in _SIDES}
     numbers = count()
     model = make_model(folder / "model")
     with Processes(folder) as processes:
-        engines = _Engines(processes, folder, model, cache_bytes, split=split)
+        engines = _Engines(processes, folder, model, cache_bytes)
         proxies = {name: engines.proxy(name, policy, hears=hears) for name, (policy, hears) in _SIDES.items()}
         processes.wait_ready(*proxies.values())
 
@@ -194,14 +186,13 @@ def main() -> None:
     """Run, print the ratios, and write them down if told where."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--split", action="store_true", help="two engines compute prompts, two others answer")
-    parser.add_argument("--cache-mib", type=int, default=16, help="of an engine that computes prompts: 512 tokens each")
+    parser.add_argument("--cache-mib", type=int, default=16, help="of an engine; 512 tokens each")
     parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-") as name:
-        found = _measure(Path(name), told.rounds, told.cache_mib << 20, split=told.split)
+        found = _measure(Path(name), told.rounds, told.cache_mib << 20)
     if told.json is not None:
-        line = {"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, "split": told.split, "MiB": told.cache_mib}
+        line = {"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, "MiB": told.cache_mib}
         with told.json.open("a") as file:
             file.write(json.dumps({**line, **found}) + "\n")
 
