@@ -57,7 +57,7 @@ def _main(arguments: list[str]) -> int:
     gc.freeze()
     numbers = [int(argument) for argument in arguments[1:]]
     if arguments[0] == "replay":
-        result = run(*numbers)
+        result = run(numbers[0])
         _say(result.report())
         return 1 if result.wrong else 0
     {"seeds": _seeds, "traces": _traces, "mutants": _mutants}[arguments[0]](*numbers)
