@@ -3,7 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ __all__ = [
     "counters",
     "start_engine",
     "transfer_config",
+    "until",
 ]
 
 CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
@@ -118,3 +120,12 @@ def complete(url: str, prompt: str | Sequence[int], max_tokens: int = 16, **more
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S, verify=NO_CERTIFICATES)
     response.raise_for_status()
     return response.json()
+
+
+def until(true: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
+    """Wait until something is so; how long that took, in seconds."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - began

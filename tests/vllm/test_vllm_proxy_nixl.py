@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server, proxy_command
-from tests.vllm.engines import ANSWER_S, CALM, counters
+from tests.vllm.engines import ANSWER_S, CALM, counters, until
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair, usage
 from tests.vllm.traffic import Ask, answers
 
@@ -48,15 +48,6 @@ def _in_use(server: Server) -> float:
     return counters(server)["vllm:kv_cache_usage_perc"]
 
 
-def _until(true: Callable[[], bool], within_s: float) -> float:
-    """Wait until something is so; how long that took."""
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     pair: Pair, alone: Alone, record: Callable[[dict[str, object]], None]
 ) -> None:
@@ -68,7 +59,7 @@ def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     assert seen["vllm:external_prefix_cache_hits_total"] > 0
     # What decode computes of a prompt itself is the last token, and what its own cache had.
     assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
-    _until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode), _SOON_S)
+    until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode), _SOON_S)
     record({"connector": "NixlConnector", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
 
 
@@ -105,15 +96,15 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
         f"{pair.prefill.url}/v1/completions", json={**body, "kv_transfer_params": asked}, timeout=ANSWER_S
     )
     held = prefilled.json()["kv_transfer_params"]
-    until = time.monotonic() + 3.0
-    while time.monotonic() < until:  # all the while, not at its end alone
+    over = time.monotonic() + 3.0
+    while time.monotonic() < over:  # all the while, not at its end alone
         assert _in_use(pair.prefill) > 0
         time.sleep(0.1)
     fetched = httpx.post(
         f"{pair.decode.url}/v1/completions", json={**body, "kv_transfer_params": held}, timeout=ANSWER_S
     )
     assert fetched.status_code == 200
-    _until(lambda: not _in_use(pair.prefill), _SOON_S)
+    until(lambda: not _in_use(pair.prefill), _SOON_S)
 
 
 def test_a_client_that_leaves_between_the_legs_leaves_no_blocks(pair: Pair, tmp_path: Path) -> None:
@@ -136,7 +127,7 @@ async def _leave_between_legs(pair: Pair, url: str) -> float:
     async with httpx.AsyncClient(timeout=ANSWER_S) as client, client.stream("POST", path, json=long) as busy:
         lines = busy.aiter_lines()  # kept: a generator that is forgotten closes the stream
         await anext(lines)
-        await asyncio.to_thread(_until, lambda: not _in_use(pair.prefill), _SOON_S)
+        await asyncio.to_thread(until, lambda: not _in_use(pair.prefill), _SOON_S)
         waiting = asyncio.create_task(client.post(path, json=short))
         async with asyncio.timeout(ANSWER_S):
             while not await asyncio.to_thread(_in_use, pair.prefill):  # noqa: ASYNC110
@@ -144,7 +135,7 @@ async def _leave_between_legs(pair: Pair, url: str) -> float:
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
-        took = await asyncio.to_thread(_until, lambda: not _in_use(pair.prefill), _LEASE_S)
+        took = await asyncio.to_thread(until, lambda: not _in_use(pair.prefill), _LEASE_S)
         running = (await asyncio.to_thread(counters, pair.decode))["vllm:num_requests_running"]
         assert running == 1, "decode was not busy all the time"
         return took
@@ -161,7 +152,7 @@ def test_clients_that_leave_at_random_moments_leave_nothing(
     assert given_up
     # A prefill that ends at the very moment at which its leg is given up has told nobody of its blocks: they stay until
     # the lease is over.
-    took = _until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode), _LEASE_S + 15)
+    took = until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode), _LEASE_S + 15)
     for server in (pair.prefill, pair.decode):
         seen = counters(server)
         assert not seen["vllm:num_requests_running"]
