@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ __all__ = ["ProcessError", "Processes", "Server", "bound_to_parent", "free_port"
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
 _LOG_TAIL: Final = 2_000
+_RESERVED_S: Final = 60.0
 
 # Asks the kernel for a SIGTERM at the parent's death (prctl(2), PR_SET_PDEATHSIG is 1; it survives execve), makes sure
 # that the parent was not dead by then, and becomes the command. A program of its own, as Python code between fork and
@@ -60,12 +62,30 @@ class Server:
 
 
 def free_port() -> int:
-    """A port on the loopback interface that nothing listens on, below the range that connections are made from."""
+    """A port on the loopback interface that nothing listens on, below the range that connections are made from.
+
+    Nor was any process of this user told of it within the last minute: that one may not listen yet.
+    """
+    draw = random.SystemRandom()  # tests seed the other one, each process alike
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = draw.randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if _first_to_ask(port):
+                return port
+
+
+def _first_to_ask(port: int) -> bool:
+    folder = Path(tempfile.gettempdir()) / f"kvparams-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    mark = folder / str(port)
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        if time.time() - mark.stat().st_mtime < _RESERVED_S:
+            return False
+        mark.touch()
+    return True
 
 
 def bound_to_parent(*command: str) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """A real Mooncake cluster for tests: a master and owners as processes on free ports of the loopback interface."""
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -9,27 +8,17 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from demo.processes import free_port
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.stores.mooncake.client import Client
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 
 MASTER: Final = Path(sysconfig.get_path("scripts")) / "mooncake_master"
 _READY_S: Final = 30.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives out itself."""
-    for _ in range(1000):
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port")
 
 
 def until(what: Callable[[], bool], timeout_s: float = _READY_S) -> float:

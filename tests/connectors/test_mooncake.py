@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo.processes import free_port
 from kvparams_connectors.advice import advice_of as advice_of_store
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
@@ -30,7 +31,7 @@ from kvparams_connectors.stores.mooncake.stalls import Stalls
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 from kvparams_connectors.stores.mooncake.writing import EMPTY
 from kvparams_connectors.tools.diagnosis import examine_store
-from tests.connectors.mooncake_cluster import Cluster, free_port, until
+from tests.connectors.mooncake_cluster import Cluster, until
 from tests.connectors.steps import codes
 
 DEADLINE_S = 20.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from demo.processes import free_port
 from kvparams_connectors.store import Code, KVStore
 from kvparams_connectors.stores.stream import tcp_socket
-from tests.connectors.mooncake_cluster import free_port
 from tests.connectors.peer_steps import WAIT_S, get, names, peer
 
 HOLES = [f"127.0.0.{number}" for number in range(2, 8)]

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from demo.processes import free_port
 from kvparams_connectors.store import Code, GetOp, KVStore, Result
 from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.peer.channel import Channel
@@ -20,7 +21,7 @@ from kvparams_connectors.stores.peer.wire import (
     Status,
     found_table,
 )
-from tests.connectors.mooncake_cluster import free_port, until
+from tests.connectors.mooncake_cluster import until
 from tests.connectors.peer_process import PeerProcess, a_peer, page
 from tests.connectors.peer_steps import SIZE, WAIT_S, Liar, get, lies, names, peer, put, reader_of, request
 from tests.connectors.valkey_relay import Relay

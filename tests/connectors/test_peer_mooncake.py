@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from demo.processes import free_port
 from kvparams_connectors.advice import advice_of
 from kvparams_connectors.conformance import Opener, StoreConformance
 from kvparams_connectors.settings import StoreError, StoreURL
@@ -29,7 +30,7 @@ from kvparams_connectors.stores.peer.wire import (
     parse_reply,
     placement_table,
 )
-from tests.connectors.mooncake_cluster import free_port, until
+from tests.connectors.mooncake_cluster import until
 from tests.connectors.peer_across import Across
 from tests.connectors.peer_process import PeerProcess, a_peer, page
 from tests.connectors.peer_steps import (
