@@ -6,7 +6,8 @@ removed. `RoutingFeed` needs no events: what is sent somewhere will be cached th
 the engine reports as cached says how much fits.
 
 The one rule: what cannot be placed is left out and counted. Then a worker is believed to have less than it has, which
-costs computing something again.
+costs computing something again. So it is where an engine's blocks are not ours and two of them end the same block of
+ours: one given up is taken for both.
 """
 
 from collections.abc import Callable, Hashable

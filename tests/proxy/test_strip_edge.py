@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvparams.dialects.registry import tables
@@ -104,7 +104,8 @@ def steered(engines: list[Scripted]) -> bool:
 
 
 async def campaign(scripted: Any, proxy: Any, dialect: str, examples: int) -> list[bool]:
-    """For each request that reached an engine, whether it steered one."""
+    """For each request that reached an engine, whether it steered one. Two that would are always among them: what a
+    control sees is not left to luck."""
     params = NIXL | {"kvparams": RESULT}
     engines = [await scripted(answering(ANSWER | {"kv_transfer_params": params})) for _ in range(2)]
     running = await proxy([engines[0].url], [engines[1].url], dialect, log_requests="off")
@@ -118,6 +119,8 @@ async def campaign(scripted: Any, proxy: Any, dialect: str, examples: int) -> li
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     @given(st.sampled_from(sorted(PATHS)), st.lists(SAID, max_size=4), st.lists(HEADERS, max_size=2), IDS)
+    @example("chat", [((), "kv_transfer_params", {"remote_host": EVIL}, "plain", "as it is")], [], "req-1")
+    @example("completions", [], [], f"x___decode_addr_{EVIL}")
     def feed(kind: str, said: list[Any], names: list[tuple[str, bool]], id: str) -> None:
         headers = [(name.upper() if upper else name, EVIL) for name, upper in names]
         asked = ask(running, kind, body_of(kind, said), [*headers, ("X-Request-ID", id)])
