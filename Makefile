@@ -128,6 +128,7 @@ test: check .cache/sources/.ready
 
 soak: $(READY) servers install-lmcache
 	$(BIN)/pytest -m slow --soak --timeout 3600
+	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=searching --timeout 3600
 
 bench-proxy: $(READY)
 	$(BIN)/python benchmarks/proxy_bench.py

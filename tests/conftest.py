@@ -16,9 +16,12 @@ from hypothesis import settings
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "soak.jsonl"
 
 # No example is judged by the clock. `make check` looks for what has just been broken; `make test` looks longer, with
-# `--hypothesis-profile=thorough`. Who needs more examples than others says so in multiples of these.
-settings.register_profile("quick", deadline=None, max_examples=25)
-settings.register_profile("thorough", deadline=None, max_examples=100)
+# `--hypothesis-profile=thorough`. Who needs more examples than others says so in multiples of these. Both draw the same
+# examples each time, so that what was seen to pass, passes; `make soak` draws others, and more, to find what is new.
+settings.register_profile("quick", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=100, derandomize=True)
+settings.register_profile("soak", deadline=None, max_examples=25, print_blob=True)
+settings.register_profile("searching", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("quick")
 
 
@@ -72,6 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run stress tests at full length and record what they saw")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--soak"):
+        settings.load_profile("soak")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
