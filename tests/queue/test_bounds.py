@@ -11,7 +11,7 @@ import httpx
 import pytest
 from pamqp.common import Arguments
 
-from kvparams_proxy.queue.messages import Part, Result, Work, read_results, write_work
+from kvparams_proxy.queue.messages import Malformed, Part, Result, Work, read_results, write_work
 from kvparams_proxy.queue.outbox import Letter
 from kvparams_proxy.queue.running import Running
 from kvparams_proxy.queue.topology import Names
@@ -199,7 +199,7 @@ async def test_what_the_broker_refuses_is_sent_again_and_its_work_not_given_up(n
         await sent(nodes.broker.url, Names(nodes.name).work, write_work(Work("p.1", "/v1/completions", b"", b"{}")))
         await until(lambda: bool(decode.engine.bodies))
         assert (await waiting(nodes.broker.url, queue, 1))[0].body == b"in the way"
-        found: list[Result] = []
+        found: list[Result | Malformed] = []
         while not any(isinstance(each, Part) and each.last for each in found):
             (letter,) = await waiting(nodes.broker.url, queue, 1)
             found += read_results(letter.body)

@@ -18,6 +18,7 @@ from kvparams_proxy.queue.messages import (
     Result,
     Taken,
     Work,
+    checked,
     node_of,
     read_control,
     read_results,
@@ -30,8 +31,10 @@ from kvparams_proxy.queue.messages import (
 
 
 def only(letter: bytes) -> Result:
-    """What a letter with one message holds."""
+    """What a letter with one message holds; raises what is wrong with it."""
     (result,) = read_results(letter)
+    if isinstance(result, Malformed):
+        raise result
     return result
 
 
@@ -64,9 +67,35 @@ def test_what_one_letter_holds_is_read_in_order() -> None:
     assert list(read_results(letter)) == [parts[1], Taken("p.2", "d"), parts[2], parts[0]]
 
 
-def test_nothing_is_read_after_what_is_malformed() -> None:
+LONG = Head(200, b"x" * 1001, b"")
+
+
+def test_what_is_wrong_only_inside_costs_nothing_after_it() -> None:
+    good = Part("p.1", "d", 0, None, b"abc", False, None)
+    raw = write_part(good._replace(id="p.2"))
+    for bad, id, node in (
+        (write_part(Part("p.2", "d", 0, LONG, b"abc", False, None)), "p.2", "d"),
+        (write_part(Part("p.2", "d", 0, Head(600, b"", b""), b"", False, None)), "p.2", "d"),
+        (raw.replace(b"part", b"none"), "p.2", "d"),
+        (raw.replace(b"p.2", b"p/2"), None, "d"),
+        (raw.replace(b'"d"', b'" "'), "p.2", None),
+    ):
+        before, found, after = read_results(write_part(good) + bad + write_part(good))
+        assert (before, after) == (good, good)
+        assert isinstance(found, Malformed)
+        assert (found.id, found.node) == (id, node)
+
+
+@pytest.mark.parametrize("head", [LONG, Head(600, b"", b""), Head(199, b"", b""), Head(200, b"", b"\t")])
+def test_a_head_that_nobody_would_read_is_not_sent(head: Head) -> None:
+    with pytest.raises(Malformed):
+        checked(head)
+    assert checked(Head(599, b"x" * 1000, b"")) == Head(599, b"x" * 1000, b"")
+
+
+def test_nothing_is_read_after_what_ends_nobody_knows_where() -> None:
     good = write_part(Part("p.1", "d", 0, None, b"abc", False, None))
-    for bad in (good.replace(b"part", b"none"), good[:-1], good.replace(b":3", b":-1"), b"x"):
+    for bad in (good[:-1], good.replace(b":3", b":-1"), good.replace(b',"size":3', b""), b"x"):
         reading = read_results(good + bad + good)
         assert isinstance(next(reading), Part)
         with pytest.raises(Malformed):
@@ -132,6 +161,7 @@ def test_what_is_not_quite_work_is_refused(members: dict[str, Any]) -> None:
         {"size": 1},
         {"size": -1},
         {"size": False},
+        {"size": ...},
         {"node": "a b"},
         {"kind": "work"},
         {"head": {"status": 100, "type": "", "retry_after": ""}},

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from kvparams_proxy.queue.messages import Part, Work, read_results, write_work
+from kvparams_proxy.queue.messages import Head, Part, Work, node_of, read_results, write_part, write_work
 from kvparams_proxy.queue.topology import Names
-from kvparams_proxy.upstream.terms import UpstreamFull, UpstreamTimeout
+from kvparams_proxy.upstream.terms import UpstreamError, UpstreamFull, UpstreamTimeout
 from tests.proxy.conftest import answer
 
 from .conftest import Nodes
-from .raw import hearing, sent
-from .scenes import LIMIT_S, Chunks, echo, ended, send, until
+from .raw import RawNode, hearing, sent
+from .scenes import LIMIT_S, Chunks, Heard, begun, echo, ended, send, until
 
 
 async def test_a_whole_answer_comes_back(nodes: Nodes) -> None:
@@ -155,6 +155,71 @@ async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) 
         own = sorted(part for part in parts if part.id == f"p.{number}")
         assert b"".join(part.body for part in own) == b"".join(b"%5d" % step for step in range(steps))
     assert 3 * len(letters) < len(found)
+
+
+class Faulty(Heard):
+    """A sink with a fault at its end."""
+
+    def on_done(self, error: UpstreamError | None) -> None:
+        super().on_done(error)
+        raise RuntimeError("a fault of the proxy")
+
+
+@pytest.mark.parametrize("fault", ["the node's", "the proxy's"])
+async def test_a_fault_in_a_letter_costs_nobody_behind_it(nodes: Nodes, fault: str) -> None:
+    way = nodes.prefill()
+    await begun(nodes)
+    ours, others = Faulty() if fault == "the proxy's" else Heard(), Heard()
+    async with RawNode(nodes.broker.url, nodes.name) as node:
+        for sink in (ours, others):
+            way.exchange(way.request(b"/v1/completions", b"", b"{}"), sink)
+        asker = node_of((await node.take()).id)
+        good = Head(200, b"text/plain", b"")
+        bad = Head(200, b"x" * 1001, b"") if fault == "the node's" else good
+        parts = (
+            Part(f"{asker}.1", node.name, 0, bad, b"a", True, None),
+            Part(f"{asker}.2", "d", 0, good, b"b", True, None),
+        )
+        await sent(nodes.broker.url, node.names.results(asker), b"".join(map(write_part, parts)))
+        await ended(others)
+        assert (others.error, others.body) == (None, b"b")
+        await ended(ours)
+        if fault == "the node's":
+            assert ours.error is not None
+            assert "what cannot be read" in ours.error.reason
+            order = await node.told()
+            assert (order.order, order.id) == ("cancel", f"{asker}.1")
+
+
+async def test_what_another_node_says_that_cannot_be_read_ends_nothing(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    await begun(nodes)
+    async with RawNode(nodes.broker.url, nodes.name) as node:
+        _, heard = send(way)
+        work = await node.take()
+        head = Head(200, b"text/plain", b"")
+        await node.say(Part(work.id, node.name, 0, head, b"a", False, None))
+        await node.say(Part(work.id, "another", 0, head._replace(status=600), b"x", True, None))
+        await node.say(Part(work.id, node.name, 1, None, b"b", True, None))
+        await ended(heard)
+        assert (heard.error, heard.body) == (None, b"ab")
+
+
+async def test_a_head_of_an_engine_that_cannot_be_told_fails_its_work_alone(nodes: Nodes) -> None:
+    async def strange(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if body == b"{}":
+            await echo(body, reader, writer)
+        else:
+            writer.write(answer(b"{}", extra=b"retry-after: %b\r\n" % (b"x" * 20_000)))
+
+    way = nodes.prefill()
+    decode = await nodes.decode(strange)
+    (_, bad), (_, good) = send(way, b"bad"), send(way)
+    assert (await ended(good)).body == b"{}"
+    await ended(bad)
+    assert bad.error is not None
+    assert "head must be" in bad.error.reason
+    await until(lambda: decode.consumer.counts["done"] == 2)
 
 
 async def test_a_paused_stream_stops_its_engine_and_no_other_one(nodes: Nodes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvparams_proxy.queue import messages
-from kvparams_proxy.queue.messages import End, Lost, Order, Part, Refused, Result, Taken
+from kvparams_proxy.queue.messages import End, Lost, Malformed, Order, Part, Refused, Result, Taken
 from kvparams_proxy.queue.outbox import Fate, Letter
 from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError, UpstreamFull, UpstreamTimeout
 
@@ -208,6 +208,13 @@ class Awaited:
         if len(self._early) > _EARLY:
             self._fail(UpstreamError("its decode node leaves out a part of the answer"))
         self._deliver()
+
+    def mishear(self, malformed: Malformed) -> None:
+        """What was said about it cannot be read: the answer would have a hole there."""
+        if self._node is None:
+            self._node = malformed.node
+        if malformed.node in (None, self._node):
+            self._fail(UpstreamError(f"its decode node has said what cannot be read ({malformed})"))
 
     # inside
 

@@ -24,6 +24,7 @@ __all__ = [
     "Result",
     "Taken",
     "Work",
+    "checked",
     "node_of",
     "read_control",
     "read_results",
@@ -55,11 +56,12 @@ _FAILURES: Final = ("failed", "timeout", "full")
 
 
 class Malformed(KVParamsError, ValueError):
-    """A message is not one of these. `id` is whose it is, where at least that could be read."""
+    """A message is not one of these. `id` and `node` are whose it is and who said it, where that could be read."""
 
-    def __init__(self, message: str, id: str | None = None) -> None:
+    def __init__(self, message: str, id: str | None = None, node: str | None = None) -> None:
         super().__init__(message)
         self.id = id
+        self.node = node
 
 
 class Work(NamedTuple):
@@ -186,29 +188,41 @@ def write_part(part: Part) -> bytes:
         len(part.body),
     )
     if part.head is not None:
-        status, content_type, retry_after = part.head
-        said = {"status": status, "type": content_type.decode("latin-1"), "retry_after": retry_after.decode("latin-1")}
-        begin += b',"head":%b' % json.dumps(said, separators=(",", ":")).encode()
+        begin += b',"head":%b' % json.dumps(_said(part.head), separators=(",", ":")).encode()
     if part.last:
         end = "well" if part.end is None else {**part.end._asdict(), "reason": part.end.reason[:_MOST_REASON]}
         begin += b',"end":%b' % json.dumps(end, separators=(",", ":")).encode()
     return b"%b}\n%b" % (begin, part.body)
 
 
-def read_results(raw: bytes) -> Iterator[Result]:
-    """All that one letter holds, in order.
+def checked(head: Head) -> Head:
+    """The same, if it may be sent. One that is too long could take all that goes with it in one letter along.
 
     Raises:
-        Malformed: what comes next is none; nothing after it is read.
+        Malformed: nobody would read it.
+    """
+    return _head(_said(head))
+
+
+def read_results(raw: bytes) -> Iterator[Result | Malformed]:
+    """All that one letter holds, in order; `Malformed` stands for what is none though it is known where it ends.
+
+    Raises:
+        Malformed: where the next one ends cannot be read; nothing after it is.
     """
     at = 0
     while True:
         head, begin = _first_line(raw, at)
-        size = head.get("size", 0)
+        size = head.get("size", None if head.get("kind") == "part" else 0)
         if type(size) is not int or not 0 <= size <= min(_MOST_BODY, len(raw) - begin):
             raise Malformed("size must be that of its body")
         at = begin + size
-        yield _result(head, raw[begin:at])
+        try:
+            result = _result(head, raw[begin:at])
+        except Malformed as error:
+            error.id, error.node = _found(head, "id", _ID), _found(head, "node", _NODE)
+            result = error
+        yield result
         if at == len(raw):
             return
 
@@ -282,10 +296,15 @@ def _kind(head: dict[str, object], kind: str) -> None:
 
 
 def _text(head: dict[str, object], name: str, pattern: re.Pattern[str]) -> str:
-    value = head.get(name)
-    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+    value = _found(head, name, pattern)
+    if value is None:
         raise Malformed(f"{name} is none")
     return value
+
+
+def _found(head: dict[str, object], name: str, pattern: re.Pattern[str]) -> str | None:
+    value = head.get(name)
+    return value if isinstance(value, str) and pattern.fullmatch(value) is not None else None
 
 
 def _id(head: dict[str, object]) -> str:
@@ -299,6 +318,11 @@ def _check_headers(text: str) -> None:
         if found is None or found[1].lower() in _NOT_OURS:
             raise Malformed("headers must be whole lines, none of them about the connection")
         at = found.end()
+
+
+def _said(head: Head) -> dict[str, object]:
+    kind, later = head.content_type.decode("latin-1"), head.retry_after.decode("latin-1")
+    return {"status": head.status, "type": kind, "retry_after": later}
 
 
 def _head(said: object) -> Head:

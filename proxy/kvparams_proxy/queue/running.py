@@ -14,6 +14,7 @@ from kvparams_proxy.queue.messages import (
     Part,
     Taken,
     Work,
+    checked,
     node_of,
     write_part,
     write_result,
@@ -180,9 +181,13 @@ class Running:
     # as a `Sink`
 
     def on_head(self, head: terms.Head) -> None:
-        """See `Sink.on_head`."""
+        """See `Sink.on_head`.
+
+        Raises:
+            ValueError: it cannot be told.
+        """
         self._status = head.status
-        self._head = Head(head.status, head.content_type, head.retry_after)
+        self._head = checked(Head(head.status, head.content_type, head.retry_after))
 
     def on_body(self, data: bytes) -> None:
         """See `Sink.on_body`."""

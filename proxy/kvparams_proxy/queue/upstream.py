@@ -36,6 +36,7 @@ __all__ = ["QueueUpstream"]
 
 _log: Final = logging.getLogger(__name__)
 _AWAY_S: Final = 30.0
+"""While the broker is away for less, work is still taken, however short its wait."""
 _MOST_BYTES: Final = 64 << 20
 """Of what the broker has not answered for: more is refused."""
 _UNREAD: Final = 1000
@@ -185,13 +186,22 @@ class QueueUpstream:
         self._settled.read(message)
         try:
             for result in read_results(message.body):
-                self._hear(result)
+                awaited = None if result.id is None else self._running.get(result.id)
+                try:
+                    self._hear(result, awaited)
+                except Exception:  # noqa: BLE001  a fault of the proxy: still, it costs no other attempt
+                    _log.exception("a result could not be taken")
+                    if awaited is not None:
+                        self._loop.call_soon(awaited.abort, UpstreamError("the proxy failed; its log says why"))
         except Malformed as malformed:
-            _log.warning("a result is passed over: %s", malformed)
+            _log.warning("what is left of a letter is passed over: %s", malformed)
 
-    def _hear(self, result: Result) -> None:
-        awaited = self._running.get(result.id)
-        if awaited is not None:
+    def _hear(self, result: Result | Malformed, awaited: Awaited | None) -> None:
+        if isinstance(result, Malformed):
+            _log.warning("a result is passed over: %s", result)
+            if awaited is not None:
+                awaited.mishear(result)
+        elif awaited is not None:
             awaited.hear(result)
         elif isinstance(result, Taken) or (isinstance(result, Part) and not result.last and not result.number % _AGAIN):
             self.tell(result.node, "cancel", result.id)
