@@ -77,8 +77,8 @@ class Path:
     def there(self, role: Role) -> bool:
         return True
 
-    def cached(self, role: Role) -> int:
-        return 0
+    def cached(self, role: Role) -> dict[str, int]:
+        return {}
 
     def may_retry(self) -> bool:
         return False

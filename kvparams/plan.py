@@ -36,7 +36,7 @@ class Choose(NamedTuple):
     """Who runs the other leg: only instances that may be paired with it are taken. Of a role: somebody of it will be
     chosen later, and only instances are taken for which there is one. See `kvparams.pairing`."""
     near: Sequence[str] = ()
-    """Ids of instances that are taken before others as long as they have room."""
+    """Ids of instances that are taken before others as long as they have room and have not twice as much to do."""
 
 
 class Leg(NamedTuple):

@@ -31,6 +31,7 @@ _TOGETHER = {
     "tests/connectors/test_peer_mooncake.py": "transfer engines",
     "tests/connectors/test_valkey_cluster.py": "cluster",
     "tests/differential/": "differential",
+    "tests/modes/test_real_engines.py": "modes",
     "tests/queue/test_end_to_end.py": "broker",
     "tests/queue/test_lost.py": "broker",
     "tests/queue/test_way.py": "broker",

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # build tools warn of what i
 SEEN = "test_an_unknown_id_takes_the_same_steps_as_a_wrong_secret"
 """It has the interpreter tell every call: of compiled code that is nobody's to tell."""
 needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("Cython") is None or shutil.which("cc") is None, reason="no Cython, or no C compiler"
+    importlib.util.find_spec("Cython") is None
+    or shutil.which("cc") is None
+    or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="no Cython, no C compiler, or no Python.h",
 )
 
 

@@ -69,8 +69,11 @@ def free_port() -> int:
     draw = random.SystemRandom()  # tests seed the other one, each process alike
     while True:
         port = draw.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
             if _first_to_ask(port):
                 return port
 

@@ -1,7 +1,5 @@
 """No split: one engine does both, and nothing is said of KV."""
 
-from collections.abc import Sequence
-
 from kvparams.managers.options import Options
 from kvparams.plan import Choose, Context, Leg, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
@@ -22,12 +20,17 @@ class Aggregated:
         """`role`: of the engines that answer."""
         self.roles = (role,)
 
-    def legs(self, request: RequestFacts, context: Context, sent: Sent | None = None, near: Sequence[str] = ()) -> Plan:
-        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already; `near`: as for
-        `Choose`."""
+    def legs(
+        self, request: RequestFacts, context: Context, sent: Sent | None = None, chosen: Instance | None = None
+    ) -> Plan:
+        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already; `chosen`: who
+        answers, where that is known."""
         failed: list[str] = []
         while True:
-            instance: Instance = yield Choose(self.roles[0], failed, near=near)  # pyright: ignore[reportAssignmentType]
+            if chosen is None:
+                chosen = yield Choose(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
+            assert chosen is not None
+            instance, chosen = chosen, None
             try:
                 yield Leg(instance, {}, answers_client=True, resumed=sent)
             except LegFailed as failure:

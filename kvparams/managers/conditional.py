@@ -3,11 +3,13 @@
 The one rule: an engine does what another role is for only where the operator has said so.
 """
 
+from collections.abc import Sequence
+
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.options import Options
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import Context, Plan
-from kvparams.scheduling import RequestFacts, Role
+from kvparams.plan import Choose, Context, Plan
+from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
 
 __all__ = ["Conditional"]
@@ -39,6 +41,13 @@ class Conditional:
         if request.tokens < self._least:
             return self._alone[Role.DECODE].legs(request, context)
         near = [id for id, tokens in cached.items() if request.tokens - tokens < self._least]
-        if near:
-            return self._alone[Role.DECODE].legs(request, context, near=near)
-        return self._split.legs(request, context)
+        return self._near(request, context, near) if near else self._split.legs(request, context)
+
+    def _near(self, request: RequestFacts, context: Context, near: Sequence[str]) -> Plan:
+        """Decode alone, where the rest of the prompt is; any other engine would compute all of it."""
+        instance: Instance = yield Choose(Role.DECODE, near=near)  # pyright: ignore[reportAssignmentType]
+        if instance.id in near:
+            yield from self._alone[Role.DECODE].legs(request, context, chosen=instance)
+        else:
+            context.give_back(instance)
+            yield from self._split.legs(request, context)

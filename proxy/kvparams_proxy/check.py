@@ -256,9 +256,9 @@ class _Trial:
         """See `Context`."""
         return role in self._pair
 
-    def cached(self, role: Role) -> int:
+    def cached(self, role: Role) -> Mapping[str, int]:
         """See `Context`: the prompt is a new one."""
-        return 0
+        return {}
 
     def may_retry(self) -> bool:
         """See `Context`: what goes wrong is what is looked for."""

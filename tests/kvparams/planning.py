@@ -53,6 +53,8 @@ class Table:
         self.waits_s = 0.0
         """How long every choice of a decode instance takes."""
         self.cached_tokens: dict[str, int] = {}
+        self.full: set[str] = set()
+        """Who has no room for now."""
         self.chosen: list[str] = []
         self.given_back: list[str] = []
         self.leases: list[KVLease] = []
@@ -112,7 +114,7 @@ class Table:
                     if step.role is Role.DECODE:
                         self.clock_s += self.waits_s
                     could = [each for each in self.fleet if each.role is step.role]
-                    fresh = [each for each in could if each.id not in step.avoid]
+                    fresh = [each for each in could if each.id not in step.avoid and each.id not in self.full]
                     near = [each for each in fresh if each.id in step.near]
                     instance = (near or fresh or could)[0]
                     self.chosen.append(instance.id)

@@ -159,6 +159,14 @@ def test_a_prompt_goes_to_prefill_only_where_enough_of_it_is_new() -> None:
         assert conditional(table, 513 if len(cached) > 1 else 512) == chosen
 
 
+def test_where_whoever_has_the_rest_is_full_the_prompt_is_computed_by_prefill() -> None:
+    table = Table(STORE, fleet_of(1, 2))
+    table.cached_tokens, table.full = {"decode-0": 512}, {"decode-0"}
+    assert conditional(table, 600) == ["decode-1", "prefill-0", "decode-1"]
+    assert table.given_back == ["decode-1"]
+    assert [leg.instance.id for leg in table.legs] == ["prefill-0", "decode-1"]
+
+
 def test_whoever_is_there_does_both_only_by_wish() -> None:
     for there, chosen in (((0, 1, 0), "decode-0"), ((1, 0, 0), "prefill-0"), ((1, 0, 1), "aggregated-0")):
         assert conditional(Table(STORE, fleet_of(*there)), 1000, fallback=True) == [chosen]

@@ -30,7 +30,7 @@ def facts(seed: int, tokens: int = 600) -> RequestFacts:
 def some_time_passes(fleet: Fleet) -> None:
     """What is older is told from what is newer by how much was used between."""
     for seed in (100, 101):
-        fleet.decoded(D1, facts(seed, 100_000), None, alone=False)
+        fleet.decoded(D1, facts(seed, 100_000), None, None)
 
 
 @pytest.fixture
@@ -49,38 +49,49 @@ def fleet() -> Fleet:
 
 def test_who_has_answered_has_the_prompt_and_nobody_else(fleet: Fleet) -> None:
     assert fleet.cached(Role.DECODE, facts(1)) == {}
-    fleet.decoded(D0, facts(1), None, alone=False)
+    fleet.decoded(D0, facts(1), None, None)
     assert fleet.cached(Role.DECODE, facts(1)) == {"d0": 576}  # the last token is always computed
     assert fleet.cached(Role.DECODE, facts(2)) == {}
     assert fleet.cached(Role.PREFILL, facts(1)) == {}
 
 
-@pytest.mark.parametrize(("had", "left"), [(0, {}), (576, {"d1": 576})])
-def test_what_it_had_not_says_that_what_is_older_has_gone(fleet: Fleet, had: int, left: dict[str, int]) -> None:
-    fleet.decoded(D1, facts(3), 64, alone=True)  # it says such things
-    fleet.decoded(D1, facts(1), None, alone=False)
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ((600, 0), {}),
+        ((600, None), {}),  # vLLM leaves out what is 0
+        ((600, 576), {"d1": 576}),
+        ((300, 288), {"d1": 576}),  # its ids are others than ours
+        ((None, None), {"d1": 576}),  # a stream without usage
+    ],
+)
+def test_what_it_had_not_says_that_what_is_older_has_gone(
+    fleet: Fleet, said: tuple[int | None, int | None], left: dict[str, int]
+) -> None:
+    fleet.decoded(D1, facts(3), 600, 64)  # it says such things
+    fleet.decoded(D1, facts(1), None, None)
     some_time_passes(fleet)
-    fleet.decoded(D1, facts(2), None, alone=False)
+    fleet.decoded(D1, facts(2), None, None)
     some_time_passes(fleet)
-    fleet.decoded(D1, facts(2), had, alone=True)
+    fleet.decoded(D1, facts(2), *said)
     assert fleet.cached(Role.DECODE, facts(1)) == left
     assert fleet.cached(Role.DECODE, facts(2)) == {"d1": 576}
 
 
 def test_what_it_was_handed_is_not_held_against_it(fleet: Fleet) -> None:
-    fleet.decoded(D1, facts(3), 64, alone=True)
-    fleet.decoded(D1, facts(1), None, alone=False)
+    fleet.decoded(D1, facts(3), 600, 64)
+    fleet.decoded(D1, facts(1), None, None)
     some_time_passes(fleet)
-    fleet.decoded(D1, facts(2), None, alone=False)
+    fleet.decoded(D1, facts(2), None, None)
     some_time_passes(fleet)
-    fleet.decoded(D1, facts(2), 0, alone=False)
+    fleet.decoded(D1, facts(2), None, None)
     assert fleet.cached(Role.DECODE, facts(1)) == {"d1": 576}
 
 
 def test_who_has_left_has_nothing_though_its_leg_ends_later(fleet: Fleet) -> None:
-    fleet.decoded(D0, facts(1), None, alone=False)
+    fleet.decoded(D0, facts(1), None, None)
     fleet.remove("d0")
-    fleet.decoded(D0, facts(1), None, alone=False)
+    fleet.decoded(D0, facts(1), None, None)
     assert fleet.cached(Role.DECODE, facts(1)) == {}
     fleet.add(D0)
     fleet.learn(next(each for each in fleet.members if each.instance.id == "d0"), True, None)
@@ -94,3 +105,11 @@ def test_who_is_near_is_taken_as_long_as_it_has_room(fleet: Fleet) -> None:
     assert fleet.acquire(Role.DECODE, third.facts, (), third, near=["d1"]) is None
     fleet.release(D1, one)
     assert third.heard == [D1]
+
+
+def test_who_is_near_but_has_twice_as_much_to_do_is_not_taken() -> None:
+    clock = Clock()
+    fleet = Fleet(ENGINES, {role: CacheAware() for role in Role}, clock.now, clock.call_later, slow_start_s=0.0)
+    taken = [fleet.acquire(Role.DECODE, facts(1), (), Waits(), near=["d1"]) for _ in range(6)]
+    assert taken[:2] == [D1, D1]
+    assert taken.count(D0) == 2

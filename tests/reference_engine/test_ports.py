@@ -11,6 +11,8 @@ import pytest
 
 from demo.processes import free_port
 
+OTHERS = range(20_000, 20_100)
+
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -37,12 +39,10 @@ def test_nobody_is_told_of_a_port_that_another_was_told_of_a_moment_ago(
     marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = free_port()
-    other = next(port for port in range(20_000, 32_000) if port != first and not (marks / str(port)).exists())
-    monkeypatch.setattr(random, "SystemRandom", lambda: Draws(first, first, other))
-    assert free_port() == other
+    monkeypatch.setattr(random, "SystemRandom", lambda: Draws(first, first, *OTHERS))
+    assert free_port() != first
     long_ago = time.time() - 61
     os.utime(marks / str(first), (long_ago, long_ago))
-    monkeypatch.setattr(random, "SystemRandom", lambda: Draws(first, other))
     assert free_port() == first, "whoever was told of it has had its time"
 
 
@@ -50,5 +50,5 @@ def test_a_port_that_somebody_listens_on_is_nobodys(marks: Path, monkeypatch: py
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = int(taken.getsockname()[1])
         (marks / str(port)).unlink()
-        monkeypatch.setattr(random, "SystemRandom", lambda: Draws(port, 21_000, 21_001, 21_002))
+        monkeypatch.setattr(random, "SystemRandom", lambda: Draws(port, *OTHERS))
         assert free_port() != port

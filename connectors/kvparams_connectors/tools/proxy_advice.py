@@ -65,8 +65,8 @@ def _predictions(found: dict[str, float]) -> Advice:
     alarm, accuracy = found.get("prefix_cache_alarm"), found.get("prefix_cache_accuracy")
     if alarm is None:
         return Advice("ok", "its policy does not look at what engines have cached")
-    if alarm and accuracy is not None:
-        share = f"{100 * accuracy:.0f} %"
+    if alarm:
+        share = "next to none" if accuracy is None else f"{100 * accuracy:.0f} %"
         return Advice("warning", f"of the tokens expected to be cached lately only {share} were", _WHY)
     if accuracy is not None:
         return Advice("ok", f"of the tokens expected to be cached lately {100 * accuracy:.0f} % were")

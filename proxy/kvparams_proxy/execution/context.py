@@ -111,8 +111,9 @@ class PlanContext:
     def answered(self, route: Sequence[Instance]) -> None:
         """All has gone well; the last of the route has answered."""
         if self._weighs and route[-1].role is Role.DECODE:
-            facts, cached, alone = self._inbound.facts, self._account.cached_tokens, len(route) == 1
-            self._resources.fleet.decoded(route[-1], facts, cached, alone=alone)
+            account = self._account
+            said = (account.prompt_tokens, account.cached_tokens) if len(route) == 1 else (None, None)
+            self._resources.fleet.decoded(route[-1], self._inbound.facts, *said)
 
     def may_retry(self) -> bool:
         """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""

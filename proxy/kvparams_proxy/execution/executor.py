@@ -586,12 +586,12 @@ class Execution:
         if self._corrections.usage is not None:
             split = any(instance.role is Role.PREFILL for instance in self._route)
             self._account.decoded(self._corrections.usage, split=split)
-        if outcome == "ok" and self._route:
-            self._context.answered(self._route)
         self._account.ended_s = time()
         resources.ledger.ended(self._account)
         if self._done is not None:
             self._done()
+        if outcome == "ok" and self._route:
+            self._context.answered(self._route)
 
     def _log_failure(self, error: ProxyError) -> None:
         route = " -> ".join(instance.id for instance in self._route) or "no engine"

@@ -121,7 +121,10 @@ class Dispatcher:
         """See `Fleet.acquire`; `beside` only where it matters."""
         if near and not self._room:  # nobody is passed
             candidates = self.candidates(facts.model, beside)
-            those = [each for each in _preferred(candidates, avoid) if each.instance.id in near]
+            most = 2 * min(each.in_flight for each in candidates) + 1
+            those = [
+                each for each in _preferred(candidates, avoid) if each.instance.id in near and each.in_flight <= most
+            ]
             chosen = self._choose(those, candidates, facts, ()) if those else None
             if chosen is not None:
                 return chosen.instance

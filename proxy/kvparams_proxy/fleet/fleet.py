@@ -280,11 +280,11 @@ class Fleet:
         if self._prefixes is not None and member is not None and member.instance is instance:
             self._prefixes.heard(member, facts)
 
-    def decoded(self, instance: Instance, facts: RequestFacts, cached: int | None, *, alone: bool) -> None:
+    def decoded(self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> None:
         """A decode engine has answered. See `Prefixes.decoded`."""
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
-            self._prefixes.decoded(instance, facts, cached, alone=alone)
+            self._prefixes.decoded(instance, facts, prompt_tokens, cached)
 
     def failed(self, instance: Instance, *, connected: bool) -> None:
         """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""

@@ -177,21 +177,17 @@ class Prefixes:
         """Tokens of the prompt that instances are believed to have, of whatever role; none where it is not named."""
         return self._look((), facts).facts.cached
 
-    def decoded(self, instance: Instance, facts: RequestFacts, cached: int | None, *, alone: bool) -> None:
-        """A decode engine has answered: it has had all of the prompt. What it says it had before counts where it was
-        `alone`, and not handed what another one had computed."""
+    def decoded(self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> None:
+        """A decode engine has answered: it has had all of the prompt. Of the two numbers neither is known where it was
+        handed what another one had computed, or where it did not say: a stream need not."""
         hashes = self._hashes(facts)
         if hashes is None:
             return
         routed = self._feed.routed(instance, hashes, self._now())
-        if not alone:
+        had, grain = self._said(instance, facts.tokens, prompt_tokens, cached)
+        if had is None or not grain:  # it may never say it
             return
-        grain = self._grains.get(instance, 0)
-        if cached:
-            grain = self._grains[instance] = gcd(grain, cached)
-        elif not grain:  # it may never say it
-            return
-        had, most = cached or 0, (facts.tokens - 1) // BLOCK_TOKENS
+        most = (facts.tokens - 1) // BLOCK_TOKENS
         believed = min(len(routed.used), most)
         if abs(believed * BLOCK_TOKENS - had) >= max(grain, BLOCK_TOKENS):
             self._feed.reported(routed._replace(used=routed.used[:believed]), min(had // BLOCK_TOKENS, most))
@@ -223,14 +219,8 @@ class Prefixes:
             return
         instance, expected = leg.decision.chosen, leg.decision.expected
         predicted = expected.cached + expected.fetched
-        grain, cached = self._grains.get(instance, 0), leg.cached
-        if cached is None and grain:
-            cached = 0  # vLLM 0.32.0 leaves out what is 0
-        elif cached and member.instance is instance and not member.left:
-            grain = self._grains[instance] = gcd(grain, cached)
-        if leg.prompt_tokens and leg.prompt_tokens != facts.tokens:  # ours are not the engine's own ids
-            grain = max(grain, facts.tokens // 4)
-            cached = None if cached is None else cached * facts.tokens // leg.prompt_tokens
+        still = member.instance is instance and not member.left
+        cached, grain = self._said(instance, facts.tokens, leg.prompt_tokens, leg.cached, still=still)
         if leg.answered:
             found = predicted if cached is None else cached
             fetched = max(0, min(found, leg.stored) - expected.cached)
@@ -251,6 +241,20 @@ class Prefixes:
             self._correct(leg, leg.routed, cached, grain)
         if instance.store is not None:
             self._saved(leg, _Store(instance.store), leg.hashes, cached, grain)
+
+    def _said(
+        self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
+    ) -> tuple[int | None, int]:
+        """What an engine says that it had, in tokens of ours, None where it says nothing; and how exactly."""
+        grain = self._grains.get(instance, 0)
+        if cached is None and grain and prompt_tokens is not None:
+            cached = 0  # vLLM 0.32.0 leaves out what is 0
+        elif cached and still:
+            grain = self._grains[instance] = gcd(grain, cached)
+        if prompt_tokens and prompt_tokens != tokens:  # ours are not the engine's own ids
+            grain = max(grain, tokens // 4)
+            cached = None if cached is None else cached * tokens // prompt_tokens
+        return cached, grain
 
     def lost(self, instance: Instance) -> None:
         """It has gone, or was started anew: it has nothing."""
