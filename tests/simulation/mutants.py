@@ -179,8 +179,8 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution._finish: self._exchange = None": _FAULT,
     "executor:Execution._finish: self._context.answered(self._route)": f"{_LIMIT}it says what decode engines may have "
     "cached; tests/modes/test_real_engines.py holds it",
-    "kvparams.managers.conditional:Conditional._near: context.give_back(instance)": f"{_LIMIT}of nobody's cache anything "
-    "is known; tests/modes/test_choice.py holds it",
+    "kvparams.managers.conditional:Conditional._near: context.give_back(instance)": f"{_LIMIT}nobody's cache is "
+    "known; tests/modes/test_choice.py holds it",
     "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
     "continuation:Recorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "continuation:Recorder.undo: self._unread.pop()": f"{_LIMIT}no event is JSON and yet cannot be corrected; "
