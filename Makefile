@@ -31,7 +31,7 @@ help:
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (4 to 5 min)"
-	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs all three"
+	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs it"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
