@@ -38,7 +38,7 @@ from demo.processes import Processes, Server, free_port
 from tests.vllm.engines import counters, start_engine, transfer_config
 from tests.vllm.tiny_model import make_model
 
-__all__ = ["Turn", "main", "turn"]
+__all__ = ["Turn", "main", "streamed", "turn"]
 
 _HISTORIES: Final = (400, 800, 1600)
 _ANSWER: Final = 8
@@ -62,10 +62,12 @@ class Turn:
     engine: str
 
 
-async def turn(client: httpx.AsyncClient, url: str, prompt: Sequence[int], salt: str, model: str = "tiny") -> Turn:
-    """Ask for a stream."""
-    body = {**body_of(prompt, _ANSWER, salt), "model": model, "stream": True, "return_token_ids": True}
-    body["stream_options"] = {"include_usage": True}  # there the engine says what it had cached
+async def streamed(
+    client: httpx.AsyncClient, url: str, body: dict[str, object], answer: int
+) -> tuple[float, list[int], httpx.Headers]:
+    """Ask for a stream of so many tokens: seconds to the first, all of them, and the head."""
+    body = {**body, "stream": True, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True}  # an engine that answers itself says there what it had cached
     first, ids = 0.0, list[int]()
     start = time.perf_counter()
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -75,8 +77,14 @@ async def turn(client: httpx.AsyncClient, url: str, prompt: Sequence[int], salt:
                 for choice in json.loads(line[6:])["choices"]:
                     first = first or time.perf_counter() - start
                     ids += choice.get("token_ids") or ()
-    assert len(ids) == _ANSWER, ids
-    return Turn(first, ids, response.headers["x-kvparams-aggregated"])
+    assert len(ids) == answer, ids
+    return first, ids, response.headers
+
+
+async def turn(client: httpx.AsyncClient, url: str, prompt: Sequence[int], salt: str, model: str = "tiny") -> Turn:
+    """Ask for a stream."""
+    first, ids, head = await streamed(client, url, {**body_of(prompt, _ANSWER, salt), "model": model}, _ANSWER)
+    return Turn(first, ids, head["x-kvparams-aggregated"])
 
 
 class _Conversations:

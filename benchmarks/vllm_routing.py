@@ -31,6 +31,7 @@ import yaml
 
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.vllm_bench import Rounds, body_of, in_rounds
+from benchmarks.vllm_moving import streamed
 from demo.processes import Processes, Server, free_port
 from tests.vllm.engines import counters, start_engine
 from tests.vllm.tiny_model import make_model
@@ -100,18 +101,7 @@ class _Engines:
 
 async def _first_token(client: httpx.AsyncClient, url: str, prompt: Sequence[int]) -> tuple[float, list[int]]:
     """Seconds until it is there, and the answer."""
-    body = {**body_of(prompt, _ANSWER), "stream": True, "return_token_ids": True}
-    body["stream_options"] = {"include_usage": True}  # an engine that answers itself says there what it had cached
-    first, ids = 0.0, list[int]()
-    start = time.perf_counter()
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    first = first or time.perf_counter() - start
-                    ids += choice.get("token_ids") or ()
-    assert len(ids) == _ANSWER, ids
+    first, ids, _ = await streamed(client, url, body_of(prompt, _ANSWER), _ANSWER)
     return first, ids
 
 

@@ -81,6 +81,11 @@ async def test_predictions_that_do_not_come_true_are_found(
     assert status == 0, "it works, and hurts"
     assert "WARNING of the tokens expected to be cached lately only " in said
     assert "% were: see that prefix caching is on" in said
+    for number in range(256):  # all that is remembered: nothing is expected of these
+        asked = {"model": "stub", "prompt": Random(1000 + number).choices(range(1000), k=128), "max_tokens": 1}
+        assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
+    status, said = await doctor(url_of(running))
+    assert "WARNING of the tokens expected to be cached lately only next to none were" in said
 
 
 async def test_those_that_come_true_are_well(proxy: StartProxy, doctor: Doctor) -> None:
