@@ -154,8 +154,10 @@ class Writes:
             direct = [index for index in good if index not in kept or index in unstaged]
             if direct and job.remaining_s():
                 self._put_into(rest, job, ops, direct, results, decided=frozenset(kept))
-            else:
-                job.finish(results)
+                return
+            for _ in rest if direct else ():
+                self._counts.written_back([Result(Code.TIMEOUT)] * len(direct))
+            job.finish(results)
 
         submit(self._tiers[0].put, [ops[index] for index in good], job.remaining_s(), settled)
 
