@@ -203,7 +203,7 @@ class Recorder:
             self._read()
         self._unread.append(raw)
         self._unread_bytes += len(raw)
-        return raw if self._keep or b"token_ids" not in raw else _STRIPPED.sub(b"", raw)
+        return raw if self._keep or raw.find(b"token_ids") < 0 else _STRIPPED.sub(b"", raw)
 
     def undo(self) -> None:
         """What `events` has given last was not sent."""

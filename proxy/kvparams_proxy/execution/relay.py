@@ -228,7 +228,7 @@ class Relay:
             if self._begins is _CHOICE and not self._resumed:
                 self._content = begins.group()
             events = self._held + events
-        done = b"[DONE]" in events and _DONE.search(events, max(0, len(events) - _TAIL_BYTES)) is not None
+        done = events.find(b"[DONE]") >= 0 and _DONE.search(events, max(0, len(events) - _TAIL_BYTES)) is not None
         recorder = self._recorder
         if recorder is not None:
             events = recorder.events(events)
