@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANSWERING",
     "CONNECTING",
+    "LOCAL",
     "PREFILLED",
     "RECEIVED",
     "SECRET",
@@ -36,7 +37,9 @@ __all__ = [
 ]
 
 SECRET = "secret-host"
-"""Begins every address that no client may see."""
+"""Begins every address that no client may see ..."""
+LOCAL = "127.0.0.7"
+"""... but that of an engine behind a broker: its node is beside it, and nobody else knows where."""
 _ERROR = b'data: {"error":{"message":"cuda died at %b","type":"x","code":500}}\n\ndata: [DONE]\n\n'
 
 

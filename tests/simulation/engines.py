@@ -136,6 +136,7 @@ class Engine:
         if self.role not in able:
             world.wrong(f"{self.name} is sent a {kind} leg of {prompt}")
         leg = Leg(link, kind, prompt, body, request)
+        leg.raw = raw
         world.leg_begun(leg, document.get("transfer"))
         if kind == "prefill":
             steps = self._prefill(leg, ids, document)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.queue.awaited import Awaited
+from kvparams_proxy.queue.upstream import QueueUpstream
 from kvparams_proxy.sidecar.inprocess import Call, InProcess
 from kvparams_proxy.upstream.pool import Pool
 
+from . import queue_laws
 from .replaced import Lines
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ _SIDE_BY_SIDE = {
     "decode_local_prefill_remote": 2,
 }
 """Engines on which one request counts at a time, where there may be several."""
+_BROKER = ("Broker.", "Wire.", "_Pipe.", "Node.")
+"""What the simulated one still has to do."""
 _TAKEN_S = 65.0
 """A little more than a client has to take the whole of its answer after its end."""
 
@@ -41,7 +46,7 @@ def while_running(world: "World") -> Iterator[str]:
     for member in members:
         if member.trial is not None and not member.breaker.trial:
             yield f"{member.instance.id} keeps the trial {member.trial}, which is over"
-        if scenario.legs is not None and member.in_flight > scenario.legs:
+        if scenario.legs is not None and member.in_flight > scenario.legs and not _is_queue(member):
             yield f"{member.instance.id} has {member.in_flight} legs; it may have {scenario.legs}"
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
         if not dispatcher.waiting or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
@@ -54,6 +59,7 @@ def while_running(world: "World") -> Iterator[str]:
 def between_turns(world: "World") -> Iterator[str]:
     """At any moment at which no callback waits to be run."""
     yield from while_running(world)
+    yield from queue_laws.between_turns(world)
     fleet, now = world.resources.fleet, world.now
     busy = _busy(world)
     running = sum(one.in_flight for one in fleet.members) + len(world.resources.releases)
@@ -79,8 +85,9 @@ def between_turns(world: "World") -> Iterator[str]:
             yield f"a request runs for {now - since:.0f} s"
     if not world.running and world.server_state.tasks and now - world.ended_at > _TAKEN_S:
         yield f"{len(world.server_state.tasks)} tasks of uvicorn run for no request"
-    longest_s = min(world.scenario.probe_s, 5.0) + 0.5
     for engine in world.engines:
+        behind = world.nodes is not None and engine is not world.local
+        longest_s = 5.5 if behind else min(world.scenario.probe_s, 5.0) + 0.5
         for leg in engine.legs:
             if leg.kind == "probe" and now - leg.begun > longest_s:
                 yield f"{engine.name} is probed for {now - leg.begun:.1f} s"
@@ -90,18 +97,23 @@ def between_turns(world: "World") -> Iterator[str]:
                 yield f"a {role} instance is said to start, for {now - since:.1f} s"
 
 
+def _is_queue(member: Any) -> bool:
+    return member.instance.id == "queue"
+
+
 def _busy(world: "World") -> int:
-    """Connections that are being made or used."""
+    """Connections that are being made or used; of what goes through a broker, what waits for an answer."""
     pools = _pools(world)
-    apps = [one for one in _inside(world.resources.pools, "_all").values() if isinstance(one, InProcess)]
-    busy = sum(_waits(call) for app in apps for call in _inside(app, "_calls"))
+    ways = _inside(world.resources.pools, "_all").values()
+    busy = sum(_waits(call) for app in ways if isinstance(app, InProcess) for call in _inside(app, "_calls"))
+    busy += sum(len(_inside(way, "_running")) for way in ways if isinstance(way, QueueUpstream))
     busy += sum(len(_inside(pool, "_connecting")) for pool in pools)
     return busy + sum(one not in _inside(pool, "_idle") for pool in pools for one in _inside(pool, "_open"))
 
 
 def _waits(exchange: Any) -> bool:
     """Whether somebody waits for its answer."""
-    return _inside(exchange, "_sink") is not None if isinstance(exchange, Call) else exchange.waiting
+    return _inside(exchange, "_sink") is not None if isinstance(exchange, Call | Awaited) else exchange.waiting
 
 
 def _pools(world: "World") -> list[Pool]:
@@ -126,7 +138,7 @@ def unsettled(world: "World") -> list[str]:
         found.append(f"{len(resources.releases)} releases run")
     if world.begun != world.ended:
         found.append(f"{world.begun} requests have begun, {world.ended} have ended")
-    return found
+    return [*found, *queue_laws.unsettled(world)]
 
 
 def at_rest(world: "World") -> Iterator[str]:
@@ -187,6 +199,7 @@ def at_rest(world: "World") -> Iterator[str]:
     if resources.metrics.retries > allowed:
         yield f"{resources.metrics.retries} further attempts, of {allowed:g}"
     yield from _kv(world)
+    yield from queue_laws.at_rest(world)
 
 
 def _kv(world: "World") -> Iterator[str]:
@@ -213,13 +226,14 @@ def _kv(world: "World") -> Iterator[str]:
 
 def after_the_end(world: "World") -> Iterator[str]:
     """After the proxy has stopped."""
+    yield from queue_laws.after_the_end(world)
     for task in asyncio.all_tasks(world.loop):
         yield f"a task is left: {task!r}"
     for socket in world.network.sockets:
         if not socket.gone:
             yield f"a connection is left open: {socket.protocol!r}"
     for left in world.loop.left():
-        if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World")):
+        if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World", *_BROKER)):
             yield f"a callback is left: {left}"
     if world.server_state.connections or world.server_state.tasks:
         yield "uvicorn still counts connections or tasks"

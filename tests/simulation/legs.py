@@ -44,6 +44,8 @@ class Leg:
         self.kind = kind
         self.prompt = prompt
         self.body = body
+        self.raw = b""
+        """The same, as it came."""
         self.request = request
         self.held: Held | None = None
         self.begun = link.engine.world.now

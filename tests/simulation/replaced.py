@@ -19,6 +19,7 @@ from kvparams_proxy.clients import downstream as proxy_downstream
 from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.execution import releases as proxy_releases
 from kvparams_proxy.fleet import prefixes as proxy_prefixes
+from kvparams_proxy.queue import link as proxy_link
 from kvparams_proxy.telemetry import journal as proxy_journal
 from kvparams_proxy.upstream import pool as proxy_pool
 from kvparams_proxy.upstream.connection import Connection
@@ -89,6 +90,15 @@ class _Listening(logging.Handler):
             loop.call_exception_handler({"message": f"log: {record.getMessage()}", "exception": error})
 
 
+class _AioPika:
+    """The library: of it our code uses `connect`, and what that returns."""
+
+    @staticmethod
+    async def connect(url: str, *, heartbeat: int) -> object:
+        """To the broker of this run."""
+        return await cast("Any", asyncio.get_running_loop()).broker.connect(url, heartbeat=heartbeat)
+
+
 @functools.cache
 def config() -> uvicorn.Config:
     """uvicorn's; the app of each run is set on its protocols."""
@@ -119,6 +129,8 @@ def prepare() -> None:
     cast("Any", proxy_downstream).HIGH_WATER = 400
     cast("Any", proxy_journal).LineWriter = Lines
     cast("Any", proxy_pool).Connection = _Numbered
+    cast("Any", proxy_link).aio_pika = _AioPika
+    cast("Any", proxy_link).random = lambda: cast("Any", asyncio.get_running_loop()).broker.random()
     cast("Any", proxy_prefixes).BLOCK_TOKENS = 2  # prompts are short here
     for name in ("kvparams_proxy", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 from kvparams.managers.local_remote import LOCAL
 from kvparams.scheduling import Role
 
-__all__ = ["MODES", "SPLIT", "Ask", "Client", "Leave", "Operation", "Scenario", "draw"]
+__all__ = ["MODES", "QUEUED", "SPLIT", "Ask", "Client", "Leave", "Operation", "Queue", "Scenario", "draw"]
 
 _KINDS = {
     "calm": 1,
@@ -24,6 +24,8 @@ _KINDS = {
     "turned away": 3,
 }
 """What goes wrong in a run, and how often: nothing, clients, limits, engines, everything; and four that are rare."""
+QUEUED = "queue_mediated"
+"""Through a broker."""
 SPLIT = {
     "prefill_then_decode": 14,
     "prefill_then_decode,decode_first=true": 2,
@@ -36,6 +38,7 @@ MODES = SPLIT | {
     "aggregated": 2,
     "prefill_local_decode_remote": 2,
     "decode_local_prefill_remote": 2,
+    QUEUED: 3,
 }
 """All ways to coordinate."""
 Point = Literal["received", "computed", "fetched", "answer", "chunk", "end"]
@@ -99,9 +102,27 @@ class Operation(NamedTuple):
 
     at_s: float | None
     """None: when the first client leaves; to the engine to which the last connection was begun."""
-    what: Literal["drain", "undrain", "remove", "add", "replace", "swap", "restart", "freeze"]
+    what: Literal[
+        "drain", "undrain", "remove", "add", "replace", "swap", "restart", "freeze",
+        "kill", "leave", "cut", "sever", "broker",
+    ]  # fmt: skip
+    """The last five: a decode node is killed, shut down, or loses its connection; the proxy loses its own; the broker
+    is restarted."""
     engine: int
     for_s: float
+
+
+class Queue(NamedTuple):
+    """What is so only with a broker."""
+
+    room: int
+    """Of each decode node."""
+    rate: float
+    """How likely a fault is each time that something is sent to the broker."""
+    silence_s: float
+    """The longest silence of an engine, for its decode node."""
+    leave_s: float
+    """For what runs on a node that is shut down."""
 
 
 class Scenario(NamedTuple):
@@ -146,6 +167,7 @@ class Scenario(NamedTuple):
     reports_cached: bool
     fails_without_kv: bool
     lease_ms: int | None
+    queue: Queue
     clients: tuple[Client, ...]
     operations: tuple[Operation, ...]
 
@@ -159,12 +181,21 @@ class Scenario(NamedTuple):
     @property
     def beside(self) -> Role | None:
         """The role of the one engine that the proxy is beside."""
+        if self.queued:
+            return Role.PREFILL
         return next((role for role, mode in LOCAL.items() if mode == self.mode), None)
+
+    @property
+    def queued(self) -> bool:
+        """Whether there is a broker."""
+        return self.mode == QUEUED
 
     @property
     def alone(self) -> frozenset[Role]:
         """The roles whose engines may answer without another one."""
         name = self.mode.partition(",")[0]
+        if self.queued:
+            return frozenset((Role.DECODE,))
         if name == "conditional":
             return frozenset((Role.PREFILL, Role.DECODE))
         return frozenset((Role.AGGREGATED,)) if name == "aggregated" else frozenset()
@@ -179,6 +210,8 @@ def draw(seed: int, modes: Mapping[str, int] = MODES) -> Scenario:
         return drawn._replace(dialect="store-meet")
     if drawn.mode == "aggregated":
         return _aggregated(drawn)
+    if drawn.queued:
+        return _queued(random, _beside(random, drawn, Role.PREFILL))
     return drawn if drawn.beside is None else _beside(random, drawn, drawn.beside)
 
 
@@ -210,6 +243,36 @@ def _beside(random: Random, drawn: Scenario, role: Role) -> Scenario:
     decodes = 1 if role is Role.DECODE else drawn.decodes
     operations = _of_one_role(drawn.operations, prefills + decodes)
     return drawn._replace(prefills=prefills, decodes=decodes, operations=operations, inside=random.random() < 0.5)
+
+
+_NODES: Mapping[str, Literal["kill", "leave", "cut", "sever", "broker"]] = {
+    "drain": "leave",
+    "undrain": "cut",
+    "remove": "kill",
+    "replace": "broker",
+    "add": "sever",
+}
+"""What becomes of a decode node, or of the broker, where an operator would change the fleet."""
+
+
+def _queued(random: Random, drawn: Scenario) -> Scenario:
+    """Decode engines are behind a broker; limits are those of their nodes."""
+    operations = tuple(
+        one._replace(what=_NODES.get(one.what, one.what)) if one.engine else one for one in drawn.operations
+    )
+    queue = Queue(
+        room=drawn.legs or 16,
+        rate=random.choice((0.0, 0.003, 0.01, 0.03)) if drawn.rate else 0.0,
+        silence_s=random.choice((drawn.decode_timeout_s, 5.0)),
+        leave_s=random.choice((0.05, 1.0)),
+    )
+    return drawn._replace(
+        dialect=random.choice(("store", "store-drop")),
+        decode_timeout_s=random.choice((drawn.decode_timeout_s, 5.0)),
+        wait_s=random.choice((0.3, 2.0, 5.0)) if drawn.wait_s < 60.0 or drawn.rate else 60.0,
+        queue=queue,
+        operations=operations,
+    )
 
 
 def _drawn(seed: int) -> Scenario:
@@ -354,6 +417,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         reports_cached=rnd() < 0.8,
         fails_without_kv=rnd() < 0.5,
         lease_ms=random.choice((1, 20, 200)) if (troubled or limited) and rnd() < 0.3 else None,
+        queue=Queue(16, 0.0, 5.0, 1.0),
         clients=clients,
         operations=operations,
     )

@@ -6,7 +6,7 @@ The one rule: every byte is looked at; what is not expected is wrong.
 import json
 from typing import TYPE_CHECKING, Any
 
-from .answers import SECRET
+from .answers import LOCAL, SECRET
 from .language import answer_ids, text, tokenize
 from .scenario import Ask
 
@@ -29,7 +29,7 @@ class Reply:
 
 def judge(world: "World", ask: Ask, reply: Reply) -> tuple[str, str | None]:
     """What it is, and what is wrong with it."""
-    if SECRET.encode() in reply.body:
+    if SECRET.encode() in reply.body or LOCAL.encode() in reply.body:
         return "whole", "it names an engine's address"
     if ask.way in ("health", "models", "metrics"):
         return "whole", None if reply.body else "it is empty"

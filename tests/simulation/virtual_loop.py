@@ -34,6 +34,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """See the module. Private to one run; `network` is set by whoever makes it."""
 
     network: Dial
+    broker: object = None
+    """Where the broker listens, in runs that have one."""
 
     def __init__(self) -> None:
         self._now = 1000.0

@@ -21,18 +21,23 @@ from kvparams_proxy.clients.auth import Client as KnownClient
 from kvparams_proxy.clients.auth import bind_salt
 from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
 from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.queue.beside import queue_instance, reach_queue
 from kvparams_proxy.registry.modes import read_mode
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.sidecar.inprocess import InProcess
+from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from . import laws
+from .answers import LOCAL
 from .clients import Client
 from .engines import Engine
 from .inside import App
 from .language import tokenize
 from .legs import Held, Leg
 from .network import Network, Socket
+from .nodes import POOL, PREFILL, Nodes
 from .replaced import Budget, config
 from .scenario import MODES, Operation, Scenario, draw
 from .virtual_loop import Stuck, VirtualLoop
@@ -90,8 +95,16 @@ class World:
         ]
         for engine in self.engines:
             self.network.servers[engine.port] = engine
+        if scenario.queued:
+            for engine in self.engines:
+                engine.host = LOCAL if engine.role is Role.DECODE else engine.host
         self.local = next((engine for engine in self.engines if engine.role is scenario.beside), None)
         """The one that the proxy is beside."""
+        self.nodes = Nodes(self) if scenario.queued else None
+        """Those behind a broker, if there is one."""
+        self.stopping = False
+        self.quiet_at = 0.0
+        """The last operation that has its time is over then."""
         self.clients = [Client(self, number, script) for number, script in enumerate(scenario.clients)]
         self.asks = {ask.prompt: ask for client in self.clients for ask in client.script.asks}
         self._by_prompt = {ask.prompt: client for client in self.clients for ask in client.script.asks}
@@ -136,9 +149,10 @@ class World:
         self.note("WRONG", what)
         self.problems.append(what)
 
-    def fault(self, who: str, where: str, kinds: Sequence[T]) -> T | None:
-        """Whether something goes wrong now."""
-        rate = self.scenario.rate * (3 if where.endswith((" release", " drop")) else 1)
+    def fault(self, who: str, where: str, kinds: Sequence[T], rate: float | None = None) -> T | None:
+        """Whether something goes wrong now. `rate`: how likely, where the scenario has another one for that."""
+        if rate is None:
+            rate = self.scenario.rate * (3 if where.endswith((" release", " drop")) else 1)
         if not rate or not self._started or self.random.random() >= rate:
             return None
         kind = self.random.choice(kinds)
@@ -186,6 +200,8 @@ class World:
     def leg_cut(self, leg: Leg) -> None:
         """An engine has cut one off on a connection that had been kept: it may be sent again, and that is no further
         attempt. Where there is a transfer, its id tells so itself."""
+        if self.nodes is not None:
+            self.nodes.safety.cut(leg)
         if leg.link.served > 1 and not leg.body.get("kv_transfer_params"):
             self._sent_again[leg.prompt] += 1
 
@@ -199,7 +215,12 @@ class World:
             return
         self._hold(laws.while_running)
         left = client.left_at
-        if left is not None and self.now > left + _LEAVING_S and not client.script.pipelined:
+        gone = left is not None and self.now > left + _LEAVING_S and not client.script.pipelined
+        if self.nodes is not None and leg.kind == "decode":
+            self.nodes.safety.begun(leg)
+            if gone:  # what waits for a node is not taken back; the node is told when it has taken it
+                self.loop.call_later(_LEAVING_S, self.nodes.safety.abandoned, leg)
+        elif gone:
             self.wrong(f"a {leg.kind} leg of {leg.prompt} begins although its client has left")
         ids = self._transfers[leg.prompt]
         name, attempt = (
@@ -222,7 +243,11 @@ class World:
         def check() -> None:
             for engine in self.engines:
                 for leg in engine.legs:
-                    if leg.kind in ("prefill", "decode") and self._by_prompt.get(leg.prompt) is client:
+                    if leg.kind not in ("prefill", "decode") or self._by_prompt.get(leg.prompt) is not client:
+                        continue
+                    if self.nodes is not None and leg.kind == "decode":
+                        self.nodes.safety.abandoned(leg)
+                    else:
                         self.wrong(f"{engine.name} still works for {leg.prompt}, whose client has left")
 
         self.loop.call_later(_LEAVING_S, check)
@@ -254,6 +279,8 @@ class World:
             self.wrong(fault)
         self._sweep()
         counts = {"clients": len(self.clients), "faults": self.troubles}
+        if self.nodes is not None:
+            counts |= {"queued": 1, **self.nodes.counts}
         for client in self.clients:
             for verdict in client.verdicts:
                 counts[verdict] = counts.get(verdict, 0) + 1
@@ -285,6 +312,7 @@ class World:
             loop.call_later(client.script.begins_s, client.begin)
         for operation in self.scenario.operations:
             if operation.at_s is not None:
+                self.quiet_at = max(self.quiet_at, self.now + operation.at_s)
                 loop.call_later(operation.at_s, self._operate, operation)
         end = self.now + _LONGEST_S
         while self._staying and self.now < end:
@@ -300,8 +328,10 @@ class World:
         self._hold(laws.unsettled)
         self._hold(laws.at_rest)
         self.note("proxy", "stops")
+        self.stopping = True
         self._stop.set_result(None)
-        loop.run_until(self.now + (3.0 if self.scenario.inside else 0.06))  # an app that does nothing is waited for
+        # nodes, and an app that does nothing, are waited for
+        loop.run_until(self.now + (20.0 if self.nodes is not None else 3.0 if self.scenario.inside else 0.06))
         if not main.done():
             self.wrong("the proxy does not stop")
         elif main.exception() is not None:
@@ -310,9 +340,12 @@ class World:
 
     async def _serve(self) -> None:
         scenario = self.scenario
-        instances = tuple(self._instance(engine) for engine in self.engines)
+        local, nodes = self.local, self.nodes
+        instances = tuple(self._instance(engine) for engine in self.engines if nodes is None or engine is local)
         limits = {role: RoleLimits(scenario.legs, scenario.leg_tokens) for role in Role}
-        local = self.local
+        if nodes is not None:  # as `kvparams sidecar --broker` has it
+            instances = (*instances, queue_instance(scenario.dialect))
+            del limits[Role.DECODE]
         settings = Settings(
             instances,
             beside=None if local is None else local.name,
@@ -333,8 +366,11 @@ class World:
         )
         Budget.reserve = float(scenario.reserve)
         reached: list[InProcess] = []
+        queued = None if nodes is None else reach_queue(Secret(PREFILL), POOL, settings)
 
-        def reach(instance: Instance) -> InProcess | None:
+        def reach(instance: Instance) -> Upstream | None:
+            if queued is not None and (way := queued(instance)) is not None:
+                return way
             if not scenario.inside or local is None or instance.id != local.name:
                 return None
             reached.append(InProcess(App(local), {}))
@@ -346,10 +382,14 @@ class World:
             self.resources = state["resources"]
             for way in (DIRECT, "generate"):
                 state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
+            if nodes is not None:
+                nodes.begin()
             self._started = True
             await self._stop
         for each in reached:
             await each.ended()
+        if nodes is not None:
+            await nodes.close()
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
         url = f"http://{engine.host}:{engine.port}"
@@ -366,6 +406,8 @@ class World:
         if engine is self.local and what != "freeze":  # nobody takes it away from beside the proxy
             what = "restart"
         self.note("operator", f"{what} {engine.name}")
+        if self.nodes is not None and engine is not self.local:
+            self.nodes.operate(operation)
         if what == "restart":
             engine.crash(operation.for_s)
         elif what == "freeze":

@@ -249,6 +249,8 @@ class Execution:
         self._route.append(leg.instance)
         self._leg_began = perf_counter()
         self._life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
+        if not leg.changes:  # it computes everything: what a prefill that broke off may have left is for nobody
+            self._context.abandon(gone=False)
         limit_bytes = resources.settings.upstream.answer_bytes
         limit_s = resources.settings.decode_timeout_s if leg.answers_client else resources.settings.prefill_timeout_s
         recorder = self._recorder
