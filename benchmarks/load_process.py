@@ -27,6 +27,8 @@ class Ask:
     path: str = "/v1/completions"
     events: int | None = None
     """Events of each stream, `[DONE]` included; None: answers are whole."""
+    stream: bool = False
+    """Whether answers are streams of which only the end is checked: some engines put waiting tokens into one event."""
 
 
 def closed(port: int, ask: Ask, *, concurrency: int, requests: int, limit_s: float, ramp_s: float = 0.0) -> Report:
@@ -45,6 +47,8 @@ def _run(port: int, ask: Ask, options: Sequence[str], timeout_s: float) -> Repor
     command = [sys.executable, open_loop.__file__, "--port", str(port), "--path", ask.path, "--body", str(ask.body)]
     if ask.events is not None:
         command += ["--stream", "--events", str(ask.events)]
+    elif ask.stream:
+        command += ["--stream"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=timeout_s)
     if not done.stdout.startswith("{"):
         raise LoadError(f"the load generator failed with status {done.returncode}: {done.stderr[-2000:]}")

@@ -1,6 +1,7 @@
-"""Every way to coordinate prefill and decode, on reference engines: what clients see, and what stands between costs.
+"""Every way to coordinate prefill and decode: what clients see, and what stands between costs.
 
     python -m benchmarks.modes_bench [--requests N] [--at-once N] [--rounds N] [--broker URL] [--only NAME]...
+    .venv-vllm/bin/python -m benchmarks.modes_bench --engine vllm --kvparams .venv/bin/kvparams [--broker URL] ...
 
 Engines, proxies and sidecars are real processes, all up at the same time over one `file` store; each round sends the
 same traffic to one way after the other, in an order drawn anew: streams of 32 tokens, prompts that nobody has seen. CPU
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Final, NamedTuple, cast
 
 from benchmarks.load_process import Ask, closed
+from benchmarks.modes_engines import MODEL, Engines, reference, vllm
 from benchmarks.processes import tree_usage
 from benchmarks.sides import processor
 from demo.client import ask, new_client
@@ -58,33 +60,21 @@ class Row(NamedTuple):
     """Of what stands between, for each request; None where that is in an engine's process or nothing."""
 
 
-def _started(processes: Processes, engines: dict[str, Server], *arguments: str) -> Server:
+def _started(processes: Processes, kvparams: Sequence[str], engines: Engines, *arguments: str) -> Server:
     """A proxy or a sidecar; `@NAME` is the URL of an engine. Engines meet in the store only if that is said."""
     port = free_port()
-    real = [engines[text[1:]].url if text.startswith("@") else text for text in arguments]
+    real = [engines.servers[text[1:]].url if text.startswith("@") else text for text in arguments]
     connector = () if "--connector" in arguments else ("--connector", "store")
-    command = [sys.executable, "-m", "kvparams", *real, *connector, "--port", str(port), *_QUIET]
-    return processes.start(arguments[0], *command, port=port)
+    return processes.start(arguments[0], *kvparams, *real, *connector, "--port", str(port), *_QUIET, port=port)
 
 
-def _ways(processes: Processes, store: str, step_ms: int, broker: str | None) -> list[Way]:
+def _ways(processes: Processes, kvparams: Sequence[str], engines: Engines, broker: str | None) -> list[Way]:
     """All of them, ready."""
-    steps = ("--step-ms", str(step_ms))
-    engines = {
-        "P": processes.engine("p0", "prefill", store, *steps),
-        "D": processes.engine("d0", "decode", store, *steps),
-        "A": processes.engine("a0", "both", store, *steps),
-    }
-    processes.wait_ready(*engines.values())
-    split = {
-        "middleware on prefill's side": processes.engine("p1", "prefill", store, *steps, "--remote", engines["D"].url),
-        "middleware on decode's side": processes.engine("d1", "decode", store, *steps, "--remote", engines["P"].url),
-    }
     both = ("--prefill", "@P", "--decode", "@D")
     found: dict[str, list[tuple[str, ...]]] = {
         "aggregated": [("proxy", "--mode", "aggregated", "--aggregated", "@A")],
         "prefill_then_decode": [("proxy", *both)],
-        "concurrent_legs": [("proxy", "--mode", "concurrent_legs", "--connector", "store-meet", *both)],
+        f"concurrent_legs{engines.meeting_by}": [("proxy", "--mode", "concurrent_legs", *engines.meeting)],
         "conditional, above its bound": [("proxy", "--mode", "conditional,remote_tokens=64", *both)],
         "conditional, below it": [("proxy", "--mode", "conditional,remote_tokens=4096", *both)],
         "prefill_local_decode_remote": [("sidecar", "--role", "prefill", "--engine", "@P", "--decode", "@D")],
@@ -94,22 +84,21 @@ def _ways(processes: Processes, store: str, step_ms: int, broker: str | None) ->
         pool = ("--broker", broker, "--pool", f"bench-{os.getpid()}")
         sides = (("prefill", "@P"), ("decode", "@D"))
         found["queue_mediated"] = [("sidecar", "--role", role, "--engine", url, *pool) for role, url in sides]
-    ways = [Way("no proxy, one engine", _port(engines["A"]), ())]
+    ways = [Way("no proxy, one engine", _port(engines.servers["A"]), ())]
     for name, commands in found.items():
-        between = tuple(_started(processes, engines, *command) for command in commands)
+        between = tuple(_started(processes, kvparams, engines, *command) for command in commands)
         processes.wait_ready(*between[:1])
         ways.append(Way(name, _port(between[0]), between))
-    processes.wait_ready(*split.values())
-    return [*ways, *(Way(name, _port(server), ()) for name, server in split.items())]
+    return [*ways, *(Way(name, _port(server), ()) for name, server in engines.split.items())]
 
 
 def _port(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-async def _agree(ways: Sequence[Way]) -> None:
+async def _agree(ways: Sequence[Way], asked: dict[str, object]) -> None:
     """All of them answer the same; whatever is made at the first request has been made then."""
-    body: dict[str, object] = {"prompt": _TEXT, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {**asked, "prompt": _TEXT, "stream": False}
     async with new_client() as client:
         answers = {
             (await ask(client, f"http://127.0.0.1:{way.port}", "/v1/completions", body)).text
@@ -120,9 +109,9 @@ async def _agree(ways: Sequence[Way]) -> None:
         raise SystemExit(f"the ways do not answer alike: {answers}")
 
 
-def _measured(way: Way, body: Path, requests: int, at_once: int) -> Row:
+def _measured(way: Way, what: Ask, requests: int, at_once: int) -> Row:
     before = sum(tree_usage(server.process.pid).cpu_s for server in way.between)
-    report = closed(way.port, Ask(body, events=_TOKENS + 1), concurrency=at_once, requests=requests, limit_s=_LIMIT_S)
+    report = closed(way.port, what, concurrency=at_once, requests=requests, limit_s=_LIMIT_S)
     cpu_s = sum(tree_usage(server.process.pid).cpu_s for server in way.between) - before
     assert report.ttft is not None
     assert report.itl is not None
@@ -152,24 +141,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=int, default=5, help="an engine's step takes at least so long (default: 5)")
     parser.add_argument("--broker", metavar="URL", help="a RabbitMQ, amqp://...: then queue_mediated is measured too")
     parser.add_argument("--only", action="append", metavar="NAME", help="this way alone; repeat it for more")
+    parser.add_argument("--engine", choices=("reference", "vllm"), default="reference", help="(default: reference)")
+    parser.add_argument("--kvparams", metavar="FILE", help="the command that is measured (default: this Python's)")
     arguments = parser.parse_args(argv)
+    kvparams = [cast("str", arguments.kvparams)] if arguments.kvparams else [sys.executable, "-m", "kvparams"]
+    real = arguments.engine == "vllm"
     requests, rounds = cast("int", arguments.requests), cast("int", arguments.rounds)
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    asked = {"prompt": f"@@@@@@@@ {_TEXT}", "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    asked: dict[str, object] = {"max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    asked |= {"model": MODEL} if real else {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory, prefix="kvparams-bench-")))
         body = folder / "body.json"
-        body.write_text(json.dumps(asked))
+        body.write_text(json.dumps({**asked, "prompt": f"@@@@@@@@ {_TEXT}"}))
+        what = Ask(body, stream=True) if real else Ask(body, events=_TOKENS + 1)
         processes = stack.enter_context(Processes(folder))
         store = f"file://{folder}/kv?size=512MiB"
-        ways = _ways(processes, store, cast("int", arguments.step_ms), cast("str | None", arguments.broker))
+        engines = (
+            vllm(processes, folder, store) if real else reference(processes, store, cast("int", arguments.step_ms))
+        )
+        ways = _ways(processes, kvparams, engines, cast("str | None", arguments.broker))
         only = cast("list[str] | None", arguments.only)
         ways = [way for way in ways if only is None or way.name in only]
-        asyncio.run(_agree(ways))
+        asyncio.run(_agree(ways, asked))
         seen: dict[str, list[Row]] = {way.name: [] for way in ways}
         for _ in range(rounds):
             for way in random.sample(ways, len(ways)):
-                seen[way.name].append(_measured(way, body, requests, cast("int", arguments.at_once)))
+                seen[way.name].append(_measured(way, what, requests, cast("int", arguments.at_once)))
     print(f"{os.cpu_count()} cores, {processor()}, Python {platform.python_version()}; {rounds} rounds of {requests}\n")
     print(table([_middle(rows) for rows in seen.values()]))
     return 0
