@@ -218,3 +218,15 @@ async def test_what_a_node_that_leaves_could_tell_nobody_is_given_to_another_one
         await leaving.aclose()
         async with RawNode(nodes.broker.url, nodes.name) as other:
             assert await other.take() == work
+
+
+async def test_what_is_no_work_is_put_aside_only_when_whoever_asked_has_been_told(nodes: Nodes) -> None:
+    async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
+        decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
+        await until(lambda: decode.consumer.connected)
+        work = Work("p.1", "/admin/instances", b"", b"{}")
+        await sent(nodes.broker.url, Names(nodes.name).work, write_work(work))
+        await until(lambda: decode.consumer.counts["refused"] == 1)
+        await leaving.aclose()
+        async with RawNode(nodes.broker.url, nodes.name) as other:
+            assert await other.take() == work

@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from kvparams_proxy.queue.messages import Head, Part, Work, write_work
+from kvparams_proxy.queue.messages import Control, Head, Part, Work, write_control, write_work
 from kvparams_proxy.queue.topology import Names
 from kvparams_proxy.upstream.terms import UpstreamError
 from tests.proxy.conftest import answer
@@ -40,6 +40,19 @@ async def test_work_that_nobody_had_begun_to_answer_is_lost_at_once(nodes: Nodes
     await nodes.decode(echo)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
+
+
+async def test_a_node_that_was_told_to_let_it_go_still_says_when_another_one_is_gone(nodes: Nodes) -> None:
+    async with taken(nodes) as (dying, work, heard):
+        await dying.say_taken(work)
+        other = await nodes.decode(echo)
+        await until(lambda: other.consumer.connected)
+        cancel = write_control(Control("cancel", work.id))  # as if it had run it too
+        await sent(nodes.broker.url, Names(nodes.name).control(other.consumer.node), cancel)
+    await ended(heard)
+    assert isinstance(heard.error, UpstreamError)
+    assert heard.error.reason == "the decode node that had it is gone"
+    assert other.consumer.counts["lost"] == 1
 
 
 async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) -> None:

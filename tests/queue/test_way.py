@@ -84,6 +84,33 @@ async def test_who_leaves_before_a_node_has_taken_it_costs_an_engine_nothing_for
     assert decode.consumer.counts == {"done": 0, "cancelled": 1, "lost": 0, "refused": 0}
 
 
+async def test_work_that_is_called_off_before_it_comes_is_not_run(nodes: Nodes) -> None:
+    way = nodes.prefill()
+    chunks = Chunks()
+    decode = await nodes.decode(chunks, room=1)
+    _, first = send(way, b"first")
+    chunks.chunks.put_nowait(b"1")
+    async with asyncio.timeout(LIMIT_S):
+        await first.some.wait()
+    waiting = [send(way, b"waits")[0] for _ in range(50)]
+    await until(lambda: all(each.letter is None for each in waiting))  # the broker has it
+    for each in waiting:
+        each.discard()
+    told = asyncio.Event()
+    way.tell(decode.consumer.node, "ask", "p.0", lambda _: told.set())  # after all that has been said before
+    async with asyncio.timeout(LIMIT_S):
+        await told.wait()
+    chunks.chunks.put_nowait(b"")
+    await ended(first)
+    _, last = send(way, b"last")
+    for data in (b"2", b""):
+        chunks.chunks.put_nowait(data)
+    await ended(last)
+    assert (last.error, last.body) == (None, b"2")
+    assert decode.engine.bodies == [b"first", b"last"]
+    assert decode.consumer.counts["cancelled"] == 50
+
+
 async def test_nobody_takes_it_for_too_long(nodes: Nodes) -> None:
     way = nodes.prefill(wait_s=0.3)
     _, heard = send(way)

@@ -69,6 +69,10 @@ class Owner(Protocol):
         """It need not be sent any more."""
         ...
 
+    def call_off(self, id: str) -> None:
+        """Nobody is known to have it, and nobody need take it any more."""
+        ...
+
     def over(self, id: str) -> None:
         """Nobody waits for it any more."""
         ...
@@ -131,6 +135,8 @@ class Awaited:
             return
         if self._node is not None:
             self._owner.tell(self._node, "cancel", self._id)
+        elif self._timer is not None and (self.letter is None or self.letter.sent):
+            self._owner.call_off(self._id)
         self._end()
 
     def end_sending(self) -> bool:

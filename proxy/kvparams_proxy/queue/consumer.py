@@ -42,6 +42,8 @@ _MOST_BYTES: Final = 8 << 20
 """Of answers that the broker has not taken: more, and engines are slowed down."""
 _PATHS: Final = frozenset(each.path for each in ENDPOINTS)
 _FAULTS: Final = 500
+_CALLED_OFF: Final = 10_000
+"""Ids of work that is not run when it comes."""
 _TELL_S: Final = 2.0
 """For those to be told whose work does not end in time, when this ends."""
 
@@ -79,6 +81,8 @@ class Consumer:
         self.now: Final = self._loop.time
         self._leave_s = leave_s
         self._running: dict[str, Running] = {}
+        self._called_off: dict[str, None] = {}
+        """Work that somebody has cancelled and that has not come, as a rule; the latest at the end."""
         self._watch = Watch(self._loop)
         self._outbox = Outbox(_MOST_BYTES, self._hold)
         self._reads: AbstractChannel | None = None
@@ -203,6 +207,10 @@ class Consumer:
         running = self._running.get(control.id)
         if running is not None:
             running.obey(control.order)
+        elif control.order == "cancel":
+            self._called_off[control.id] = None
+            if len(self._called_off) > _CALLED_OFF:
+                del self._called_off[next(iter(self._called_off))]
 
     async def _take(self, message: DeliveredMessage) -> None:
         """Work has come."""
@@ -219,9 +227,12 @@ class Consumer:
         running = self._running.get(work.id)
         if running is not None:  # its acknowledgement, or its confirmation, was lost with a connection
             running.deliveries.append(tag)
-        elif message.redelivered:
+        elif message.redelivered:  # before what is called off: somebody may wait for the node that had it
             self._counts["lost"] += 1
-            self._say(tag, write_result(Lost(work.id, self.node)), work.id)
+            self._say(tag, write_result(Lost(work.id, self.node)), work.id, well=True)
+        elif work.id in self._called_off:
+            self._counts["cancelled"] += 1
+            self._acknowledge(tag)
         else:
             self._begin(tag, work)
 
@@ -237,18 +248,19 @@ class Consumer:
             running.hold(True)
 
     def _refuse(self, tag: int, malformed: Malformed) -> None:
-        """Put it aside; whoever asked is told, where that can be read."""
+        """Put it aside, when whoever asked has been told, where that can be read."""
         self._counts["refused"] += 1
         _log.warning("work is put aside: %s", malformed)
-        if malformed.id is not None:
+        if malformed.id is None:
+            self._later(self._reads, tag, well=False)
+        else:
             said = write_result(Refused(malformed.id, self.node, str(malformed)))
-            self.put(Letter("", said, lambda _: None, joins=True), node_of(malformed.id))
-        self._later(self._reads, tag, well=False)
+            self._say(tag, said, malformed.id, well=False)
 
-    def _say(self, tag: int, body: bytes, id: str) -> None:
-        """Tell whoever asked; then it is done."""
+    def _say(self, tag: int, body: bytes, id: str, *, well: bool) -> None:
+        """Tell whoever asked; then it is done, or put aside."""
         reads = self._reads
-        self.put(Letter("", body, lambda _: self._later(reads, tag, well=True), joins=True), node_of(id))
+        self.put(Letter("", body, lambda _: self._later(reads, tag, well=well), joins=True), node_of(id))
 
     def _acknowledge(self, tag: int) -> None:
         self._later(self._reads, tag, well=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 from aiormq.abc import AbstractChannel
-from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError
+from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError
 from pamqp.commands import Basic
 
 __all__ = ["Fate", "Letter", "Outbox"]
@@ -27,6 +27,8 @@ _GAP_S: Final = 0.004
 """Between two messages of joined letters for one queue: less than the step of an engine that streams, as a rule."""
 _MOST_JOINED: Final = 64 << 10
 _LIMIT: Final = re.compile(r"max size ([0-9]{1,18})")
+_CONTENT_TOO_LARGE: Final = 311
+"""What AMQP has for it; RabbitMQ says `PRECONDITION_FAILED`."""
 
 
 class Letter:
@@ -80,7 +82,8 @@ class Outbox:
         self._broken: AbstractChannel | None = None
         """That the broker has closed since there was a connection, because of a letter that was too large."""
         self._longest: int | None = None
-        """What the broker takes, if it has said so."""
+        """What the broker takes, as far as it is known."""
+        self._most_joined = _MOST_JOINED
         self._gathered: dict[str, list[Letter]] = {}
         """By queue, for the next message: from when one was sent until nothing has come for a gap."""
         self._flying: dict[asyncio.Task[None], int] = {}
@@ -112,7 +115,7 @@ class Outbox:
         """There is a connection: everything that the broker has not answered for goes out, in order."""
         self._channel = channel
         if self._broken is None:  # it may be another broker
-            self._longest = None
+            self._longest, self._most_joined = None, _MOST_JOINED
         self._broken = None
         for letter in list(self._letters):
             self._post(letter, channel)
@@ -137,7 +140,7 @@ class Outbox:
         if letters and self._channel is not None:
             self._gathered[to] = []
             asyncio.get_running_loop().call_later(_GAP_S, self._flush, to)
-            for together in _bundles(letters, min(_MOST_JOINED, self._longest or _MOST_JOINED)):
+            for together in _bundles(letters, min(self._most_joined, self._longest or _MOST_JOINED)):
                 self._send(together, self._channel)
 
     def _send(self, letters: Sequence[Letter], channel: AbstractChannel) -> None:
@@ -164,8 +167,9 @@ class Outbox:
                 asyncio.get_running_loop().call_later(_AGAIN_S, self._again, letters)
                 return
             fate = "full"
-        except ChannelPreconditionFailed as error:
-            self._learn(channel, str(error))
+        except ChannelClosed as error:  # else the connection is lost: as below
+            if isinstance(error, ChannelPreconditionFailed) or _CONTENT_TOO_LARGE in error.args[:1]:
+                self._learn(channel, str(error))
             return
         except (Exception, asyncio.CancelledError):  # noqa: BLE001  the connection is lost: it goes out with the next
             return
@@ -178,14 +182,21 @@ class Outbox:
                 self._post(letter, self._channel)
 
     def _learn(self, channel: AbstractChannel, said: str) -> None:
-        """The broker has closed the channel: a message was too large, so the largest was. All that flew hear it."""
+        """The broker has closed the channel: a message was too large, so the largest was. All that flew hear it.
+
+        Where it does not say what it takes, and the largest was of several letters, they go one by one from now on:
+        then the next one that is too large is known.
+        """
         if channel is self._broken:
             return
         self._broken = channel
         found = _LIMIT.search(said)
         self._longest = longest = int(found[1]) if found is not None else max(self._flying.values()) - 1
         _log.warning("a message is larger than the broker takes, %d bytes: see its max_message_size", longest)
-        for each in [each for each in self._letters if len(each.body) > longest]:
+        too_large = [each for each in self._letters if len(each.body) > longest]
+        if found is None and not too_large:
+            self._most_joined = 0
+        for each in too_large:
             self._settle(each, "too large")
 
     def _settle(self, letter: Letter, fate: Fate) -> None:

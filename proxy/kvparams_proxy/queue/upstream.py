@@ -7,6 +7,7 @@ for it is a duplicate, and whoever sent that is told to stop.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from secrets import token_hex
 from typing import Final
 
@@ -41,6 +42,8 @@ _MOST_BYTES: Final = 64 << 20
 """Of what the broker has not answered for: more is refused."""
 _UNREAD: Final = 1000
 """Results on their way here at a time."""
+_NODES: Final = 256
+"""Decode nodes that are known."""
 _AGAIN: Final = 16
 """Who goes on for nobody is told once in so many parts."""
 
@@ -71,6 +74,8 @@ class QueueUpstream:
         self.answer_bytes: Final = answer_bytes
         self._numbers = 0
         self._running: dict[str, Awaited] = {}
+        self._nodes: dict[str, None] = {}
+        """Decode nodes that have taken something, whoever did so last at the end."""
         self._outbox = Outbox(_MOST_BYTES)
         self._settled = Acknowledged()
         self._closed = False
@@ -162,6 +167,15 @@ class QueueUpstream:
         """It need not be sent any more."""
         self._outbox.withdraw(letter)
 
+    def call_off(self, id: str) -> None:
+        """Nobody need take it any more: decode nodes that are known hear it before it comes to them."""
+        for node in self._nodes:
+            self.tell(node, "cancel", id, partial(self._called_off, node))
+
+    def _called_off(self, node: str, fate: Fate) -> None:
+        if fate == "nowhere":
+            self._nodes.pop(node, None)
+
     def over(self, id: str) -> None:
         """Nobody waits for it any more."""
         self._running.pop(id, None)
@@ -197,6 +211,11 @@ class QueueUpstream:
             _log.warning("what is left of a letter is passed over: %s", malformed)
 
     def _hear(self, result: Result | Malformed, awaited: Awaited | None) -> None:
+        if isinstance(result, Taken):
+            self._nodes.pop(result.node, None)
+            self._nodes[result.node] = None
+            if len(self._nodes) > _NODES:
+                del self._nodes[next(iter(self._nodes))]
         if isinstance(result, Malformed):
             _log.warning("a result is passed over: %s", result)
             if awaited is not None:
