@@ -120,7 +120,9 @@ class Appetite:
                     # a broker that was killed may never answer: then it is closed
                     async with asyncio.timeout(_ANSWER_S):
                         await self._change(channel, self._wanted)
-                except Exception:  # noqa: BLE001  the channel is of no use: there will be another
+                except (Exception, asyncio.CancelledError):  # the channel is of no use: there will be another
+                    if self._task.cancelling():  # else it was the library, whose broker had been silent for too long
+                        raise
                     if self._channel is channel:
                         self.closed()
                         self._stuck()
