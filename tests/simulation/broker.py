@@ -282,6 +282,11 @@ class Broker:
                 line.extend(kept)
             self._use(queue)
 
+    def put(self, name: str, body: bytes) -> None:
+        """By somebody else."""
+        if (queue := self.queues.get(name)) is not None:
+            self._put(queue, body, persistent=True, expires_ms=None)
+
     # inside
 
     def _put(self, queue: Queue, body: bytes, persistent: bool, expires_ms: int | None) -> None:

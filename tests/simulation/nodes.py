@@ -93,7 +93,12 @@ class Node:
         self.consumer = None
         task = self._world.loop.create_task(self._ended(consumer, self.pool))
         self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        self._ending.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._world.wrong(f"a node does not end as it should: {task!r}")
 
     async def _ended(self, consumer: Consumer, pool: Pool) -> None:
         await consumer.__aexit__(None, None, None)
@@ -120,6 +125,7 @@ class Nodes:
         self._world = world
         self.safety = Safety(world)
         self.broker = Broker(world.loop, self.safety)
+        self.broker.longest = world.scenario.queue.longest
         self.port = Port(self.broker, self)
         world.loop.broker = self.port
         self.all: list[Node] = []
@@ -152,7 +158,8 @@ class Nodes:
         """What an operator or fate does to the node beside an engine, or to the broker."""
         node = next(node for node in self.all if node.engine is self._world.engines[operation.engine])
         what = operation.what
-        self.safety.troubled(operation.for_s)
+        if what not in ("restart", "freeze", "garbage"):
+            self.safety.troubled(operation.for_s)
         if what == "kill":
             node.kill(operation.for_s)
         elif what == "leave":
@@ -163,6 +170,8 @@ class Nodes:
             self.port.cut("prefill")
         elif what == "broker":
             self.port.restart(operation.for_s)
+        elif what == "garbage":
+            self.broker.put(f"{POOL}.work", b'{"queue":1,"kind":"nothing"}\n')
 
     # as `wire.Faults`
 

@@ -74,8 +74,11 @@ class Safety:
         """See `Watcher.settled`."""
         if not queue.endswith(".work"):
             return
+        if not well:
+            self.counts["put aside"] += 1
+            return
         work = read_work(body)
-        if well and (who, work.id) not in self._answered:
+        if (who, work.id) not in self._answered:
             self._world.wrong(f"{who} acknowledges work for {node_of(work.id)} before all of its answer is safe")
 
     def died(self, queue: str, body: bytes, why: str) -> None:

@@ -104,10 +104,10 @@ class Operation(NamedTuple):
     """None: when the first client leaves; to the engine to which the last connection was begun."""
     what: Literal[
         "drain", "undrain", "remove", "add", "replace", "swap", "restart", "freeze",
-        "kill", "leave", "cut", "sever", "broker",
+        "kill", "leave", "cut", "sever", "broker", "garbage",
     ]  # fmt: skip
-    """The last five: a decode node is killed, shut down, or loses its connection; the proxy loses its own; the broker
-    is restarted."""
+    """The last six: a decode node is killed, shut down, or loses its connection; the proxy loses its own; the broker
+    is restarted; somebody puts into the queue what is no work."""
     engine: int
     for_s: float
 
@@ -123,6 +123,8 @@ class Queue(NamedTuple):
     """The longest silence of an engine, for its decode node."""
     leave_s: float
     """For what runs on a node that is shut down."""
+    longest: int | None
+    """What the broker takes at most."""
 
 
 class Scenario(NamedTuple):
@@ -245,33 +247,61 @@ def _beside(random: Random, drawn: Scenario, role: Role) -> Scenario:
     return drawn._replace(prefills=prefills, decodes=decodes, operations=operations, inside=random.random() < 0.5)
 
 
-_NODES: Mapping[str, Literal["kill", "leave", "cut", "sever", "broker"]] = {
-    "drain": "leave",
-    "undrain": "cut",
-    "remove": "kill",
-    "replace": "broker",
-    "add": "sever",
-}
-"""What becomes of a decode node, or of the broker, where an operator would change the fleet."""
-
-
 def _queued(random: Random, drawn: Scenario) -> Scenario:
     """Decode engines are behind a broker; limits are those of their nodes."""
-    operations = tuple(
-        one._replace(what=_NODES.get(one.what, one.what)) if one.engine else one for one in drawn.operations
-    )
+    troubled = drawn.rate > 0
+    operations = tuple(_of_node(random, one) if one.engine else one for one in drawn.operations)
+    wait_s = random.choice((0.3, 2.0, 5.0)) if drawn.wait_s < 60.0 or troubled else 60.0
     queue = Queue(
         room=drawn.legs or 16,
-        rate=random.choice((0.0, 0.003, 0.01, 0.03)) if drawn.rate else 0.0,
+        rate=random.choice((0.0, 0.003, 0.01, 0.03)) if troubled else 0.0,
         silence_s=random.choice((drawn.decode_timeout_s, 5.0)),
         leave_s=random.choice((0.05, 1.0)),
+        longest=random.choice((400, 700, 1000)) if troubled and random.random() < 0.1 else None,
     )
-    return drawn._replace(
+    drawn = drawn._replace(
         dialect=random.choice(("store", "store-drop")),
         decode_timeout_s=random.choice((drawn.decode_timeout_s, 5.0)),
-        wait_s=random.choice((0.3, 2.0, 5.0)) if drawn.wait_s < 60.0 or drawn.rate else 60.0,
-        queue=queue,
+        wait_s=wait_s,
         operations=operations,
+        queue=queue,
+    )
+    return _patient(random, drawn) if troubled and random.random() < 0.5 else drawn
+
+
+def _of_node(random: Random, operation: Operation) -> Operation:
+    """Where an operator would change the fleet, something becomes of a decode node or of the broker."""
+    if operation.what in ("restart", "freeze"):
+        return operation
+    what: tuple[Literal["kill", "leave", "cut", "sever", "broker", "garbage"], ...] = (
+        "kill",
+        "kill",
+        "leave",
+        "cut",
+        "sever",
+        "broker",
+        "garbage",
+    )
+    return operation._replace(what=random.choice(what))
+
+
+def _patient(random: Random, drawn: Scenario) -> Scenario:
+    """All engines are well, and no time-out ends what the nodes and the broker must."""
+    operations = tuple(
+        _of_node(random, Operation(random.random() * 0.6, "drain", 1 + random.randrange(drawn.decodes), for_s))
+        for for_s in random.sample((0.05, 0.3, 1.5), 2)
+    )
+    return drawn._replace(
+        rate=0.0,
+        turns_away=0.0,
+        doubts=False,
+        lease_ms=None,
+        prefill_timeout_s=600.0,
+        decode_timeout_s=600.0,
+        wait_s=60.0,
+        retries=3,
+        operations=operations,
+        queue=drawn.queue._replace(silence_s=600.0),
     )
 
 
@@ -417,7 +447,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         reports_cached=rnd() < 0.8,
         fails_without_kv=rnd() < 0.5,
         lease_ms=random.choice((1, 20, 200)) if (troubled or limited) and rnd() < 0.3 else None,
-        queue=Queue(16, 0.0, 5.0, 1.0),
+        queue=Queue(16, 0.0, 5.0, 1.0, None),
         clients=clients,
         operations=operations,
     )

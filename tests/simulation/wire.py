@@ -20,6 +20,8 @@ _CONNECTING = ("refused", "refused", "stall", "slow")
 _SENDING = ("lost", "lost", "lost behind", "lost behind", "late", "late", "stall")
 """What becomes of something that is sent: the connection is lost before the broker has it, or before it answers; the
 answer is late; or nothing passes for a while, and then the connection is lost or not."""
+_GRACE_S = 10.0
+"""Who has heard nothing for longer gives up by itself. (aiormq's is longer; what opens a connection has this long.)"""
 
 
 class Faults(Protocol):
@@ -86,6 +88,7 @@ class Wire:
         self._faults = faults
         self._up, self._down = _Pipe(self.loop, faults), _Pipe(self.loop, faults)
         self._channels: list[Channel] = []
+        self._silent = False
 
     def channel(self, *, publisher_confirms: bool, on_return_raises: bool = False) -> Outer:
         """See aio-pika."""
@@ -101,10 +104,13 @@ class Wire:
         if not self.lost:
             over: asyncio.Future[None] = self.loop.create_future()
             self.up("closes", lambda: (self.leave(), self.down(lambda: over.done() or over.set_result(None))))
-            for channel in self._channels:
-                self.loop.call_soon(channel.closed, asyncio.CancelledError())
             try:
                 await over
+            except asyncio.CancelledError:  # who gives it up has all that waits given up, too
+                self._end(asyncio.CancelledError())
+                raise
+            else:
+                self._end(ConnectionClosed(320, "closed"))
             finally:
                 self.cut()
         self.is_closed = True
@@ -142,6 +148,7 @@ class Wire:
 
         def over() -> None:
             if for_s > 1.0:
+                self._silent = for_s > _GRACE_S
                 self.cut()
             else:
                 self._up.go_on()
@@ -169,11 +176,15 @@ class Wire:
     def fail(self) -> None:
         """The node sees that it is lost."""
         if not self.lost:
-            self.lost = True
-            error = AMQPConnectionError("lost") if self._faults.choice((0, 1)) else ConnectionClosed(320, "lost")
-            for channel in self._channels:
-                channel.closed(error)
+            # where it was silent for too long, aiormq gives up its own tasks, and all that waits for them
+            error = asyncio.CancelledError() if self._silent else AMQPConnectionError("lost")
+            self._end(error)
             self.loop.call_soon(self.close_callbacks, error)
+
+    def _end(self, error: BaseException) -> None:
+        self.lost = True
+        for channel in self._channels:
+            channel.closed(error)
 
 
 class Port:

@@ -94,6 +94,7 @@ class Awaited:
         "_paused",
         "_sink",
         "_throttled",
+        "_throttles",
         "_timer",
         "letter",
     )
@@ -114,6 +115,8 @@ class Awaited:
         self._paused = False
         self._throttled = False
         """Whether the node was told so."""
+        self._throttles = False
+        """Whether it was ever told."""
         self._heard_s = 0.0
         self._asked = False
         """Whether the node is in doubt: nobody else would say that it is gone."""
@@ -202,7 +205,7 @@ class Awaited:
             return
         self._heard_s = self._owner.now()
         if isinstance(result, Taken):
-            if self._throttled:  # it may have forgotten, or never heard
+            if self._throttles:  # it may have forgotten, or never heard, whichever was the last word
                 self._owner.tell(result.node, "pause" if self._paused else "resume", self._id)
             return
         if result.number >= self._next and result.number not in self._early:
@@ -247,6 +250,7 @@ class Awaited:
         """Let the node know what the client does, if that has changed."""
         if self._node is not None and self._sink is not None and self._paused is not self._throttled:
             self._throttled = self._paused
+            self._throttles = True
             self._owner.tell(self._node, "pause" if self._paused else "resume", self._id)
 
     def _deliver(self) -> None:
