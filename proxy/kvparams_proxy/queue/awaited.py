@@ -113,9 +113,9 @@ class Awaited:
         """For a client that takes nothing now."""
         self._kept_bytes = 0
         self._paused = False
-        self._throttled = False
+        self._throttled: bool = False
         """Whether the node was told so."""
-        self._throttles = False
+        self._throttles: bool = False
         """Whether it was ever told."""
         self._heard_s = 0.0
         self._asked = False
