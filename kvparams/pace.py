@@ -80,6 +80,11 @@ class Pace:
         left = max(head - ran, self.speed.doubt * head)
         return max(0.0, self._pending - head + left)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it had something to do last, or since the clock began; 0 while it has."""
+        return 0.0 if self._given else self._now() - self.ended
+
     def fetch_s(self, tokens: int) -> float:
         """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
         return max(0.0, self._fetching_until - self._now()) + self.speed.fetch_s(tokens)

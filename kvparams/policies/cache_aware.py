@@ -7,7 +7,9 @@ is no threshold between cache and load, because both are seconds, and no switch 
 What computing this prompt takes is also what others wait for it. How many those are is what a candidate in the middle
 has in flight (Little's law: as many arrive during a stay as stay). So a second of computing costs one second and that
 many more: the busier everybody is, the more a cached prefix is worth. The middle one, because a heap on few, where a
-prefix is hot, says nothing of the others. And nobody is made to wait for others' sake more than twice as long as it
+prefix is hot, says nothing of the others. Whoever has been idle for longer than that computing takes would have made
+nobody wait meanwhile: there it counts for less, the longer it was idle; so with many on a hot prefix nobody is left out
+for good. And nobody is made to wait for others' sake more than twice as long as it
 would have to: so a hot prefix spreads.
 
 Costs that are as good as equal are: speeds are learnt, no better than to half a hundredth. Of equals the one with the
@@ -29,6 +31,8 @@ _PATIENCE: Final = 2.0
 """Times the least expected time to first token: whoever would take longer is not asked."""
 _EQUAL: Final = 1.005
 """Costs that differ by less than this factor are as good as equal."""
+_LEAST_S: Final = 1e-9
+"""What stands for the idle time of whoever has something to do."""
 
 C = TypeVar("C", bound=Candidate)
 
@@ -48,7 +52,11 @@ class CacheAware:
         behind = sorted(each.in_flight for each in candidates)[(len(candidates) - 1) // 2]
         expected = [(expect(each, request), each) for each in candidates]
         latest = _PATIENCE * min(each.ttft_s for each, _ in expected)
-        costs = [(each.ttft_s + behind * each.work_s, one) for each, one in expected if each.ttft_s <= latest]
+        costs = [
+            (each.ttft_s + min(behind, each.work_s / (one.pace.idle_s or _LEAST_S)) * each.work_s, one)
+            for each, one in expected
+            if each.ttft_s <= latest
+        ]
         enough = _EQUAL * min(cost for cost, _ in costs)
         equals = [one for cost, one in costs if cost <= enough]
         return min(from_turn(equals, turn), key=lambda each: (each.in_flight, each.pace.ended))

@@ -4,6 +4,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -183,6 +185,57 @@ def test_a_hot_prefix_spreads(count: int, tokens: int) -> None:
         if len(held) == count:
             return
     raise AssertionError(f"only {len(held)} of {count} ever hold it")
+
+
+@pytest.mark.parametrize(("cold_s", "warm_s"), [(0.8, 0.02), (1.0, 0.005)])
+def test_with_everyone_on_one_prefix_nobody_stands_idle_for_good(cold_s: float, warm_s: float) -> None:
+    """64 at a time ask for what one holds: to compute it takes 40 times as long, or 200, but only once for each."""
+    fleet, policy = Fleet(4), CacheAware()
+    held: dict[Instance, int] = {}
+    ends: list[tuple[float, int, Seat, int]] = []
+    free = dict.fromkeys((seat.instance for seat in fleet.seats), 0.0)
+    got = dict.fromkeys((seat.instance for seat in fleet.seats), 0)
+
+    def ask(number: int) -> None:
+        request = asked(str(number), 8_000, cached=dict(held))
+        seat = policy.choose(fleet.seats, request, number)
+        one = seat.instance
+        fleet.run(seat, request)
+        got[one] += 1
+        free[one] = max(free[one], fleet.now) + (warm_s if one in held else cold_s)
+        heappush(ends, (free[one], number, seat, 64 if one in held else 8_000))
+        held[one] = 7_936
+
+    numbers = iter(range(3_000))
+    ask(next(numbers))
+    while ends:
+        fleet.now, number, seat, computed = heappop(ends)
+        seat.in_flight -= 1
+        seat.tokens -= 8_000
+        seat.pace.end(str(number), computed, 8_000)
+        for further in islice(numbers, 1 if number else 64):
+            ask(further)
+    assert min(got.values()) >= 300
+
+
+def test_whoever_was_idle_only_for_a_moment_is_not_given_what_another_has_cached() -> None:
+    """While most have work, which is when a second of computing makes others wait; the control is one idle for long."""
+    fleet, policy = Fleet(4), CacheAware()
+    fleet.teach(10_000.0)
+    holder, idle, *busy = fleet.seats
+    request = asked(tokens=8_000, cached={holder.instance: 4_000})
+    for seat in (holder, *busy):
+        for number in range(3):
+            seat.in_flight += 1
+            seat.pace.begin(number, 0.25)
+    idle.pace.begin("last", 1.0)
+    idle.pace.end("last", 10_000, 10_000)
+    fleet.now += 0.05
+    assert policy.choose(fleet.seats, request, 0) is holder
+    fleet.now += 50.0  # and the others have not got on
+    assert idle.pace.idle_s > 50.0
+    assert holder.pace.idle_s == 0.0
+    assert policy.choose(fleet.seats, request, 0) is idle
 
 
 def test_whoever_is_slow_gets_less() -> None:
