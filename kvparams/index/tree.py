@@ -78,12 +78,27 @@ class Tree:
         return self.end - 1 - self._freed
 
     def find(self, hashes: Hashes) -> Numbers:
-        """The node of each block, or 0."""
-        return self._table.find(hashes)
+        """The node of each block, or 0.
+
+        The blocks of a chain that was stored at once have numbers that follow one another: these are found by the first.
+        """
+        table = self._table
+        if len(hashes) < _SHORT or not hashes.all():
+            return table.find(hashes)
+        number = table.get(hashes.item(0))
+        if not number:
+            return table.find(hashes)
+        piece = hashes[: self._capacity + 1 - number]
+        differs = self._hashes[number : number + len(piece)] != piece
+        length = int(differs.argmax()) or (0 if differs[0] else len(piece))
+        if length < _SHORT:
+            return table.find(hashes)
+        row = np.arange(number, number + length, dtype=np.uint32)
+        return row if length == len(hashes) else np.concatenate((row, table.find(hashes[length:])))
 
     def last_used(self, hashes: Hashes) -> Numbers:
         """The epoch in which each block was used last; 0 where there is no node."""
-        numbers = self._table.find(hashes)
+        numbers = self.find(hashes)
         return self._epochs.take(numbers) * (numbers != 0)
 
     def hashes_of(self, first: int, end: int) -> Hashes:
