@@ -24,8 +24,8 @@ _TOKENS = list(range(7, 7 + 16 * 12))
 def main(url: str, port: int, rank: int) -> dict[str, object]:
     """What this rank saw."""
     distributed: Any = torch.distributed
-    rendezvous = distributed.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=300))
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=rendezvous, timeout=timedelta(seconds=300))
+    rendezvous = distributed.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=600))
+    distributed.init_process_group("gloo", rank=rank, world_size=2, store=rendezvous, timeout=timedelta(seconds=600))
     group = distributed.group.WORLD
     with parallel(tp_size=2, tp_rank=rank):
         engine = Engine("hybrid", Shape(heads=1), group, extra_config(url))

@@ -313,7 +313,7 @@ def test_whatever_goes_wrong_with_a_page_ends_the_prefix(store: KVStore, kind: A
 def test_a_store_that_answers_late_writes_nothing_into_the_pool(store: KVStore) -> None:
     traffic(store).put(names(3), pool(3, 1))
     faulty = FaultyStore(store, lambda operation, key: Fault("late") if operation == "get" else None)
-    way = traffic(faulty, deadline_s=0.2)
+    way = traffic(faulty, deadline_s=1.0)
     target = pool(3, None)
     assert way.get(names(3), target) == 0
     free = way._arena.free  # pyright: ignore[reportPrivateUsage]
@@ -327,7 +327,7 @@ def test_a_store_that_answers_late_writes_nothing_into_the_pool(store: KVStore) 
 def test_a_store_that_reads_late_keeps_no_mixture(store: KVStore, pieces: int) -> None:
     late = threading.Event()
     faulty = FaultyStore(store, lambda operation, key: Fault("late") if operation == "put" and late.is_set() else None)
-    way = traffic(faulty, deadline_s=0.2)
+    way = traffic(faulty, deadline_s=1.0)
     source, other, target = pool(3, 1, pieces), pool(3, 2, pieces), pool(3, None, pieces)
     before = content(source)
     late.set()
