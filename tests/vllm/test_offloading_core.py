@@ -552,7 +552,7 @@ def test_a_store_that_is_stuck_keeps_our_memory_and_not_vllms(store: KVStore, op
     """When the job is done nothing is written to the rows any more, however late the store comes."""
     stuck: dict[tuple[Operation, str], Fault] = {}
     faulty = FaultyStore(store, _judge(stuck), threads=2)
-    moving = Moving(faulty, FORM, deadline_s=0.3, arena_bytes=2 * (FORM.stored_bytes + 64))
+    moving = Moving(faulty, FORM, deadline_s=2.0, arena_bytes=2 * (FORM.stored_bytes + 64))
     rows, other = _rows(2, 1), _rows(2)
     if operation == "get":
         assert len(moving.save(rows, [(key(0), 0), (key(1), 1)]).result().done) == 2
@@ -560,7 +560,7 @@ def test_a_store_that_is_stuck_keeps_our_memory_and_not_vllms(store: KVStore, op
     began = time.monotonic()
     job = moving.load(other, [(key(1), 1)]) if operation == "get" else moving.save(rows, [(key(1), 1)])
     assert job.result().done == ()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     other[:], rows[:] = 7, 7  # somebody else's now
     if operation == "get":
         assert moving.load(other, [(key(0), 0)]).result().done == (key(0),)  # others go on with the slots that are left
@@ -591,11 +591,11 @@ def test_a_store_that_is_given_up_costs_nothing(store: KVStore) -> None:
         assert _asked(asking, [key(number)]) == [False]
     assert asking.failed == 4
     assert guarded.statistics.opened == 1
-    moving = Moving(guarded, FORM)
+    moving = Moving(guarded, FORM, deadline_s=60.0)
     began = time.monotonic()
     assert moving.load(_rows(1), [(key(0), 0)]).result().failures == {"unavailable": 1}
     assert moving.save(_rows(1), [(key(0), 0)]).result().failures == {"unavailable": 1}
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     moving.close()
     guarded.close()
 

@@ -149,8 +149,9 @@ def test_other_models_share_nothing(file_store: str, change: dict[str, Any]) -> 
         assert other.counts()["chunks_saved"] == 4
 
 
-def test_a_store_that_dies_costs_its_deadline_and_no_answer(tmp_path: Path) -> None:
-    with ValkeyServer(tmp_path) as server, engines(server.url, told={"deadline_s": 0.5, "lookup_s": 0.3}) as (engine,):
+def test_a_store_that_dies_costs_no_deadline_and_no_answer(tmp_path: Path) -> None:
+    long = {"deadline_s": 60.0, "lookup_s": 60.0}
+    with ValkeyServer(tmp_path) as server, engines(server.url, told=long) as (engine,):
         first = keys_of(6, 4)
         assert engine.serve(first) == wanted(first)
         engine.settle()
@@ -160,7 +161,7 @@ def test_a_store_that_dies_costs_its_deadline_and_no_answer(tmp_path: Path) -> N
             keys = keys_of(seed, 4)
             assert engine.serve(keys) == wanted(keys)
             engine.settle()
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
         counts = engine.counts()
         assert counts["lookups_failed"] > 0
         assert any(name.startswith("store_failures/") for name in counts)
