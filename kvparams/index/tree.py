@@ -80,7 +80,7 @@ class Tree:
     def find(self, hashes: Hashes) -> Numbers:
         """The node of each block, or 0.
 
-        The blocks of a chain that was stored at once have numbers that follow one another: these are found by the first.
+        The blocks of a chain that was stored at once have numbers that follow one another: found by the first of them.
         """
         table = self._table
         if len(hashes) < _SHORT or not hashes.all():
