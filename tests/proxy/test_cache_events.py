@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.events import Batch, Source
+from kvparams.events.model import Place, Stored
 from kvparams.policies.cache_aware import CacheAware
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams_proxy.cache_events.books import CacheEvents
+from kvparams_proxy.cache_events.listening import Listening
+from kvparams_proxy.cache_events.listening import Publisher as PublishedAt
 from kvparams_proxy.cache_events.stream import Stream
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.prefixes import Prefixes
@@ -117,6 +120,30 @@ def test_what_no_replay_brings_clears_what_was_said() -> None:
         heard.say()
         assert heard.told == [0, None, 2, 3]
         assert heard.stream.gaps == 1
+
+
+@pytest.mark.parametrize("field", ["tokens", "extras", "salt"])
+def test_what_waits_for_a_replay_is_limited_in_bytes_and_not_only_in_number(field: str) -> None:
+    """Of few blocks, whatever else they are filled with; the control are as many that are small."""
+    full: dict[str, Any] = {
+        "tokens": {"tokens": bytes(4 << 20), "block_size": 1 << 20},
+        "extras": {"extras": ((("x" * (4 << 20),),),)},
+        "salt": {"salt": "x" * (4 << 20)},
+    }[field]
+
+    def held(more: dict[str, Any]) -> int:
+        heard = Heard()
+        heard.say()
+        heard.say(lost=True)
+        event = Stored(Place("device"), bytes(32), 32, **more)
+        for number in range(2, 100):
+            heard.stream.live(replace(batch(number), events=(event,)))
+            if not heard.stream.replaying:
+                return number
+        return 100
+
+    assert held({}) == 100
+    assert held(full) < 20
 
 
 def test_a_publisher_that_was_started_anew_is_another_one() -> None:
@@ -475,3 +502,31 @@ async def test_a_prompt_goes_where_an_engine_says_that_it_has_it(
     assert answer.headers["x-kvparams-prefill"] == "said"
     assert "said: 640 of 641 tokens cached" in answer.headers["x-kvparams-decision"]
     assert await running.metric('kvparams_proxy_kv_events_gaps_total{instance="said"') == 0
+
+
+async def test_a_flood_is_held_back_and_not_kept(at: tuple[int, int]) -> None:
+    """Nobody takes what comes: so much is decoded, and the rest waits in ZMQ or is lost. Blocks are few, but large."""
+    listening = Listening(lambda: None)
+    try:
+        with Publisher(at) as publisher:
+            listening.listen("p0", PublishedAt(f"tcp://127.0.0.1:{at[0]}", None))
+            async with asyncio.timeout(20):
+                while not listening.counts("p0")[0]:  # noqa: ASYNC110  nobody tells
+                    await asyncio.sleep(0.01)
+                large = stored([7] * 700_000, block=700_000)
+                while listening.ahead < 1 << 17:
+                    publisher.say(large)
+                    await asyncio.sleep(0.01)
+            for _ in range(20):
+                publisher.say(large)
+            before = listening.counts("p0")[1]
+            assert 8 <= before <= 40
+            assert listening.ahead < 2 << 17
+            async with asyncio.timeout(20):
+                while listening.ahead >= 1 << 17:  # the control: there is room again, and it goes on
+                    assert listening.take() is not None
+                while listening.counts("p0")[1] == before:
+                    publisher.say(large)
+                    await asyncio.sleep(0.01)
+    finally:
+        listening.close()

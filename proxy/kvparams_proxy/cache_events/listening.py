@@ -1,8 +1,8 @@
 """The sockets of all publishers, and the one thread that has them.
 
 It takes messages apart and decodes them; what they say is taken out by the event loop (`take`), piece by piece. The one
-rule: what is decoded does not grow. While the event loop is behind, nothing is read here: what comes then waits in ZMQ,
-limited in size and number for each socket, and what ZMQ drops is asked for again.
+rule: what waits here does not grow, neither in number nor in bytes. While the event loop is behind, nothing is read:
+what comes then waits in ZMQ, limited in size and number for each socket, and what ZMQ drops is asked for again.
 """
 
 import logging
@@ -17,24 +17,26 @@ from typing import Final, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvparams.events import Batch, Cleared, InvalidEvents, Source, decode
+from kvparams.events import Batch, InvalidEvents, Source, decode
 from kvparams.events.frames import read_live, read_replayed, replay_request
-from kvparams_proxy.cache_events.stream import Stream
+from kvparams_proxy.cache_events.stream import Stream, weight
 
 __all__ = ["Listening", "Publisher", "Said"]
 
 _log: Final = logging.getLogger(__name__)
 _MESSAGE_BYTES: Final = 4 << 20
 """Of one message. vLLM's have what one step computed: some 200 KB for 32,000 tokens."""
-_MESSAGES: Final = 10_000
-"""That wait unread, of one socket."""
+_MESSAGES: Final = 128
+"""That wait unread, of one socket: more than a second of a busy engine's, or 512 MiB of one that sends the largest."""
 _AHEAD: Final = 1 << 17
-"""Blocks that are decoded and not taken out yet."""
+"""What may be decoded and not taken out yet, by its weight: some 32 MiB."""
 _REPLAY_S: Final = 10.0
 """For a replay to say something more."""
 _LOOK_MS: Final = 500
 _AT_ONCE: Final = 64
 """Messages of one socket, before the others have their turn."""
+_AT_ONCE_BYTES: Final = 4 << 20
+"""Of these; the last one may be longer."""
 
 
 class Publisher(NamedTuple):
@@ -88,10 +90,15 @@ class Listening:
             if not self._said:
                 return None
             said = self._said.popleft()
-            self._ahead -= _weight(said.batch)
+            self._ahead -= weight(said.batch)
             if self._ahead < _AHEAD:
                 self._room.set()
             return said
+
+    @property
+    def ahead(self) -> int:
+        """What is decoded and not taken out yet, by its weight."""
+        return self._ahead
 
     def counts(self, who: Hashable) -> tuple[bool, int, int, int, int]:
         """Whether it is connected; batches taken, messages that were none, gaps that stay, restarts."""
@@ -133,8 +140,8 @@ class Listening:
                     self._obey(context, poller, *self._orders.popleft())
                 for ear in list(self._ears.values()):
                     ear.hear(ready)
-                while not self._room.wait(_LOOK_MS / 1000) and not self._closed:
-                    pass
+                    while not self._room.wait(_LOOK_MS / 1000) and not self._closed:
+                        pass
         except Exception:  # noqa: BLE001  a thread that ends says why; requests go on without it
             _log.exception("KV events are not heard any more; caches are followed by what is sent and reported")
         finally:
@@ -166,7 +173,7 @@ class Listening:
         with self._lock:
             first = not self._said
             self._said.append(Said(who, batch))
-            self._ahead += _weight(batch)
+            self._ahead += weight(batch)
             if self._ahead >= _AHEAD:
                 self._room.clear()
         if first:
@@ -299,14 +306,9 @@ class _Ear:
 def _received(socket: "zmq.Socket[bytes]") -> "list[list[bytes]]":
     """What is there now, some of it."""
     found: list[list[bytes]] = []
+    size = 0
     with suppress(zmq.Again):
-        while len(found) < _AT_ONCE:
+        while len(found) < _AT_ONCE and size < _AT_ONCE_BYTES:
             found.append(socket.recv_multipart(zmq.NOBLOCK))
+            size += sum(map(len, found[-1]))
     return found
-
-
-def _weight(batch: Batch | None) -> int:
-    """In blocks, about."""
-    if batch is None:
-        return 1
-    return 1 + sum(1 if isinstance(event, Cleared) else 1 + event.blocks for event in batch.events)

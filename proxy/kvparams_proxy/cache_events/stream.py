@@ -6,20 +6,43 @@ says when time is up.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
-from kvparams.events import Batch, SequenceTracker
+from kvparams.events import Batch, Cleared, SequenceTracker
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "weight"]
 
 _HELD: Final = 1024
 """Batches that may wait for a replay: some seconds of a busy engine."""
+_HELD_WEIGHT: Final = 1 << 17
+"""Of these together."""
+_UNIT_BYTES: Final = 256
+"""What weighs as much as a block: about one of 32 tokens with its hash."""
+
+
+def weight(batch: Batch | None) -> int:
+    """What a batch weighs in memory, in blocks, about: whatever a publisher has filled it with."""
+    if batch is None:
+        return 1
+    blocks = sum(1 if isinstance(event, Cleared) else 1 + event.blocks for event in batch.events)
+    return 1 + blocks + _bytes(batch.events) // _UNIT_BYTES
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, tuple):
+        return sum(8 + _bytes(each) for each in cast("tuple[object, ...]", value) if each is not None)
+    return 8
 
 
 class Stream:
     """See the module."""
 
-    __slots__ = ("_asked", "_brought", "_held", "_replays", "_tell", "_tracker", "gaps", "restarts", "wanted")
+    __slots__ = (
+        *("_asked", "_brought", "_held", "_held_weight", "_replays", "_tell", "_tracker"),
+        *("gaps", "restarts", "wanted"),
+    )
 
     def __init__(self, tell: Callable[[Batch | None], None], *, replays: bool) -> None:
         """
@@ -36,6 +59,7 @@ class Stream:
         """Whether it has brought anything."""
         self._held: list[Batch] = []
         """What came meanwhile."""
+        self._held_weight = 0
         self.wanted: int | None = None
         """A replay from this number on is to be asked for; whoever does so sets it to None. One that runs is off."""
         self.gaps = 0
@@ -56,6 +80,7 @@ class Stream:
         """Whoever keeps the books has forgotten everything."""
         self._tracker = SequenceTracker()
         self._held.clear()
+        self._held_weight = 0
         self._asked = self.wanted = None
         self.connected()
 
@@ -64,9 +89,13 @@ class Stream:
         if self._asked is None:
             self._take(batch, self._replays)
             return
-        self._held.append(batch)
-        if len(self._held) > _HELD:
+        self._hold(batch)
+        if len(self._held) > _HELD or self._held_weight > _HELD_WEIGHT:
             self._end()
+
+    def _hold(self, batch: Batch) -> None:
+        self._held.append(batch)
+        self._held_weight += weight(batch)
 
     def replayed(self, batch: Batch) -> None:
         """It says this again."""
@@ -86,7 +115,7 @@ class Stream:
     def _end(self) -> None:
         if not self._brought and self._tracker.next:  # not even what was taken last: another publisher, perhaps
             self._give_up(0)
-        held, self._held = self._held, []
+        held, self._held, self._held_weight = self._held, [], 0
         self._asked = self.wanted = None
         for batch in held:
             self._take(batch, False)
@@ -101,7 +130,7 @@ class Stream:
             order = self._tracker.observe(number, batch.mark)
         if order.finding == "gap":
             if may_ask:
-                self._held.append(batch)
+                self._hold(batch)
                 self._ask(order.replay_from)
                 return
             self._give_up(number)
