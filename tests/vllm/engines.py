@@ -1,6 +1,7 @@
 """Real vLLM engines as child processes, and what the tests ask of them."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -20,20 +21,25 @@ __all__ = [
     "ENVIRONMENT",
     "PATIENCE_S",
     "READY_S",
+    "SAVED",
     "complete",
     "counters",
     "start_engine",
     "transfer_config",
     "until",
+    "wait_saved",
 ]
 
 CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
+SAVED: Final = "vllm:kvparams_pages_saved_total"
 READY_S: Final = 900.0
 """Within which engines serve, on a machine that does much else: 20 s of a processor each."""
 ANSWER_S: Final = 300.0
 """Within which they answer; milliseconds as a rule."""
 PATIENCE_S: Final = 120.0
 """For what becomes true behind an answer."""
+_DEADLINE_S: Final = 60.0
+"""Of loads, saves and lookups: on a busy machine too all that is stored is loaded."""
 CALM: Final = ("--probe", "5")
 """For a proxy: an engine that is busy is not taken for one that is gone."""
 ENVIRONMENT: Final = {
@@ -47,6 +53,7 @@ ENVIRONMENT: Final = {
     "PYTHONWARNINGS": "ignore",
 }
 """Of a process that has an engine."""
+_CALM_RANKS: Final = Path(__file__).parent / "calm_ranks"
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 
 
@@ -66,7 +73,7 @@ def transfer_config(
             "kv_role": role,
             "engine_id": engine_id,
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"store": store, **(extra or {})},
+            "kv_connector_extra_config": {"store": store, "deadline_s": _DEADLINE_S, **(extra or {})},
         }
     )
 
@@ -87,6 +94,9 @@ def start_engine(
     """Start an engine, about 15 s until it serves; does not wait for it."""
     port = port or free_port()
     settings = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+    if "--tensor-parallel-size" in arguments:
+        path = (str(_CALM_RANKS), settings.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
+        settings["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *(f"{key}={value}" for key, value in settings.items())]
     command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
@@ -122,10 +132,23 @@ def complete(url: str, prompt: str | Sequence[int], max_tokens: int = 16, **more
     return response.json()
 
 
-def until(true: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Wait until something is so; how long that took, in seconds."""
+def wait_saved(server: Server, pages: int, before: float = 0.0) -> None:
+    """Wait until our connector has saved so many pages since `before`. Engines save behind their answers, and count in
+    later steps: small requests, of which nothing is saved, make them take some."""
+
+    def saved() -> float:
+        complete(server.url, [300] * 5, 1)
+        return counters(server)[SAVED] - before
+
+    until(lambda: saved() >= pages, seen=saved)
+
+
+def until(
+    true: Callable[[], bool], within_s: float = PATIENCE_S, *, pause_s: float = 0.05, seen: Callable[[], object] = str
+) -> float:
+    """Wait until something is so; how long that took, in seconds. `seen` is what to show where it never is."""
     began = time.monotonic()
     while not true():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s"
-        time.sleep(0.05)
+        assert time.monotonic() - began < within_s, f"not within {within_s} s: {seen()}"
+        time.sleep(pause_s)
     return time.monotonic() - began

@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,18 +16,19 @@ import yaml
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
-from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, complete, start_engine
+from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, complete, start_engine, until
 
 if TYPE_CHECKING:  # where types are checked there is no vLLM, and no ZMQ
     zmq: Any = None
 else:
     import zmq
 
-__all__ = ["BLOCK", "Kind", "Line", "Site"]
+__all__ = ["BLOCK", "LOOK_S", "Kind", "Line", "Site"]
 
 BLOCK: Final = 64
 """Tokens of a block of the proxy."""
-_LOOK_S: Final = 0.01
+LOOK_S: Final = 0.01
+"""Between two looks at what is heard at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Site:
             self.proxy = self._proxy()
             self._client = stack.enter_context(httpx.Client(timeout=ANSWER_S, verify=NO_CERTIFICATES))
             for name in self._kinds:
-                self.until(lambda name=name: self.metric("connected", name) == 1)
+                until(lambda name=name: self.metric("connected", name) == 1, pause_s=LOOK_S)
             self._stack = stack.pop_all()
         return self
 
@@ -127,13 +127,6 @@ class Site:
         self._processes.stop(self.engines[name])
         self._start(name)
         self._processes.wait_ready(self.engines[name], within_s=READY_S)
-
-    def until(self, true: Any) -> None:
-        """Wait, bounded, until something is so."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not true():
-            assert time.monotonic() < deadline, "it did not come true"
-            time.sleep(_LOOK_S)
 
     def ask(self, name: str, prompt: str | Sequence[int]) -> int:
         """An engine, directly. How many tokens it had cached, as it says."""
@@ -162,7 +155,7 @@ class Site:
         number = next(self._numbers)
         own = [2 + number % 250, 2 + number // 250, *range(300, 300 + max(BLOCK, self._kinds[name].block_size))]
         self.ask(name, own)
-        self.until(lambda: self.has(name, own) > 0)
+        until(lambda: self.has(name, own) > 0, pause_s=LOOK_S)
 
     def metric(self, what: str, name: str) -> float:
         """One of `kvparams_proxy_kv_events_*`."""

@@ -12,8 +12,8 @@ from demo.processes import Processes, Server
 from kvparams.keys import Namespace, Rectangle, page_chain
 from kvparams.pages import HEADER_BYTES, identify, seal
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
-from tests.connectors.valkey_server import ValkeyServer, wait_until
-from tests.vllm.engines import PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
+from tests.connectors.valkey_server import ValkeyServer
+from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
 from tests.vllm.legs import decode, prefill, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -79,7 +79,7 @@ def _value(store: KVStore, key: str) -> bytearray:
 
 def _is_there(store: KVStore, key: str) -> None:
     """Wait until it is stored: engines save behind their answers."""
-    wait_until(lambda: store.exists([key]).result()[0].code is Code.OK, PATIENCE_S)
+    until(lambda: store.exists([key]).result()[0].code is Code.OK)
 
 
 def _replace(store: KVStore, key: str, value: bytearray) -> None:

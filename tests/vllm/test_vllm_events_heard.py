@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from demo.client import NO_CERTIFICATES
-from tests.vllm.engines import ANSWER_S, PATIENCE_S, counters
-from tests.vllm.heard import BLOCK, Kind, Site
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, counters, until
+from tests.vllm.heard import BLOCK, LOOK_S, Kind, Site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
@@ -94,7 +94,7 @@ def test_what_was_lost_on_the_way_is_asked_for_again(site: Site, chance: random.
     for prompt in prompts:
         lost = line.lost
         site.ask("small", prompt)
-        site.until(lambda lost=lost: line.lost > lost)
+        until(lambda lost=lost: line.lost > lost, pause_s=LOOK_S)
     assert [site.has("small", prompt) for prompt in prompts] == [0, 0, 0]
     line.mend()
     site.settle("small")
@@ -113,7 +113,7 @@ def test_what_the_engine_can_say_no_more_is_not_believed(site: Site, chance: ran
     for prompt in prompts[1:]:
         lost = line.lost
         site.ask("large", prompt)
-        site.until(lambda lost=lost: line.lost > lost)
+        until(lambda lost=lost: line.lost > lost, pause_s=LOOK_S)
     line.mend()
     site.settle("large")
     assert site.metric("gaps", "large") == 1

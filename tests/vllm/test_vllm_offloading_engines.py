@@ -23,8 +23,8 @@ import valkey
 from demo.processes import ProcessError, Processes, Server
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.store import Code, GetOp, PutOp, open_store
-from tests.connectors.valkey_server import ValkeyServer, wait_until
-from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine
+from tests.connectors.valkey_server import ValkeyServer
+from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, until
 from tests.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -33,6 +33,8 @@ _ROOT: Final = Path(__file__).parents[2]
 _TIER: Final = "kvparams_connectors.engines.vllm_tier.tier"
 _PATIENT: Final = {"lookup_s": PATIENCE_S, "deadline_s": PATIENCE_S}
 """On a busy machine too all that is stored is loaded."""
+_CONNECTED: Final = "connect_ms=60000"
+"""And whoever has to wait for a connection gets it: a chunk is offered to a tier once."""
 _BLOCK: Final = 32
 _MAX_BYTES: Final = 1 << 20
 _ENGINES: Final = f"kvparams-test-{os.getpid()}-"
@@ -68,6 +70,10 @@ def _start(
     )
 
 
+def _url(server: ValkeyServer) -> str:
+    return f"{server.url}?{_CONNECTED}"
+
+
 def _prompts(seed: int, *sizes: int) -> list[Ask]:
     chance = random.Random(seed)
     return [Ask([chance.randrange(300, 2000) for _ in range(size)]) for size in sizes]
@@ -85,7 +91,7 @@ def _counted(server: Server) -> Counter[str]:
 
 def _saved(server: Server, before: Counter[str], count: int) -> None:
     """Wait until it has saved so many chunks since then, and see that it is no more."""
-    wait_until(lambda: (_counted(server) - before)["chunks_saved_total"] >= count, PATIENCE_S)
+    until(lambda: (_counted(server) - before)["chunks_saved_total"] >= count, seen=lambda: _counted(server) - before)
     assert (_counted(server) - before)["chunks_saved_total"] == count
 
 
@@ -141,7 +147,7 @@ def world(
     with ValkeyServer(folder / "valkey", max_memory="512mb") as server, Processes(folder) as processes:
 
         def start(name: str, made: Path = model, core: int = 0, cache: int = 64 << 20, **told: Any) -> Server:
-            return _start(processes, name, made, _offload(server.url, name, **told), core=core, cache_bytes=cache)
+            return _start(processes, name, made, _offload(_url(server), name, **told), core=core, cache_bytes=cache)
 
         found = _World(
             server,
@@ -192,7 +198,7 @@ def test_a_flipped_byte_is_computed_and_without_verification_believed(world: _Wo
     assert (_counted(world.blind) - before)["chunks_loaded_total"] == 14
     before = _counted(world.second)
     assert answers(world.second.url, damaged) == expected
-    wait_until(lambda: (_counted(world.second) - before)["chunks_saved_total"] > 0, PATIENCE_S)
+    until(lambda: (_counted(world.second) - before)["chunks_saved_total"] > 0)
     assert (_counted(world.second) - before)["chunks_refused_total{reason=flipped_payload}"] == 1
 
 
@@ -247,9 +253,9 @@ def test_aborts_and_little_memory_leak_nothing(world: _World, bare: Server) -> N
     answered = asyncio.run(_storm(small.url, asks, expected, chance))
     assert answered > 20
     busy = [f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
-    wait_until(lambda: not any(counters(small)[name] for name in busy), PATIENCE_S, pause_s=0.2)
+    until(lambda: not any(counters(small)[name] for name in busy))
     pinned = "vllm:kv_offload_tiering_active_"
-    wait_until(lambda: not any(v for k, v in counters(small).items() if k.startswith(pinned)), PATIENCE_S, pause_s=0.2)
+    until(lambda: not any(v for k, v in counters(small).items() if k.startswith(pinned)))
     assert _counted(small)["chunks_loaded_total"] > 0
     assert not _counted(small)["chunks_refused_total{reason=flipped_payload}"]
     assert answers(small.url, asks) == expected
@@ -260,7 +266,7 @@ def test_two_workers(world: _World, model: Path, tmp_path: Path) -> None:
     asks = _prompts(6, 100, 300)
     with Processes(tmp_path) as processes:
         one, another = (
-            _start(processes, name, model, _offload(world.server.url, name), "--tensor-parallel-size", "2")
+            _start(processes, name, model, _offload(_url(world.server), name), "--tensor-parallel-size", "2")
             for name in ("one", "another")
         )
         processes.wait_ready(one, another, within_s=READY_S)
@@ -268,7 +274,7 @@ def test_two_workers(world: _World, model: Path, tmp_path: Path) -> None:
         expected = answers(one.url, asks)
         _saved(one, before, 12)
         assert answers(another.url, asks) == expected
-        wait_until(lambda: _counted(another)["chunks_loaded_total"] >= 12, PATIENCE_S)
+        until(lambda: _counted(another)["chunks_loaded_total"] >= 12, seen=lambda: _counted(another))
         assert _counted(another)["chunks_loaded_total"] == 12
         before = _counted(world.second)
         assert answers(world.second.url, asks) == expected

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server, proxy_command
-from tests.vllm.engines import ANSWER_S, CALM, counters, until
+from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, counters, until
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair, usage
 from tests.vllm.traffic import Ask, answers
 
@@ -23,6 +23,7 @@ _LEASE_S: Final = 30.0
 """For which vLLM 0.32.0 keeps blocks that nobody fetches."""
 _SOON_S: Final = 25.0
 _AT_ONCE: Final = 4
+_SCENES: Final = 10
 
 
 @pytest.fixture(scope="module")
@@ -108,37 +109,44 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_between_the_legs_leaves_no_blocks(pair: Pair, tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
-        narrow = processes.proxy([pair.prefill], [pair.decode], *CALM, "--decode-requests", "1", connector="nixl")
-        processes.wait_ready(narrow)
-        took = asyncio.run(_leave_between_legs(pair, narrow.url))
-        metrics = httpx.get(f"{narrow.url}/metrics", timeout=ANSWER_S).text
+    """Where decode's long answer ended before the other request was given up, there was nothing to see: once more."""
+    for scene in range(_SCENES):
+        folder = tmp_path / str(scene)
+        folder.mkdir()
+        with Processes(folder) as processes:
+            narrow = processes.proxy([pair.prefill], [pair.decode], *CALM, "--decode-requests", "1", connector="nixl")
+            processes.wait_ready(narrow, within_s=PATIENCE_S)
+            took = asyncio.run(_leave_between_legs(pair, narrow.url, scene))
+            metrics = httpx.get(f"{narrow.url}/metrics", timeout=ANSWER_S).text
+        until(lambda: not _in_use(pair.prefill) and not _in_use(pair.decode))
+        if took is not None:
+            break
+    else:
+        pytest.fail(f"decode was never busy long enough, {_SCENES} times")
     assert took < _SOON_S < _LEASE_S
     assert "kvparams_proxy_transfers_released_total 1.0" in metrics
     assert "kvparams_proxy_transfers_orphaned_total 0.0" in metrics
 
 
-async def _leave_between_legs(pair: Pair, url: str) -> float:
+async def _leave_between_legs(pair: Pair, url: str, scene: int) -> float | None:
     """Decode is busy with a long answer; another request is prefilled, waits for decode, and is given up. How long its
-    blocks were held after that."""
-    long = Ask(_prompt(64, 3), max_tokens=1900, stream=True).body()
-    short = Ask(_prompt(700, 4)).body()
+    blocks were held after that; None if decode was not busy all the time."""
+    long = Ask(_prompt(64, 1000 + scene), max_tokens=1900, stream=True).body()
+    short = Ask(_prompt(700, 2000 + scene)).body()
     path = f"{url}/v1/completions"
     async with httpx.AsyncClient(timeout=ANSWER_S) as client, client.stream("POST", path, json=long) as busy:
         lines = busy.aiter_lines()  # kept: a generator that is forgotten closes the stream
         await anext(lines)
-        await asyncio.to_thread(until, lambda: not _in_use(pair.prefill), _SOON_S)
+        await asyncio.to_thread(until, lambda: not _in_use(pair.prefill))
         waiting = asyncio.create_task(client.post(path, json=short))
-        async with asyncio.timeout(ANSWER_S):
-            while not await asyncio.to_thread(_in_use, pair.prefill):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        while not waiting.done() and not await asyncio.to_thread(_in_use, pair.prefill):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
-        took = await asyncio.to_thread(until, lambda: not _in_use(pair.prefill), _LEASE_S)
+        took = await asyncio.to_thread(until, lambda: not _in_use(pair.prefill))
         running = (await asyncio.to_thread(counters, pair.decode))["vllm:num_requests_running"]
-        assert running == 1, "decode was not busy all the time"
-        return took
+        return took if running == 1 else None
 
 
 def test_clients_that_leave_at_random_moments_leave_nothing(

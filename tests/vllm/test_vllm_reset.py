@@ -9,7 +9,16 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
+from tests.vllm.engines import (
+    ANSWER_S,
+    PATIENCE_S,
+    READY_S,
+    complete,
+    counters,
+    start_engine,
+    transfer_config,
+    wait_saved,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -34,7 +43,7 @@ def test_kv_of_other_weights_is_not_used(
 ) -> None:
     chance = random.Random(14)
     prompts = [[chance.randrange(300, 2000) for _ in range(size)] for size in (129, 300, 513)]
-    stored = 128 + 256 + 512
+    stored, pages = 128 + 256 + 512, 1 + 2 + 4
     with Processes(tmp_path) as processes:
         ours, keeping = (
             start_engine(
@@ -50,8 +59,10 @@ def test_kv_of_other_weights_is_not_used(
         )
         processes.wait_ready(ours, keeping, within_s=READY_S)
         before = _answers(ours, prompts)
+        wait_saved(ours, pages)
         assert _answers(keeping, prompts) == _answers(ours, prompts) == before
         assert counters(ours)["vllm:kvparams_tokens_loaded_total"] == stored
+        wait_saved(keeping, pages)
         for engine in (ours, keeping):
             _other_weights(engine, make_tiny(1))
         right = _answers(keeping, prompts, salt="never stored")
@@ -60,6 +71,7 @@ def test_kv_of_other_weights_is_not_used(
         seen = counters(ours)
         assert seen["vllm:kvparams_tokens_loaded_total"] == stored
         assert seen["vllm:kvparams_resets_total"] == 1
+        wait_saved(ours, 2 * pages)
         assert _answers(ours, prompts) == right
         assert counters(ours)["vllm:kvparams_tokens_loaded_total"] == 2 * stored  # of the new weights
         assert _answers(keeping, prompts) != right  # told that weights never change, it believes what is stored

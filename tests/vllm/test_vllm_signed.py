@@ -12,8 +12,7 @@ from kvparams.codec import parse
 from kvparams.trust.keyfile import create_keyring, read_keyring
 from kvparams.trust.keyring import Keyring, SigningKey
 from kvparams.trust.signing import Signer
-from tests.connectors.valkey_server import wait_until
-from tests.vllm.engines import PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
+from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -69,7 +68,7 @@ def test_only_what_was_signed_for_it_is_acted_on(engine: Server, keys: Path) -> 
     expected = asked(good, _PROMPT)
     assert expected["kv_transfer_params"]["kvparams"]["phase"] == "prefill_result"
     assert len(expected["kv_transfer_params"]["kvparams"]["load_keys"]) >= 2
-    wait_until(lambda: saved() >= 2, PATIENCE_S)
+    until(lambda: saved() >= 2)
     before = saved()
     fresh = signed(keys, "forged")
     unsigned = {name: value for name, value in ours(signed(keys, "unsigned")).items() if name != "signature"}
@@ -89,6 +88,6 @@ def test_only_what_was_signed_for_it_is_acted_on(engine: Server, keys: Path) -> 
         assert len(answer["choices"][0]["token_ids"]) == 16
     assert saved() == before, "nobody writes what others would read"
     asked(None, [2000, *_PROMPT[1:]])  # the control: an ordinary request is stored
-    wait_until(lambda: saved() > before, PATIENCE_S)
+    until(lambda: saved() > before)
     found = {name: value for name, value in counters(engine).items() if name.startswith(_REFUSED)}
     assert found == {f"{_REFUSED}{reason}}}": 1.0 for reason in refused}
