@@ -471,6 +471,20 @@ async def test_round_robin_says_nothing_of_caches(stubbed: Proxy) -> None:
     assert "prefix_cache" not in (await stubbed.client.get("/metrics")).text
 
 
+def test_an_answer_that_goes_on_teaches_what_was_computed_and_not_what_was_cached() -> None:
+    """Of two prompts of one length, one of them cached, that took what their new tokens take."""
+    site, tokens = Site([Engine()]), prompt(1, 6401)
+    pace = site.member("p0").pace
+    for number in range(40):
+        for asked in (tokens, prompt(100 + number, 6401)):
+            facts = site.facts(asked)
+            decision = site.prefixes.explain(CacheAware(), list(site.fleet.members), facts, 0).decision
+            with site.leg(facts):
+                site.clock.pass_time(0.01 + 1e-4 * decision.expected.computed)
+                site.prefixes.heard(site.member("p0"), facts)
+    assert (pace.speed.seconds(1, 6401), pace.speed.seconds(6401, 6401)) == pytest.approx((0.0101, 0.6501), rel=0.05)
+
+
 # what a store has
 
 
