@@ -4,6 +4,7 @@ python -m tests.simulation replay SEED              one seed, with its trace
 python -m tests.simulation seeds FIRST COUNT STEP   many; what became of them as one line of JSON
 python -m tests.simulation traces FIRST COUNT       a digest of each trace: the same in every process
 python -m tests.simulation mutants PART OF COUNT    every OF-th mutant, each against so many seeds
+python -m tests.simulation queue PART OF COUNT      the same with those of the queue
 """
 
 import gc
@@ -12,6 +13,7 @@ import json
 import sys
 from collections import Counter
 
+from . import queue_mutants
 from .mutants import EQUIVALENT, mutants, noticed
 from .replaced import prepare
 from .world import run
@@ -52,6 +54,11 @@ def _mutants(part: int, of: int, count: int) -> None:
     _say(json.dumps(found))
 
 
+def _queue(part: int, of: int, count: int) -> None:
+    wrongs = queue_mutants.WRONGS[part::of]
+    _say(json.dumps({wrong.what: queue_mutants.noticed(wrong, range(count)) for wrong in wrongs}))
+
+
 def _main(arguments: list[str]) -> int:
     prepare()
     gc.freeze()
@@ -60,7 +67,7 @@ def _main(arguments: list[str]) -> int:
         result = run(numbers[0])
         _say(result.report())
         return 1 if result.wrong else 0
-    {"seeds": _seeds, "traces": _traces, "mutants": _mutants}[arguments[0]](*numbers)
+    {"seeds": _seeds, "traces": _traces, "mutants": _mutants, "queue": _queue}[arguments[0]](*numbers)
     return 0
 
 

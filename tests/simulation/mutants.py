@@ -9,12 +9,22 @@ import ast
 import importlib
 import inspect
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, cast
 
-__all__ = ["EQUIVALENT", "MODULES", "RELEASES", "Mutant", "mutants", "noticed"]
+__all__ = [
+    "EQUIVALENT",
+    "MODULES",
+    "RELEASES",
+    "Mutant",
+    "code_in",
+    "function_in",
+    "in_time",
+    "mutants",
+    "noticed",
+]
 
 MODULES = (
     "kvparams.admission",
@@ -232,18 +242,23 @@ def mutants() -> list[Mutant]:
 def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     """The first seed in which the mutant is noticed, and how; None if in none. Other modes are not tried."""
     from .scenario import SPLIT
-    from .world import run
 
     with _mutated(mutant):
         for seed in seeds:
-            try:
-                with _alarm():
-                    wrong = run(seed, SPLIT).wrong
-            except (Exception, _TooLong) as error:  # noqa: BLE001  it is a mutant
-                wrong = [repr(error)]
-            if wrong:
+            if wrong := in_time(seed, SPLIT):
                 return seed, wrong[0]
     return None
+
+
+def in_time(seed: int, modes: Mapping[str, int]) -> list[str]:
+    """What is wrong in the run of a seed with a mutant, which may well go round in circles."""
+    from .world import run
+
+    try:
+        with _alarm():
+            return run(seed, modes).wrong
+    except (Exception, _TooLong) as error:  # noqa: BLE001  it is a mutant
+        return [repr(error)]
 
 
 class _Found(NamedTuple):
@@ -372,9 +387,9 @@ def _mutated(mutant: Mutant) -> Generator[None]:
         one for one in _releases(mutant.module, tree) if (one.function, one.text) == (mutant.function, mutant.statement)
     ]
     _Remove(alike[mutant.number]).visit(tree)
-    function = _function(mutant)
+    function = function_in(mutant.module, mutant.function)
     compiled = compile(ast.fix_missing_locations(tree), f"<mutant of {mutant.module}>", "exec")
-    code = _code(compiled, mutant.function.split("."))
+    code = code_in(compiled, mutant.function.split("."))
     before = function.__code__
     function.__code__ = code
     try:
@@ -383,16 +398,18 @@ def _mutated(mutant: Mutant) -> Generator[None]:
         function.__code__ = before
 
 
-def _function(mutant: Mutant) -> FunctionType:
-    found: Any = importlib.import_module(mutant.module)
-    for name in mutant.function.split("."):
+def function_in(module: str, path: str) -> FunctionType:
+    """That function of a module, `Class.name` where it is a method."""
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
         found = inspect.getattr_static(found, name)
     if isinstance(found, property):
         found = found.fget
     return inspect.unwrap(getattr(found, "__func__", found))
 
 
-def _code(code: CodeType, path: list[str]) -> CodeType:
+def code_in(code: CodeType, path: list[str]) -> CodeType:
+    """Its code, in that of a module."""
     for name in path:
         code = next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
     return code

@@ -262,6 +262,7 @@ def _queued(random: Random, drawn: Scenario) -> Scenario:
     drawn = drawn._replace(
         dialect=random.choice(("store", "store-drop")),
         decode_timeout_s=random.choice((drawn.decode_timeout_s, 5.0)),
+        consecutive=random.choice((drawn.consecutive, 1)),
         wait_s=wait_s,
         operations=operations,
         queue=queue,
@@ -286,7 +287,8 @@ def _of_node(random: Random, operation: Operation) -> Operation:
 
 
 def _patient(random: Random, drawn: Scenario) -> Scenario:
-    """All engines are well, and no time-out ends what the nodes and the broker must."""
+    """All engines are well, and no time-out ends what the nodes and the broker must; some clients are slow."""
+    clients = tuple(_slow(random, client) if random.random() < 0.3 else client for client in drawn.clients)
     operations = tuple(
         _of_node(random, Operation(random.random() * 0.6, "drain", 1 + random.randrange(drawn.decodes), for_s))
         for for_s in random.sample((0.05, 0.3, 1.5), 2)
@@ -296,13 +298,22 @@ def _patient(random: Random, drawn: Scenario) -> Scenario:
         turns_away=0.0,
         doubts=False,
         lease_ms=None,
+        client_timeout_s=2.0,
         prefill_timeout_s=600.0,
         decode_timeout_s=600.0,
         wait_s=60.0,
         retries=3,
+        clients=clients,
         operations=operations,
         queue=drawn.queue._replace(silence_s=600.0),
     )
+
+
+def _slow(random: Random, client: Client) -> Client:
+    """It takes nothing for a while, in the middle of a stream."""
+    asks = tuple(ask._replace(stream=True, tokens=15, way="direct") for ask in client.asks)
+    slow = random.choice((1, 2)), random.choice((0.2, 0.5))
+    return client._replace(asks=asks, leave=None, slow=slow, high_water=0, garbage=False, closes=None)
 
 
 def _drawn(seed: int) -> Scenario:

@@ -29,6 +29,9 @@ def test_whatever_goes_wrong_nothing_leaks_and_nobody_is_told_a_lie(effort: Effo
     # The law is not kept by doing nothing: most answers are whole, and every kind of ending comes.
     assert counts["whole"] > counts["an error"] > counts["an error midway"] > count / 200
     assert counts["faults"] > count / 2
+    # Behind a broker work is done, handed out again, told to be lost, let go, and put aside.
+    assert counts["work done"] > counts["queued"] > count / 20
+    assert min(counts[what] for what in ("redelivered", "work lost", "work cancelled", "dead: expired")) > count / 1000
 
 
 @pytest.mark.slow
