@@ -105,7 +105,7 @@ def _sockets(folder: Path) -> Generator[tuple[Any, Any]]:
 
 
 @contextmanager
-def _publisher(folder: Path, buffer_steps: int = 100) -> Generator[Any]:
+def _publisher(folder: Path, buffer_steps: int = 10_000) -> Generator[Any]:
     made = kv_events.ZmqEventPublisher(
         0, f"ipc://{folder}/events", f"ipc://{folder}/replay", buffer_steps, topic="kv@pod@model"
     )
