@@ -15,8 +15,17 @@ import pytest
 
 from demo.processes import Processes, Server
 from kvparams_connectors.store import Code, GetOp, open_store
-from tests.connectors.valkey_server import wait_until
-from tests.vllm.engines import ENVIRONMENT, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
+from tests.vllm.engines import (
+    ENVIRONMENT,
+    READY_S,
+    SAVED,
+    complete,
+    counters,
+    start_engine,
+    transfer_config,
+    until,
+    wait_saved,
+)
 from tests.vllm.legs import prefill
 from tests.vllm.traffic import Ask, answers
 
@@ -27,6 +36,10 @@ _ROOT = Path(__file__).parents[2]
 
 def _loaded(server: Server) -> float:
     return counters(server)["vllm:kvparams_tokens_loaded_total"]
+
+
+def _saved(server: Server) -> float:
+    return counters(server)[SAVED]
 
 
 def _prompts(seed: int, *sizes: int) -> list[Ask]:
@@ -76,8 +89,9 @@ def test_engines_of_other_block_sizes_share(pair: _Pair) -> None:
     sizes = (129, 257, 200, 300, 700, 513)
     for seed, one, other in ((2, pair.small, pair.large), (3, pair.large, pair.small)):
         asks = _prompts(seed, *sizes)
-        before = _loaded(one), _loaded(other)
+        before, saved = (_loaded(one), _loaded(other)), _saved(one)
         expected = answers(one.url, asks)
+        wait_saved(one, sum(size // 128 for size in sizes), saved)
         assert answers(other.url, asks) == expected
         assert _loaded(one) == before[0]
         assert _loaded(other) - before[1] > sum(sizes) * 0.7
@@ -86,8 +100,9 @@ def test_engines_of_other_block_sizes_share(pair: _Pair) -> None:
 def test_requests_of_equal_ids_and_other_salts_share_nothing(pair: _Pair) -> None:
     prompt = _prompts(4, 300)[0].prompt
     told = {"return_token_ids": True}
+    before, saved = _loaded(pair.large), _saved(pair.small)
     first = complete(pair.small.url, prompt, cache_salt="a", **told)
-    before = _loaded(pair.large)
+    wait_saved(pair.small, 2, saved)
     assert _ids(complete(pair.large.url, prompt, cache_salt="b", **told)) == _ids(first)
     assert _ids(complete(pair.large.url, prompt, **told)) == _ids(first)
     assert _loaded(pair.large) == before
@@ -99,8 +114,9 @@ def test_answers_are_shared(pair: _Pair) -> None:
     """The pages that decode fills are found by whoever goes on with the conversation elsewhere."""
     (ask,) = _prompts(5, 100)
     assert isinstance(ask.prompt, list)
+    before, saved = _loaded(pair.large), _saved(pair.small)
     answer = _ids(complete(pair.small.url, ask.prompt, max_tokens=200, return_token_ids=True))
-    before = _loaded(pair.large)
+    wait_saved(pair.small, 2, saved)
     complete(pair.large.url, [*ask.prompt, *answer])
     assert _loaded(pair.large) == before + 256
 
@@ -113,10 +129,10 @@ def test_what_cannot_be_read_is_left_alone(pair: _Pair) -> None:
     for document in ({"version": "1.0"}, {"version": "9.0"}, "x", _of_another_adapter()):
         complete(url, prompt, kv_transfer_params={"kvparams": document})
     complete(url, prompt, kv_transfer_params={"do_remote_prefill": True})
-    complete(url, prompt[:5])  # what is saved is counted in a later step
+    wait_saved(pair.small, 2, before[SAVED])
     after = counters(pair.small)
     assert after["vllm:kvparams_requests_off_total"] == before["vllm:kvparams_requests_off_total"] + 4
-    assert after["vllm:kvparams_pages_saved_total"] == before["vllm:kvparams_pages_saved_total"] + 2  # of the last
+    assert after[SAVED] == before[SAVED] + 2  # of the last
 
 
 def test_adapters_share_nothing_with_each_other(pair: _Pair) -> None:
@@ -125,9 +141,10 @@ def test_adapters_share_nothing_with_each_other(pair: _Pair) -> None:
     def asked(server: Server, *names: str) -> list[list[int]]:
         return [_ids(complete(server.url, prompt, model=name, return_token_ids=True)) for name in names]
 
-    before = _loaded(pair.small), _loaded(pair.large)
+    before, saved = (_loaded(pair.small), _loaded(pair.large)), _saved(pair.small)
     answered = asked(pair.small, "tiny", "a", "b")
     assert len({tuple(ids) for ids in answered}) == 3
+    wait_saved(pair.small, 6, saved)
     assert _loaded(pair.small) == before[0]
     assert asked(pair.large, "tiny", "b", "a") == answered
     assert _loaded(pair.large) == before[1] + 256  # of the bare model; an adapter's pages are of its name and weights
@@ -175,6 +192,7 @@ def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memo
         processes.wait_ready(writer, reader, within_s=READY_S)
         answers(writer.url, asks)
         expected = answers(writer.url, asks)  # from its own cache
+        wait_saved(writer, 6)
         assert counters(writer)["vllm:prefix_cache_hits_total"] == 256 + 512
         assert answers(reader.url, asks) == expected
         seen = counters(reader)  # its statistics can be read
@@ -203,7 +221,7 @@ def _values(url: str, keys: Sequence[str]) -> list[bytes]:
     try:
         found: list[bytes] = []
         for key in keys:
-            wait_until(lambda key=key: store.exists([key]).result()[0].code is Code.OK, PATIENCE_S)
+            until(lambda key=key: store.exists([key]).result()[0].code is Code.OK)
             buffer = bytearray(1 << 20)
             (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
             found.append(bytes(buffer[: result.nbytes]))
@@ -227,9 +245,11 @@ def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_pa
         )
         processes.wait_ready(one, two, within_s=READY_S)
         expected = answers(one.url, asks)
+        wait_saved(one, 1 + 2 + 5)
         assert answers(two.url, asks) == expected
         assert _loaded(two) == 2 * (128 + 256 + 640)  # each rank its half
         expected = answers(two.url, more)
+        wait_saved(two, 2 * (1 + 2 + 5))
         assert answers(one.url, more) == expected
         assert _loaded(one) == 128 + 256 + 640
 
@@ -251,6 +271,7 @@ def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -
         processes.wait_ready(alone, ours, within_s=READY_S)
         expected = answers(alone.url, asks)
         assert answers(ours.url, asks) == expected
+        wait_saved(ours, 1 + 2 + 4)
         assert answers(ours.url, asks) == expected
         assert _loaded(ours) == 128 + 256 + 512
 
