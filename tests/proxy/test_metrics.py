@@ -247,6 +247,23 @@ async def test_kv_that_nobody_can_be_told_of_is_orphaned(stage: StartStage) -> N
     assert await seen.value("transfers_released_total") == 0
 
 
+async def test_kv_that_a_failed_decode_was_to_fetch_is_orphaned_though_the_client_leaves_later(
+    stage: StartStage,
+) -> None:
+    seen = await stage(engines=2, retries=1)
+    for actor in seen.decode:
+        actor.fails("500", times=1)
+    held = asyncio.Event()
+    seen.prefill[1].held = held  # the second attempt's
+    asking = asyncio.create_task(seen.ask())
+    await seen.becomes('retries_total{allowed="yes"}', 1)
+    await seen.becomes("requests_prefilling", 1)
+    asking.cancel()
+    await seen.becomes('requests_total{outcome="gone"}', 1)
+    held.set()
+    await seen.becomes("transfers_orphaned_total", 1)
+
+
 async def test_a_client_fills_no_labels(stage: StartStage) -> None:
     seen = await stage()
     before = (await seen.running.client.get("/metrics")).text

@@ -523,6 +523,8 @@ class Execution:
         if failure is None:
             return False
         failure.instance = leg.instance
+        if leg.answers_client and self._context.claimed:  # nobody else may fetch it, whether the client stays or not
+            self._context.abandon(gone=False)
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
         busy = isinstance(error, UpstreamFull)  # that is not broken
