@@ -6,6 +6,7 @@ import pytest
 
 from .mutants import EQUIVALENT, mutants
 from .processes import CORES, simulate
+from .queue_mutants import WRONGS
 
 Effort = Callable[[int, int], int]
 
@@ -31,3 +32,15 @@ def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, obj
     assert not found, "noticed:\n" + "\n".join(map(str, found.items()))
     assert len(noticed) == len(mutants())
     record({"mutants": len(noticed), "equivalent": len(EQUIVALENT)})
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_whatever_is_done_wrong_behind_a_broker_is_noticed(record: Callable[[dict[str, object]], None]) -> None:
+    noticed: dict[str, list[object] | None] = {}
+    for part in simulate(*(("queue", part, CORES, 300) for part in range(CORES))):
+        noticed.update(part)
+    assert set(noticed) == {wrong.what for wrong in WRONGS}
+    assert not [what for what, how in noticed.items() if how is None]
+    record({"mutants of the queue": len(noticed)})
