@@ -134,6 +134,8 @@ EQUIVALENT: dict[str, str] = {
     "paired:Paired._collected: self.exchange = None": "nothing is done to an exchange that is over",
     "executor:Execution._start: self._context.abandon(gone=False)": f"{_LIMIT}only with a broker prefill may break "
     "off, and decode does it all",
+    "executor:Execution._failed: self._context.abandon(gone=False)": f"{_LIMIT}only where its client leaves "
+    "during the next prefill, two seeds of 100,000; tests/proxy/test_metrics.py notices it",
     "executor:Execution._answer: self._exchange.abort(wrong)": "what is wrong with an event is found when it is held",
     "kvparams.managers.documents:Documents.leg: self._templates.clear()": _CACHE,
     "dispatch:Dispatcher._find: self._candidates.clear()": _CACHE,
