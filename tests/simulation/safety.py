@@ -85,12 +85,13 @@ class Safety:
         """See `Watcher.died`."""
         self.counts[f"dead: {why}"] += 1
 
-    def begun(self, leg: "Leg") -> None:
-        """A decode engine has been asked that."""
+    def begun(self, leg: "Leg") -> bool:
+        """A decode engine has been asked that; whether one had been before."""
         raw = leg.raw
         self._begun[raw] += 1
         if self._begun[raw] > self._published[raw]:
             self._world.wrong(f"work that was published {self._published[raw]} times is run {self._begun[raw]} times")
+        return self._begun[raw] > 1
 
     def cut(self, leg: "Leg") -> None:
         """An engine has cut it off on a connection that had been kept: it may be asked again, and that is no more."""

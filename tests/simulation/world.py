@@ -217,16 +217,15 @@ class World:
         left = client.left_at
         gone = left is not None and self.now > left + _LEAVING_S and not client.script.pipelined
         if self.nodes is not None and leg.kind == "decode":
-            self.nodes.safety.begun(leg)
+            if self.nodes.safety.begun(leg) and transfer is None:  # the broker has given the same work twice
+                self._sent_again[leg.prompt] += 1
             if gone:  # what waits for a node is not taken back; the node is told when it has taken it
                 self.loop.call_later(_LEAVING_S, self.nodes.safety.abandoned, leg)
         elif gone:
             self.wrong(f"a {leg.kind} leg of {leg.prompt} begins although its client has left")
         ids = self._transfers[leg.prompt]
-        # A broker may give the same work twice: how often it may be run, its own law knows.
-        number = 0 if self.nodes is not None and leg.kind == "decode" else len(ids)
         name, attempt = (
-            (f"{leg.prompt} alone, {number}", 1) if transfer is None else (transfer["id"], transfer["attempt"])
+            (f"{leg.prompt} alone, {len(ids)}", 1) if transfer is None else (transfer["id"], transfer["attempt"])
         )
         if self._attempts.setdefault(name, attempt) != attempt:
             self.wrong(f"transfer {name} is used for several attempts")
