@@ -1,10 +1,11 @@
 """Our connector inside a real vLLM: time to first token on a hit, and what it costs where nothing is found.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_bench hit|lookup|store [--rounds 30] [--tokens 1000] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_bench hit [--rounds 30] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_bench lookup|store [--rounds 30] [--tokens 1000] [--model NAME] [--itself]
 
-On a CPU with a tiny model: ratios mean something, seconds do not. All engines of a comparison run at the same time,
-each with one thread that computes, and one of them works at a time: within a round each has its turn, in an order that
-changes.
+On a CPU with a tiny model, or one that people serve: ratios mean something, seconds do not. All engines of a comparison
+run at the same time, each with one thread that computes, and one of them works at a time: within a round each has its
+turn, in an order that changes.
 
 - hit: a prompt of 1,500 tokens whose prefix is stored, on engines whose own cache is off, against the same prompt with
   another salt, which is found nowhere and computed; with the rule that skips loads slower than computing off and on,
@@ -29,22 +30,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import httpx
 import numpy as np
+import torch
 
 from benchmarks.ratios import Interval, median_interval
 from demo.processes import Processes, Server
 from tests.vllm.engines import counters, start_engine, transfer_config
-from tests.vllm.tiny_model import make_model
+from tests.vllm.tiny_model import TINY, Shape, make_model
 
 __all__ = ["Rounds", "body_of", "engine_cpu_s", "in_rounds", "main", "timed", "together"]
 
 _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
-_MISS: Final = {200: 64, 1000: 16}
-"""Tokens of a prompt, and how many requests are timed together."""
+_TOKENS: Final = (200, 1000)
+"""Of a prompt that is not found."""
 _OUT: Final = "taken out"
 """The engine with our connector, while it has none."""
 _BARE: Final = ("bare", "bare too")
@@ -58,6 +60,25 @@ _DONE_S: Final = 60.0
 _ROOT: Final = str(Path(__file__).parents[1])
 Rounds = dict[str, list[float]]
 """By name: seconds in each round."""
+
+
+class _Model(NamedTuple):
+    """A model with random weights, and what is asked of it."""
+
+    shape: Shape
+    dtype: str
+    requests: Mapping[int, int]
+    """By the tokens of a prompt: how many are timed together."""
+    store: str
+    """So small that soon all of its memory has been written once, as in a store that has run for a while."""
+    cache_bytes: int
+
+
+_MODELS: Final = {
+    "tiny": _Model(TINY, "float32", {200: 64, 1000: 16}, "64MiB", 64 << 20),
+    # The smallest that people serve; its config.json at HuggingFaceTB/SmolLM2-135M. The vocabulary is the tiny one's.
+    "smollm2-135m": _Model(Shape(30, 576, 1536, 9, 3, 64), "bfloat16", {200: 16, 1000: 4}, "256MiB", 512 << 20),
+}
 
 
 def body_of(prompt: Sequence[int], tokens: int, salt: str | None = None) -> dict[str, object]:
@@ -194,18 +215,28 @@ async def together(url: str, bodies: Sequence[Mapping[str, object]]) -> float:
         return time.perf_counter() - start
 
 
-def _miss(folder: Path, model: Path, rounds: int, role: str, tokens: int, *, itself: bool) -> dict[str, object]:
+def _miss(
+    folder: Path, model: Path, kind: _Model, rounds: int, role: str, tokens: int, *, itself: bool
+) -> dict[str, object]:
     chance = random.Random(2)
-    requests = _MISS[tokens]
+    requests = kind.requests[tokens]
 
     null = json.dumps({**_module("NullConnector", "benchmarks.vllm_null"), "kv_role": "kv_both"})
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Processes(folder) as processes:
-        # Small, so that soon all of its memory has been written once, as in a store that has run for a while.
-        ours = transfer_config(f"file://{memory}/kv?size=64MiB", role="kv_consumer" if role == "lookup" else "kv_both")
+        store = f"file://{memory}/kv?size={kind.store}"
+        ours = transfer_config(store, role="kv_consumer" if role == "lookup" else "kv_both")
         ours = json.dumps(json.loads(ours) | _module("RemovableConnector", "benchmarks.vllm_removable"))
         environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])}
         engines = {
-            name: start_engine(processes, name, model, transfer=transfer, environment=environment)
+            name: start_engine(
+                processes,
+                name,
+                model,
+                transfer=transfer,
+                cache_bytes=kind.cache_bytes,
+                dtype=kind.dtype,
+                environment=environment,
+            )
             for name, transfer in {role: ours, **({} if itself else {"nothing": null, **dict.fromkeys(_BARE)})}.items()
         }
         processes.wait_ready(*engines.values(), within_s=_READY_S)
@@ -277,20 +308,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("hit", "lookup", "store"))
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--tokens", type=int, choices=list(_MISS), default=1000, help="of a prompt that is not found")
+    parser.add_argument("--tokens", type=int, choices=_TOKENS, default=1000, help="of a prompt that is not found")
+    parser.add_argument(
+        "--model", choices=list(_MODELS), default="tiny", help="lookup, store: its shape; weights are random"
+    )
     parser.add_argument("--itself", action="store_true", help="lookup, store: no other engine beside ours")
     parser.add_argument("--json", type=Path, help="append one line of JSON to this file")
     told = parser.parse_args()
+    if told.part == "hit" and told.model != "tiny":
+        parser.error("hit has the tiny model alone; --model is for lookup and store")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = make_model(folder / "model")
+        folder, kind = Path(name), _MODELS[told.model]
+        model = make_model(folder / "model", dtype=getattr(torch, kind.dtype), shape=kind.shape)
         if told.part == "hit":
             seen = _hit(folder, model, told.rounds)
         else:
-            seen = _miss(folder, model, told.rounds, told.part, told.tokens, itself=told.itself)
+            seen = _miss(folder, model, kind, told.rounds, told.part, told.tokens, itself=told.itself)
     if told.json is not None:
         with told.json.open("a") as file:
-            file.write(json.dumps({"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, told.part: seen}) + "\n")
+            file.write(
+                json.dumps(
+                    {"day": time.strftime("%Y-%m-%d"), "rounds": told.rounds, "model": told.model, told.part: seen}
+                )
+                + "\n"
+            )
 
 
 if __name__ == "__main__":

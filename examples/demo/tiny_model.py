@@ -4,10 +4,11 @@ The weights are drawn wide enough that an answer depends on all of its context; 
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["MAX_TOKENS", "main", "make_adapter", "make_model"]
+__all__ = ["MAX_TOKENS", "TINY", "Shape", "main", "make_adapter", "make_model"]
 
 MAX_TOKENS: Final = 4096
 _VOCABULARY: Final = 2048
@@ -26,7 +27,21 @@ _CHAT: Final = (
 _ROOT: Final = Path(__file__).parents[2]
 
 
-def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+class Shape(NamedTuple):
+    """Of a Llama."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+TINY: Final = Shape(layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+
+
+def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> Path:
     """Write model and tokenizer into `folder`; about 5 s. Another seed is another model of the same shape."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -45,14 +60,14 @@ def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
     fast.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=MAX_TOKENS,
-        initializer_range=0.2,
+        initializer_range=0.2 * math.sqrt(TINY.hidden / shape.hidden),  # sums are as wide in any shape
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,

@@ -2,9 +2,9 @@
 
 import sys
 
-from demo.tiny_model import MAX_TOKENS, main, make_adapter, make_model
+from demo.tiny_model import MAX_TOKENS, TINY, Shape, main, make_adapter, make_model
 
-__all__ = ["MAX_TOKENS", "main", "make_adapter", "make_model"]
+__all__ = ["MAX_TOKENS", "TINY", "Shape", "main", "make_adapter", "make_model"]
 
 if __name__ == "__main__":
     main(sys.argv[1:])
