@@ -104,13 +104,13 @@ def test_bytes_that_change_after_they_were_said_to_stay_are_believed() -> None:
 
 
 @given(st.integers(0, 40 << 20))
-def test_steps_are_about_a_mebibyte_and_equal(nbytes: int) -> None:
+def test_steps_are_about_a_quarter_of_a_mebibyte_and_equal(nbytes: int) -> None:
     step = step_bytes(nbytes)
     assert step >= 1
     assert step * (nbytes // step) <= nbytes <= step * max(1, -(-nbytes // step))
-    assert nbytes < (2 << 20) or (1 << 20) <= step < (2 << 20)
-    assert nbytes >= (2 << 20) or step >= nbytes
-    assert nbytes % step in (0, *range(step - 40, step))
+    assert nbytes < (512 << 10) or (256 << 10) <= step < (512 << 10)
+    assert nbytes >= (512 << 10) or step >= nbytes
+    assert nbytes % step in (0, *range(step - 160, step))
 
 
 @pytest.mark.parametrize("unit", [4096, 64 << 10])
@@ -132,4 +132,31 @@ def test_a_large_value_comes_in_steps_whatever_its_buffers_are(unit: int) -> Non
     assert sizes == sorted(set(sizes))
     assert max(after - before for before, after in pairwise(sizes)) < 2 << 20
     assert all(there for _, there in steps)
+    store.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 50_000, 1 << 20])
+def test_values_of_a_batch_are_announced_while_they_are_in_the_caches(nbytes: int) -> None:
+    """Each whole before the next begins, however small, and each is said to be there once."""
+    store = MemoryStore(12 << 20)
+    contents = [Random(number).randbytes(nbytes) for number in range(9)]
+    puts = [PutOp(f"key-{number}", (memoryview(content),)) for number, content in enumerate(contents)]
+    assert store.put(puts, WAIT_S).result() == [Result(Code.OK, nbytes)] * 9
+    targets = [memoryview(bytearray(nbytes + 1)) for _ in contents]
+    told: list[tuple[int, int]] = []
+    arrived: list[tuple[int, int]] = []
+    gets = [
+        GetOp(
+            f"key-{number}",
+            (target,),
+            lambda size, number=number: arrived.append((number, size)),
+            lambda size, number=number: told.append((number, size)),
+        )
+        for number, target in enumerate(targets)
+    ]
+    assert store.get(gets, WAIT_S).result() == [Result(Code.OK, nbytes)] * 9
+    assert [target[:nbytes] for target in targets] == contents
+    assert told == sorted(told)
+    assert {max(size for one, size in told if one == number) for number in range(9)} == {nbytes}
+    assert arrived == [(number, nbytes) for number in range(9)]
     store.close()

@@ -12,7 +12,21 @@ import numpy.typing as npt
 
 from kvparams_connectors.arrival import step_bytes
 
-__all__ = ["SKEW", "Bytes", "Extents", "Run", "copy", "copy_in", "copy_out", "stretches", "units_for"]
+__all__ = [
+    "SKEW",
+    "Bytes",
+    "Extents",
+    "Pairs",
+    "Run",
+    "copy",
+    "copy_in",
+    "copy_out",
+    "drain",
+    "fill",
+    "pairs",
+    "stretches",
+    "units_for",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -22,6 +36,9 @@ addresses that agree in their low 12 bits costs a fifth of the speed (10.5, not 
 
 _SMALL: Final = 32 << 10
 """Copies up to here are cheaper without letting go of the interpreter lock."""
+
+Pairs = list[tuple[Bytes, Bytes]]
+"""Equally long stretches, inside and outside, that cover a value once and in order."""
 
 
 class Run(NamedTuple):
@@ -47,13 +64,13 @@ class Extents:
 
         One run if there is one that is long enough; only if there is none, the longest ones together.
         """
-        if not 0 < units <= np.count_nonzero(self._free):
-            return None
         first = self._hint.first
-        if units <= self._hint.units and self._free[first : first + units].all():
+        if 0 < units <= self._hint.units and self._free[first : first + units].all():
             self._free[first : first + units] = False
             self._hint = Run(first + units, self._hint.units - units)
             return [Run(first, units)]
+        if not 0 < units <= np.count_nonzero(self._free):
+            return None
         free = np.flatnonzero(self._free)
         starts = np.concatenate(([0], np.flatnonzero(np.diff(free) != 1) + 1))
         lengths = np.diff(np.concatenate((starts, [len(free)])))
@@ -86,10 +103,17 @@ def units_for(nbytes: int, unit_bytes: int) -> int:
     return max(1, -(-nbytes // unit_bytes))
 
 
+def pairs(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> Pairs:
+    """Where the first `nbytes` bytes of `buffers` lie in the units of `runs`. Raises ValueError if one was released."""
+    if len(runs) == len(buffers) == 1 and nbytes:
+        start = runs[0].first * unit_bytes
+        return [(memory[start : start + nbytes], np.frombuffer(buffers[0], np.uint8, nbytes))]
+    return list(_pieces(memory, unit_bytes, runs, buffers, nbytes))
+
+
 def copy_in(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:
     """Copy the first `nbytes` bytes of `buffers` into the units of `runs`."""
-    for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
-        _copy(inside, outside)
+    fill(pairs(memory, unit_bytes, runs, buffers, nbytes))
 
 
 def copy_out(
@@ -101,14 +125,25 @@ def copy_out(
     coming: Callable[[int], None] | None = None,
 ) -> None:
     """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`; `coming` is told, see `GetOp`."""
-    step = step_bytes(nbytes)
-    if coming is None or step >= nbytes:
-        for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
+    drain(pairs(memory, unit_bytes, runs, buffers, nbytes), nbytes, coming)
+
+
+def fill(where: Pairs) -> None:
+    """Copy a value from buffers to units."""
+    for inside, outside in where:
+        _copy(inside, outside)
+
+
+def drain(where: Pairs, nbytes: int, coming: Callable[[int], None] | None = None) -> None:
+    """Copy a value of `nbytes` from units to buffers; `coming` is told, see `GetOp`."""
+    if coming is None:
+        for inside, outside in where:
             _copy(outside, inside)
         return
+    step = step_bytes(nbytes)
     done = 0
     coming(0)
-    for inside, outside in _pieces(memory, unit_bytes, runs, buffers, nbytes):
+    for inside, outside in where:
         for start in range(0, inside.size, step):
             part = inside[start : start + step]
             _copy(outside[start : start + step], part)

@@ -16,7 +16,18 @@ import numpy as np
 from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
 from kvparams_connectors.stores.eviction import Entry, ScanResistant
-from kvparams_connectors.stores.extents import SKEW, Bytes, Extents, Run, copy_in, copy_out, stretches, units_for
+from kvparams_connectors.stores.extents import (
+    SKEW,
+    Bytes,
+    Extents,
+    Pairs,
+    Run,
+    drain,
+    fill,
+    pairs,
+    stretches,
+    units_for,
+)
 
 __all__ = ["Held", "MemoryStore", "open_url"]
 
@@ -26,6 +37,9 @@ _DEFAULT_THREADS: Final = 2
 """One copies while the other looks at what has come."""
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(Code.MISS)
+_TOGETHER: Final = 4 << 20
+"""Values of so many bytes become visible, and are let go, together: after each copy the processor's caches hold that,
+and what is done then for one value costs about as much as for several."""
 _AT_ONCE: Final = 64
 """So many values to evict are looked for at a time: whoever looks holds the lock, and may have to pass many leases."""
 
@@ -139,7 +153,7 @@ class MemoryStore(LaneStore):
                     results[index] = Result(Code.TOO_LARGE)
                     continue
                 units = units_for(nbytes, self._unit_bytes)
-                runs = self._make_room(units, victims)
+                runs = self._make_room(units, victims, len(left))
                 if runs is None:
                     results[index] = Result(Code.FULL)
                     continue
@@ -147,8 +161,7 @@ class MemoryStore(LaneStore):
                 ours[index] = _Value(runs, nbytes, units, self._generation)
                 self._pin(ours[index])
                 self._values.add(op.key, ours[index])
-        for index, value in ours.items():
-            results[index] = self._fill(ops[index], value, deadline)
+        self._fill(ops, ours, results, deadline)
         again: list[int] = []
         with self._changed:
             for value in held:
@@ -161,54 +174,80 @@ class MemoryStore(LaneStore):
                     results[index] = Result(Code.EXISTS)
         return again if time.monotonic() < deadline else []
 
-    def _fill(self, op: PutOp, value: _Value, deadline: float) -> Result:
-        """Copy a new value in and make it visible, or take it out of the table again."""
-        code = Code.TIMEOUT
-        if time.monotonic() < deadline:
-            try:
-                copy_in(self._memory, self._unit_bytes, value.runs, op.gone().buffers, value.nbytes)
-                code = Code.OK
-            except ValueError:  # the caller released a buffer that it had leased to us
-                code = Code.INVALID
-        with self._changed:
-            value.ready = code is Code.OK
-            value.leased_until = time.monotonic() + self._lease_s
-            if not value.ready:
-                self._remove(op.key, value)
-            self._unpin(value)
-            self._changed.notify_all()
-        return Result(code, value.nbytes if value.ready else 0)
+    def _fill(self, ops: Sequence[PutOp], ours: dict[int, _Value], results: Results, deadline: float) -> None:
+        """Copy new values in and make them visible, some together, or take them out of the table again."""
+        for some in _together([(index, ours[index].nbytes) for index in ours]):
+            places = {index: self._place(ours[index], ops[index].buffers) for index in some}
+            codes = {index: self._copy_in(ops[index], places[index], deadline) for index in some}
+            leased_until = time.monotonic() + self._lease_s
+            with self._changed:
+                for index, code in codes.items():
+                    value = ours[index]
+                    value.ready = code is Code.OK
+                    value.leased_until = leased_until
+                    if not value.ready:
+                        self._remove(ops[index].key, value)
+                    self._unpin(value)
+                    results[index] = Result(code, value.nbytes if value.ready else 0)
+                self._changed.notify_all()
+
+    @staticmethod
+    def _copy_in(op: PutOp, place: Pairs | None, deadline: float) -> Code:
+        if place is None:
+            return Code.INVALID
+        if time.monotonic() >= deadline:
+            return Code.TIMEOUT
+        if op.going is not None:
+            op.going()
+        fill(place)
+        return Code.OK
+
+    def _place(self, value: _Value, buffers: Sequence[memoryview]) -> Pairs | None:
+        """Where its bytes are, inside and outside; None: the caller released a buffer that it had leased to us."""
+        try:
+            return pairs(self._memory, self._unit_bytes, value.runs, buffers, value.nbytes)
+        except ValueError:
+            return None
 
     def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        keys = [op.key for op in ops]
         with self._changed:
-            found = [self._values.get(op.key) for op in ops]
+            found = [self._values.get(key) for key in keys]
             found = [value if value is not None and value.ready else None for value in found]
             for value in found:
                 if value is not None:
                     self._pin(value)
-            self._use([op.key for op in ops])
+            self._use(keys)
         results: Results = []
-        for op, value in zip(ops, found, strict=True):
-            if value is None:
-                results.append(Result(Code.MISS))
-                continue
-            results.append(self._read(op, value, deadline))
-            with self._changed:
-                self._unpin(value)
+        for some in _together([(index, value.nbytes if value else 0) for index, value in enumerate(found)]):
+            results += self._read([(ops[index], found[index]) for index in some], deadline)
         return results
 
-    def _read(self, op: GetOp, value: _Value, deadline: float) -> Result:
-        if sum(buffer.nbytes for buffer in op.buffers) < value.nbytes:
-            return Result(Code.TOO_LARGE, value.nbytes)
+    def _read(self, some: Sequence[tuple[GetOp, _Value | None]], deadline: float) -> Results:
+        """Copy values out that are pinned, and let them go."""
+        results = [_MISS if value is None else self._copy_out(op, value, deadline) for op, value in some]
+        with self._changed:
+            for _, value in some:
+                if value is not None:
+                    self._unpin(value)
+        for (op, _), result in zip(some, results, strict=True):
+            if op.arrived is not None and op.coming is not None and result.code is Code.OK:
+                op.arrived(result.nbytes)  # who was told of its pieces has looked at them
+        return results
+
+    def _copy_out(self, op: GetOp, value: _Value, deadline: float) -> Result:
+        nbytes = value.nbytes
+        if sum([buffer.nbytes for buffer in op.buffers]) < nbytes:
+            return Result(Code.TOO_LARGE, nbytes)
         if time.monotonic() >= deadline:
             return Result(Code.TIMEOUT)
-        try:
-            copy_out(self._memory, self._unit_bytes, value.runs, op.buffers, value.nbytes, op.coming)
-        except ValueError:  # the caller released a buffer that it had leased to us
+        place = self._place(value, op.buffers)
+        if place is None:
             return Result(Code.INVALID)
-        if op.arrived is not None:
-            op.arrived(value.nbytes)
-        return Result(Code.OK, value.nbytes)
+        drain(place, nbytes, op.coming)
+        if op.arrived is not None and op.coming is None:
+            op.arrived(nbytes)
+        return Result(Code.OK, nbytes)
 
     def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
         with self._changed:
@@ -276,14 +315,16 @@ class MemoryStore(LaneStore):
 
     # ---- the lock is held
 
-    def _make_room(self, units: int, victims: deque[tuple[str, _Value]]) -> list[Run] | None:
+    def _make_room(self, units: int, victims: deque[tuple[str, _Value]], batch: int) -> list[Run] | None:
         """Units for a new value, evicting as little as needed; None if everything else is leased or being copied.
 
-        `victims` is what was found for the same batch before and was not needed yet.
+        `victims` is what was found for the same batch of so many values before and was not needed yet.
         """
+        first = not victims
         while (runs := self._extents.take(units)) is None:
             if not victims:
-                victims += self._evictable()
+                victims += self._evictable(min(batch, _AT_ONCE) if first else _AT_ONCE)
+                first = False
             if not victims:
                 return None
             key, value = victims.popleft()
@@ -291,7 +332,7 @@ class MemoryStore(LaneStore):
                 self._remove(key, value)
         return runs
 
-    def _evictable(self) -> list[tuple[str, _Value]]:
+    def _evictable(self, most: int) -> list[tuple[str, _Value]]:
         """The next to go; none if that is so for certain until a lease ends or a pin goes."""
         now = time.monotonic()
         if now < self._full_until:
@@ -303,7 +344,7 @@ class MemoryStore(LaneStore):
                 continue
             if value.leased_until <= now:
                 found.append((key, value))
-                if len(found) == _AT_ONCE:
+                if len(found) == most:
                     break
             elif value.leased_until < earliest:
                 earliest = value.leased_until
@@ -340,6 +381,19 @@ class MemoryStore(LaneStore):
             self._extents.give_back(value.runs)
         else:
             self._full_until = min(self._full_until, value.leased_until)
+
+
+def _together(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Indexes, in order, in groups of a bounded size."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, nbytes in sizes:
+        if room < nbytes or not groups:
+            groups.append([])
+            room = _TOGETHER
+        groups[-1].append(index)
+        room -= max(nbytes, _MEMORY_PAGE)
+    return groups
 
 
 def open_url(url: StoreURL) -> KVStore:

@@ -197,8 +197,9 @@ class _Exchange:
             return self._redirects
         try:
             while self._answered < len(self._waiting):
-                self._receive(self._connection)
+                index = self._receive(self._connection)
                 self._send(self._connection)
+                self._requests[index].ended(self._batch.results[index])
         except (OSError, Refused) as error:
             self._fail(error)
         else:
@@ -238,7 +239,8 @@ class _Exchange:
             self._batch.results[index] = Result(Code.INVALID)
             return None
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> int:
+        """Receive an answer; of which request."""
         index = self._waiting[self._answered]
         request = self._requests[index]
         answer = request.read(connection, asking=self._asking)
@@ -246,15 +248,16 @@ class _Exchange:
         self._weight -= request.weight
         if isinstance(answer, Result):
             self._batch.results[index] = answer
-            return
+            return index
         redirect = redirect_of(answer.text, self._node)
         if redirect is not None:
             self._redirects.append((index, redirect))
-            return
+            return index
         self._batch.stale |= answer.word in ("READONLY", "CLUSTERDOWN")
         if answer.word == "READONLY":
             self._batch.read_only.append(index)
         self._batch.results[index] = result_of(answer)
+        return index
 
     def _fail(self, error: OSError | Refused) -> None:
         unanswered = [*self._waiting[self._answered :], *self._indexes[self._next :]]

@@ -75,6 +75,17 @@ class Request(Protocol):
         """Receive the answers; raises as `Connection.reply` does."""
         ...
 
+    def ended(self, result: Result) -> None:
+        """It came to this, and the next requests have been sent since, so that the server has something to do."""
+        ...
+
+
+class _Quiet:
+    """A request whose end nobody wants to hear of."""
+
+    def ended(self, result: Result) -> None:
+        """Nothing."""
+
 
 def _nbytes(buffers: Sequence[memoryview]) -> int:
     """Together; 0 if one was released, which `Request.parts` will say."""
@@ -90,7 +101,7 @@ def _reply(connection: Connection, *, asking: bool) -> int | bytes | ServerError
     return connection.reply()
 
 
-class PutRequest:
+class PutRequest(_Quiet):
     """SET key value NX: stored if nothing is there. A value is visible when it is whole."""
 
     replies = 1
@@ -154,12 +165,14 @@ class GetRequest:
             return Result(Code.TOO_LARGE, reply.nbytes)
         if isinstance(reply, ServerError):
             return reply
-        if self._op.arrived is not None:
-            self._op.arrived(reply)
         return Result(Code.OK, reply)
 
+    def ended(self, result: Result) -> None:
+        if self._op.arrived is not None and result.code is Code.OK:
+            self._op.arrived(result.nbytes)
 
-class SizeRequest:
+
+class SizeRequest(_Quiet):
     """STRLEN key, which counts as a use; EXISTS key tells an empty value from none, in the same round trip."""
 
     replies = 2
@@ -222,7 +235,7 @@ class SizeQuestion:
         ]
 
 
-class DeleteRequest:
+class DeleteRequest(_Quiet):
     """UNLINK key: gone at once, its memory is freed in the server's own time."""
 
     replies = 1

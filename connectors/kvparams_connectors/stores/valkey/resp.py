@@ -155,7 +155,7 @@ class ReplyReader:
                 self._exactly(part)
                 at += part.nbytes
                 left -= part.nbytes
-                if coming is not None:
+                if coming is not None and left:  # the last part is looked at when it has arrived
                     coming(line.nbytes - left)
         self._end_of_value()
         return line.nbytes
