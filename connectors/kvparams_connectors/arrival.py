@@ -56,10 +56,10 @@ class Arrival:
         self._hash = None
 
 
-def step_bytes(nbytes: int) -> int:
+def step_bytes(nbytes: int, about: int = _STEP) -> int:
     """How much of a value of `nbytes` comes before whoever wants to look at it is told (`GetOp.coming`).
 
     About 256 KiB, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
     kernel's buffers with it, so that of a mebibyte little is left in a cache of two.
     """
-    return -(-nbytes // max(1, nbytes // _STEP)) if nbytes else 1
+    return -(-nbytes // max(1, nbytes // about)) if nbytes else 1

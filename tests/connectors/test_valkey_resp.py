@@ -15,6 +15,7 @@ from kvparams_connectors.stores.valkey.resp import Oversized, ProtocolError, Rep
 from kvparams_connectors.stores.valkey.topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
 
 CANARY = 0xA5
+STEP = 256 << 10
 
 
 def cut(stream: bytes, seed: int) -> Callable[[memoryview, bool], int]:
@@ -47,7 +48,7 @@ LINES = st.one_of(
 def test_lines_are_read_the_same_however_the_stream_is_cut(
     lines: list[tuple[bytes, object]], seed: int, together: bool
 ) -> None:
-    reader = ReplyReader(cut(b"".join(line for line, _ in lines), seed))
+    reader = ReplyReader(cut(b"".join(line for line, _ in lines), seed), step=STEP)
     found = reader.replies(len(lines)) if together else [reader.reply() for _ in lines]
     assert found == [meaning for _, meaning in lines]
     assert reader.empty
@@ -73,7 +74,7 @@ def test_values_go_to_their_buffers_however_the_stream_is_cut(
         b"$%d\r\n%b\r\n%b" % (len(content), content, line)
         for content, (_, _, (line, _)) in zip(contents, values, strict=True)
     )
-    reader = ReplyReader(cut(stream, seed))
+    reader = ReplyReader(cut(stream, seed), step=STEP)
     for content, (size, fits, (_, meaning)) in zip(contents, values, strict=True):
         room = size + random.choice([0, 1, 20_000]) if fits else max(0, size - random.choice([1, 20_000]))
         memory = memoryview(bytearray([CANARY]) * (room + 2))
@@ -97,7 +98,7 @@ def test_values_go_to_their_buffers_however_the_stream_is_cut(
 def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int) -> None:
     """Whoever looks at a value while it comes is told when it begins, and never of bytes that are not there yet."""
     content = Random(seed).randbytes(size)
-    reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed))
+    reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed), step=STEP)
     whole = memoryview(bytearray(size + 100))
     seen: list[tuple[int, bool]] = []
     buffers = flat([whole[: min(middle, size)], whole[min(middle, size) :]])
@@ -113,7 +114,7 @@ def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int) -
 @given(st.binary(max_size=300), st.integers(0, 2**32), st.sampled_from(["reply", "value", "replies"]))
 def test_any_bytes_at_all_end_in_a_reply_or_a_connection_error(stream: bytes, seed: int, way: str) -> None:
     memory = memoryview(bytearray([CANARY]) * 102)
-    reader = ReplyReader(cut(stream, seed))
+    reader = ReplyReader(cut(stream, seed), step=STEP)
     try:
         for _ in range(20):
             if way == "reply":
@@ -163,7 +164,7 @@ def test_almost_replies_end_in_a_reply_or_a_connection_error(pieces: list[bytes]
 )
 def test_a_hostile_value_is_refused_and_nothing_is_allocated_for_it(stream: bytes) -> None:
     target = memoryview(bytearray(100))
-    reader = ReplyReader(cut(stream, 1))
+    reader = ReplyReader(cut(stream, 1), step=STEP)
     tracemalloc.start()
     try:
         with pytest.raises(ConnectionError):
@@ -177,7 +178,7 @@ def test_a_hostile_value_is_refused_and_nothing_is_allocated_for_it(stream: byte
 def test_a_value_where_a_line_was_asked_for_is_refused() -> None:
     for ask in (lambda reader: reader.reply(), lambda reader: reader.replies(2)):  # type: ignore[var-annotated]
         with pytest.raises(ProtocolError):
-            ask(ReplyReader(cut(b":1\r\n$3\r\n:1\r\n\r\n"[4:], 1)))
+            ask(ReplyReader(cut(b":1\r\n$3\r\n:1\r\n\r\n"[4:], 1), step=STEP))
 
 
 def test_commands_count_bytes() -> None:

@@ -5,11 +5,17 @@ The one rule: a connection is reusable only while no reply is owed on it; one th
 
 import socket
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvparams_connectors.stores.stream import Stream
 from kvparams_connectors.stores.valkey.resp import Oversized, ReplyReader, ServerError
 
 __all__ = ["Connection"]
+
+_STEP: Final = 256 << 10
+_STEP_UNIX: Final = 1 << 20
+"""A unix socket holds 208 KiB. Whenever nobody receives, however briefly, the server has to go back to its event loop:
+a verified get of 1 MiB had 0.87 of a bare one in one step and 0.68 in steps of 256 KiB; over TCP 0.79 and 0.96."""
 
 
 class Connection(Stream):
@@ -21,7 +27,8 @@ class Connection(Stream):
         """
         super().__init__(sock)
         self._owed = 0
-        self._reader = ReplyReader(self.receive)
+        unix = sock.family == socket.AF_UNIX
+        self._reader = ReplyReader(self.receive, step=_STEP_UNIX if unix else _STEP)
 
     def send(self, parts: Sequence[bytes | memoryview], replies: int) -> None:
         """Send all of `parts`, in order; `replies` more replies are owed to us then. Raises as `send_parts` does."""

@@ -68,12 +68,14 @@ def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
 class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
-    def __init__(self, receive: Callable[[memoryview, bool], int]) -> None:
+    def __init__(self, receive: Callable[[memoryview, bool], int], *, step: int) -> None:
         """Args:
         receive: fills some of the memory it is given and says how much; 0 when the stream has ended. True: all of
             it is wanted, and may be waited for.
+        step: about so much is received before whoever wants to look at it is told.
         """
         self._receive = receive
+        self._about = step
         self._memory = bytearray(_SCRATCH)
         self._view = memoryview(self._memory)
         self._start = 0
@@ -143,7 +145,7 @@ class ReplyReader:
         left = line.nbytes
         step = left
         if coming is not None:
-            step = step_bytes(left)  # equal parts: a small last one would go through the scratch memory
+            step = step_bytes(left, self._about)  # equal parts: a small last one would go through the scratch memory
             if step >= left:
                 coming = None  # what comes in one part is looked at when it has arrived
             else:
