@@ -40,7 +40,7 @@ class _World:
     cases: dict[str, _Case] = field(default_factory=dict[str, _Case])
 
 
-_NAMES = ("whole", "flipped", "removed", "foreign", "short", "killed", "unverified")
+_NAMES = ("whole", "flipped", "zeros", "removed", "foreign", "short", "killed", "unverified")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,9 @@ def _ask(world: _World, policy: str, name: str) -> tuple[int, list[int] | None, 
 
 
 def _refused(seen: dict[str, float]) -> dict[str, float]:
-    return {name: count for name, count in seen.items() if name.startswith("vllm:kvparams_pages_refused_total")}
+    """Pages by the reason for which they were not used."""
+    name = "vllm:kvparams_pages_refused_total{reason="
+    return {series.removeprefix(name)[:-1]: count for series, count in seen.items() if series.startswith(name)}
 
 
 def test_whole_pages_are_loaded(world: _World) -> None:
@@ -122,13 +124,10 @@ def test_whole_pages_are_loaded(world: _World) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_flipped_byte(world: _World, policy: str) -> None:
     case = world.cases["flipped"]
-    key = case.found["load_keys"][1]
-    if policy == "recompute":
-        flip(world.store, key)
-    else:
-        _replace(world.store, key, bytearray(len(_value(world.store, case.found["load_keys"][0]))))
+    at = 1 if policy == "recompute" else 0  # what was recomputed may be on its way to the store
+    flip(world.store, case.found["load_keys"][at])
     status, tokens, seen = _ask(world, policy, "flipped")
-    assert _refused(seen), seen
+    assert _refused(seen) == {"flipped_payload": 1}
     assert seen["vllm:kvparams_loads_short_total"] == 1
     if policy == "recompute":
         assert (status, tokens) == (200, case.expected)
@@ -163,7 +162,18 @@ def test_a_page_of_another_model(world: _World, policy: str) -> None:
     seal(memoryview(value), identify(other, page, Rectangle(0, 2, 0, 2)))
     _replace(world.store, key, value)
     status, tokens, seen = _ask(world, policy, "foreign")
-    assert _refused(seen), seen
+    assert _refused(seen) == {"namespace": 1}
+    assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_page_of_zeros(world: _World, policy: str) -> None:
+    case = world.cases["zeros"]
+    at = 1 if policy == "recompute" else 0
+    key = case.found["load_keys"][at]
+    _replace(world.store, key, bytearray(len(_value(world.store, key))))
+    status, tokens, seen = _ask(world, policy, "zeros")
+    assert _refused(seen) == {"malformed": 1}
     assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
 
 
@@ -171,8 +181,11 @@ def test_a_page_of_another_model(world: _World, policy: str) -> None:
 def test_a_page_that_is_too_short(world: _World, policy: str) -> None:
     case = world.cases["short"]
     key = case.found["load_keys"][0]
-    _replace(world.store, key, _value(world.store, case.found["load_keys"][2])[:1000])
+    _replace(world.store, key, _value(world.store, key)[:1000])
     status, tokens, seen = _ask(world, policy, "short")
+    if policy == "recompute":  # a lookup tells by its size: it is not read at all
+        assert seen["vllm:kvparams_promises_broken_total"] == 1
+    assert _refused(seen) == ({} if policy == "recompute" else {"torn": 1})
     assert "vllm:kvparams_tokens_loaded_total" not in seen
     assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
 
