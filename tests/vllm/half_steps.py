@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -78,6 +79,7 @@ def make_request(name: str, **more: Any) -> Any:
         "prompt_is_token_ids": None,
         "pooling_params": None,
         "resumable": False,
+        "skip_reading_prefix_cache": False,
         "all_token_ids": list(PROMPT),
         "cache_salt": None,
         "lora_request": None,
@@ -120,8 +122,9 @@ class _Blocks:
         return ([],)
 
 
-def make_image(identifier: str, offset: int = 10, length: int = 20) -> Any:
-    """`MultiModalFeatureSpec`."""
+def make_image(content: str, offset: int = 10, length: int = 20, *, identifier: str | None = None) -> Any:
+    """`MultiModalFeatureSpec`; its identifier is a digest of the content, unless it is told."""
+    identifier = sha256(content.encode()).hexdigest() if identifier is None else identifier
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 

@@ -80,10 +80,51 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerHalf, tmp_p
         {"kv_transfer_params": {"kvparams": {"version": "1.0"}}},
         {"prompt_token_ids": [-1, 2], "all_token_ids": [-1, 2]},
         {"mm_features": [make_image("x", 5, 0)]},
+        {"mm_features": [make_image("x", identifier="cat.jpg")]},
+        {"mm_features": [make_image("x"), make_image("y", 40, identifier="")]},
+        {"mm_features": [make_image("x", identifier="adapter:" + "0" * 64)]},
+        {"mm_features": [make_image("x", identifier="0" * 64 + "\n")]},
     ],
 )
 def test_what_no_key_can_say_is_not_cached(half: SchedulerHalf, more: dict[str, Any]) -> None:
     assert saves_of(half, make_request("r", **more)) == []
+
+
+@pytest.mark.parametrize("digits", [64, 128])
+def test_a_digest_names_an_image_with_the_adapter_before_it_too(
+    half: SchedulerHalf, tmp_path: Path, digits: int
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    image = make_image("x", identifier="0" * digits)
+    named = make_image("x", identifier="a:" + "0" * digits)
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
+    keys = {key_of(half, make_request("r", mm_features=[one], lora_request=lora)) for one in (image, named)}
+    assert len(keys) == 2
+
+
+class _Says:
+    """An answer, whatever is asked."""
+
+    def __init__(self, answer: int | None) -> None:
+        self._answer = answer
+
+    def __call__(self, *asked: object) -> int | None:
+        return self._answer
+
+
+def test_a_request_that_shall_not_read_is_offered_nothing_and_saved(
+    half: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's own prefix cache: for `prompt_logprobs` the logits of the whole prompt are computed."""
+    assert saves_of(half, make_request("saved", skip_reading_prefix_cache=True))
+    monkeypatch.setattr(half.book, "ask", _Says(128))
+    for skips, offer in ((False, (128, True)), (True, (0, False))):
+        asked = make_request(f"skips {skips}", skip_reading_prefix_cache=skips)
+        half.new_request(asked)
+        assert half.matched(asked, 0) == offer
+        half.finished(asked)
+    monkeypatch.setattr(half.book, "ask", _Says(None))
+    assert half.matched(make_request("not known yet", skip_reading_prefix_cache=True), 0) == (0, False)
 
 
 def test_a_consumer_saves_nothing(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ _MEMBERS = {
 _ATTRIBUTES = [
     *("request_id", "kv_transfer_params", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "pooling_params"),
     *("resumable", "all_token_ids", "cache_salt", "lora_request", "mm_features", "num_computed_tokens"),
-    *("num_preemptions", "arrival_time"),
+    *("num_preemptions", "arrival_time", "skip_reading_prefix_cache"),
 ]
 """That `Request.__init__` sets."""
 

@@ -1,6 +1,7 @@
 """vLLM's own requests and our keys: equal token ids with other images, embeddings or adapters share nothing."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,35 @@ def test_equal_ids_with_other_images_share_nothing(half: SchedulerHalf) -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert key_of(half, _request("again", mm_features=[_image(1)])) == keys[1]
+
+
+def test_other_images_under_one_name_of_a_client_are_not_cached(half: SchedulerHalf) -> None:
+    """vLLM takes a client's `uuid` of an image for its hash, whatever is in it."""
+    hashes = [_hashes_of(content, "cat.jpg") for content in (1, 2)]
+    assert hashes == ["cat.jpg", "cat.jpg"]
+    for content, identifier in enumerate(hashes):
+        image = replace(_image(content), identifier=identifier)
+        assert saves_of(half, _request(f"named {content}", mm_features=[image])) == []
+    unnamed = [_hashes_of(content, None) for content in (1, 2)]
+    keys = [key_of(half, _request(name, mm_features=[replace(_image(0), identifier=name)])) for name in unnamed]
+    assert len(set(keys)) == 2
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
+def test_every_hash_of_vllm_itself_is_taken(half: SchedulerHalf, algorithm: str) -> None:
+    image = replace(_image(1), identifier=_hashes_of(1, None, algorithm))
+    assert saves_of(half, _request(algorithm, mm_features=[image]))
+
+
+def _hashes_of(content: int, name: str | None, algorithm: str = "blake3") -> str:
+    """What vLLM's processor calls an image that a client has given a name, or none."""
+    parse: Any = import_module("vllm.multimodal.parse")
+    inputs: Any = import_module("vllm.multimodal.processing.inputs")
+    picture: Any = import_module("PIL.Image").fromarray(np.full((8, 8, 3), content, np.uint8))
+    data = parse.MultiModalDataParser().parse_mm_data({"image": [picture]})
+    told = inputs.ProcessorInputs([1], data, mm_uuid_items=parse.parse_mm_uuids({"image": [name]}))
+    (found,) = told.get_mm_hashes("tiny", algorithm)["image"]
+    return found
 
 
 def test_pages_before_an_image_are_shared(half: SchedulerHalf) -> None:

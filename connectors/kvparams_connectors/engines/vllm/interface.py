@@ -135,7 +135,8 @@ class _Position(Protocol):
 
 
 class _Feature(Protocol):
-    """vllm/multimodal/inputs.py, `MultiModalFeatureSpec`. Its identifier is a hash of the content."""
+    """vllm/multimodal/inputs.py, `MultiModalFeatureSpec`. Its identifier is a hash of the content, or
+    what a client has called it."""
 
     @property
     def identifier(self) -> str: ...
@@ -160,6 +161,8 @@ class Request(Protocol):
     def pooling_params(self) -> object: ...
     @property
     def resumable(self) -> bool: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
     @property
     def all_token_ids(self) -> Sequence[int]: ...
     @property

@@ -5,6 +5,7 @@ The one rule: no decision is made here.
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from kvparams_connectors.engines.vllm.interface import (
     EngineConfig,
     KVBlocks,
     KVCacheManager,
+    Lora,
     Request,
     SchedulerOutput,
 )
@@ -45,6 +47,9 @@ __all__ = ["SchedulerHalf"]
 _LOGGER: Final = logging.getLogger(__name__)
 _LOOKUP_WAIT_S: Final = 0.0004
 """Of a step. vLLM's engine sleeps for 0.001 s where nothing could be scheduled (vllm/v1/engine/core.py, 0.32)."""
+
+_DIGEST: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+"""BLAKE3 or SHA-256, or SHA-512."""
 
 
 class SchedulerHalf:
@@ -152,6 +157,8 @@ class SchedulerHalf:
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
         found = self.book.ask(request.request_id, local, request.all_token_ids, request.num_preemptions)
+        if request.skip_reading_prefix_cache:  # it wants the logits of its whole prompt
+            return 0, False
         return found, bool(found)
 
     def allocated(self, request: Request, blocks: KVBlocks, external: int) -> None:
@@ -229,7 +236,19 @@ def _off(request: Request) -> str | None:
         return "it asks for an embedding, not for tokens"
     if request.resumable:
         return "its prompt comes in pieces"
+    if not all(_says_content(feature.identifier, request.lora_request) for feature in request.mm_features):
+        return "it has an image that the client has named itself: what is in it is not known"
     return None
+
+
+def _says_content(identifier: str, lora: Lora | None) -> bool:
+    """Whether it is what vLLM's hasher makes (vllm/multimodal/hasher.py): a client's `uuid` comes as it is.
+
+    With an adapter for the encoder, too, its name stands before (vllm/v1/engine/input_processor.py).
+    """
+    if lora is not None:
+        identifier = identifier.removeprefix(f"{lora.lora_name}:")
+    return _DIGEST.fullmatch(identifier) is not None
 
 
 def _extras(request: Request) -> tuple[Extra, ...]:
