@@ -4,6 +4,7 @@ LMCache runs in a process of its own, configured by its own YAML. The control be
 flipped byte is loaded without a word.
 """
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ import valkey
 from benchmarks.lmcache_process import ChunkShape, LMCacheError, LMCacheWorker, Spec
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.engines.lmcache.chunks import Chunk, ChunkForm
-from tests.connectors.lmcache_env import python
+from tests.connectors.lmcache_env import environment, python
 from tests.connectors.valkey_server import ValkeyServer
 
 SHAPE: Final = ChunkShape(layers=4, tokens=16, heads=2, head_size=32)
@@ -247,3 +248,19 @@ def test_an_environment_without_lmcache_is_a_failure_with_a_word(
         python()
     with pytest.raises(LMCacheError, match="make install-lmcache"):
         LMCacheWorker(Spec({}, "", SHAPE, 1), tmp_path / "log")
+
+
+def test_the_reason_why_lmcache_is_not_run_under_vllm_still_holds() -> None:
+    """`STORES.md` says it. When this fails, LMCacheConnectorV1 may start without a GPU: run it under vLLM then."""
+    code = (
+        "from types import SimpleNamespace",
+        "from lmcache.utils import EngineType",
+        "from lmcache.v1.config import LMCacheEngineConfig",
+        "from lmcache.v1.gpu_connector import CreateGPUConnector",
+        "config, ours = LMCacheEngineConfig.from_defaults(), SimpleNamespace(local_worker_id=0)",
+        "CreateGPUConnector(config, ours, EngineType.VLLM)",
+    )
+    told = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    command = [python(), "-c", "\n".join(code)]
+    ended = subprocess.run(command, env=told, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stderr.endswith("RuntimeError: No supported cpu connector found.\n"), ended.stderr
