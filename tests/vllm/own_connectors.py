@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from demo.client import NO_CERTIFICATES
-from demo.processes import Processes, Server, free_port
+from demo.processes import Processes, Server, free_port, proxy_command
 from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, counters, start_engine
 from tests.vllm.traffic import Ask
 
@@ -20,6 +21,7 @@ __all__ = [
     "Alone",
     "Own",
     "Pair",
+    "check",
     "example",
     "external",
     "installed",
@@ -149,6 +151,14 @@ def start_pair(
     proxy = processes.proxy([first], [second], *CALM, *settings, connector=connector)
     processes.wait_ready(proxy, within_s=PATIENCE_S)
     return Pair(first, second, proxy)
+
+
+def check(
+    prefill: Sequence[Server], decode: Sequence[Server], connector: str, *settings: str
+) -> "subprocess.CompletedProcess[str]":
+    """What `kvparams proxy --check` says of them."""
+    command = [*proxy_command(prefill, decode, connector), *settings, "--check"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
 
 
 def external(server: Server) -> float:

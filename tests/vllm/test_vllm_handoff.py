@@ -17,7 +17,7 @@ import pytest
 
 from demo.processes import Processes, Server
 from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, complete, counters, start_engine, transfer_config
-from tests.vllm.own_connectors import Alone
+from tests.vllm.own_connectors import Alone, check, usage
 from tests.vllm.real_stores import KINDS, running_store
 from tests.vllm.traffic import answers
 
@@ -63,6 +63,7 @@ def fleets(
 
         def engine(name: str, url: str, role: str, core: int, *more: str) -> Server:
             transfer = transfer_config(url, role=role, engine_id=name, extra=_PATIENT)
+            more = ("--enable-prompt-tokens-details", *more)
             return start_engine(processes, name, model, *more, transfer=transfer, core=core)
 
         for core, kind in enumerate(kinds):
@@ -104,6 +105,25 @@ def test_the_prompt_came_from_outside(fleets: list[_Fleet], alone: Alone) -> Non
             assert loaded > seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
             if fleet.store != "file":
                 assert seen["vllm:kvparams_pages_saved_total"] == 0  # it is a consumer
+
+
+def test_usage_is_what_prefill_computed_and_found(fleets: list[_Fleet]) -> None:
+    for fleet in fleets:
+        prompt = random.Random(fleet.store).choices(range(300, 2000), k=300)
+        stored = 299 if fleet.one_engine else 288  # from the store all but the last token; else nine blocks of its own
+        for cached in (0, stored):
+            seen = usage(fleet.proxy.url, prompt)
+            details: dict[str, int] = seen["prompt_tokens_details"] or {}
+            assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (300, 5, 305)
+            assert (details.get("cached_tokens") or 0) == cached, fleet.store
+
+
+def test_the_check_finds_the_engines_good_and_another_declaration_wrong(fleets: list[_Fleet]) -> None:
+    for fleet in fleets:
+        good = check([fleet.prefill], [fleet.decode], "store")
+        assert good.returncode == 0, good.stdout + good.stderr
+        wrong = check([fleet.prefill], [fleet.decode], "nixl")
+        assert wrong.returncode == 1, wrong.stdout + wrong.stderr
 
 
 def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server, tmp_path: Path) -> None:
