@@ -74,6 +74,7 @@ def _ways(processes: Processes, kvparams: Sequence[str], engines: Engines, broke
     found: dict[str, list[tuple[str, ...]]] = {
         "aggregated": [("proxy", "--mode", "aggregated", "--aggregated", "@A")],
         "prefill_then_decode": [("proxy", *both)],
+        "prefill_then_decode, decode_first": [("proxy", "--mode", "prefill_then_decode,decode_first=true", *both)],
         f"concurrent_legs{engines.meeting_by}": [("proxy", "--mode", "concurrent_legs", *engines.meeting)],
         "conditional, above its bound": [("proxy", "--mode", "conditional,remote_tokens=64", *both)],
         "conditional, below it": [("proxy", "--mode", "conditional,remote_tokens=4096", *both)],

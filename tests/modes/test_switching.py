@@ -31,19 +31,21 @@ async def test_no_request_fails_while_modes_are_switched(staged: StartMode, effo
     for actor in (actor for actors in stage.of.values() for actor in actors):
         actor.pause_s = 0.05
     streams: int = effort(16, 64)
+    whole = streams // 8
+    """Clients beside these, who want their answers whole."""
     answered = switched = 0
     enough = asyncio.Event()
 
     async def client(number: int) -> None:
         nonlocal answered
         while not enough.is_set():
-            stream = bool(number % 8)
+            stream = number < streams
             got = await stage.ask(stream=stream)
             assert got.status_code == 200, got.text
             assert text_of(got, stream) == EXPECTED
             answered += 1
 
-    clients = [asyncio.create_task(client(number)) for number in range(streams)]
+    clients = [asyncio.create_task(client(number)) for number in range(streams + whole)]
     for modes in ROUNDS * effort(1, 10):
         failed, _ = await asyncio.wait(clients, timeout=effort(0.3, 1.0), return_when=asyncio.FIRST_COMPLETED)
         if failed:
@@ -62,7 +64,7 @@ async def test_no_request_fails_while_modes_are_switched(staged: StartMode, effo
     for outcome in ("failed", "refused", "midway", "gone"):
         assert await stage.running.metric(f'kvparams_proxy_requests_total{{outcome="{outcome}"}}') == 0
     await until(stage.settled)
-    record({"streams": streams, "requests": answered, "switches": switched, "failed": 0})
+    record({"streams": streams, "whole": whole, "requests": answered, "switches": switched, "failed": 0})
 
 
 async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
