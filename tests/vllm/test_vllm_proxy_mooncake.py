@@ -20,7 +20,7 @@ from demo.processes import Processes, Server, free_port
 from kvparams.dialects import HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from tests.vllm.engines import CALM, PATIENCE_S, complete, counters, until
-from tests.vllm.own_connectors import Alone, Own, Pair, external, installed, mooncake, start_pair
+from tests.vllm.own_connectors import Alone, Own, Pair, check, external, installed, mooncake, start_pair
 from tests.vllm.traffic import answers, mixed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
@@ -107,6 +107,12 @@ def test_tokens_are_those_of_one_engine_and_decode_had_the_prompts_from_prefill(
     assert loaded > 10 * seen["vllm:prompt_tokens_by_source_total{source=local_compute}"]
     until(lambda: not counters(pair.prefill)["vllm:kv_cache_usage_perc"])
     record({"connector": "MooncakeConnector", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
+
+
+def test_the_check_finds_the_pair_good(pair: Pair, prefill: Own) -> None:
+    good = check([pair.prefill], [pair.decode], "mooncake", "--bootstrap", f"P={prefill.bootstrap}")
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "prompt tokens came from outside the engine" in good.stdout
 
 
 def test_both_legs_at_once_have_the_tokens_of_one_engine(
