@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (20 min; 3.8 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (25 min; 3.8 GB into .venv-vllm)"
 	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
@@ -31,7 +31,7 @@ help:
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types and the fast tests (4 to 5 min)"
-	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs it"
+	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs all three"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
