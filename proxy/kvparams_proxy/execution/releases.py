@@ -12,6 +12,7 @@ from kvparams.codec import dump_json, parse
 from kvparams.dialects import Abandon
 from kvparams.jsontext import edit
 from kvparams.outline import beside
+from kvparams.pairing import may_pair
 from kvparams.params import KVTransferParams, Mode
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, Role
@@ -142,13 +143,14 @@ class Releases:
         return next((instance for instance in here if instance.id == id and instance.url == url), None)
 
     def _anyone(self, role: Role, held: Held) -> Instance | None:
-        """The least busy of those that speak the producer's dialect and serve the model."""
-        model, dialect = held.inbound.facts.model, held.lease.producer.dialect
+        """The least busy of those that may be paired with the producer, speak its dialect and serve the model."""
+        model, producer = held.inbound.facts.model, held.lease.producer
         able = [
             member
             for member in self._fleet.members
             if member.instance.role is role
-            and member.instance.dialect == dialect
+            and member.instance.dialect == producer.dialect
+            and may_pair(member.instance, producer)
             and member.available
             and member.serves(model)
         ]
