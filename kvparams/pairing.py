@@ -1,27 +1,34 @@
-"""Who may be paired with whom: groups and compatibility keys.
+"""Who may be paired with whom: connectors, groups and compatibility keys.
 
 A group is a replica: its prefill and decode instances belong together. Those of no group pair freely with others of
-none. A compatibility key says that two builds, layouts or versions understand each other's KV. The one rule: both must
-be equal on both sides, and nothing is equal to nothing.
+none. A compatibility key says that two builds, layouts or versions understand each other's KV. The one rule: all three
+must be equal on both sides, and nothing is equal to nothing.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from kvparams.scheduling import Instance, Role
 
 __all__ = ["Beside", "PairKey", "may_pair", "pair_key"]
 
 
+_SAME: Final[Mapping[str, str]] = {"store-drop": "store", "store-meet": "store"}
+"""Dialects that say only what a proxy does with one and the same connector: its engines find each other's pages."""
+
+
 class PairKey(NamedTuple):
     """What two instances must have in common."""
 
+    connector: str
     group: str | None
     compatibility: str | None
 
     def words(self) -> str:
         """For people."""
         group = "of no group" if self.group is None else f"of the group {self.group}"
-        return group if self.compatibility is None else f"{group} with the compatibility key {self.compatibility}"
+        key = "" if self.compatibility is None else f" and the compatibility key {self.compatibility}"
+        return f"{group} with the connector {self.connector}{key}"
 
 
 Beside = Instance | Role
@@ -30,7 +37,7 @@ Beside = Instance | Role
 
 def pair_key(instance: Instance) -> PairKey:
     """Its own."""
-    return PairKey(instance.group, instance.compatibility)
+    return PairKey(_SAME.get(instance.dialect, instance.dialect), instance.group, instance.compatibility)
 
 
 def may_pair(one: Instance, other: Instance) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -107,10 +108,29 @@ def test_without_the_other_leg_everybody_may_be_taken() -> None:
 
 def test_who_has_no_partner_is_told_so() -> None:
     fleet = fleet_of([instance("p0", "left"), instance("d0", "right")])
-    with pytest.raises(ProxyError, match="may be paired with any decode one: see `group` and `compatibility`"):
+    with pytest.raises(ProxyError, match="paired with any decode one: see `connector`, `group` and `compatibility`"):
         fleet.acquire(Role.PREFILL, FACTS, (), Waits(), Role.DECODE)
     with pytest.raises(ProxyError, match="the other leg's engine, of the group left"):
         fleet.acquire(Role.DECODE, FACTS, (), Waits(), instance("p0", "left"))
+
+
+def test_engines_of_two_connectors_are_not_paired() -> None:
+    """Neither could fetch the other's KV: decode would compute all of it again, and nobody would be told."""
+    spoken = {"p0": "nixl", "d0": "mooncake", "p1": "mooncake", "d1": "content", "d2": "nixl"}
+    instances = [replace(instance(id), dialect=dialect) for id, dialect in spoken.items()]
+    fleet = fleet_of(instances)
+    assert {(one.id, other.id) for one, other in (pair(fleet) for _ in range(20))} == {("p0", "d2"), ("p1", "d0")}
+    fleet.remove("d2")
+    with pytest.raises(ProxyError, match="the other leg's engine, of no group with the connector nixl: see"):
+        fleet.acquire(Role.DECODE, FACTS, (), Waits(), instances[0])
+    assert {pair(fleet)[0].id for _ in range(8)} == {"p1"}
+
+
+def test_a_store_may_be_spoken_of_in_several_ways() -> None:
+    """The engines are the same; what differs is when the proxy tells them, and what it has dropped."""
+    ways = ("store", "store-drop", "store-meet")
+    sides = [[replace(instance(f"{side}{way}"), dialect=way) for way in ways] for side in "pd"]
+    assert all(may_pair(prefill, decode) for prefill in sides[0] for decode in sides[1])
 
 
 def test_whoever_waits_for_a_partner_waits_for_its_own_and_hears_if_that_leaves() -> None:

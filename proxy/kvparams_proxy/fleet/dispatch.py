@@ -334,7 +334,8 @@ class Dispatcher:
         """Why there is no candidate for this model."""
         if beside is not None and self._find(model):
             whom = f"the other leg's engine, {beside.words()}" if isinstance(beside, PairKey) else f"any {beside} one"
-            why = f"no {self.role} instance that is ready may be paired with {whom}: see `group` and `compatibility`"
+            keys = "see `connector`, `group` and `compatibility`"
+            why = f"no {self.role} instance that is ready may be paired with {whom}: {keys}"
             return unavailable(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
         known = [member for member in self._members.values() if member.instance.role is self.role]
         alive = [member for member in known if member.ready]
