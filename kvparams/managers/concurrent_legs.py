@@ -4,7 +4,7 @@ from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.documents import Documents, known_of
 from kvparams.managers.handover import drop
 from kvparams.managers.options import Options
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.managers.prefill_then_decode import PrefillThenDecode, SoFar
 from kvparams.plan import Choose, Context, KVLease, Leg, LegFailed, Pair, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
@@ -40,7 +40,7 @@ class ConcurrentLegs:
             prefill: Instance = yield Choose(Role.PREFILL, failed, Role.DECODE)  # pyright: ignore[reportAssignmentType]
             speech = context.dialect(prefill)
             if speech.mode != "rendezvous" or not speech.splits(request):
-                yield from self._in_order.legs(request, context, prefill)
+                yield from self._in_order.legs(request, context, prefill, SoFar(transfer, attempt, failed, sent))
                 return
             decode: Instance = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
             keys = speech.decode_keys({}, transfer, None if speech.bootstrap is None else context.place(prefill))

@@ -1,5 +1,8 @@
 """Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.documents import Documents, known_of
 from kvparams.managers.handover import drop, handed_over
@@ -8,7 +11,19 @@ from kvparams.plan import Choose, Context, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
 
-__all__ = ["PrefillThenDecode"]
+__all__ = ["PrefillThenDecode", "SoFar"]
+
+
+class SoFar(NamedTuple):
+    """How far a request has come in another plan."""
+
+    transfer: str
+    """Of the next try, as is the next: no earlier one had it."""
+    attempt: int = 1
+    failed: Sequence[str] = ()
+    """Ids of instances that have failed it."""
+    sent: Sent | None = None
+    """What the client has of the answer already."""
 
 
 class PrefillThenDecode:
@@ -45,15 +60,17 @@ class PrefillThenDecode:
         self._decode_alone = decode_alone
         self._alone = Aggregated(role=Role.DECODE)
 
-    def legs(self, request: RequestFacts, context: Context, prefill: Instance | None = None) -> Plan:
-        """See `DisaggregatedRequestManager.legs`; `prefill`, where somebody has chosen it already."""
+    def legs(
+        self, request: RequestFacts, context: Context, prefill: Instance | None = None, so_far: SoFar | None = None
+    ) -> Plan:
+        """See `DisaggregatedRequestManager.legs`; `prefill`, where somebody has chosen it already; `so_far`, where legs
+        of the request have failed before."""
+        transfer, attempt, before, sent = so_far or SoFar(request.transfer_id)
         if request.prompt_scored:
-            yield from self._alone.legs(request, context)
+            yield from self._alone.legs(request, context, sent)
             return
         documents = self._documents
-        transfer, attempt = request.transfer_id, 1
-        failed: list[str] = []
-        sent: Sent | None = None
+        failed = [*before]
         decode: Instance | None = None
         while True:
             if self._decode_alone and not context.there(Role.PREFILL):
@@ -69,7 +86,7 @@ class PrefillThenDecode:
                 context.give_back(prefill)
                 if decode is not None:
                     context.give_back(decode)
-                yield from self._alone.legs(request, context)
+                yield from self._alone.legs(request, context, sent)
                 return
             place = None if speech.bootstrap is None else context.place(prefill)
             known = known_of(request, sent)
