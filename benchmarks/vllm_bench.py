@@ -45,8 +45,6 @@ __all__ = ["Rounds", "body_of", "engine_cpu_s", "in_rounds", "main", "timed", "t
 
 _PREFIX_TOKENS: Final = 1500
 _READY_S: Final = 600.0
-_TOKENS: Final = (200, 1000)
-"""Of a prompt that is not found."""
 _OUT: Final = "taken out"
 """The engine with our connector, while it has none."""
 _BARE: Final = ("bare", "bare too")
@@ -76,7 +74,7 @@ class _Model(NamedTuple):
 
 _MODELS: Final = {
     "tiny": _Model(TINY, "float32", {200: 64, 1000: 16}, "64MiB", 64 << 20),
-    # The smallest that people serve; its config.json at HuggingFaceTB/SmolLM2-135M. The vocabulary is the tiny one's.
+    # A small one that people serve; its config.json at HuggingFaceTB/SmolLM2-135M. The vocabulary is the tiny one's.
     "smollm2-135m": _Model(Shape(30, 576, 1536, 9, 3, 64), "bfloat16", {200: 16, 1000: 4}, "256MiB", 512 << 20),
 }
 
@@ -308,7 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("hit", "lookup", "store"))
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--tokens", type=int, choices=_TOKENS, default=1000, help="of a prompt that is not found")
+    parser.add_argument(
+        "--tokens", type=int, choices=list(_MODELS["tiny"].requests), default=1000, help="of a prompt that is not found"
+    )
     parser.add_argument(
         "--model", choices=list(_MODELS), default="tiny", help="lookup, store: its shape; weights are random"
     )

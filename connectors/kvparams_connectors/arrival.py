@@ -5,7 +5,6 @@ of is taken at the end; so the verdict is always about what lies in the slot.
 """
 
 from collections.abc import Callable
-from typing import Final
 
 from xxhash import xxh3_64
 
@@ -14,8 +13,6 @@ from kvparams.pages import HEADER_BYTES, Refusal
 __all__ = ["Arrival", "step_bytes"]
 
 _Hash = xxh3_64
-
-_STEP: Final = 256 << 10
 
 
 class Arrival:
@@ -56,10 +53,10 @@ class Arrival:
         self._hash = None
 
 
-def step_bytes(nbytes: int, about: int = _STEP) -> int:
+def step_bytes(nbytes: int, about: int) -> int:
     """How much of a value of `nbytes` comes before whoever wants to look at it is told (`GetOp.coming`).
 
-    About 256 KiB, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
+    About so much, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
     kernel's buffers with it, so that of a mebibyte little is left in a cache of two.
     """
     return -(-nbytes // max(1, nbytes // about)) if nbytes else 1

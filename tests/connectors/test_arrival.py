@@ -105,7 +105,7 @@ def test_bytes_that_change_after_they_were_said_to_stay_are_believed() -> None:
 
 @given(st.integers(0, 40 << 20))
 def test_steps_are_about_a_quarter_of_a_mebibyte_and_equal(nbytes: int) -> None:
-    step = step_bytes(nbytes)
+    step = step_bytes(nbytes, 256 << 10)
     assert step >= 1
     assert step * (nbytes // step) <= nbytes <= step * max(1, -(-nbytes // step))
     assert nbytes < (512 << 10) or (256 << 10) <= step < (512 << 10)
@@ -159,4 +159,24 @@ def test_values_of_a_batch_are_announced_while_they_are_in_the_caches(nbytes: in
     assert told == sorted(told)
     assert {max(size for one, size in told if one == number) for number in range(9)} == {nbytes}
     assert arrived == [(number, nbytes) for number in range(9)]
+    store.close()
+
+
+def _raises(*_: object) -> None:
+    raise ValueError("operation forbidden on released memoryview object")
+
+
+def test_a_caller_that_has_released_what_it_looks_at_harms_nobody_else_in_its_batch() -> None:
+    """Its own operation is invalid, and the room of its value is free again: the store's next values need all of it."""
+    store, nbytes = MemoryStore(2 << 20, unit_bytes=4096), 1 << 20
+    content = memoryview(Random(1).randbytes(nbytes))
+    puts = [PutOp("bad", (content,), _raises), PutOp("good", (content,))]
+    assert [result.code for result in store.put(puts, WAIT_S).result()] == [Code.INVALID, Code.OK]
+    targets = [memoryview(bytearray(nbytes)) for _ in range(2)]
+    gets = [GetOp("good", (targets[0],), coming=_raises), GetOp("good", (targets[1],))]
+    assert [result.code for result in store.get(gets, WAIT_S).result()] == [Code.INVALID, Code.OK]
+    assert targets[1] == content
+    assert store.delete(["good"], WAIT_S).result()[0].code is Code.OK
+    whole = memoryview(bytearray(2 << 20))
+    assert store.put([PutOp("whole", (whole,))], WAIT_S).result()[0].code is Code.OK
     store.close()

@@ -105,7 +105,7 @@ def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int) -
     assert reader.value(buffers, lambda nbytes: seen.append((nbytes, whole[:nbytes] == content[:nbytes]))) == size
     sizes = [nbytes for nbytes, _ in seen]
     assert sizes[:1] == ([0] if size >= 512 << 10 else [])
-    assert not sizes or 0 < size - sizes[-1] <= step_bytes(size), "the last part is looked at when it has arrived"
+    assert not sizes or 0 < size - sizes[-1] <= step_bytes(size, STEP), "the last part is looked at when it has arrived"
     assert sizes == sorted(sizes)
     assert all(there for _, there in seen)
     assert reader.reply() == 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,9 +11,9 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from demo.processes import Processes, Server, proxy_command
+from demo.processes import Processes, Server
 from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, counters, until
-from tests.vllm.own_connectors import NIXL_LEASE_S, Alone, Pair, external, installed, nixl, start_pair, usage
+from tests.vllm.own_connectors import NIXL_LEASE_S, Alone, Pair, check, external, installed, nixl, start_pair, usage
 from tests.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -72,17 +71,14 @@ def test_usage_is_what_prefill_computed_and_found(pair: Pair) -> None:
 
 
 def test_the_check_finds_the_pair_good_and_another_declaration_wrong(pair: Pair) -> None:
-    def check(connector: str) -> "subprocess.CompletedProcess[str]":
-        command = [*proxy_command([pair.prefill], [pair.decode], connector), "--check"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-
-    good = check("nixl")
+    engines = [pair.prefill], [pair.decode]
+    good = check(*engines, "nixl")
     assert good.returncode == 0, good.stdout + good.stderr
     assert "prompt tokens came from outside the engine" in good.stdout
-    wrong = check("content")
+    wrong = check(*engines, "content")
     assert wrong.returncode == 1
     assert "D computed the whole prompt itself: the KV of P did not reach it" in wrong.stdout
-    wrong = check("store")
+    wrong = check(*engines, "store")
     assert wrong.returncode == 1
     assert "does its connector speak kvparams" in wrong.stdout
 

@@ -197,8 +197,10 @@ class MemoryStore(LaneStore):
             return Code.INVALID
         if time.monotonic() >= deadline:
             return Code.TIMEOUT
-        if op.going is not None:
-            op.going()
+        try:
+            op.gone()
+        except ValueError:  # the caller released what it looks at then
+            return Code.INVALID
         fill(place)
         return Code.OK
 
@@ -244,7 +246,10 @@ class MemoryStore(LaneStore):
         place = self._place(value, op.buffers)
         if place is None:
             return Result(Code.INVALID)
-        drain(place, nbytes, op.coming)
+        try:
+            drain(place, nbytes, op.coming)
+        except ValueError:  # the caller released what it looks at meanwhile
+            return Result(Code.INVALID)
         if op.arrived is not None and op.coming is None:
             op.arrived(nbytes)
         return Result(Code.OK, nbytes)

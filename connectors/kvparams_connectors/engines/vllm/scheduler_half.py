@@ -157,7 +157,7 @@ class SchedulerHalf:
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
         found = self.book.ask(request.request_id, local, request.all_token_ids, request.num_preemptions)
-        if request.skip_reading_prefix_cache:  # it wants the logits of its whole prompt
+        if request.skip_reading_prefix_cache:  # it wants the logits of its whole prompt; the book hears of preemptions
             return 0, False
         return found, bool(found)
 
