@@ -77,6 +77,9 @@ class Path:
     def there(self, role: Role) -> bool:
         return True
 
+    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+        return False
+
     def cached(self, role: Role) -> dict[str, int]:
         return {}
 

@@ -26,15 +26,16 @@ __all__ = [
 
 class Choose(NamedTuple):
     """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
-    then on until its leg ends or it is given back; or `LegFailed` is raised in it, because the KV that it holds is
-    given up before there is room."""
+    then on until its leg ends or it is given back. Or `LegFailed` is raised in it: the KV that it holds is given up
+    before there is room; or nobody is there any more who may be paired with `beside`, while other pairs are."""
 
     role: Role
     avoid: Sequence[str] = ()
     """Ids of instances that have failed this request: taken only where there is nobody else."""
     beside: Instance | Role | None = None
     """Who runs the other leg: only instances that may be paired with it are taken. Of a role: somebody of it will be
-    chosen later, and only instances are taken for which there is one. See `kvparams.pairing`."""
+    chosen later, and only instances are taken for which there is one, who is not to be avoided either where possible.
+    See `kvparams.pairing`."""
     near: Sequence[str] = ()
     """Ids of instances that are taken before others as long as they have room and have not twice as much to do."""
 
@@ -138,6 +139,11 @@ class Context(Protocol):
 
     def there(self, role: Role) -> bool:
         """Whether somebody of this role may be given a leg of this request, room apart."""
+        ...
+
+    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+        """Whether the request should leave this instance for another pair: all have failed it that may be paired with
+        it, if there is anybody at all, and there are a prefill and a decode engine that go together and have not."""
         ...
 
     def cached(self, role: Role) -> Mapping[str, int]:

@@ -42,7 +42,13 @@ class ConcurrentLegs:
             if speech.mode != "rendezvous" or not speech.splits(request):
                 yield from self._in_order.legs(request, context, prefill, SoFar(transfer, attempt, failed, sent))
                 return
-            decode: Instance = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
+            try:
+                decode: Instance = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
+            except LegFailed:  # while it has waited for room, everybody left whom `prefill` may be paired with
+                if not context.may_retry():
+                    raise
+                context.give_back(prefill)
+                continue
             keys = speech.decode_keys({}, transfer, None if speech.bootstrap is None else context.place(prefill))
             context.pin(prefill, keys)
             told, known = documents.told(keys), known_of(request, sent)

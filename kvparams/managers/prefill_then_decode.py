@@ -31,7 +31,8 @@ class PrefillThenDecode:
 
     Decode is chosen when prefill is done, or with `decode_first` before it: then its room is kept meanwhile.
     Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
-    again and is still leased, else prefill again. After it: on from what was sent, where the executor says from where.
+    again, is still leased, and there is a D left for this P; else prefill again. After it: on from what was sent, where
+    the executor says from where.
     What the connector cannot carry (several answers over NIXL), and what needs the whole prompt computed where it is
     answered, one decode engine answers alone.
     """
@@ -79,7 +80,14 @@ class PrefillThenDecode:
             if decode is None and self._decode_first:
                 decode = yield Choose(Role.DECODE, failed, Role.PREFILL)  # pyright: ignore[reportAssignmentType]
             if prefill is None:
-                prefill = yield Choose(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
+                try:
+                    prefill = yield Choose(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
+                except LegFailed:  # while it has waited for room, everybody left whom `decode` may be paired with
+                    if decode is None or not context.may_retry():
+                        raise
+                    context.give_back(decode)
+                    decode = None
+                    continue
             assert prefill is not None
             speech = context.dialect(prefill)
             if not speech.splits(request):
@@ -106,6 +114,9 @@ class PrefillThenDecode:
                     raise
                 failed.append(prefill.id)
                 prefill = None
+                if decode is not None and context.elsewhere(decode, failed):
+                    context.give_back(decode)
+                    decode = None
                 transfer, attempt = context.next_transfer(), attempt + 1
                 continue
 
@@ -114,7 +125,7 @@ class PrefillThenDecode:
                 if decode is None:
                     try:
                         decode = yield Choose(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
-                    except LegFailed:  # it has waited for room for too long
+                    except LegFailed:  # it has waited for room for too long, or is in a group that is gone
                         if not context.may_retry():
                             raise
                         break
@@ -140,9 +151,9 @@ class PrefillThenDecode:
                     if failure.begun:
                         sent = failure.sent
                         break
+                    if (failure.claimed and not speech.reusable) or context.elsewhere(prefill, failed):
+                        break
                     if failure.claimed:
-                        if not speech.reusable:
-                            break
                         transfer, attempt = context.next_transfer(), attempt + 1
                 else:
                     return

@@ -256,6 +256,10 @@ class _Trial:
         """See `Context`."""
         return role in self._pair
 
+    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+        """See `Context`: it is this pair that is looked at."""
+        return False
+
     def cached(self, role: Role) -> Mapping[str, int]:
         """See `Context`: the prompt is a new one."""
         return {}

@@ -1,10 +1,11 @@
 """Runs a plan without any I/O: chooses in order, hands each leg to a script."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvparams.dialects import Dialect, Place
+from kvparams.pairing import may_pair
 from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Pair, Plan
 from kvparams.scheduling import Instance, Role
 from kvparams.trust.pinning import Pins
@@ -86,6 +87,12 @@ class Table:
 
     def there(self, role: Role) -> bool:
         return any(each.role is role for each in self.fleet)
+
+    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+        fresh = [each for each in self.fleet if each.id not in failed]
+        if any(each.role is not instance.role and may_pair(each, instance) for each in fresh):
+            return False
+        return any(may_pair(one, other) for one in fresh for other in fresh if one.role is not other.role)
 
     def cached(self, role: Role) -> dict[str, int]:
         able = {each.id for each in self.fleet if each.role is role}

@@ -69,14 +69,17 @@ async def staged(documented: type) -> AsyncIterator[StartMode]:
     """Start one; its breakers never open."""
     async with AsyncExitStack() as stack:
 
-        async def start(way: Way, **changes: Any) -> ModeStage:
+        async def start(way: Way, apart: str | None = None, **changes: Any) -> ModeStage:
+            """`apart`: what each has in common with its like of the other role alone: a `group` or `compatibility`."""
             actors = {role.value: [Actor(role) for _ in range(2)] for role in Role}
             for each in actors.values():
                 for actor in each:
                     await actor.begin()
                     stack.callback(actor.end)
             instances = tuple(
-                instance(Role(role), actor.url, way.dialect, number)
+                replace(
+                    instance(Role(role), actor.url, way.dialect, number), **({apart: f"g{number}"} if apart else {})
+                )
                 for role, each in actors.items()
                 for number, actor in enumerate(each)
             )

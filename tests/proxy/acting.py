@@ -134,6 +134,8 @@ class Actor:
             return
         if self.held is not None:
             await self.held.wait()
+            if writer.is_closing():  # it has ended meanwhile
+                raise ConnectionResetError
         if self.pause_s:
             await asyncio.sleep(self.pause_s)
         if asked.get("stream"):

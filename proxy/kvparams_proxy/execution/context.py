@@ -103,6 +103,10 @@ class PlanContext:
         """See `Context.there`."""
         return self._resources.fleet.there(role, self._inbound.facts.model)
 
+    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+        """See `Context.elsewhere`."""
+        return self._resources.fleet.elsewhere(instance, self._inbound.facts, failed)
+
     def cached(self, role: Role) -> Mapping[str, int]:
         """See `Context.cached`."""
         self._weighs = True

@@ -127,7 +127,7 @@ class Execution:
         self._recorder = recorder_for(endpoint, inbound)
         self._gone = False
         self._slow = False
-        self._waiting = False
+        self._waiting: Choose | None = None
         self._route: list[Instance] = []
         life = self._life = Lifecycle(perf_counter)
         resources.metrics.began(life)
@@ -187,14 +187,18 @@ class Execution:
 
     def granted(self, instance: Instance) -> None:
         """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
-        self._waiting = False
+        self._waiting = None
         self._life.loads.append(instance)
         self._resources.loop.call_soon(self._go, instance)
 
     def refused(self, error: ProxyError) -> None:
-        """There was no room for too long."""
-        self._waiting = False
-        self._refuse(error)
+        """There was no room for too long, or nobody is left to wait for. Then another pair may be there."""
+        step, self._waiting = self._waiting, None
+        failure = None if step is None else self._stranded(step, error)
+        if failure is None:
+            self._refuse(error)
+        else:
+            self._resources.loop.call_soon(self._go, None, failure)  # in a turn of its own, as above
 
     # taking the plan's steps
 
@@ -207,11 +211,18 @@ class Execution:
         try:
             step = self._plan.send(value) if failure is None else self._plan.throw(failure)
             while type(step) is Choose:
-                instance = self._resources.fleet.acquire(
-                    step.role, self.facts, step.avoid, self, step.beside, step.near
-                )
+                try:
+                    instance = self._resources.fleet.acquire(
+                        step.role, self.facts, step.avoid, self, step.beside, step.near
+                    )
+                except ProxyError as error:
+                    failure = self._stranded(step, error)
+                    if failure is None:
+                        raise
+                    step = self._plan.throw(failure)
+                    continue
                 if instance is None:
-                    self._wait(step.role)
+                    self._wait(step)
                     return
                 self._life.loads.append(instance)
                 step = self._plan.send(instance)
@@ -225,12 +236,19 @@ class Execution:
         except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
             self._refuse(refusal(error))
 
-    def _wait(self, role: Role) -> None:
+    def _stranded(self, step: Choose, error: ProxyError) -> BrokenLeg | None:
+        """What the plan is told of a choice that found nobody, if it has chosen the other leg's engine already and
+        should do so again."""
+        if not isinstance(step.beside, Instance) or not self._context.elsewhere(step.beside, step.avoid):
+            return None
+        return BrokenLeg(error, claimed=False)
+
+    def _wait(self, step: Choose) -> None:
         """There is no room. Decode is not waited for longer than there is KV for it."""
-        self._waiting = True
+        self._waiting = step
         self._life.enter("queued")
         lease = self._life.lease
-        if lease is not None and role is Role.DECODE:
+        if lease is not None and step.role is Role.DECODE:
             self._resources.watch.start(self, lease.until_s - self._context.now())
 
     def _start_pair(self, pair: Pair) -> None:
@@ -311,8 +329,8 @@ class Execution:
         the KV that a decode engine was to fetch is given up."""
         if self._slow:
             self._downstream.drop()
-        elif self._waiting:
-            self._waiting = False
+        elif self._waiting is not None:
+            self._waiting = None
             self._resources.fleet.give_up(self)
             self._go(None, LegFailed("the KV was given up before a decode engine had room", another=False))
         elif self._relay is not None and (left_s := self._left_s(self._relay)) > 0:
@@ -574,7 +592,7 @@ class Execution:
         if life.state == "done":
             return
         resources = self._resources
-        if self._waiting:
+        if self._waiting is not None:
             resources.fleet.give_up(self)
         self._plan.close()
         if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone

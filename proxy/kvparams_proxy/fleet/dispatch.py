@@ -97,6 +97,10 @@ class Dispatcher:
         """Whether there are candidates."""
         return bool(self._candidates.get(model) or self._find(model))
 
+    def keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
+        """Who may be paired with candidates that are not to be avoided."""
+        return self._keys(self.role, model, avoid)
+
     def admit(self, facts: RequestFacts) -> None:
         """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
 
@@ -123,7 +127,9 @@ class Dispatcher:
             candidates = self.candidates(facts.model, beside)
             most = 2 * min(each.in_flight for each in candidates) + 1
             those = [
-                each for each in _preferred(candidates, avoid) if each.instance.id in near and each.in_flight <= most
+                each
+                for each in self._preferred(candidates, avoid, facts.model, beside)
+                if each.instance.id in near and each.in_flight <= most
             ]
             chosen = self._choose(those, candidates, facts, ()) if those else None
             if chosen is not None:
@@ -196,7 +202,8 @@ class Dispatcher:
         model = facts.model
         candidates = self.candidates(model, beside)
         if not self._room:
-            chosen = self._choose(_preferred(candidates, avoid), candidates, facts, ())
+            preferred = self._preferred(candidates, avoid, model, beside)
+            chosen = self._choose(preferred, candidates, facts, ())
             if chosen is not None:
                 return chosen.instance
         others = bool(self._room)
@@ -247,7 +254,7 @@ class Dispatcher:
             return found
         found = self._able(self.role, model)
         if beside is not None:
-            one = {beside} if isinstance(beside, PairKey) else {pair_key(m.instance) for m in self._able(beside, model)}
+            one = {beside} if isinstance(beside, PairKey) else self._keys(beside, model, ())
             found = [member for member in found if pair_key(member.instance) in one]
         if found:
             if len(self._candidates) >= _REMEMBERED:
@@ -258,6 +265,22 @@ class Dispatcher:
     def _able(self, role: Role, model: str | None) -> list[Member]:
         members = self._members.values()
         return [m for m in members if m.instance.role is role and m.available and m.serves(model)]
+
+    def _keys(self, role: Role, model: str | None, avoid: Collection[str]) -> set[PairKey]:
+        return {pair_key(m.instance) for m in self._able(role, model) if m.instance.id not in avoid}
+
+    def _preferred(
+        self, candidates: list[Member], avoid: Collection[str], model: str | None, beside: PairKey | Role | None
+    ) -> list[Member]:
+        """Those that have not failed this request already, with others to be paired with who have not; failing that,
+        those that have not; all, where there is nobody else."""
+        if not avoid:
+            return candidates
+        fresh = [member for member in candidates if member.instance.id not in avoid]
+        if isinstance(beside, Role) and fresh:
+            keys = self._keys(beside, model, avoid)
+            fresh = [member for member in fresh if pair_key(member.instance) in keys] or fresh
+        return fresh or candidates
 
     def _could(self, item: Waiting) -> bool:
         return bool(self._find(item.facts.model, item.beside))
@@ -302,7 +325,7 @@ class Dispatcher:
             for passed, ticket in enumerate(line):
                 item = ticket.item
                 candidates = self._find(item.facts.model, item.beside)
-                preferred = _preferred(candidates, item.avoid)
+                preferred = self._preferred(candidates, item.avoid, item.facts.model, item.beside)
                 chosen = self._choose(preferred, candidates, item.facts, kept)
                 if chosen is not None:
                     return ticket, chosen.instance
@@ -354,10 +377,3 @@ class Dispatcher:
         else:
             why = f"none of the {len(working)} {self.role} instances that are ready serves this model"
         return unavailable(why, f"no_{self.role}_instance", after)
-
-
-def _preferred(candidates: list[Member], avoid: Collection[str]) -> list[Member]:
-    """Those that have not failed this request already; all, where there is nobody else."""
-    if not avoid:
-        return candidates
-    return [member for member in candidates if member.instance.id not in avoid] or candidates

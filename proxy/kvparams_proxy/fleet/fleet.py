@@ -361,6 +361,14 @@ class Fleet:
         """Whether somebody of this role may be given work for this model, room apart."""
         return self._roles[role].has(model)
 
+    def elsewhere(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
+        """See `kvparams.plan.Context.elsewhere`."""
+        if not self._paired:
+            return False
+        other = Role.DECODE if instance.role is Role.PREFILL else Role.PREFILL
+        pairs = self._roles[other].keys(facts.model, failed)
+        return pair_key(instance) not in pairs and bool(pairs & self._roles[instance.role].keys(facts.model, failed))
+
     def cached(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
         """See `kvparams.plan.Context.cached`."""
         if self._prefixes is None or not self.there(role, facts.model):
