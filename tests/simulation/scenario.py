@@ -139,6 +139,8 @@ class Scenario(NamedTuple):
     dialect: str
     prefills: int
     decodes: int
+    grouped: bool
+    """Whether every second engine is of one group, and the others of another."""
     retries: int
     reserve: int
     """Of the budget of retries."""
@@ -208,6 +210,8 @@ def draw(seed: int, modes: Mapping[str, int] = MODES) -> Scenario:
     drawn = _drawn(seed)
     random = Random(f"mode {seed}")
     drawn = drawn._replace(mode=random.choices(tuple(modes), tuple(modes.values()))[0])
+    if drawn.mode in SPLIT and min(drawn.prefills, drawn.decodes) > 1:
+        drawn = drawn._replace(grouped=Random(f"groups {seed}").random() < 0.6)
     if drawn.mode == "concurrent_legs":
         return drawn._replace(dialect="store-meet")
     if drawn.mode == "aggregated":
@@ -435,6 +439,7 @@ def _draw(random: Random, seed: int, kind: str) -> Scenario:
         dialect=random.choice(("nixl", "nixl", "nixl", "store", "store-drop")),
         prefills=prefills,
         decodes=decodes,
+        grouped=False,
         retries=random.choice((0, 1, 2, 3)),
         reserve=random.choice((200, 200, 200, 1, 2)) if troubled else 200,
         continues=rnd() < 0.5,

@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -110,6 +111,8 @@ class World:
         self._by_prompt = {ask.prompt: client for client in self.clients for ask in client.script.asks}
         self._transfers: dict[str, set[str]] = defaultdict(set)
         self._attempts: dict[str, int] = {}
+        self._groups: dict[str, str | None] = {}
+        """Whose each transfer is."""
         self._sent_again: dict[str, int] = defaultdict(int)
         self._staying = len(self.clients)
         self._at_leave = [operation for operation in scenario.operations if operation.at_s is None]
@@ -211,6 +214,9 @@ class World:
         if client is None:
             self.wrong(f"a leg for {leg.prompt!r}, which nobody has asked")
             return
+        group = self._group(leg.link.engine)
+        if transfer is not None and self._groups.setdefault(transfer["id"], group) != group:
+            self.wrong(f"transfer {transfer['id']} begins in one group and goes on in another")
         if leg.kind == "release":
             return
         self._hold(laws.while_running)
@@ -394,7 +400,10 @@ class World:
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
         url = f"http://{engine.host}:{engine.port}"
-        return Instance(engine.name, "boot", role or engine.role, url, self.scenario.dialect)
+        return Instance(engine.name, "boot", role or engine.role, url, self.scenario.dialect, group=self._group(engine))
+
+    def _group(self, engine: Engine) -> str | None:
+        return ("left", "right")[engine.port % 2] if self.scenario.grouped else None
 
     def _operate(self, operation: Operation) -> None:
         engine = self.engines[operation.engine]
@@ -473,7 +482,7 @@ def _fleet(scenario: Scenario) -> tuple[tuple[Role, int], ...]:
 
 
 def _named(instance: Instance, name: str) -> Instance:
-    return Instance(name, instance.incarnation, instance.role, instance.url, instance.dialect)
+    return replace(instance, id=name)
 
 
 def run(seed: int, modes: Mapping[str, int] = MODES) -> Run:
