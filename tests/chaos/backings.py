@@ -43,8 +43,7 @@ class FileBacking:
     """A file has no server that could be killed; this is what its users can see instead.
 
     damage: bits of a part of the stored pages are flipped. hold: a process takes the store's lock, is stopped with it,
-    and then killed in the middle of a change. lose: the file is removed; engines that run keep the old one, those that
-    start later begin an empty one.
+    and then killed in the middle of a change. lose: the file is removed, and whoever comes next begins an empty one.
     """
 
     faults: tuple[str, ...] = ("damage", "hold", "lose")

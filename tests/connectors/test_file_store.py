@@ -227,3 +227,59 @@ def test_a_lock_excludes_the_threads_of_its_own_process_as_well(tmp_path: Path) 
     with lock.held(time.monotonic()):
         pass
     os.close(fd)
+
+
+def test_users_of_a_file_that_is_removed_go_on_together_with_a_new_one(path: Path) -> None:
+    """`rm` while they run: nobody goes on alone with what it has mapped."""
+    users = [FileStore(path), FileStore(path)]
+    assert all(has(user, "key") for user in users)
+    path.unlink()
+    assert not any(has(user, "key") for user in users)
+    users.append(FileStore(path))  # a late one
+    value = memoryview(os.urandom(10_000))
+    assert users[0].put([PutOp("new", (value,))], DEADLINE_S).result()[0].code is Code.OK
+    for user in users:
+        room = memoryview(bytearray(10_000))
+        assert user.get([GetOp("new", (room,))], DEADLINE_S).result()[0].code is Code.OK
+        assert room == value
+        assert user.exists_at_once(["new"]) is not None
+    assert path.stat().st_size == SIZE  # nobody had to say it again
+    assert f"{path} (deleted)" not in Path("/proc/self/maps").read_text()
+    for user in users:
+        user.close()
+
+
+def test_what_was_begun_on_a_removed_file_ends_on_it(path: Path) -> None:
+    """A value that is being read when the file is replaced comes whole, and is the old one."""
+    store = FileStore(path, threads=2)
+    value = os.urandom(10_000)
+    assert store.put([PutOp("mine", (memoryview(value),))], DEADLINE_S).result()[0].code is Code.OK
+    seen: list[bool] = []
+
+    def arrived(nbytes: int) -> None:
+        path.unlink()
+        seen.append(has(store, "mine"))  # the other thread is on a new file by then
+
+    rooms = [memoryview(bytearray(10_000)) for _ in range(2)]
+    gets = [GetOp("mine", (rooms[0],), arrived=arrived), GetOp("mine", (rooms[1],))]
+    assert [result.code for result in store.get(gets, DEADLINE_S).result()] == [Code.OK] * 2
+    assert seen == [False]
+    assert rooms[0] == rooms[1] == value
+    assert not has(store, "mine")
+    store.close()
+
+
+def test_where_something_else_takes_the_files_place_the_store_is_unavailable_and_comes_back(path: Path) -> None:
+    store = FileStore(path)
+    path.unlink()
+    path.write_text("not a store")
+    assert put(store, "new") is Code.UNAVAILABLE
+    assert store.exists(["new"], DEADLINE_S).result()[0].code is Code.UNAVAILABLE
+    assert store.exists_at_once(["new"]) is None
+    assert path.read_text() == "not a store"
+    path.unlink()
+    until_s = time.monotonic() + 20
+    while (code := put(store, "new")) is Code.UNAVAILABLE and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert code is Code.OK
+    store.close()
