@@ -74,7 +74,7 @@ class Killer:
         self.left = step
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("file/index.py", "extents.py", "file/store.py")):
+        if not frame.f_code.co_filename.endswith(("file/index.py", "extents.py", "file/values.py", "file/store.py")):
             return None
         if event == "line":
             if self.left == 0:

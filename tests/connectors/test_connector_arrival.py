@@ -83,7 +83,7 @@ def test_a_value_that_was_overwritten_while_it_was_read_from_a_file_has_not_arri
         if overtaken:
             assert other.delete(["key"], WAIT_S).result() == [Result(Code.OK)]
 
-    monkeypatch.setattr("kvparams_connectors.stores.file.store.copy_out", copy)
+    monkeypatch.setattr("kvparams_connectors.stores.file.values.copy_out", copy)
     arrived: list[int] = []
     op = GetOp("key", (memoryview(bytearray(100)),), arrived.append)
     results = store.get([op], WAIT_S).result()

@@ -67,16 +67,18 @@ async def test_where_all_have_failed_a_group_is_not_left_for_nothing(staged: Sta
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_who_waits_in_a_group_that_goes_is_answered_by_another(staged: StartMode, way: Way) -> None:
-    """Three requests for two groups that take one each: the third waits, and its group is gone."""
-    limits = {role: RoleLimits(requests=1 if role is Role.DECODE else 8) for role in Role}
+    """Six requests for two groups with room for one each: some wait in the group that goes, with the other leg's
+    engine, or its KV, in hand."""
+    scarce = "prefill" if way.mode == FIRST else "decode"
+    limits = {role: RoleLimits(requests=1 if role == scarce else 8) for role in Role}
     found = await staged(way, "group", limits=limits, queue=QueueLimits(8, None, 30.0), retries=2)
-    held = [asyncio.Event() for _ in found.of["decode"]]
-    for actor, event in zip(found.of["decode"], held, strict=True):
+    held = [asyncio.Event() for _ in found.of[scarce]]
+    for actor, event in zip(found.of[scarce], held, strict=True):
         actor.held = event
     asked = [asyncio.create_task(found.ask()) for _ in range(2)]
 
     async def both_run() -> bool:
-        return all(actor.open for actor in found.of["decode"])
+        return all(actor.open for actor in found.of[scarce])
 
     async def all_wait(count: int) -> bool:
         return await found.running.metric("kvparams_proxy_waiting") >= count
@@ -84,10 +86,10 @@ async def test_who_waits_in_a_group_that_goes_is_answered_by_another(staged: Sta
     await until(both_run)
     asked += [asyncio.create_task(found.ask()) for _ in range(4)]
     await until(partial(all_wait, 4))
-    found.of["decode"][0].end()  # with it goes what it ran, and those that waited for it
+    found.of[scarce][0].end()  # with it goes what it ran, and those that waited for it
     held[1].set()
     answers = await asyncio.gather(*asked)
     held[0].set()
-    await until(found.settled)
     assert [got.status_code for got in answers] == [200] * 6, [got.text for got in answers]
     assert {got.headers["x-kvparams-decode"].rpartition(" ")[2] for got in answers} == {"decode-1"}
+    await until(found.settled)

@@ -127,7 +127,13 @@ EQUIVALENT: dict[str, str] = {
     "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt)": (
         _MEETING
     ),
-    "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode)": f"{_LIMIT}as the last",
+    "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode) #1": (
+        f"{_LIMIT}nobody asks for several answers, as above"
+    ),
+    "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode)": (
+        f"{_LIMIT}nobody waits in a group that goes; tests/kvparams/test_stranded.py holds it"
+    ),
+    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: context.give_back(prefill)": f"{_LIMIT}as the last",
     "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt) #1": (
         _MEETING
     ),
@@ -188,14 +194,14 @@ EQUIVALENT: dict[str, str] = {
     "connection:Connection._end: self._sink = None": "what an engine says unasked closes its connection",
     "connection:Connection._fail: self._exchange = None": _ABORTED,
     "connection:Connection._fail: self._sink = None": _ABORTED,
-    "executor:Execution.refused: self._waiting = False": "whoever does not wait may give up again",
+    "executor:Execution.refused: self._waiting = None": "whoever does not wait may give up again",
     "executor:Execution._end_leg: self._relay = None": "the next leg may be silent for a little longer",
     "executor:Execution._finish: self._exchange = None": _FAULT,
     "executor:Execution._finish: self._context.answered(self._route)": f"{_LIMIT}it says what decode engines may have "
     "cached; tests/modes/test_real_engines.py holds it",
     "kvparams.managers.conditional:Conditional._near: context.give_back(instance)": f"{_LIMIT}nobody's cache is "
     "known; tests/modes/test_choice.py holds it",
-    "executor:Execution.expire: self._waiting = False": f"{_LIMIT}a later time-out has wrong words; no leak",
+    "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
     "continuation:Recorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "continuation:Recorder.undo: self._unread.pop()": f"{_LIMIT}no event is JSON and yet cannot be corrected; "
     "tests/proxy/test_recorder.py holds it",

@@ -193,7 +193,8 @@ class Execution:
 
     def refused(self, error: ProxyError) -> None:
         """There was no room for too long, or nobody is left to wait for. Then another pair may be there."""
-        step, self._waiting = self._waiting, None
+        step = self._waiting
+        self._waiting = None
         failure = None if step is None else self._stranded(step, error)
         if failure is None:
             self._refuse(error)
