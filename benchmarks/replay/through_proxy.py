@@ -23,10 +23,9 @@ from typing import Final
 
 import uvloop
 
-from benchmarks.load_client import Pool, Tally, Target
-from benchmarks.load_client import Request as Sent
 from benchmarks.processes import Processes, StartError, free_ports
 from benchmarks.replay.__main__ import SAMPLE
+from benchmarks.replay.arrivals import arrive
 from benchmarks.replay.beliefs import BySelf
 from benchmarks.replay.cache import BlockCache
 from benchmarks.replay.model import replay
@@ -45,8 +44,6 @@ _TOKENS: Final = 64
 """That stand for a block."""
 _BELIEVED: Final = 1 << 15
 """Blocks that the proxy takes a cache to hold at first."""
-_LATEST_S: Final = 60.0
-"""For the last answers, after the last request."""
 _POLICIES: Final = {"round_robin": RoundRobin, "cache_aware": CacheAware}
 
 
@@ -112,36 +109,11 @@ async def through_proxy(
         with Processes(logs) as processes:
             ready = [f"http://127.0.0.1:{port}/health"]
             await asyncio.to_thread(processes.start, f"proxy-{policy}", command, ready=ready)
-            tally = await _asked(trace, speed * faster, port)
+            tally = await arrive(trace, speed * faster, port, _body)
     if tally.errors:
         raise StartError(f"{policy}: wrong answers: {dict(tally.errors)}")
     computed, asked = sum(each.computed for each in workers), sum(each.asked for each in workers)
     return Found(faster * fmean(tally.ttft_s), 1.0 - computed / asked)
-
-
-async def _asked(trace: Sequence[Request], speed: float, port: int) -> Tally:
-    """All requests, each at its time, whether or not others were answered."""
-    loop, tally = asyncio.get_running_loop(), Tally()
-    all_done = asyncio.Event()
-    left = len(trace)
-
-    def done(_: Sent) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            all_done.set()
-
-    pool = Pool(Target(port, "/v1/completions", b""), tally, done)
-    wires = [Target(port, "/v1/completions", _body(one)).request(0) for one in trace]
-    start = loop.time() + 0.1
-    for one, wire in zip(trace, wires, strict=True):
-        due_s = start + one.at / speed
-        await asyncio.sleep(max(0.0, due_s - loop.time()))
-        pool.send(Sent(due_s, wire, measured=True))
-    async with asyncio.timeout(_LATEST_S):
-        await all_done.wait()
-    await pool.close()
-    return tally
 
 
 def _body(request: Request) -> bytes:

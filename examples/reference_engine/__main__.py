@@ -58,8 +58,15 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     torch.set_num_threads(1)
     shape = ModelShape()
     blocks, block_size = cast("int", arguments.blocks), cast("int", arguments.block_size)
-    step_s = cast("int", arguments.step_ms) / 1000
-    settings = EngineSettings(blocks, block_size, min(_MAX_MODEL_LEN, blocks * block_size), step_s=step_s)
+    rate = cast("int | None", arguments.tokens_per_s)
+    settings = EngineSettings(
+        blocks,
+        block_size,
+        min(_MAX_MODEL_LEN, blocks * block_size),
+        max_sequences=cast("int", arguments.max_sequences),
+        step_s=cast("int", arguments.step_ms) / 1000,
+        token_s=0.0 if rate is None else 1 / rate,
+    )
     metrics = Metrics()
     cache = PagedCache(shape.layers, settings.blocks, settings.block_size, shape.kv_heads, shape.head_dim)
     role = cast("Role", arguments.role)
@@ -146,6 +153,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    """A whole number of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _skew(text: str) -> int:
     """Seconds by which clocks may differ: as many as the protocol allows."""
     if not text.isdecimal() or int(text) > 300:
@@ -184,6 +198,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")
     parser.add_argument("--step-ms", type=int, default=0, help="a step takes at least so long (default: 0)")
+    parser.add_argument(
+        "--tokens-per-s", type=_count, metavar="N", help="... and compute at most so many tokens (default: no limit)"
+    )
+    parser.add_argument(
+        "--max-sequences", type=_count, default=64, metavar="N", help="computed at the same time (default: 64)"
+    )
     parser.add_argument("--page-tokens", type=int, default=64, help="tokens of a stored page (default: 64)")
     return parser
 

@@ -43,6 +43,8 @@ class EngineSettings:
     """Tokens computed in one step; longer prompts take several."""
     step_s: float = 0.0
     """A step takes at least so long, as with a larger model: streams last, and the machine stays free for others."""
+    token_s: float = 0.0
+    """... and so much longer for each token that it computes: long prompts take their time without the processor's."""
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.blocks * self.block_size:
@@ -192,7 +194,8 @@ class Engine:
                 budget -= count
         if not chosen:
             return
-        until_s = time.monotonic() + self._settings.step_s
+        computed = self._settings.step_tokens - budget
+        until_s = time.monotonic() + self._settings.step_s + self._settings.token_s * computed
         spans = [
             Span(
                 tokens=sequence.tokens[sequence.computed : sequence.computed + count],
