@@ -89,6 +89,29 @@ async def test_a_leg_that_fails_costs_no_answer(staged: StartMode, way: Way, rol
     await until(stage.settled)
 
 
+@pytest.mark.parametrize("continuation", [True, False])
+@every_way
+async def test_a_stream_that_breaks_goes_on_or_ends_with_an_error(
+    staged: StartMode, way: Way, continuation: bool
+) -> None:
+    stage = await staged(way, continuation=continuation)
+    broken = stage.of[way.roles[-1]][0]
+    broken.breaks_after = 3
+    answers = [(await stage.ask(stream=True)).text for _ in range(4)]
+    said = [[line[6:] for line in text.splitlines() if line.startswith("data: ")] for text in answers]
+    assert broken.bodies  # the control: it was asked
+    for events in said:
+        ended = events[-1] == "[DONE]"
+        read = [json.loads(event) for event in events if event != "[DONE]"]
+        text = "".join(choice["text"] for event in read for choice in event.get("choices", ()))
+        assert EXPECTED.startswith(text)
+        assert (text == EXPECTED) is ("error" not in read[-1])
+        assert ended is (text == EXPECTED)
+    broke = sum("error" in events[-1] for events in said)
+    assert broke == (0 if continuation else len(broken.bodies))
+    await until(stage.settled)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @every_leg
 async def test_where_nobody_can_the_client_is_told_and_nothing_is_left(

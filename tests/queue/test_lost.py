@@ -8,6 +8,7 @@ import pytest
 
 from kvparams_proxy.queue.messages import Control, Head, Part, Work, write_control, write_work
 from kvparams_proxy.queue.topology import Names
+from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.terms import UpstreamError
 from tests.proxy.conftest import answer
 
@@ -211,3 +212,20 @@ async def test_streams_go_on_over_a_broker_that_was_away(own_broker: RabbitMQ, s
     assert waited.error is None
     assert waited.body == b"too"
     await until(lambda: not decode.consumer.running)
+
+
+async def test_a_node_that_cannot_ask_its_engine_says_so_and_has_its_room_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = nodes.prefill()
+    node = await nodes.decode(echo, room=1)
+
+    def fails(self: object, path: bytes, headers: bytes, body: bytes) -> bytes:
+        raise RuntimeError("a fault")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pool, "request", fails)
+        heard = send(way)[1]
+        assert (await ended(heard)).error is not None
+        await until(lambda: not node.consumer.running)
+    assert (await ended(send(way, b"well")[1])).body == b"well"

@@ -242,8 +242,12 @@ class Consumer:
         self._idle.clear()
         self._appetite.began()
         self._watch.start(running, self.silence_s)
-        request = self._engine.request(work.path.encode(), work.headers, work.body)
-        running.begin(self._engine.exchange(request, running))
+        try:
+            request = self._engine.request(work.path.encode(), work.headers, work.body)
+            running.begin(self._engine.exchange(request, running))
+        except Exception:  # noqa: BLE001  it must not raise; but its room must not stay taken, nor whoever asked wait
+            _log.exception("the engine of this node could not be asked")
+            running.on_done(UpstreamError("its decode node could not ask the engine", connected=False))
         if self._outbox.is_full:
             running.hold(True)
 
