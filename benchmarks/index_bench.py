@@ -31,6 +31,7 @@ ROWS: Final = (
     (1_000_000, 64, 300_000),
     (1_000_000, 1_000, 300_000),
     (10_000_000, 64, 200_000),
+    (10_000_000, 1_000, 200_000),
 )
 COLUMNS: Final = ("bytes", "stored", "evicting", "longest", "wall", "array", "list", "hashes")
 
