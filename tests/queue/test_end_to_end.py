@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
@@ -91,6 +92,33 @@ async def test_without_its_prefill_engine_decode_computes_it_all(cluster: Cluste
     try:
         asked = await questions(single, 4, 5)
         seen = await asyncio.gather(*(ask(node.port, each, DEADLINE_S) for each in asked))
+        assert [(one.seen, one.said) for one in seen] == [("right", "")] * len(asked)
+    finally:
+        cluster.start(node, "engine")
+        await cluster.ready(node)
+
+
+async def test_a_prefill_engine_that_is_killed_in_the_middle_of_requests_loses_none(
+    cluster: Cluster, single: str
+) -> None:
+    """Four have been handed over and are decoded; it is computing for four others, and dies."""
+    node = cluster.prefill[0]
+    assert node.engine is not None
+    asked = await questions(single, 8, 9, tokens=100)
+    tasks = [asyncio.create_task(ask(node.port, each, DEADLINE_S)) for each in asked[:4]]
+    await until_in_flight(cluster, 4)
+    node.engine.process.send_signal(signal.SIGSTOP)
+    tasks += [asyncio.create_task(ask(node.port, each, DEADLINE_S)) for each in asked[4:]]
+    async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        while True:
+            text = (await client.get(f"http://127.0.0.1:{node.port}/metrics")).text
+            if f'kvparams_proxy_in_flight{{instance="{node.name}",role="prefill"}} 4.0' in text:
+                break
+            await asyncio.sleep(0.02)
+    node.engine.process.kill()
+    node.engine.process.wait(10)
+    try:
+        seen = await asyncio.gather(*tasks)
         assert [(one.seen, one.said) for one in seen] == [("right", "")] * len(asked)
     finally:
         cluster.start(node, "engine")
