@@ -93,3 +93,43 @@ async def test_who_waits_in_a_group_that_goes_is_answered_by_another(staged: Sta
     assert [got.status_code for got in answers] == [200] * 6, [got.text for got in answers]
     assert {got.headers["x-kvparams-decode"].rpartition(" ")[2] for got in answers} == {"decode-1"}
     await until(found.settled)
+
+
+async def test_a_lease_that_is_of_no_use_any_more_ends_nobody_who_waits_for_prefill(staged: StartMode) -> None:
+    """KV waits for room in a group that goes. Its request then waits for the other group's prefill engine, for longer
+    than the KV would have stayed."""
+    limits = {role: RoleLimits(requests=1) for role in Role}
+    found = await staged(Way(IN_ORDER), "group", limits=limits, queue=QueueLimits(8, None, 30.0), retries=3)
+    prefill, decode = found.of["prefill"], found.of["decode"]
+    for actor in (*prefill, *decode):
+        actor.lease_ms = 500
+    held = asyncio.Event()
+    for actor in decode:
+        actor.held = held
+
+    async def running(role: str, count: int) -> bool:
+        return sum(actor.open for actor in found.of[role]) == count
+
+    async def waiting(count: int) -> bool:
+        return await found.running.metric("kvparams_proxy_waiting") == count
+
+    async def retried(times: int) -> bool:
+        return await found.running.metric('kvparams_proxy_retries_total{allowed="yes"}') >= times
+
+    asked = [asyncio.create_task(found.ask()) for _ in range(2)]
+    await until(partial(running, "decode", 2))
+    for count in range(1, 5):
+        asked.append(asyncio.create_task(found.ask()))
+        await until(partial(waiting, count))  # two for each decode engine
+    computes = asyncio.Event()
+    for actor in prefill:
+        actor.held = computes
+    asked += [asyncio.create_task(found.ask()) for _ in range(2)]
+    await until(partial(running, "prefill", 2))
+    decode[0].end()
+    await until(partial(retried, 5))  # what it ran, what waited for it, and by their leases what waits for the other
+    computes.set()
+    held.set()
+    answers = await asyncio.gather(*asked)
+    assert [got.status_code for got in answers] == [200] * 8, [got.text for got in answers]
+    await until(found.settled)

@@ -251,6 +251,8 @@ class Execution:
         lease = self._life.lease
         if lease is not None and step.role is Role.DECODE:
             self._resources.watch.start(self, lease.until_s - self._context.now())
+        elif not self._slow:  # it may have waited for decode, with KV that is not of use any more
+            self._resources.watch.stop(self)
 
     def _start_pair(self, pair: Pair) -> None:
         resources, leg = self._resources, pair.prefill
