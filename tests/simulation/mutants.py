@@ -194,7 +194,7 @@ EQUIVALENT: dict[str, str] = {
     "connection:Connection._end: self._sink = None": "what an engine says unasked closes its connection",
     "connection:Connection._fail: self._exchange = None": _ABORTED,
     "connection:Connection._fail: self._sink = None": _ABORTED,
-    "executor:Execution._wait: self._resources.watch.stop(self)": f"{_LIMIT}nobody waits for prefill with useless KV; "
+    "executor:Execution.refused: self._resources.watch.stop(self)": f"{_LIMIT}nobody waits then with useless KV; "
     "tests/modes/test_group_failover.py holds it",
     "executor:Execution.refused: self._waiting = None": "whoever does not wait may give up again",
     "executor:Execution._end_leg: self._relay = None": "the next leg may be silent for a little longer",

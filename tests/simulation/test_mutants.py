@@ -22,7 +22,7 @@ def test_every_equivalent_is_a_mutant_and_has_a_reason() -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, object]], None]) -> None:
-    count = effort(3_000, 6_000)
+    count = effort(6_000, 12_000)
     noticed: dict[str, list[object] | None] = {}
     for part in simulate(*(("mutants", part, CORES, count) for part in range(CORES))):
         noticed.update(part)

@@ -199,6 +199,7 @@ class Execution:
         if failure is None:
             self._refuse(error)
         else:
+            self._resources.watch.stop(self)  # what the KV's lease is, is of no interest any more
             self._resources.loop.call_soon(self._go, None, failure)  # in a turn of its own, as above
 
     # taking the plan's steps
@@ -251,8 +252,6 @@ class Execution:
         lease = self._life.lease
         if lease is not None and step.role is Role.DECODE:
             self._resources.watch.start(self, lease.until_s - self._context.now())
-        elif not self._slow:  # it may have waited for decode, with KV that is not of use any more
-            self._resources.watch.stop(self)
 
     def _start_pair(self, pair: Pair) -> None:
         resources, leg = self._resources, pair.prefill
