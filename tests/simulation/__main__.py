@@ -50,7 +50,7 @@ def _traces(first: int, count: int) -> None:
 def _mutants(part: int, of: int, count: int) -> None:
     found: dict[str, object] = {}
     for mutant in mutants()[part::of]:
-        found[mutant.name] = noticed(mutant, range(count // 10 if mutant.name in EQUIVALENT else count))
+        found[mutant.name] = noticed(mutant, range(count // 20 if mutant.name in EQUIVALENT else count))
     _say(json.dumps(found))
 
 

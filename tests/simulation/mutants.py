@@ -178,7 +178,6 @@ EQUIVALENT: dict[str, str] = {
     "probes:Prober._close: self._probes.clear()": "the prober itself is let go",
     "watch:Watch._sweep: self.stop(what)": "whatever expires ends, and stops it",
     "slowstart:SlowStart.settled: self._since.clear()": "those who are there at the start are slow for a moment",
-    "breakers:Breakers.succeeded: member.trial = None": _TRIAL,
     "breakers:Breakers.failed: member.trial = None": _TRIAL,
     "breakers:Breakers.heard: member.breaker.end_trial()": f"{_LIMIT}seen in one of 6,000 seeds",
     "privacy:Addresses._changed: self._pattern = None": f"{_LIMIT}whoever comes was there before, and is hidden still",
