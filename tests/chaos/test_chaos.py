@@ -81,6 +81,8 @@ async def client(cluster: Cluster, number: int, asked: list[Question], until_s: 
 def on_trial(cluster: Cluster, one: Asked, seen: list[Asked]) -> bool:
     """Whether the engine beside its front had been hit, and nobody had been answered there since: one request is tried
     there then, and whoever comes before that has ended well is refused."""
+    if not one.said.endswith(f"no_{cluster.way.beside}_instance"):
+        return False
     hits = [hit for hit in cluster.hits if hit.who == one.front and hit.until_s <= one.ended_s]
     since_s = max((hit.until_s for hit in hits), default=None)
     well = [each.ended_s for each in seen if each.front == one.front and each.seen == "right"]
