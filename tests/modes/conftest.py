@@ -69,19 +69,19 @@ async def staged(documented: type) -> AsyncIterator[StartMode]:
     """Start one; its breakers never open."""
     async with AsyncExitStack() as stack:
 
-        async def start(way: Way, apart: str | None = None, **changes: Any) -> ModeStage:
-            """`apart`: what each has in common with its like of the other role alone: a `group` or `compatibility`."""
-            actors = {role.value: [Actor(role) for _ in range(2)] for role in Role}
+        async def start(
+            way: Way, apart: str | None = None, names: Sequence[str | None] = ("g0", "g1"), **changes: Any
+        ) -> ModeStage:
+            """`apart`: what sets engines apart, a `group` or `compatibility`; `names`: one for each of a role."""
+            actors = {role.value: [Actor(role) for _ in names] for role in Role}
             for each in actors.values():
                 for actor in each:
                     await actor.begin()
                     stack.callback(actor.end)
             instances = tuple(
-                replace(
-                    instance(Role(role), actor.url, way.dialect, number), **({apart: f"g{number}"} if apart else {})
-                )
+                replace(instance(Role(role), actor.url, way.dialect, number), **({apart: name} if apart else {}))
                 for role, each in actors.items()
-                for number, actor in enumerate(each)
+                for number, (name, actor) in enumerate(zip(names, each, strict=True))
             )
             made = Settings(instances, modes=(read_mode(way.mode),), breaker=NEVER, expose_route=True)
             made = replace(made, **changes)
