@@ -120,6 +120,46 @@ async def test_throughput_beside_that_without_a_broker(
     assert best["queue"] > 0.25 * best["direct"]
 
 
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+async def test_a_slow_decode_node_takes_less_work_without_being_told(
+    shared_broker: RabbitMQ,
+    single: str,
+    tmp_path: Path,
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+) -> None:
+    """Three nodes alike, but that one computes a token in eight times the time. The control: without a broker each gets
+    its turn, a third of all."""
+    number = effort(120, 1_200)
+    these = await questions(single, 30, 13, tokens=16)
+    decode = [("--step-ms", str(step_ms)) for step_ms in (40, 5, 5)]
+    with ValkeyServer(tmp_path / "valkey") as store:
+        async with Cluster.running(tmp_path, shared_broker, store.url, decode=decode, room=4, pool="slow") as cluster:
+            port = free_port()
+            direct = cluster.direct(port)
+            await asyncio.to_thread(cluster.processes.wait_ready, direct)
+            share: dict[str, float] = {}
+            for name, where in (("queue", cluster.prefill[0].port), ("direct", port)):
+                before = await decoded(cluster)
+                seen: list[Asked] = []
+                await asked_all(where, these, number, seen, 12)
+                assert Counter(one.seen for one in seen) == {"right": number}
+                slow, *others = (now - was for now, was in zip(await decoded(cluster), before, strict=True))
+                assert slow + sum(others) == number
+                share[name] = round(slow / number, 3)
+    record({"requests": number, "share of the slow one of three": share})
+    assert 0 < share["queue"] < 0.2
+    assert share["direct"] > 0.3
+
+
+async def decoded(cluster: Cluster) -> list[float]:
+    """How many requests each decode engine has had."""
+    servers = [node.engine for node in cluster.decode]
+    return [await metric(server, "reference_engine:requests_total") for server in servers if server is not None]
+
+
 async def metric(server: Server, name: str) -> float:
     """The sum of one metric."""
     async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
