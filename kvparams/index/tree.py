@@ -83,7 +83,7 @@ class Tree:
         The blocks of a chain that was stored at once have numbers that follow one another: found by the first of them.
         """
         table = self._table
-        if len(hashes) < _SHORT or not hashes.all():
+        if len(hashes) < _SHORT or np.count_nonzero(hashes) < len(hashes):
             return table.find(hashes)
         number = table.get(hashes.item(0))
         if not number:

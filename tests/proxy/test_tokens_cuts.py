@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
@@ -51,6 +51,7 @@ MADE: dict[str, Callable[[], Tokenizer]] = {
     ),
     "normalised": lambda: _with(AddedToken("<late>", normalized=True), AddedToken("im_end", normalized=True)),
     "words": lambda: _with(AddedToken("word", single_word=True, normalized=False)),
+    "blanks taken behind a letter": lambda: _with(AddedToken("word", rstrip=True, normalized=False)),
 }
 EXTRA = ("<left>", "<right>", " <blank>", "<late>", "im_end", "word")
 PIECES = st.one_of(
@@ -73,7 +74,7 @@ def _said(part: Any) -> Any:
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _cuts(tokenizer: Tokenizer, least: int) -> Cuts:
+def cuts_of(tokenizer: Tokenizer, least: int) -> Cuts:
     added = tokenizer.get_added_tokens_decoder().values()
     words = splits_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer))
     return Cuts(added, normalizes=tokenizer.normalizer is not None, words=words, least=least)
@@ -82,11 +83,12 @@ def _cuts(tokenizer: Tokenizer, least: int) -> Cuts:
 @pytest.mark.parametrize("name", MADE)
 @settings(deadline=None)
 @given(text=TEXTS, least=st.integers(1, 12))
+@example(text="the word and", least=1)
 def test_the_parts_have_the_token_ids_of_the_whole(
     made: Callable[[str], Tokenizer], name: str, text: str, least: int
 ) -> None:
     tokenizer = made(name)
-    cuts = _cuts(tokenizer, least)
+    cuts = cuts_of(tokenizer, least)
     parts = cuts.parts(text)
     parts[-1:] = cuts.finer(parts[-1])
     assert "".join(parts) == text
@@ -99,7 +101,7 @@ def test_the_parts_have_the_token_ids_of_the_whole(
 def test_a_text_that_goes_on_is_cut_as_before_but_for_its_last_parts(
     made: Callable[[str], Tokenizer], text: str, more: str, least: int
 ) -> None:
-    cuts = _cuts(made("byte level"), least)
+    cuts = cuts_of(made("byte level"), least)
     longest = max(map(len, SPECIALS))
     known = cuts.parts(text)[:-1]
     while known and sum(map(len, known)) + longest > len(text):  # its end might become another token
@@ -117,12 +119,13 @@ def test_a_text_that_goes_on_is_cut_as_before_but_for_its_last_parts(
         ("blanks taken", "a<right>  b<s>", 3),
         ("normalised", "a<late>b<s>c<late>", 4),
         ("words", "a<s>b", 1),
+        ("blanks taken behind a letter", "a word and so on<s>", 3),
     ],
 )
 def test_the_control_texts_are_cut_where_that_is_safe(
     made: Callable[[str], Tokenizer], name: str, text: str, count: int
 ) -> None:
-    assert len(_cuts(made(name), 1).parts(text)) == count
+    assert len(cuts_of(made(name), 1).parts(text)) == count
 
 
 @pytest.mark.parametrize(("name", "text", "at"), [("byte level", "the prefix", 5), ("blanks taken", "a  <left>b", 3)])
@@ -163,7 +166,7 @@ def test_a_long_text_is_cut_between_words_where_the_tokenizer_does_so_too(
 
 
 def test_parts_are_not_shorter_than_they_must_be(made: Callable[[str], Tokenizer]) -> None:
-    parts = _cuts(made("byte level"), 50).parts("<|im_end|>" * 40)
+    parts = cuts_of(made("byte level"), 50).parts("<|im_end|>" * 40)
     assert [len(part) for part in parts] == [50] * 8
 
 

@@ -48,6 +48,8 @@ class Added(Protocol):
     @property
     def lstrip(self) -> bool: ...
     @property
+    def rstrip(self) -> bool: ...
+    @property
     def normalized(self) -> bool: ...
 
 
@@ -70,7 +72,8 @@ class Cuts:
             if not token.content:
                 continue
             whole = whole or token.single_word
-            blanks = blanks or any(character.isspace() for character in token.content)
+            takes = token.rstrip and token.content[-1].isalpha()  # the blank between two words
+            blanks = blanks or takes or any(character.isspace() for character in token.content)
             (late if token.normalized else raw).append(token.content)
             if not token.lstrip and not token.content[0].isspace() and not (token.normalized and normalizes):
                 self._safe.add(token.content)
@@ -80,16 +83,25 @@ class Cuts:
         self._raw = _pattern(raw)
         self._late = None if normalizes else _pattern(late)
         self._least = least
+        firsts = {content[0] for content in (*raw, *late)}
+        self._first = firsts.pop() if len(firsts) == 1 else ""
+        """With which all added tokens begin, if with one: a text without it is not searched for them."""
+        self.margin: Final = max(map(len, ("  ", *raw, *late)))
 
-    def parts(self, text: str) -> list[str]:
+    def parts(self, text: str, start: int = 0) -> list[str]:
         """The text in parts that can be encoded one by one. A text that begins with another one is cut like that one,
-        but for that one's last part."""
-        edges = [0]
-        if self._safe:
-            for start in self._places(text):
-                if start >= edges[-1] + self._least:
-                    self._between_words(text, edges, start, self._long)
-                    edges.append(start)
+        but for that one's last part.
+
+        Args:
+            text: all of it.
+            start: one of its cuts: only what lies behind it is cut.
+        """
+        edges = [start]
+        if self._safe and text.find(self._first, start) >= 0:
+            for place in self._places(text, start):
+                if place >= edges[-1] + self._least:
+                    self._between_words(text, edges, place, self._long)
+                    edges.append(place)
         self._between_words(text, edges, len(text), self._long)
         return _cut(text, edges)
 
@@ -108,10 +120,9 @@ class Cuts:
                 return
             edges.append(found.start())
 
-    def _places(self, text: str) -> Iterator[int]:
+    def _places(self, text: str, behind: int) -> Iterator[int]:
         safe, late = self._safe, self._late
-        behind = 0
-        for found in () if self._raw is None else self._raw.finditer(text):
+        for found in () if self._raw is None else self._raw.finditer(text, behind):
             if late is not None:
                 yield from (inner.start() for inner in late.finditer(text, behind, found.start()) if inner[0] in safe)
             if found[0] in safe:
@@ -123,7 +134,7 @@ class Cuts:
 
 def _cut(text: str, edges: list[int]) -> list[str]:
     """What is between these, up to the end. Adds that to them."""
-    if len(edges) == 1:
+    if edges == [0]:
         return [text]
     edges.append(len(text))
     return [text[start:end] for start, end in pairwise(edges)]

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 from tokenizers import Tokenizer
 
+from kvparams_proxy.tokens.beginnings import Beginnings, Encoded
 from kvparams_proxy.tokens.chat import ChatTemplate
 from kvparams_proxy.tokens.choices import TokenizerError
 from kvparams_proxy.tokens.conversation import NotText
@@ -27,15 +28,19 @@ lock away, `encode` does not (tokenizers 0.23), but is there at once."""
 class Work:
     """One text on its way to its token ids: what is known of it, and what is still to be encoded."""
 
-    __slots__ = ("_ids", "_parts", "_special", "_tokenizer", "missing_chars")
+    __slots__ = ("_begun", "_finer", "_ids", "_parts", "_special", "_text", "_tokenizer", "missing_chars")
 
     def __init__(self, tokenizer: "LocalTokenizer", text: str, *, special: bool) -> None:
         self._tokenizer = tokenizer
+        self._text = text
         self._special = special
-        self._parts = tokenizer.cuts.parts(text)
-        self._parts[-1:] = tokenizer.cuts.finer(self._parts[-1])
-        self._ids = tokenizer.segments.look_up(self._parts)
-        missing = (len(part) for part, ids in zip(self._parts, self._ids, strict=True) if ids is None)
+        begun = self._begun = tokenizer.beginnings.find(text, special=special)
+        parts = self._parts = tokenizer.cuts.parts(text, 0 if begun is None else begun[0].cuts[begun[1] - 1])
+        finer = tokenizer.cuts.finer(parts[-1])
+        self._finer = len(finer)
+        parts[-1:] = finer
+        self._ids = tokenizer.segments.look_up(parts)
+        missing = (len(part) for part, ids in zip(parts, self._ids, strict=True) if ids is None)
         self.missing_chars: Final = sum(missing)
 
     def ids(self) -> "array[int]":
@@ -46,14 +51,25 @@ class Work:
         """
         tokenizer = self._tokenizer
         before, behind = tokenizer.around if self._special else ((), ())
+        cut, cuts, ends = 0, list[int](), list[int]()
         whole = array("I", before)
-        for part, known in zip(self._parts, self._ids, strict=True):
+        if self._begun is not None:
+            other, alike = self._begun
+            cuts, ends = list(other.cuts[:alike]), list(other.ends[:alike])
+            cut, whole = cuts.pop(), other.ids[: ends.pop()]
+        coarse = len(self._parts) - self._finer
+        for number, (part, known) in enumerate(zip(self._parts, self._ids, strict=True)):
+            if cut and number <= coarse:
+                cuts.append(cut)
+                ends.append(len(whole))
             ids = known
             if ids is None:
                 ids = tokenizer.encode(part)
                 tokenizer.segments.keep(part, ids)
             whole.extend(ids)
+            cut += len(part)
         whole.extend(behind)
+        tokenizer.beginnings.keep(Encoded(self._text, cuts, ends, whole), special=self._special)
         return whole
 
 
@@ -81,7 +97,8 @@ class LocalTokenizer:
             normalizes=tokenizer.normalizer is not None,
             words=splits_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer)),
         )
-        self.segments: Final = Segments(cache_bytes)
+        self.beginnings: Final = Beginnings(cache_bytes // 4, self.cuts.margin)
+        self.segments: Final = Segments(cache_bytes - cache_bytes // 4)
         self.around: Final = _around(tokenizer)
         """The special tokens before and behind a text that is no chat."""
 

@@ -26,8 +26,6 @@ class Segments:
         self._entries: OrderedDict[str, array[int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self.found_chars = 0
-        self.missed_chars = 0
 
     @property
     def held_bytes(self) -> int:
@@ -44,11 +42,8 @@ class Segments:
         with self._lock:
             for part in parts:
                 ids = entries.get(part)
-                if ids is None:
-                    self.missed_chars += len(part)
-                else:
+                if ids is not None:
                     entries.move_to_end(part)
-                    self.found_chars += len(part)
                 found.append(ids)
         return found
 
