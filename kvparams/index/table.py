@@ -23,6 +23,8 @@ _WIDTH: Final = 8
 _FULLEST: Final = 0.5
 """Of all places; then about one hash in a hundred finds its bucket full."""
 _FIRST_BUCKETS: Final = 64
+_FEW: Final = 8
+"""Hashes that are sooner looked up and put in one by one: a new prompt has some blocks that are its own."""
 _3, _7 = np.intp(3), np.intp(7)
 
 
@@ -55,6 +57,8 @@ class Table:
 
     def find(self, hashes: Hashes) -> Numbers:
         """The number of each hash; 0 where it is not there."""
+        if len(hashes) <= _FEW:
+            return np.array([self.get(key) for key in hashes.tolist()], np.uint32)
         homes, at = self._places(hashes)
         found = np.zeros(len(hashes), np.uint32)
         rows = at >> _3
@@ -66,10 +70,7 @@ class Table:
 
     def get(self, key: int) -> int:
         """The number of one hash; 0 where it is not there."""
-        home = key & self._mask
-        if home >= self._buckets:
-            home -= self._base
-        first = home * _WIDTH
+        first = self._home(key) * _WIDTH
         bucket = self._keys_at[first : first + _WIDTH].tolist()
         if key and key in bucket:
             return self._values_at[first + bucket.index(key)]
@@ -79,6 +80,10 @@ class Table:
         """Of hashes that are not there, each one once."""
         self._used += len(hashes)
         self._grow(2 * len(hashes) + 16)
+        if len(hashes) <= _FEW:
+            for key, number in zip(hashes.tolist(), numbers.tolist(), strict=True):
+                self._put(key, number)
+            return
         while len(hashes):
             homes = self._homes(hashes)
             free = self._rows.take(homes, axis=0) == 0
@@ -92,6 +97,18 @@ class Table:
             self._values[slots] = numbers
             lost = np.not_equal(self._keys.take(slots), hashes)  # to another one of the same bucket
             hashes, numbers = hashes[lost], numbers[lost]
+
+    def _put(self, key: int, number: int) -> None:
+        home = self._home(key)
+        first = home * _WIDTH
+        bucket = self._keys_at[first : first + _WIDTH].tolist()
+        if 0 in bucket:
+            slot = first + bucket.index(0)
+            self._keys_at[slot] = key
+            self._values_at[slot] = number
+        else:
+            self._spill[key] = number
+            self._spilled[home] += 1
 
     def remove(self, hashes: Hashes) -> None:
         """Of hashes that are there, each one once."""
@@ -112,6 +129,10 @@ class Table:
         """Their buckets, and, for each one that is in its bucket, eight times its position plus its place there."""
         homes = self._homes(hashes)
         return homes, (self._rows.take(homes, axis=0) == hashes[:, None]).ravel().nonzero()[0]
+
+    def _home(self, key: int) -> int:
+        home = key & self._mask
+        return home - self._base if home >= self._buckets else home
 
     def _homes(self, hashes: Hashes) -> NDArray[np.intp]:
         homes = (hashes & np.uint64(self._mask)).view(np.intp)
