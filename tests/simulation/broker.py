@@ -289,6 +289,12 @@ class Broker:
 
     # inside
 
+    def _expire(self, queue: Queue, at: float) -> None:
+        if self.loop.time() < at:  # a real loop may be early, by as much as its clock is coarse
+            self.loop.call_at(at, self._expire, queue, at)
+        else:
+            self._pump(queue)
+
     def _put(self, queue: Queue, body: bytes, persistent: bool, expires_ms: int | None) -> None:
         limits = [ms for ms in (expires_ms, queue.arguments.get("x-message-ttl")) if ms is not None]
         expires_at = self.loop.time() + min(limits) / 1000 if limits else None
@@ -297,7 +303,7 @@ class Broker:
         if most is not None and len(queue) > most:  # without `reject-publish` the oldest goes
             self._bury(queue, queue.first.popleft(), "maxlen")
         if expires_at is not None:
-            self.loop.call_at(expires_at, self._pump, queue)
+            self.loop.call_at(expires_at, self._expire, queue, expires_at)
         self.loop.call_soon(self._pump, queue)
 
     def _come_back(self, queue: Queue, message: Message) -> None:
