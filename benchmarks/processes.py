@@ -5,7 +5,6 @@ each process leads a session of its own, and only those sessions are ended.
 """
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
+
+from demo.processes import free_port
 
 __all__ = ["Processes", "StartError", "Usage", "free_ports", "http_get", "require_free", "tree_usage"]
 
@@ -59,21 +60,8 @@ def tree_usage(pid: int) -> Usage:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many loopback ports that are free now, below the range from which the kernel gives out its own."""
-    found: list[int] = []
-    candidates = random.SystemRandom().sample(range(10_000, 30_000), 500)
-    for port in candidates:
-        if len(found) == count:
-            return found
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-    raise StartError(
-        f"only {len(found)} of {count} ports are free on 127.0.0.1: 500 between 10000 and 30000 were tried"
-    )
+    """So many loopback ports that are free now, and told to nobody else for a while: see `free_port`."""
+    return [free_port() for _ in range(count)]
 
 
 def require_free(ports: Iterable[int]) -> None:

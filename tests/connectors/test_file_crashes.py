@@ -38,6 +38,7 @@ def step_through(path: Path, stride: int) -> tuple[int, int]:
     return steps, repairs
 
 
+@pytest.mark.slow
 def test_a_process_may_die_at_many_lines_of_the_index(tmp_path: Path) -> None:
     steps, repairs = step_through(tmp_path / "store", stride=11)
     assert steps > 400
@@ -87,6 +88,7 @@ def kill_in_a_loop(path: Path, workers: list["subprocess.Popen[str]"], *, kills:
     store.close()
 
 
+@pytest.mark.slow
 def test_processes_killed_at_random_leave_a_store_that_works(
     tmp_path: Path, workers: list["subprocess.Popen[str]"]
 ) -> None:

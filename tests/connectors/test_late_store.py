@@ -38,6 +38,7 @@ def get(store: KVStore) -> tuple[Code, bytes]:
     return found.code, bytes(into)
 
 
+@pytest.mark.slow
 def test_it_costs_nothing_while_it_is_away_and_is_used_when_it_is_there(
     server: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -250,6 +250,7 @@ def test_an_environment_without_lmcache_is_a_failure_with_a_word(
         LMCacheWorker(Spec({}, "", SHAPE, 1), tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_the_reason_why_lmcache_is_not_run_under_vllm_still_holds() -> None:
     """`STORES.md` says it. When this fails, LMCacheConnectorV1 may start without a GPU: run it under vLLM then."""
     code = (

@@ -61,6 +61,7 @@ def test_a_master_that_is_killed_costs_one_deadline_and_is_back_by_itself(tmp_pa
         store.close()
 
 
+@pytest.mark.slow
 def test_a_master_that_is_stopped_delays_nobody_beyond_a_deadline(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB") as cluster:
         store = cluster.open()
@@ -78,6 +79,7 @@ def test_a_master_that_is_stopped_delays_nobody_beyond_a_deadline(tmp_path: Path
         store.close()
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_killed_loses_its_values_and_stalls_nobody(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB", "64MiB") as cluster:
         store = cluster.open()

@@ -37,6 +37,7 @@ class Ticking:
             before = now
 
 
+@pytest.mark.slow
 def test_a_master_that_is_stopped_holds_up_no_thread_and_is_used_when_it_goes_on(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB") as cluster:
         url = cluster.url(connect_ms=500)

@@ -352,6 +352,7 @@ def test_a_reader_that_does_not_read_is_cut_off_and_pins_nothing(opened: list[KV
     slow.close()
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_cut_off_whatever_time_it_wants(
     opened: list[KVStore], owner: PeerProcess
 ) -> None:
@@ -377,6 +378,7 @@ def test_so_many_readers_and_no_more(opened: list[KVStore], owner: PeerProcess) 
     assert get(told(opened, owner.address), [1]) == [Code.OK]
 
 
+@pytest.mark.slow
 def test_who_says_nothing_takes_no_readers_place(opened: list[KVStore], owner: PeerProcess) -> None:
     """The oldest of them goes for everybody who is new."""
     owner.put([1], SIZE)
@@ -452,6 +454,7 @@ def test_an_owner_that_closes_in_the_middle_pins_nothing(opened: list[KVStore]) 
 # ---- many at a time, and for long
 
 
+@pytest.mark.slow
 def test_readers_while_pages_come_and_go(opened: list[KVStore]) -> None:
     """Nothing is leased, there is room for a third: what is read is whole and right, or not there."""
     owner = peer(opened, size="2MiB")

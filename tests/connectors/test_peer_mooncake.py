@@ -302,6 +302,7 @@ def test_memory_that_is_said_to_be_on_another_host_is_not_asked_for(
             assert contacted(elsewhere) is asked
 
 
+@pytest.mark.slow
 def test_landing_slots_that_are_lost_are_replaced_a_few_times_and_said(
     opened: list[KVStore], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -230,7 +230,7 @@ class WriteBackMachine(TieredMachine):
     write_back = True
 
 
-BUDGET = settings(max_examples=15, stateful_step_count=25, deadline=None)
+BUDGET = settings(max_examples=6, stateful_step_count=25, deadline=None)
 
 TestWriteThrough = TieredMachine.TestCase
 TestWriteThrough.settings = BUDGET

@@ -143,6 +143,7 @@ def test_a_cluster_is_recognised_by_who_may_not_ask_for_facts(
     assert store.connections == 3
 
 
+@pytest.mark.slow
 def test_one_server_that_is_gone_takes_its_own_keys_only(
     tmp_path_factory: pytest.TempPathFactory, opened: list[KVStore]
 ) -> None:

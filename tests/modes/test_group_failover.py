@@ -23,7 +23,9 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [one if one in ("reset", "500") else pytest.param(one, marks=pytest.mark.slow) for one in FAULTS]
+)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_where_one_of_a_group_fails_another_group_answers(

@@ -13,7 +13,7 @@ from demo.processes import Processes, Server
 LIMIT_S = 60.0
 IN_FLIGHT = "reference_engine:requests_in_flight"
 COMPUTED = 'reference_engine:prompt_tokens_total{source="computed"}'
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Fleet(NamedTuple):

@@ -8,7 +8,9 @@ from .acting import FAULTS, Fault, leg_limit_s
 from .stage import StartStage, text_of
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=pytest.mark.slow) if one == "silent" else one for one in FAULTS]
+)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("dialect", ["store", "nixl"])
 async def test_where_an_engine_fails_another_answers(stage: StartStage, fault: Fault, role: str, dialect: str) -> None:

@@ -41,6 +41,7 @@ def narrow(narrow_broker: RabbitMQ, names: Iterator[str], stack: AsyncExitStack)
     return Nodes(narrow_broker, next(names), stack)
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_too_large_for_the_broker_is_refused_alone(
     narrow: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +152,7 @@ def test_no_part_is_longer_than_a_mebibyte() -> None:
     assert told.ends == 1
 
 
+@pytest.mark.slow
 async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) -> None:
     async with taken(nodes) as (node, work, heard):
         for number in range(1, 300):
@@ -162,6 +164,7 @@ async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) ->
         assert (order.order, order.id) == ("cancel", work.id)
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_shut_down_tells_who_waits(nodes: Nodes) -> None:
     way = nodes.prefill()
     chunks = Chunks()

@@ -20,7 +20,7 @@ _IN_FLIGHT: Final = "reference_engine:requests_in_flight"
 FLAGS: Final = ("--continuation", "--retries", "8")
 
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -113,6 +113,7 @@ def test_what_the_demo_cannot_run_with_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_engine_whose_port_is_taken_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port: int = taken.getsockname()[1]
@@ -122,6 +123,7 @@ def test_an_engine_whose_port_is_taken_says_so_in_one_line(capfd: pytest.Capture
     assert re.fullmatch(wanted, capfd.readouterr().err)
 
 
+@pytest.mark.slow
 async def test_the_controls_notice_when_they_do_not_hold(
     processes: Processes, servers: dict[str, Server], store_url: str, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ async def test_the_controls_notice_when_they_do_not_hold(
     assert len(verified.failures) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_reported_with_its_own_words(processes: Processes) -> None:
     engine = processes.engine("wrong", "both", "file:///nowhere/at/all/kv?size=32MiB")
 
@@ -147,6 +150,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_own_words(processes: Pr
         processes.wait_ready(engine)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_told_to_end_finishes_what_it_began(
     processes: Processes, servers: dict[str, Server]
 ) -> None:

@@ -214,6 +214,7 @@ async def test_native_keys_alone_are_ignored(client: httpx.AsyncClient, decode: 
     assert (await ask(client, decode, PATH, body)).kv_transfer_params is None
 
 
+@pytest.mark.slow
 async def test_clients_that_leave_during_either_leg_leave_nothing_behind(
     client: httpx.AsyncClient, prefill: str, decode: str, single: str
 ) -> None:
@@ -266,6 +267,7 @@ async def test_a_damaged_page_is_refused_and_recomputed(
     assert await grown(client, decode, COMPUTED, before) == 300 - 2 * PAGE_TOKENS
 
 
+@pytest.mark.slow
 async def test_without_verification_the_same_damage_changes_the_tokens(
     client: httpx.AsyncClient, processes: Processes, single: str, tmp_path: Path
 ) -> None:
@@ -284,6 +286,7 @@ async def test_without_verification_the_same_damage_changes_the_tokens(
     assert reply.count("cached_tokens") == 299
 
 
+@pytest.mark.slow
 async def test_a_restarted_engine_is_another_incarnation_and_finds_the_stored_kv(
     client: httpx.AsyncClient, processes: Processes, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ async def test_a_thousand_prompts_give_the_tokens_of_one_engine_and_decode_compu
     assert proves_disaggregation(asked, work), work
 
 
+@pytest.mark.slow
 async def test_a_decode_engine_that_recomputes_fails_the_check_although_its_tokens_are_right(
     processes: Processes, servers: dict[str, Server], tmp_path: Path
 ) -> None:

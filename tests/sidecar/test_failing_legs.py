@@ -99,6 +99,7 @@ async def stage() -> AsyncIterator[Start]:
         yield start
 
 
+EACH = [pytest.param(fault, marks=pytest.mark.slow) if fault == "silent" else fault for fault in FAULTS]
 KINDS, ROLES = ("sidecar", "middleware"), (Role.PREFILL, Role.DECODE)
 pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("role", ROLES)]
 
@@ -116,7 +117,7 @@ async def test_a_leg_that_fails_here_is_tried_once_more(
     await until(play.settled)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", EACH)
 async def test_an_engine_here_that_fails_again_and_again_is_said(
     stage: Start, kind: str, role: Role, fault: AppFault
 ) -> None:
@@ -128,7 +129,7 @@ async def test_an_engine_here_that_fails_again_and_again_is_said(
     await until(play.settled)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", EACH)
 async def test_a_leg_that_fails_elsewhere_is_another_engines(
     stage: Start, kind: str, role: Role, fault: AppFault
 ) -> None:

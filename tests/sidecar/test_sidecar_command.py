@@ -87,6 +87,7 @@ async def test_all_sidecars_may_follow_one_file_of_the_whole_fleet(
         processes.stop(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("sidecar, prefill", "middleware, prefill"), ("sidecar, decode",)])
 async def test_a_proxy_balances_over_sidecars_as_over_engines(
     places: dict[str, Place], processes: Processes, client: httpx.AsyncClient, single: Server, names: tuple[str, ...]

@@ -214,6 +214,7 @@ def leaves_nothing(server: LMCacheServer, name: bytes) -> bool:
         return client.exist(name) == 400
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_is_used_again(server: LMCacheServer, store: LMCacheStore) -> None:
     assert put(store, range(4)) == [Code.OK] * 4
     server.kill()
