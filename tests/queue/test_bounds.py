@@ -29,6 +29,9 @@ LIMIT_BYTES: Final = 65_536
 BIG: Final = b"x" * 100_000
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def narrow_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
     """One that takes small messages only."""
@@ -41,7 +44,6 @@ def narrow(narrow_broker: RabbitMQ, names: Iterator[str], stack: AsyncExitStack)
     return Nodes(narrow_broker, next(names), stack)
 
 
-@pytest.mark.slow
 async def test_a_request_that_is_too_large_for_the_broker_is_refused_alone(
     narrow: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,7 +62,6 @@ async def test_a_request_that_is_too_large_for_the_broker_is_refused_alone(
     assert sum("is lost" in said for said in caplog.messages) == 1  # the limit is known then
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_client_is_told_that_its_request_is_too_large(narrow_broker: RabbitMQ, tmp_path: Path) -> None:
     """Through whole sidecars: prefill has done its part, and the engine that was to go on hears nothing of it."""
@@ -152,7 +153,6 @@ def test_no_part_is_longer_than_a_mebibyte() -> None:
     assert told.ends == 1
 
 
-@pytest.mark.slow
 async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) -> None:
     async with taken(nodes) as (node, work, heard):
         for number in range(1, 300):
@@ -164,7 +164,6 @@ async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) ->
         assert (order.order, order.id) == ("cancel", work.id)
 
 
-@pytest.mark.slow
 async def test_a_node_that_is_shut_down_tells_who_waits(nodes: Nodes) -> None:
     way = nodes.prefill()
     chunks = Chunks()

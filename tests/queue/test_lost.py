@@ -20,6 +20,7 @@ from .scenes import LIMIT_S, Chunks, begun, echo, ended, send, taken, until
 HEAD: Final = Head(200, b"text/plain", b"")
 
 
+@pytest.mark.slow
 async def test_work_of_a_node_that_died_is_lost_and_not_run_again_unasked(nodes: Nodes) -> None:
     async with taken(nodes) as (dying, work, heard):
         await dying.say_taken(work)
@@ -43,6 +44,7 @@ async def test_work_that_nobody_had_begun_to_answer_is_lost_at_once(nodes: Nodes
     assert isinstance(heard.error, UpstreamError)
 
 
+@pytest.mark.slow
 async def test_a_node_that_was_told_to_let_it_go_still_says_when_another_one_is_gone(nodes: Nodes) -> None:
     async with taken(nodes) as (dying, work, heard):
         await dying.say_taken(work)
