@@ -27,7 +27,10 @@ _LEAST_S: Final = 1e-4
 _FEW: Final = 8
 """As long as fewer legs were seen, none is taken for an outlier."""
 _SETTLED: Final = 32
-"""After so many legs one changes little: the curve is fitted anew at every eighth."""
+"""After so many legs one changes little: the curve is fitted anew at every eighth..."""
+_SURPRISE: Final = 2.0
+"""... and as soon as one takes so many times more or less than expected. Of legs that all have one length a curve knows
+no other: the first one of another length may say that a token costs ten times as much."""
 
 
 def features(new: int, context: int) -> tuple[float, float, float]:
@@ -72,9 +75,10 @@ class _Fit:
             self._guess = [factor * amount for amount in self._guess]
             expected *= factor
         weight = 1.0 / (expected * expected)
+        off = max(seconds, _LEAST_S) / expected
+        wrong = max(off, 1.0 / off)
         if self.seen >= _FEW:
-            off = max(seconds, _LEAST_S) / expected
-            weight *= min(1.0, 2.0 / max(off, 1.0 / off))
+            weight *= min(1.0, 2.0 / wrong)
             self.variance += (1.0 - _KEPT) * (min(1.0, (off - 1.0) ** 2) - self.variance)
         self.seen += 1
         moments, right = self._moments, self._right
@@ -84,7 +88,7 @@ class _Fit:
             row = moments[index]
             for other in range(index, len(row)):
                 row[other] = _KEPT * row[other] + weighted * features[other]
-        if self.seen < _SETTLED or not self.seen % 8:
+        if self.seen < _SETTLED or not self.seen % 8 or wrong > _SURPRISE:
             self.amounts = self._fitted()
 
     def _fitted(self) -> tuple[float, ...]:

@@ -55,6 +55,21 @@ def test_noise_averages_out_and_one_stall_changes_little() -> None:
     assert curve.seconds(10_000, 10_000) < 1.6 * before
 
 
+@pytest.mark.parametrize("lengths", [(16, 16), (900, 1_100)])
+def test_one_leg_of_another_length_says_at_once_what_a_token_costs(lengths: tuple[int, int]) -> None:
+    """Legs of one length do not tell a leg from its tokens: of a long one too little is expected, of no second one."""
+    die, curve = Random(5), SpeedCurve()
+    for _ in range(101):  # so many that one leg changes little
+        tokens = die.randint(*lengths)
+        curve.learn(features(tokens, tokens), (0.001 + 1.25e-4 * tokens) * die.uniform(0.9, 1.1))
+    long = 0.001 + 1.25e-4 * 8_000
+    if lengths == (16, 16):
+        assert curve.seconds(8_000, 8_000) < 0.3 * long
+    curve.learn(features(8_000, 8_000), long)
+    assert curve.seconds(8_000, 8_000) == pytest.approx(long, rel=0.2)
+    assert curve.seconds(2_000, 2_000) == pytest.approx(0.001 + 1.25e-4 * 2_000, rel=0.5)
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**6), st.floats(0, 1e4)), max_size=60))
 def test_a_curve_never_promises_less_than_nothing_nor_less_for_more(legs: list[tuple[int, int, float]]) -> None:
     curve = SpeedCurve()
