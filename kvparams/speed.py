@@ -4,11 +4,13 @@ The one rule: nobody is told how fast an engine is. Three things cost time where
 that is never negative: the leg itself, each token, and each pair of tokens that attend to each other (so a long prompt
 costs more than its length). Where it fetches KV, two: the fetch itself and each token. What took wildly other than
 expected counts little; what was long ago counts little. Of an engine that has told nothing yet the usual is expected:
-what others cost.
+what others cost. Legs of one length say nothing of longer ones: there the guess decides, until lengths differ by more
+than noise makes up. It must not take long prompts to cost hardly more than short ones: they would go anywhere.
 """
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
+from operator import mul
 from typing import Final
 
 __all__ = ["SpeedCurve", "Usual", "features"]
@@ -20,6 +22,11 @@ _FETCH: Final = (0.01, 2e-5)
 """The same for a fetch and a token of it."""
 _DOUBT: Final = 0.001
 """How much the guess weighs against one leg: it may be wrong by a factor, a leg by a thirtieth (the squares' ratio)."""
+_TOKENS: Final = 0.5
+"""This share of the first leg is taken for its tokens', at least, as long as they cost others more. The guess has less
+where it is short, a fourteenth for 16 tokens; on a CPU it may be all."""
+_SHORT: Final = 16
+"""Of fewer tokens, a block of most engines, the first leg is taken to have had so many: they hardly count."""
 _KEPT: Final = 0.99
 """What a leg's weight is multiplied with when the next one is seen: about the last hundred count."""
 _LEAST_S: Final = 1e-4
@@ -45,14 +52,17 @@ def _together(amounts: Sequence[float], features: Sequence[float]) -> float:
 class Usual:
     """What legs cost on the engine of a fleet that told last."""
 
-    __slots__ = ("amounts",)
+    __slots__ = ("amounts", "token")
 
     def __init__(self) -> None:
         self.amounts: tuple[float, ...] = _WORK
+        self.token: float | None = None
+        """Of that, what a token costs; None as long as none has told."""
 
 
 class _Fit:
-    """Amounts that explain seconds best: least squares of relative errors, no amount below 0."""
+    """Amounts that explain seconds best: least squares of relative errors, no amount below 0, that of a token
+    not below what nothing seen speaks against."""
 
     __slots__ = ("_guess", "_moments", "_right", "amounts", "seen", "variance")
 
@@ -67,13 +77,20 @@ class _Fit:
         self.variance = 0.0
         """Of relative errors, each at most 1."""
 
-    def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Something of such features took so long."""
+    def learn(self, features: Sequence[float], seconds: float, token: float = 0.0) -> None:
+        """Something of such features took so long. Where it is the first, `token` is the least that a token of it
+        should be taken to cost, up to `_TOKENS` of the whole."""
         expected = max(_together(self.amounts, features), _LEAST_S)
         if not self.seen:
             factor = max(seconds, _LEAST_S) / expected
-            self._guess = [factor * amount for amount in self._guess]
             expected *= factor
+            guess = [factor * amount for amount in self._guess]
+            least = min(token, _TOKENS * expected / max(features[1], _SHORT))
+            if guess[1] < least:
+                rest = (expected - least * features[1]) / (expected - guess[1] * features[1])
+                guess = [rest * amount for amount in guess]
+                guess[1] = least
+            self._guess = guess
         weight = 1.0 / (expected * expected)
         off = max(seconds, _LEAST_S) / expected
         wrong = max(off, 1.0 / off)
@@ -92,27 +109,43 @@ class _Fit:
             self.amounts = self._fitted()
 
     def _fitted(self) -> tuple[float, ...]:
-        """Whatever would be negative is left out, the worst first."""
+        """Whatever would be less than it may be is left out, the worst first, and is that."""
         guess = self._guess
+        least = [0.0] * len(guess)
+        least[1] = self._least()
         used = list(range(len(guess)))
         while True:
-            solved = self._solved(used)
-            worst = min(range(len(used)), key=solved.__getitem__)
-            if solved[worst] >= 0.0 or len(used) == 1:
-                amounts = [0.0] * len(guess)
+            solved = self._solved(used, least)
+            over = [each - least[index] for index, each in zip(used, solved, strict=True)]
+            worst = min(range(len(used)), key=over.__getitem__)
+            if over[worst] >= 0.0 or len(used) == 1:
                 for index, amount in zip(used, solved, strict=True):
-                    amounts[index] = max(0.0, amount) * guess[index]
-                return tuple(amounts)
+                    least[index] = max(least[index], amount)
+                return tuple(map(mul, least, guess))
             del used[worst]
 
-    def _solved(self, used: Sequence[int]) -> list[float]:
-        """The normal equations of some amounts, in units of the guess, by elimination: it keeps pivots above 0."""
+    def _least(self) -> float:
+        """What a token costs at least, in units of the guess: what it costs there when the guess is held against all
+        that was seen, as far as that does not tell tokens from the rest. Lengths that differ do."""
+        guess, moments, doubt = self._guess, self._moments, max(_DOUBT, self.variance)
+        pairs = [(i, j) for i in range(len(guess)) for j in range(i, len(guess))]
+        size = sum((1 + (i != j)) * moments[i][j] * guess[i] * guess[j] for i, j in pairs)
+        level = (_together(guess, self._right) + doubt) / (size + doubt)
+        one, both, token = moments[0][0], moments[0][1], moments[1][1]
+        told = (token - both * both / one) * guess[1] * guess[1]
+        return level * doubt / (max(0.0, told) + doubt)
+
+    def _solved(self, used: Sequence[int], least: Sequence[float]) -> list[float]:
+        """The normal equations of some amounts, the others being the least, all in units of the guess; by elimination:
+        it keeps pivots above 0."""
         guess, moments = self._guess, self._moments
+        others = [index for index in range(len(guess)) if index not in used]
         rows: list[list[float]] = []
         for place, i in enumerate(used):
             row = [moments[min(i, j)][max(i, j)] * guess[i] * guess[j] for j in used]
             row[place] += _DOUBT
-            rows.append([*row, self._right[i] * guess[i] + _DOUBT])
+            rest = sum(moments[min(i, j)][max(i, j)] * guess[j] * least[j] for j in others)
+            rows.append([*row, (self._right[i] - rest) * guess[i] + _DOUBT])
         count = len(used)
         for place, row in enumerate(rows):
             for below in rows[place + 1 :]:
@@ -158,8 +191,10 @@ class SpeedCurve:
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
         """A leg of such features took so long; or several did together, whose features are added up."""
-        self._work.learn(features, seconds)
-        self._usual.amounts = self._work.amounts
+        usual = self._usual
+        self._work.learn(features, seconds, inf if usual.token is None else usual.token)
+        usual.amounts = self._work.amounts
+        usual.token = usual.amounts[1]
 
     def fetch_s(self, tokens: int) -> float:
         """How long fetching the KV of so many tokens will take."""
