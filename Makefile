@@ -30,7 +30,7 @@ help:
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
-	@echo "make check        lint, types and the fast tests (4 to 5 min)"
+	@echo "make check        lint, types and the fast tests (3 min)"
 	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs all three"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
@@ -82,7 +82,7 @@ install-sglang: .venv-sglang/.ready
 	$(PIP) install -c constraints.txt torch==2.13.0 triton==3.9.0 numpy transformers==5.19.0 ipython aiohttp starlette \
 		python-multipart msgspec orjson psutil pybase64 pydantic pyzmq regex requests pillow dill ninja loguru \
 		prometheus-client xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis \
-		httpx jsonschema $(OR_SAY)
+		httpx jsonschema openai==2.8.0 partial-json-parser $(OR_SAY)
 	$(PIP) install --no-deps sglang==0.5.23 torchvision==0.28.0 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 \
 		sentencepiece gguf $(OR_SAY)
 	$(PIP) install --no-deps -e . $(OR_SAY)

@@ -61,6 +61,11 @@ class Dialect(Protocol):
 
     mode: Mode
     """How the KV travels."""
+    together: bool
+    """Whether prefill ends only once decode has met it: then whoever runs both legs sends them at once."""
+    in_body: bool
+    """Whether both engines get the client's own body with native keys in it, instead of in `kv_transfer_params`:
+    where the first token is prefill's, it needs all that the client says of tokens."""
     reusable: bool
     """Whether another decode engine can fetch the same KV after one may have done so."""
     lease_s: float

@@ -58,6 +58,7 @@ class Content:
 
     table = CONTENT_TABLE
     mode: Mode = CONTENT_TABLE.mode
+    together = in_body = False
     reusable = True
     lease_s = 600.0
     """What has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""

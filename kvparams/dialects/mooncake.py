@@ -84,6 +84,7 @@ class Mooncake:
 
     table = MOONCAKE_TABLE
     mode: Mode = MOONCAKE_TABLE.mode
+    together = in_body = False
     reusable = False
     lease_s = 480.0
     """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, which nothing extends."""

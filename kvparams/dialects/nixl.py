@@ -75,6 +75,7 @@ class Nixl:
 
     table = NIXL_TABLE
     mode: Mode = NIXL_TABLE.mode
+    together = in_body = False
     reusable = False
     lease_s = 30.0
     """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""

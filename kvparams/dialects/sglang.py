@@ -1,7 +1,15 @@
-"""SGLang's PD disaggregation: one body goes to both engines, which meet in a room of prefill's bootstrap server."""
+"""SGLang's PD disaggregation: one body goes to both engines, which meet in a room of prefill's bootstrap server.
 
+A room is a number that the proxy makes of the transfer's id. The one rule: prefill does not end before decode has met
+it, and decode computes no prompt, so both are sent at once, whatever is asked.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
 from typing import Final
+from urllib.parse import urlsplit
 
+from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
 from kvparams.dialects.forms import (
     HOST,
     ID,
@@ -19,8 +27,10 @@ from kvparams.dialects.forms import (
 from kvparams.dialects.shared import CACHE_SALT, hints
 from kvparams.dialects.table import AddressKind, Row, Table
 from kvparams.fields import MAX_ITEMS, MAX_LABEL
+from kvparams.params import Mode
+from kvparams.scheduling import RequestFacts
 
-__all__ = ["BOOTSTRAP_ROWS", "SGLANG_TABLE"]
+__all__ = ["BOOTSTRAP_ROWS", "SGLANG", "SGLANG_TABLE", "SGLang", "SGLangBootstrap"]
 
 _ROOM: Final = Whole(1, 2**63 - 1)
 """0 stands for a room that is not ready yet: SGLang 0.5.23 srt/disaggregation/decode.py."""
@@ -86,3 +96,58 @@ SGLANG_TABLE: Final = Table(
         "After 300 s both legs are aborted; decode cannot compute the prompt itself.",
     ),
 )
+
+
+class SGLangBootstrap:
+    """`CommonKVBootstrapServer`: what the ranks of one prefill engine have in common (0.5.23
+    srt/disaggregation/common/conn.py, `_handle_route_get`)."""
+
+    path = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+    port = 8998
+    """`--disaggregation-bootstrap-port`."""
+
+    def place(self, url: str, answer: object) -> Place:
+        """It answers as soon as every rank has registered; decode is told where it is, and asks it for the rest, a
+        room's data-parallel rank among it."""
+        if not isinstance(answer, dict) or "dp_size" not in answer:
+            raise HandoffMissing("its bootstrap server names no ranks: is it that of an SGLang prefill engine?")
+        there = urlsplit(url)
+        return {"bootstrap_host": there.hostname or "", "bootstrap_port": there.port or 80}
+
+
+class SGLang:
+    """See the module."""
+
+    table = SGLANG_TABLE
+    mode: Mode = SGLANG_TABLE.mode
+    together = in_body = True
+    reusable = False
+    lease_s = 300.0
+    """`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`: then both engines give up."""
+    bootstrap: Bootstrap | None = SGLangBootstrap()
+
+    def splits(self, request: RequestFacts) -> bool:
+        """Always: of several sequences each has the room after the one before (io_struct.py, `normalize`)."""
+        return True
+
+    def prefill_keys(self, transfer_id: str) -> bytes:
+        """None in `kv_transfer_params`."""
+        return b"{}"
+
+    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+        """Where the two engines meet."""
+        if place is None:
+            raise HandoffMissing("the prefill engine's bootstrap server has not been asked")
+        return {**place, "bootstrap_room": _room(transfer_id)}
+
+    def abandon(self, native: bytes | None) -> Abandon | None:
+        """Nothing: an engine whose client leaves aborts its half, and with it the other one."""
+        return None
+
+
+def _room(transfer_id: str) -> int:
+    """A number of 62 bits, above 0, for those after it to fit as well."""
+    return (int.from_bytes(sha256(transfer_id.encode()).digest()[:8], "big") >> 2) + 1
+
+
+SGLANG: Final = SGLang()

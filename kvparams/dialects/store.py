@@ -17,6 +17,7 @@ __all__ = ["DROPPING_STORE", "MEETING_STORE", "STORE", "Store"]
 class Store:
     """See the module."""
 
+    together = in_body = False
     reusable = True
     lease_s = 600.0
     """A page that has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""

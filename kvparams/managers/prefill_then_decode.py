@@ -1,29 +1,15 @@
 """Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.documents import Documents, known_of
 from kvparams.managers.handover import drop, handed_over
+from kvparams.managers.meeting import SoFar, meet
 from kvparams.managers.options import Options
-from kvparams.plan import Choose, Context, Leg, LegAnswer, LegFailed, Plan, Sent
+from kvparams.plan import Choose, Context, Leg, LegAnswer, LegFailed, Plan
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
 
-__all__ = ["PrefillThenDecode", "SoFar"]
-
-
-class SoFar(NamedTuple):
-    """How far a request has come in another plan."""
-
-    transfer: str
-    """Of the next try, as is the next: no earlier one had it."""
-    attempt: int = 1
-    failed: Sequence[str] = ()
-    """Ids of instances that have failed it."""
-    sent: Sent | None = None
-    """What the client has of the answer already."""
+__all__ = ["PrefillThenDecode"]
 
 
 class PrefillThenDecode:
@@ -34,7 +20,7 @@ class PrefillThenDecode:
     again, is still leased, and there is a D left for this P; else prefill again. After it: on from what was sent, where
     the executor says from where.
     What the connector cannot carry (several answers over NIXL), and what needs the whole prompt computed where it is
-    answered, one decode engine answers alone.
+    answered, one decode engine answers alone. Engines that wait for one another get both legs at once.
     """
 
     roles = (Role.PREFILL, Role.DECODE)
@@ -96,6 +82,15 @@ class PrefillThenDecode:
                     context.give_back(decode)
                 yield from self._alone.legs(request, context, sent)
                 return
+            if speech.together:
+                again = yield from meet(
+                    documents, request, context, prefill, decode, SoFar(transfer, attempt, failed, sent)
+                )
+                if again is None:
+                    return
+                transfer, attempt, before, sent = again
+                failed, prefill, decode = [*before], None, None
+                continue
             place = None if speech.bootstrap is None else context.place(prefill)
             known = known_of(request, sent)
             asked = documents.asked(speech.prefill_keys(transfer))

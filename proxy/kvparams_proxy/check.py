@@ -20,7 +20,7 @@ from kvparams.dialects.registry import each_table
 from kvparams.errors import KVParamsError
 from kvparams.jsontext import edit, fields
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed
+from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Pair
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.pinning import HandoffRefused, Pins
 from kvparams.trust.signing import Signer
@@ -290,9 +290,8 @@ class _Trial:
                 if isinstance(step, Choose):
                     step = plan.send(self._pair[step.role])
                     continue
-                assert isinstance(step, Leg)  # one after the other
                 try:
-                    answer = await self._leg(step)
+                    answer = await (self._both(step) if isinstance(step, Pair) else self._leg(step))
                 except LegFailed as failure:
                     step = plan.throw(failure)
                 else:
@@ -321,6 +320,14 @@ class _Trial:
             )
             return Finding("error", self._who, said)
         return Finding("ok", self._who, f"{loaded} of {len(self._prompt)} prompt tokens came from outside the engine")
+
+    async def _both(self, pair: Pair) -> LegAnswer:
+        legs = [asyncio.ensure_future(self._leg(leg)) for leg in (pair.prefill, pair.decode)]
+        try:
+            return (await asyncio.gather(*legs))[1]
+        finally:
+            for leg in legs:  # where one has failed, the other may wait for it
+                leg.cancel()
 
     async def _leg(self, leg: Leg) -> LegAnswer:
         instance = leg.instance

@@ -17,6 +17,7 @@ from kvparams.dialects.forms import FLAG
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.registry import route_names, routes, table, tables
+from kvparams.dialects.sglang import BOOTSTRAP_ROWS, SGLANG, SGLangBootstrap
 from kvparams.dialects.table import Row
 from kvparams.dialects.trio import TRIO_TABLE
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
@@ -55,7 +56,7 @@ def test_the_dialects_that_the_documents_name_are_there() -> None:
 
 def test_who_routes_and_who_translates_look_into_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table alone can be translated; a proxy needs an object that routes, which brings its table."""
-    assert set(routes()) == {"nixl", "store", "store-drop", "store-meet", "content", "mooncake"}
+    assert set(routes()) == {"nixl", "sglang", "store", "store-drop", "store-meet", "content", "mooncake"}
     assert set(tables()) | {"store", "store-drop", "store-meet"} == set(plugins.names("dialects"))
     assert all(one.name == name for name, one in tables().items())
     for name, route in routes().items():
@@ -85,7 +86,8 @@ def test_the_laws_of_every_dialect(dialect: Dialect) -> None:
             assert (abandon.role, abandon.native) == (Role.DECODE, native)
     assert dialect.splits(FACTS)
     several = dialect.splits(FACTS._replace(prompts=2)), dialect.splits(FACTS._replace(choices=2))
-    assert several == (dialect.reusable, dialect.reusable), "what is fetched once is one sequence"
+    assert several == (dialect.reusable or dialect.in_body,) * 2, "what is fetched once is one sequence"
+    assert not dialect.in_body or dialect.together
 
 
 def legs(dialect: Dialect, answer: dict[str, object]) -> tuple[Table, list[Leg]]:
@@ -123,9 +125,32 @@ def test_both_legs_carry_our_transfer_id_and_decode_is_told_where_to_ask() -> No
     assert lease.until_s == table.clock_s + 480
 
 
-def test_without_what_the_bootstrap_server_says_nothing_is_handed_on() -> None:
+@pytest.mark.parametrize("dialect", [MOONCAKE, SGLANG])
+def test_without_what_the_bootstrap_server_says_nothing_is_handed_on(dialect: Dialect) -> None:
     with pytest.raises(HandoffMissing, match="has not been asked"):
-        MOONCAKE.decode_keys({}, "t", None)
+        dialect.decode_keys({}, "t", None)
+
+
+@given(st.text(max_size=64), st.text(max_size=64))
+def test_a_room_is_one_transfers_and_a_number_that_sglang_takes(one: str, other: str) -> None:
+    rooms = [SGLANG.decode_keys({}, id, {"bootstrap_host": "h", "bootstrap_port": 1}) for id in (one, other)]
+    assert (rooms[0] == rooms[1]) is (one == other)
+    for row in BOOTSTRAP_ROWS:
+        assert row.form.fault(rooms[0][row.name], (row.name,)) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("http://10.0.0.7:8998", {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998}),
+        ("http://[fd00::7]:9001", {"bootstrap_host": "fd00::7", "bootstrap_port": 9001}),
+        ("http://engine", {"bootstrap_host": "engine", "bootstrap_port": 80}),
+    ],
+)
+def test_where_sglangs_engines_meet_is_said_by_the_bootstrap_servers_own_address(
+    url: str, place: dict[str, object]
+) -> None:
+    assert SGLangBootstrap().place(url, {"dp_size": 1}) == place
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class Engine:
         self.models: Answer = SERVES
         self.external = 1000
         self.legs: list[dict[str, Any]] = []
+        self.meets: asyncio.Barrier | None = None
+        """Where it is set, legs wait there before they are answered."""
         self.url = ""
 
     async def begin(self) -> asyncio.Server:
@@ -57,6 +59,8 @@ class Engine:
                     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                     self.legs.append(json.loads(await reader.readexactly(length)))
                     self.external += self.loads or 0
+                    if self.meets is not None:
+                        await self.meets.wait()
                     answer = self.params
                     whole: Answer = answer if isinstance(answer, int) else {"kv_transfer_params": answer}
                     self._say(writer, whole)
@@ -188,6 +192,26 @@ async def test_bootstrap_servers_are_asked(look: Look, stack: AsyncExitStack) ->
     found = await look("mooncake", Engine(Role.PREFILL), Engine(Role.DECODE), bootstrap=server.url)
     assert grades(found) == ["ok", "error", "ok"]
     assert "see --bootstrap" in found[1].said
+
+
+async def test_engines_that_wait_for_one_another_are_tried_together(look: Look, stack: AsyncExitStack) -> None:
+    """And where one refuses, the other, which waits for it, is not waited for."""
+    server = Bootstrap()
+    server.answer = b'{"dp_size": 1}'
+    await server.begin()
+    stack.callback(server.end)
+    prefill, decode = Engine(Role.PREFILL), Engine(Role.DECODE, loads=49)
+    prefill.meets = decode.meets = asyncio.Barrier(2)
+    async with asyncio.timeout(10):
+        found = await look("sglang", prefill, decode, bootstrap=server.url)
+    assert grades(found) == ["ok"] * 4
+    assert prefill.legs[0]["bootstrap_room"] == decode.legs[0]["bootstrap_room"]
+    alone = Engine(Role.PREFILL)
+    alone.meets = asyncio.Barrier(2)
+    async with asyncio.timeout(10):
+        found = await look("sglang", alone, Engine(Role.DECODE, 500), bootstrap=server.url)
+    assert grades(found)[-1] == "error"
+    assert "500" in found[-1].said
 
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:

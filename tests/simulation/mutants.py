@@ -36,6 +36,7 @@ MODULES = (
     "kvparams.managers.conditional",
     "kvparams.managers.documents",
     "kvparams.managers.handover",
+    "kvparams.managers.meeting",
     "kvparams.managers.prefill_then_decode",
     "kvparams.retries",
     "kvparams_proxy.app",
@@ -124,19 +125,15 @@ _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
     "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(prefill)": f"{_LIMIT}nobody asks "
     "for several answers; tests/kvparams/test_prefill_then_decode.py holds it",
-    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt)": (
-        _MEETING
-    ),
+    "kvparams.managers.meeting:meet: drop(context, speech, prefill, transfer, attempt)": (_MEETING),
     "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode) #1": (
         f"{_LIMIT}nobody asks for several answers, as above"
     ),
     "kvparams.managers.prefill_then_decode:PrefillThenDecode.legs: context.give_back(decode)": (
         f"{_LIMIT}nobody waits in a group that goes; tests/kvparams/test_stranded.py holds it"
     ),
-    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: context.give_back(prefill)": f"{_LIMIT}as the last",
-    "kvparams.managers.concurrent_legs:ConcurrentLegs.legs: drop(context, speech, prefill, transfer, attempt) #1": (
-        _MEETING
-    ),
+    "kvparams.managers.meeting:meet: context.give_back(prefill)": f"{_LIMIT}as the last",
+    "kvparams.managers.meeting:meet: drop(context, speech, prefill, transfer, attempt) #1": (_MEETING),
     "paired:Paired._collected: self.exchange = None": "nothing is done to an exchange that is over",
     "executor:Execution._start: self._context.abandon(gone=False)": f"{_LIMIT}only with a broker prefill may break "
     "off, and decode does it all",

@@ -19,6 +19,7 @@ __all__ = [
     "check_event",
     "check_no_error",
     "complete_events",
+    "is_json",
     "load_answer",
     "prompt_details",
     "split_events",
@@ -157,6 +158,15 @@ def load_answer(raw: bytes) -> dict[str, object]:
     if not isinstance(document, dict):
         raise JSONTextError("not a JSON object")
     return cast("dict[str, object]", document)
+
+
+def is_json(raw: bytes) -> bool:
+    """Whether it is an object as `load_answer` reads it."""
+    try:
+        load_answer(raw)
+    except JSONTextError:
+        return False
+    return True
 
 
 def prompt_details(answer: Mapping[str, object]) -> object:

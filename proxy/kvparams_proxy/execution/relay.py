@@ -12,7 +12,13 @@ from typing import Final, Protocol
 from kvparams.errors import JSONTextError
 from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.execution.continuation import Recorder
-from kvparams_proxy.execution.corrections import Corrections, check_event, check_no_error, complete_events
+from kvparams_proxy.execution.corrections import (
+    Corrections,
+    check_event,
+    check_no_error,
+    complete_events,
+    is_json,
+)
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamRefusal
 
 __all__ = ["Listener", "Relay"]
@@ -186,7 +192,7 @@ class Relay:
 
     def on_done(self, error: UpstreamError | None) -> None:
         """Say how it went; the owner does the rest."""
-        if self._gated and error is None and self._head.status == 200:
+        if self._gated and error is None and self._head.status == 200 and self._worth_waiting():
             self._ended = True
             return
         if error is None and self._tail:
@@ -205,6 +211,10 @@ class Relay:
         elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
             error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
         self._listener.stream_ended(self._head, b"".join(self._whole), error, self._sent_bytes, self._sent_events)
+
+    def _worth_waiting(self) -> bool:
+        """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
+        return self._begins.search(self._held) is not None if self._streaming else is_json(b"".join(self._whole))
 
     def _gather(self, data: bytes) -> None:
         self._whole_bytes += len(data)
