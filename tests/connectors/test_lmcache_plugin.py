@@ -19,7 +19,7 @@ from benchmarks.lmcache_process import ChunkShape, LMCacheError, LMCacheWorker, 
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.engines.lmcache.chunks import Chunk, ChunkForm
 from tests.connectors.lmcache_env import environment, python
-from tests.connectors.valkey_server import ValkeyServer
+from tests.connectors.valkey_server import ValkeyServer, wait_until
 
 SHAPE: Final = ChunkShape(layers=4, tokens=16, heads=2, head_size=32)
 FORM: Final = ChunkForm("KV_2LTD", (("bfloat16", 2, 4, 64),), 1024, 16)
@@ -128,12 +128,14 @@ def test_on_valkey(start: Start, server: ValkeyServer) -> None:
     worker = start(f"{server.url}?prefix=lm")
     works(worker)
     worker.ask("put", "3")
-    for number, at in ((1, HEADER_BYTES), (3, 60), (5, HEADER_BYTES + LAST * 1024 - 1)):
-        flip_in_valkey(server, f"lm:{chunk(worker, '3', number).key}", at)
+    keys = [f"lm:{chunk(worker, '3', number).key}" for number in (1, 3, 5)]
+    for key, at in zip(keys, (HEADER_BYTES, 60, HEADER_BYTES + LAST * 1024 - 1), strict=True):
+        flip_in_valkey(server, key, at)
     expected = [True, False, True, False, True, False]
     assert worker.ask("get", "3")["found"] == expected
     assert worker.ask("compare", "3")["same"] == expected
     worker.ask("release")
+    wait_until(lambda: server.ask("EXISTS", *keys).startswith(":0"))  # nobody waited for it to be put away
     assert worker.ask("prefix", "3") == {"found": 1, "got": 1}
     worker.ask("release")
     assert worker.ask("put", "3") == {"done": True}  # what was damaged is gone and can be stored anew

@@ -238,4 +238,4 @@ def test_flags_say_it_by_the_engines_name() -> None:
 
 def test_rules_that_know_no_dialects_know_no_bootstrap_servers() -> None:
     assert Rules(frozenset(("mooncake",))).bootstrapped == frozenset()
-    assert known_rules().bootstrapped == {"mooncake"}
+    assert known_rules().bootstrapped == {"mooncake", "sglang"}
