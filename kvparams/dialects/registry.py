@@ -4,7 +4,7 @@ What is registered in `kvparams.dialects` is a `Table`, or a `Dialect` that a pr
 `table`. The one rule: there is one list; who needs a table and who routes look into the same.
 """
 
-from typing import cast
+from typing import Final, cast
 
 from kvparams import plugins
 from kvparams.dialects import Dialect
@@ -12,6 +12,9 @@ from kvparams.dialects.table import Table
 from kvparams.errors import PluginError
 
 __all__ = ["each_route", "each_table", "route_names", "routes", "table", "tables"]
+
+_MEMBERS: Final = sorted({*Dialect.__annotations__, *(name for name in vars(Dialect) if not name.startswith("_"))})
+"""What a proxy asks of each."""
 
 
 def tables() -> dict[str, Table]:
@@ -60,8 +63,11 @@ def each_route() -> tuple[dict[str, Dialect], dict[str, str]]:
         except PluginError as error:
             refused[name] = str(error)
             continue
+        lacking = ", ".join(member for member in _MEMBERS if not hasattr(one, member))
         if isinstance(one, Table):
             refused[name] = "its messages can be translated, but no proxy routes with it yet"
+        elif lacking:
+            refused[name] = f"it has no {lacking}: is it for another kvparams? See kvparams.dialects.Dialect"
         else:
             found[name] = cast("Dialect", one)
     return found, refused

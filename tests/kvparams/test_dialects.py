@@ -16,7 +16,7 @@ from kvparams.dialects.content import CONTENT
 from kvparams.dialects.forms import FLAG
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.registry import route_names, routes, table, tables
+from kvparams.dialects.registry import each_route, route_names, routes, table, tables
 from kvparams.dialects.sglang import BOOTSTRAP_ROWS, SGLANG, SGLangBootstrap
 from kvparams.dialects.table import Row
 from kvparams.dialects.trio import TRIO_TABLE
@@ -70,6 +70,24 @@ def test_who_routes_and_who_translates_look_into_one_list(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(plugins, "load_each", broken)
     assert route_names() == ["nixl"], "what is broken does not take the others away"
+
+
+def test_one_that_was_written_before_a_member_was_asked_for_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Older:
+        mode, reusable, lease_s, bootstrap = "direct", True, 1.0, None
+        splits = prefill_keys = decode_keys = abandon = staticmethod(lambda *_: None)
+
+    def loaded(kind: str) -> dict[str, object]:
+        return {"older": Older(), "nixl": NIXL}
+
+    monkeypatch.setattr(plugins, "load_each", loaded)
+    found, refused = each_route()
+    assert list(found) == ["nixl"]
+    assert refused == {
+        "older": "it has no in_body, together: is it for another kvparams? See kvparams.dialects.Dialect"
+    }
 
 
 @pytest.mark.parametrize("dialect", every_dialect())
