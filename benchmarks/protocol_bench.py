@@ -68,6 +68,9 @@ class Path:
     def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
         PINS.check(instance, said)
 
+    def source(self, instance: Instance) -> str | None:
+        return None
+
     def one_token(self) -> dict[str, bytes | None]:
         return CUT
 

@@ -129,6 +129,11 @@ class Context(Protocol):
         """
         ...
 
+    def source(self, instance: Instance) -> str | None:
+        """Where the prefill leg that is given to this instance should read what another one has of its prompt, as that
+        one has said; None where it should not. It was held against what is known of that one."""
+        ...
+
     def one_token(self) -> Mapping[str, bytes | None]:
         """The changes that make the client's body ask for its prompt to be computed, and one token."""
         ...

@@ -6,6 +6,7 @@ The one rule: everything here follows from the request; nothing of the engine is
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvparams import peers
 from kvparams.params import KVTransferParams
 
 __all__ = ["Handoff"]
@@ -24,6 +25,11 @@ class Handoff:
     def prefilling(self) -> bool:
         """Whether the answer must wait until the KV is stored."""
         return self.params is not None and self.params.phase == "prefill"
+
+    @property
+    def source(self) -> str | None:
+        """Where prefill may find what another engine has of the prompt."""
+        return None if self.params is None else peers.source(self.params)
 
     @property
     def decoding(self) -> bool:

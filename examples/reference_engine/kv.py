@@ -16,6 +16,7 @@ from kvparams.codec import read_request, write
 from kvparams.errors import InvalidParams
 from kvparams.keys import Geometry, Namespace
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
+from kvparams.peers import READS
 from kvparams.tokens import TokenPrefix
 from kvparams.trust.gate import Gate
 from kvparams.trust.verifying import Untrusted
@@ -185,6 +186,8 @@ class KVSharing:
             }
             if len(sessions) == 1:
                 more["prefix"] = TokenPrefix.by_digest(first.prompt)
+            if self._address():
+                more["extensions"] = {**(result.extensions or {}), **READS}
             result = result.model_copy(update=more)
         try:
             return write(for_reader(result, params.version))
@@ -192,7 +195,7 @@ class KVSharing:
             raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
     def _address(self) -> dict[str, object]:
-        """Where decode engines can read this one's pages, if from here."""
+        """Where other engines can read this one's pages, if from here."""
         address = None if self._store is None else self._store.address
         return {} if address is None else {"address": address}
 

@@ -3,6 +3,7 @@
 The one rule: nothing here waits; the engine's loop asks again.
 """
 
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -34,6 +35,8 @@ class KVSession:
         """Why the sequence cannot go on, in words."""
         self._connector, self._handoff, self._page_tokens = connector, handoff, page_tokens
         self._plan = connector.plan(prompt, handoff.shared)
+        if handoff.source is not None:
+            self._plan = replace(self._plan, source=handoff.source)
         self._blocks: list[int] = []
         self._lookup: Job[Hit] | None = None
         self._load: Job[LoadReport] | None = None
@@ -78,11 +81,14 @@ class KVSession:
             self._stored_to = hit.tokens
             self._start_load(min(hit.tokens, self._wanted))
             self._found_to = self._stored_to
+            if self._handoff.source is not None:
+                self._stored_to = 0  # what another engine has is saved here, too: decode reads it here
         if self._load is not None and self._load.done():
             report = self._load.result(0)
             self._load = None
             self.loaded_to, self.loaded_bytes = report.end_token, report.nbytes
-            if self._handoff.decoding or report.refused or report.failure is not None:
+            short = report.refused or report.failure is not None
+            if self._handoff.decoding or (short and self._handoff.source is None):
                 self._stored_to = report.end_token
             if self._handoff.fails and report.end_token < self._wanted:
                 why = report.failure.value if report.failure else report.refused[0].reason

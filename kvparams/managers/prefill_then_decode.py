@@ -5,6 +5,7 @@ from kvparams.managers.documents import Documents, known_of
 from kvparams.managers.handover import drop, handed_over
 from kvparams.managers.meeting import SoFar, meet
 from kvparams.managers.options import Options
+from kvparams.peers import told
 from kvparams.plan import Choose, Context, Leg, LegAnswer, LegFailed, Plan
 from kvparams.scheduling import Instance, RequestFacts, Role
 from kvparams.trust.signing import Signer
@@ -94,7 +95,9 @@ class PrefillThenDecode:
             place = None if speech.bootstrap is None else context.place(prefill)
             known = known_of(request, sent)
             asked = documents.asked(speech.prefill_keys(transfer))
-            params = documents.leg(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, known)
+            source = context.source(prefill)
+            asks = known if source is None else {**known, **told(source)}
+            params = documents.leg(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, asks)
             try:
                 answer: LegAnswer = yield Leg(  # pyright: ignore[reportAssignmentType]
                     prefill, {**context.one_token(), **params}, answers_client=False, resumed=sent

@@ -248,6 +248,10 @@ class _Trial:
         """See `Context`."""
         self._pins.check(instance, said, self._engines[instance].reached)
 
+    def source(self, instance: Instance) -> str | None:
+        """See `Context`."""
+        return None
+
     def now(self) -> float:
         """See `Context`."""
         return asyncio.get_running_loop().time()

@@ -89,7 +89,8 @@ def _words(found: dict[str, Any]) -> str:
     for one in found["candidates"]:
         times = "".join(f"{1000 * one[name]:>6.0f} ms" for name in ("wait_s", "fetch_s", "compute_s", "first_token_s"))
         mark = "->" if one["id"] == found["chosen"] else ""
-        lines.append(f"{mark:2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}")
+        whose = "" if one["source"] is None else f"  from {one['source']}"
+        lines.append(f"{mark:2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}{whose}")
     ids = found["ids"]
     if ids is None:
         lines += ["", "its token ids are not known (--tokenizer): engines are chosen by load"]

@@ -65,6 +65,8 @@ class Table:
         """What the bootstrap server of every prefill engine says."""
         self.pinned: list[tuple[str, Mapping[str, object]]] = []
         self.pins: Pins | None = None
+        self.sources: dict[str, str] = {}
+        """Where prefill instances should read what others have."""
         self.echoes = True
         """Documents of answers are those of the legs that were asked (`echoed`)."""
 
@@ -78,6 +80,9 @@ class Table:
         self.pinned.append((instance.id, said))
         if self.pins is not None:
             self.pins.check(instance, said)
+
+    def source(self, instance: Instance) -> str | None:
+        return self.sources.get(instance.id)
 
     def one_token(self) -> dict[str, bytes | None]:
         return self.cut

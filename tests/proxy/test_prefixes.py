@@ -555,3 +555,98 @@ def test_a_store_that_has_it_no_longer_is_not_counted_on_again() -> None:
     assert last.cached + last.fetched > 0, "nobody knows yet"
     assert site.ask_at(old[0], "p0").expected.fetched == 0, "what was used longer ago has gone, too"
     assert site.idle
+
+
+# what other engines have in their memory
+
+
+class PeerSite(Site):
+    """Engines that let each other read what is in their memories; `memory` is what each keeps there."""
+
+    def __init__(self, groups: Sequence[str | None], *, reads: bool = True) -> None:
+        super().__init__([Engine() for _ in groups])
+        self.memory = {id: Engine() for id in self.engines}
+        self.reads = reads
+        for member, group in zip(list(self.fleet.members), groups, strict=True):
+            self.fleet.replace(replace(member.instance, group=group))
+        for member in self.fleet.members:
+            self.fleet.learn(member, True, None)
+
+    def ask_at(self, tokens: Sequence[int], *busy: str) -> tuple[Decision, str | None]:
+        """One leg, while much has to be done on these engines; why it went where it did, and whom it was told of."""
+        loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
+        for member, name in loads:
+            member.pace.begin(name, 100.0)
+        facts = self.facts(tokens)
+        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
+        assert instance is not None
+        source = self.prefixes.source(facts)
+        own = max(self.engines[instance.id].look(tokens, None), self.memory[instance.id].look(tokens, None))
+        found = own if source is None else max(own, self.memory[source[0].id].look(tokens, None))
+        assert source is None or source[1] == f"{source[0].id}:7400"
+        self.clock.pass_time(0.01 + 1e-4 * (len(tokens) - found) + 1e-6 * (found - own))
+        self.engines[instance.id].keep(tokens, None)
+        self.memory[instance.id].keep(tokens, None)
+        told = f"{instance.id}:7400" if self.reads else None
+        decision = self.prefixes.reported(facts, len(tokens), found, told)
+        assert self.prefixes.source(facts) == source
+        self.fleet.release(instance, facts)
+        assert self.prefixes.source(facts) is None
+        for member, name in loads:
+            member.pace.end(name)
+        assert decision is not None
+        return decision, None if source is None else source[0].id
+
+
+def test_a_conversation_that_goes_elsewhere_reads_what_the_engine_before_has() -> None:
+    site, tokens = PeerSite([None, None, None]), prompt(1, 3201)
+    for id in site.engines:  # each has said once that it reads from others
+        others = [each for each in site.engines if each != id]
+        assert site.ask_at(prompt(10 + int(id[1]), 641), *others)[1] is None
+    first, source = site.ask_at(tokens, "p1", "p2")
+    assert (first.chosen.id, source, first.expected.fetched) == ("p0", None, 0)
+    second, source = site.ask_at(tokens, "p0", "p2")
+    assert (second.chosen.id, source) == ("p1", "p0")
+    assert (second.expected.cached, second.expected.fetched, second.expected.computed) == (0, 3200, 1)
+    site.fleet.learn(site.member("p0"), False, None)
+    third, source = site.ask_at(tokens, "p1")
+    assert (third.chosen.id, source, third.expected.fetched) == ("p2", "p1", 3200), "p1 has it by now, p0 is not ready"
+    assert site.prefixes.predictions.accuracy == 1.0
+    assert site.idle
+
+
+@pytest.mark.parametrize(("groups", "reads"), [((None, None), False), (("a", "b"), True)])
+def test_who_does_not_read_from_others_or_is_of_another_group_reads_nothing(
+    groups: tuple[str | None, str | None], reads: bool
+) -> None:
+    """The control."""
+    site, tokens = PeerSite(groups, reads=reads), prompt(1, 3201)
+    for id, other in (("p0", "p1"), ("p1", "p0")):
+        site.ask_at(prompt(10 + int(id[1]), 641), other)
+    site.ask_at(tokens, "p1")
+    second, source = site.ask_at(tokens, "p0")
+    assert (second.chosen.id, source, second.expected.fetched, second.expected.computed) == ("p1", None, 0, 3201)
+
+
+def test_an_engine_that_was_started_anew_has_nothing_for_others() -> None:
+    site, tokens = PeerSite([None, None]), prompt(1, 3201)
+    for id, other in (("p0", "p1"), ("p1", "p0")):
+        site.ask_at(prompt(10 + int(id[1]), 641), other)
+    site.ask_at(tokens, "p1")
+    site.fleet.learn(site.member("p0"), False, None)
+    site.fleet.learn(site.member("p0"), True, None)
+    second, source = site.ask_at(tokens, "p0")
+    assert (second.chosen.id, source, second.expected.fetched) == ("p1", None, 0)
+
+
+def test_a_memory_that_has_it_no_longer_is_not_counted_on_again() -> None:
+    site = PeerSite([None, None])
+    old = [prompt(seed, 6401) for seed in range(6)]
+    for tokens in (prompt(10, 641), *old):
+        site.ask_at(tokens, "p1")
+    site.ask_at(prompt(11, 641), "p0")
+    site.memory["p0"].cached.clear()
+    assert site.ask_at(old[-1], "p0")[0].expected.fetched > 0, "nobody knows yet"
+    decision, source = site.ask_at(old[0], "p0")
+    assert (source, decision.expected.fetched) == (None, 0), "what was used longer ago has gone, too"
+    assert site.idle

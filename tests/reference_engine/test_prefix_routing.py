@@ -5,8 +5,10 @@ that nothing is shared between them.
 """
 
 import asyncio
+import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from demo.client import ask, new_client, scrape
-from demo.processes import Processes, free_port
+from demo.client import AnswerError, Reply, ask, new_client, scrape
+from demo.processes import Processes, Server, free_port
+from kvparams.peers import told
+from kvparams.trust.keyfile import create_keyring
+from kvparams.trust.keyring import Keyring, SigningKey
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +133,14 @@ async def test_an_engine_that_restarts_is_forgotten_and_salts_share_nothing(tmp_
             assert await believed("a") == 0
 
 
+def _signing(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What engines are told, and a proxy, so that they believe only what it says."""
+    keys = str(folder / "signing-keys.json")
+    create_keyring(Path(keys), Keyring([SigningKey.new(int(time.time()) - 60)]))
+    pool = ("--audience", "pool-a")
+    return ("--verify-with", keys, *pool, "--clock-skew", "1"), ("--sign-with", keys, *pool)
+
+
 async def test_the_alarm_rings_when_engines_lose_what_they_had_and_nobody_says_so(tmp_path: Path) -> None:
     """No events, no restart: somebody else fills their caches between the turns. The control are the turns before."""
     conversations, engines_blocks = 20, 256
@@ -165,3 +178,98 @@ async def test_the_alarm_rings_when_engines_lose_what_they_had_and_nobody_says_s
                 assert await all_say(length) < 0.1 * length * conversations
             assert await alarmed() == 1
         assert "prefix caches: only " in proxy.log.read_text()
+
+
+@pytest.mark.parametrize("signed", [False, True])
+async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_path: Path, signed: bool) -> None:
+    """Peers: a prompt whose prefix is on an engine with seconds of work goes to the other one, which reads it there;
+    decode gets all of it from that one. The control is the answer of one engine that does it all."""
+    ids = Random(7).choices(range(32, 127), k=3600)
+    known, asked = ids[:960], [*ids[:960], *ids[3500:]]
+
+    def body(prompt: list[int]) -> dict[str, object]:
+        return {"model": "reference", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    with Processes(tmp_path) as processes:
+        url = "peer://127.0.0.1?size=64MiB&lease=5"
+        believes, signs = _signing(tmp_path) if signed else ((), ())
+        slow = ("--tokens-per-s", "1000", *believes)
+        prefill = [processes.engine(f"p{at}", "prefill", url, *slow) for at in range(2)]
+        decode = processes.engine("d0", "decode", url, *believes)
+        alone = processes.engine("alone")
+        roles = [(prefill[0], "prefill"), (prefill[1], "prefill"), (decode, "decode")]
+        fleet = [{"id": each.name, "url": each.url, "role": role, "store": False} for each, role in roles]
+        (tmp_path / "fleet.yaml").write_text(json.dumps({"instances": fleet}))
+        proxy = await asyncio.to_thread(
+            processes.proxy, (), (), "--config", str(tmp_path / "fleet.yaml"), "--policy", "cache_aware", *signs
+        )
+        await asyncio.to_thread(processes.wait_ready, *prefill, decode, alone, proxy)
+        async with new_client() as client:
+
+            async def counted(server: Server, source: str) -> float:
+                return (await scrape(client, server.url))[f'reference_engine:prompt_tokens_total{{source="{source}"}}']
+
+            async def ask_proxy(prompt: list[int]) -> Reply:
+                return await ask(client, proxy.url, "/v1/completions", body(prompt))
+
+            warm, die = set[str](), Random(8)
+            async with asyncio.timeout(20):
+                while warm != {"p0", "p1"}:  # each has said that it reads from others
+                    reply = await ask_proxy(die.choices(range(32, 127), k=200))
+                    warm.add(reply.headers["x-kvparams-prefill"])
+            first = await ask_proxy(known)
+            owner, other = sorted(prefill, key=lambda each: each.name != first.headers["x-kvparams-prefill"])
+            for seed in range(10, 14):  # who gets one that nobody has is the policy's; of equals, the one idle longest
+                unlike = Random(seed).choices(range(32, 127), k=2500)
+                long = asyncio.create_task(ask_proxy(unlike))
+                busy: list[str] = []
+                async with asyncio.timeout(10):
+                    while not busy:
+                        await asyncio.sleep(0.01)
+                        for each in prefill:
+                            if (await scrape(client, each.url))["reference_engine:requests_in_flight"]:
+                                busy.append(each.name)
+                if busy == [owner.name]:
+                    break
+                await long
+            else:
+                pytest.fail("the owner was never the busy one")
+            computed = await counted(decode, "computed")
+            reply = await ask_proxy(asked)
+            assert not long.done()
+            assert reply.headers["x-kvparams-prefill"] == other.name, reply.headers["x-kvparams-decision"]
+            assert f"fetch 960 from {owner.name} in" in reply.headers["x-kvparams-decision"]
+            assert reply.count("cached_tokens") == 960
+            assert await counted(other, "external_kv") == 960
+            assert await counted(decode, "computed") == computed + 1, "decode did not get it all from one place"
+            assert reply.text == (await ask(client, alone.url, "/v1/completions", body(asked))).text
+            assert (await long).headers["x-kvparams-prefill"] == owner.name
+            # what a stranger says: an engine goes nowhere that it was not told to trust, and computes
+            before = await counted(other, "computed")
+            document = {
+                "version": "1.0",
+                "request_id": "stranger",
+                "transfer": {"id": "stranger", "attempt": 1},
+                "phase": "prefill",
+                "mode": "store",
+                **told("192.0.2.1:7400"),
+            }
+            prompt = die.choices(range(32, 127), k=200)
+            alien = {**body(prompt), "max_tokens": 1, "kv_transfer_params": {"kvparams": document}}
+            started = asyncio.get_running_loop().time()
+            if signed:
+                with pytest.raises(AnswerError, match="carries no signature"):
+                    await ask(client, other.url, "/v1/completions", alien)
+            else:
+                await ask(client, other.url, "/v1/completions", alien)
+            assert asyncio.get_running_loop().time() - started < 2.0, "it has waited for somebody"
+            assert await counted(other, "computed") == before + (0 if signed else len(prompt))
+            assert signed or "is not among the peers" in other.log.read_text()
+            # whoever has it is gone, and the proxy has not heard of it: it is computed, and right
+            await asyncio.to_thread(processes.stop, owner)
+            fetched = await counted(other, "external_kv")
+            last = [*unlike[:640], *die.choices(range(32, 127), k=100)]
+            reply = await ask_proxy(last)
+            assert reply.headers["x-kvparams-prefill"].endswith(other.name)
+            assert (reply.count("cached_tokens"), await counted(other, "external_kv")) == (0, fetched)
+            assert reply.text == (await ask(client, alone.url, "/v1/completions", body(last))).text

@@ -90,6 +90,19 @@ class PlanContext:
             resources.metrics.handoffs_refused[refused.reason] += 1
             raise
 
+    def source(self, instance: Instance) -> str | None:
+        """See `Context.source`."""
+        prefixes = self._resources.prefixes
+        found = None if prefixes is None else prefixes.source(self._inbound.facts)
+        if found is None:
+            return None
+        other, address = found
+        try:
+            self.pin(other, {"address": address})
+        except HandoffRefused:
+            return None
+        return address
+
     def one_token(self) -> Mapping[str, bytes | None]:
         """See `Context.one_token`."""
         inbound = self._inbound

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvparams.errors import JSONTextError
+from kvparams.peers import readable
 from kvparams_proxy.execution.corrections import load_answer
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.telemetry.account import Account
@@ -26,5 +27,6 @@ def report(prefixes: "Prefixes", account: Account, raw: bytes) -> dict[str, obje
     if error_in(document) is None:
         account.prompt_tokens = account.cached_tokens = None  # of an attempt before
         account.prefilled(document)
-        account.decision = prefixes.reported(account.facts, account.prompt_tokens, account.cached_tokens)
+        told = readable(document.get("kv_transfer_params"))
+        account.decision = prefixes.reported(account.facts, account.prompt_tokens, account.cached_tokens, told)
     return document

@@ -6,8 +6,7 @@ computed both side by side all the same, so what only a running leg brings says 
 engines have is learnt from what they have answered, where a plan asks for it.
 
 An engine that publishes KV events (`kvparams_proxy.cache_events`) is believed to have what it says besides, and what it
-says is gone is gone. What a leg computed on an engine with a store is in the store from when it has ended, for whoever
-shares that; an engine that was expected to fetch it, and reports less, says that the store has it no longer.
+says is gone is gone. What is computed in one place and fetched in another is `fetching.py`.
 
 The one rule: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
 `kvparams.index.chain`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and SGLang name
@@ -15,7 +14,6 @@ a LoRA by the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import gcd
 from typing import Final, NamedTuple
 
@@ -25,6 +23,7 @@ from kvparams.index.chain import Chain, Hashes
 from kvparams.index.feeding import EventFeed, Routed, RoutingFeed
 from kvparams.index.prefix import PrefixIndex
 from kvparams.scheduling import Instance, RequestFacts, SchedulingPolicy
+from kvparams_proxy.fleet.fetching import Fetching, Held, Peer, Reach, Store
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.predictions import Predictions
 
@@ -58,11 +57,14 @@ class Decision(NamedTuple):
     candidates: Sequence[Instance]
     cached: Mapping[Instance, int]
     """Tokens that instances were believed to have; none where it is not named."""
+    source: Instance | None = None
+    """Whose memory it is to fetch from; None: from its store, or it fetches nothing."""
 
     def words(self) -> str:
         """For people: the chosen one first, then those that were believed to have most."""
         it = self.expected
-        fetch = f"fetch {it.fetched} in {1000 * it.fetch_s:.0f} ms, " if it.fetched else ""
+        whose = "" if self.source is None else f"from {self.source.id} "
+        fetch = f"fetch {it.fetched} {whose}in {1000 * it.fetch_s:.0f} ms, " if it.fetched else ""
         named = sorted(self.candidates, key=lambda each: (-self.cached.get(each, 0), each.id))
         others = [each for each in named if each is not self.chosen]
         parts = [
@@ -81,13 +83,8 @@ class Explained(NamedTuple):
     decision: Decision
     members: Sequence[Member]
     expected: Sequence[Expectation]
-
-
-@dataclass(frozen=True, slots=True)
-class _Store:
-    """A holder of blocks that several engines fetch from."""
-
-    name: str
+    sources: Sequence[Instance | None]
+    """Whose memory each would fetch from."""
 
 
 class _Looked(NamedTuple):
@@ -96,20 +93,31 @@ class _Looked(NamedTuple):
     facts: RequestFacts
     hashes: Hashes | None
     """None where there are no token ids."""
-    stored: Mapping[str | None, int]
-    """Tokens, by the name of the store."""
+    held: Held
+    """By stores and peers."""
 
 
 class _Leg:
     """One that runs."""
 
-    __slots__ = ("answered", "cached", "decision", "fresh", "hashes", "prompt_tokens", "routed", "settled", "stored")
+    __slots__ = (
+        "answered",
+        "cached",
+        "decision",
+        "fresh",
+        "hashes",
+        "prompt_tokens",
+        "reach",
+        "routed",
+        "settled",
+        "told",
+    )
 
-    def __init__(self, decision: Decision, hashes: Hashes | None, stored: int) -> None:
+    def __init__(self, decision: Decision, hashes: Hashes | None, reach: Reach) -> None:
         self.decision = decision
         self.hashes = hashes
-        self.stored = stored
-        """Tokens that its engine's store was believed to have."""
+        self.reach = reach
+        """What its engine was believed to be able to fetch."""
         self.routed: Routed | None = None
         self.settled = 0
         """Blocks that were believed to be there, not only to come."""
@@ -119,6 +127,8 @@ class _Leg:
         """Whether it has ended well; then what its engine reports is here, as far as it does."""
         self.prompt_tokens: int | None = None
         self.cached: int | None = None
+        self.told: str | None = None
+        """Where its engine lets others read, it says."""
 
 
 class Prefixes:
@@ -134,7 +144,7 @@ class Prefixes:
         self._chain = Chain(seed, BLOCK_TOKENS)
         self._index = PrefixIndex(_BLOCKS)
         self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
-        self._stores = RoutingFeed(self._index, _MOST_FITS, _BLOCKS)
+        self._fetching = Fetching(self._index, BLOCK_TOKENS, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
         self._events = EventFeed(self._index, self._chain, _NAMES, namespace=self._namespace, gone=self._gone)
         self._tellers: dict[Member, Callable[[], None]] = {}
         self._legs: dict[str, _Leg] = {}
@@ -156,22 +166,24 @@ class Prefixes:
 
     def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
         """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `released`."""
-        facts, hashes, stored = self._look(members, facts)
-        chosen, decision = _decide(policy, members, facts, turn)
+        facts, hashes, held = self._look(members, facts)
+        chosen, decision, reach = self._decide(policy, members, facts, turn, held)
         instance, expected = chosen.instance, decision.expected
-        leg = self._legs[facts.transfer_id] = _Leg(decision, hashes, stored.get(instance.store, 0))
+        leg = self._legs[facts.transfer_id] = _Leg(decision, hashes, reach)
         chosen.pace.begin(facts.transfer_id, expected.work_s, expected.fetch_s)
         if hashes is not None:
             best = max(facts.cached.get(each.instance, 0) for each in members)
-            self.predictions.asked(facts.tokens, max(best, *stored.values(), 0))
+            self.predictions.asked(facts.tokens, max(best, *held.values(), 0))
             self._believe(leg, instance, hashes)
         return chosen
 
     def explain(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Explained:
         """What `choose` would do now. Nothing is counted or kept."""
-        facts = self._look(members, facts).facts
+        facts, _, held = self._look(members, facts)
         expected = [expect(each, facts) for each in members]
-        return Explained(_decide(policy, members, facts, turn)[1], members, expected)
+        reaches = [self._fetching.reach(each.instance, held) for each in members]
+        sources = [_whose(one, reach) for one, reach in zip(expected, reaches, strict=True)]
+        return Explained(self._decide(policy, members, facts, turn, held)[1], members, expected, sources)
 
     def cached(self, facts: RequestFacts) -> Mapping[Instance, int]:
         """Tokens of the prompt that instances are believed to have, of whatever role; none where it is not named."""
@@ -198,9 +210,19 @@ class Prefixes:
         if leg is not None:
             member.pace.end(facts.transfer_id, max(1, facts.tokens - leg.decision.expected.cached), facts.tokens)
 
-    def reported(self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> Decision | None:
-        """The leg that runs for this request has ended well; its engine says so much of it, or nothing. Call
-        `Fleet.release` after this.
+    def source(self, facts: RequestFacts) -> tuple[Instance, str] | None:
+        """Whose memory the leg that runs for this request should read, and where that is; None where it should fetch
+        nothing, or from a store."""
+        leg = self._legs.get(facts.transfer_id)
+        instance = None if leg is None else leg.decision.source
+        address = None if instance is None else self._fetching.address(instance)
+        return None if instance is None or address is None else (instance, address)
+
+    def reported(
+        self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None, told: str | None = None
+    ) -> Decision | None:
+        """The leg that runs for this request has ended well; its engine says so much of it, or nothing, and where it
+        lets others read (`kvparams.peers`). Call `Fleet.release` after this.
 
         Returns:
             Why it went there.
@@ -209,7 +231,7 @@ class Prefixes:
         if leg is None:
             return None
         leg.answered = True
-        leg.prompt_tokens, leg.cached = prompt_tokens, cached
+        leg.prompt_tokens, leg.cached, leg.told = prompt_tokens, cached, told
         return leg.decision
 
     def released(self, member: Member, facts: RequestFacts) -> None:
@@ -223,10 +245,12 @@ class Prefixes:
         cached, grain = self._said(instance, facts.tokens, leg.prompt_tokens, leg.cached, still=still)
         if leg.answered:
             found = predicted if cached is None else cached
-            fetched = max(0, min(found, leg.stored) - expected.cached)
+            fetched = max(0, min(found, leg.reach.tokens) - expected.cached)
             member.pace.end(facts.transfer_id, max(1, facts.tokens - found), facts.tokens, fetched)
         else:
             member.pace.end(facts.transfer_id)
+        if leg.answered and still:
+            self._fetching.lets_read(member, leg.told)
         if leg.routed is None or leg.hashes is None:
             return
         self._settle(leg, instance)
@@ -239,8 +263,8 @@ class Prefixes:
         self.predictions.ended(predicted, settled, cached)
         if cached is not None:
             self._correct(leg, leg.routed, cached, grain)
-        if instance.store is not None:
-            self._saved(leg, _Store(instance.store), leg.hashes, cached, grain)
+        reach = leg.reach if expected.fetched else leg.reach._replace(where=None)
+        self._fetching.ended(instance, reach, leg.hashes, self._now(), cached, grain)
 
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
@@ -259,6 +283,7 @@ class Prefixes:
     def lost(self, instance: Instance) -> None:
         """It has gone, or was started anew: it has nothing."""
         self._feed.lost(instance)
+        self._fetching.lost(instance)
         self._grains.pop(instance, None)
         for member, again in self._tellers.items():
             if member.instance is instance:
@@ -304,14 +329,16 @@ class Prefixes:
         hashes = self._hashes(facts)
         if hashes is None:
             return _Looked(facts, None, {})
-        cached, stored = self._match(hashes, facts.tokens)
-        facts = facts._replace(cached=cached)
-        if stored and members:
-            common = members[0].instance.store
-            others = (each.instance for each in members if each.instance.store != common)
-            elsewhere = {each: stored.get(each.store, 0) for each in others}
-            facts = facts._replace(stored=stored.get(common, 0), stored_elsewhere=elsewhere)
-        return _Looked(facts, hashes, stored)
+        cached, held = self._match(hashes, facts.tokens)
+        return _Looked(self._fetching.facts(members, facts._replace(cached=cached), held), hashes, held)
+
+    def _decide(
+        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int, held: Held
+    ) -> tuple[Member, Decision, Reach]:
+        chosen = policy.choose(members, facts, turn)
+        expected, reach = expect(chosen, facts), self._fetching.reach(chosen.instance, held)
+        instances, whose = [each.instance for each in members], _whose(expected, reach)
+        return chosen, Decision(chosen.instance, facts.tokens, expected, instances, facts.cached, whose), reach
 
     def _hashes(self, facts: RequestFacts) -> Hashes | None:
         """None where there are no token ids."""
@@ -321,19 +348,19 @@ class Prefixes:
         namespace = self._namespace(facts.model or "*", None, facts.cache_salt)
         return self._chain.hashes(ids if len(ids) <= _MOST_TOKENS else ids[:_MOST_TOKENS], namespace)
 
-    def _match(self, hashes: Hashes, tokens: int) -> tuple[dict[Instance, int], dict[str | None, int]]:
-        """Tokens that instances have, and stores. The last one of a prompt is always computed."""
+    def _match(self, hashes: Hashes, tokens: int) -> tuple[dict[Instance, int], Held]:
+        """Tokens that instances have, and whoever they fetch from. The last one of a prompt is always computed."""
         most = (tokens - 1) // BLOCK_TOKENS
         cached: dict[Instance, int] = {}
-        stored: dict[str | None, int] = {}
+        held: dict[Store | Peer, int] = {}
         for who, blocks in self._index.match(hashes).held[_HOST].items():
             found = BLOCK_TOKENS * min(blocks, most)
-            if isinstance(who, _Store):
-                stored[who.name] = found
+            if isinstance(who, Store | Peer):
+                held[who] = found
             elif isinstance(who, Instance | Member):
                 instance = who if isinstance(who, Instance) else who.instance
                 cached[instance] = max(found, cached.get(instance, 0))
-        return cached, stored
+        return cached, held
 
     def _believe(self, leg: _Leg, instance: Instance, hashes: Hashes) -> None:
         routed = leg.routed = self._feed.routed(instance, hashes, self._now())
@@ -368,25 +395,13 @@ class Prefixes:
         believed, settled = min(len(routed.used), most), min(leg.settled, most)
         blocks = min(cached // BLOCK_TOKENS, most)
         if blocks > believed:
-            if leg.stored >= cached:  # the store had it, its cache need not be larger than believed
+            if leg.reach.tokens >= cached:  # it was fetched, its cache need not be larger than believed
                 return
             self._feed.reported(routed._replace(used=routed.used[:believed]), blocks)
         elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
             self._feed.reported(routed._replace(used=routed.used[:settled]), blocks)
 
-    def _saved(self, leg: _Leg, store: _Store, hashes: Hashes, cached: int | None, grain: int) -> None:
-        """What it computed is in the store now; whether what it was to fetch was there, too."""
-        routed = self._stores.routed(store, hashes, self._now())
-        believed = min(len(routed.used), leg.stored // BLOCK_TOKENS)
-        if not leg.decision.expected.fetched or cached is None:
-            return
-        if believed * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
-            self._stores.reported(routed._replace(used=routed.used[:believed]), cached // BLOCK_TOKENS)
 
-
-def _decide(
-    policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
-) -> tuple[Member, Decision]:
-    chosen = policy.choose(members, facts, turn)
-    instances = [each.instance for each in members]
-    return chosen, Decision(chosen.instance, facts.tokens, expect(chosen, facts), instances, facts.cached)
+def _whose(expected: Expectation, reach: Reach) -> Instance | None:
+    """The engine that something is fetched from, if it is not from a store."""
+    return reach.where.instance if expected.fetched and isinstance(reach.where, Peer) else None

@@ -87,6 +87,7 @@ def _document(explained: "Explained", source: str | None) -> dict[str, object]:
                 "id": member.instance.id,
                 "cached": one.cached,
                 "fetched": one.fetched,
+                "source": None if source is None else source.id,
                 "computed": one.computed,
                 "wait_s": round(one.wait_s, 6),
                 "fetch_s": round(one.fetch_s, 6),
@@ -95,6 +96,6 @@ def _document(explained: "Explained", source: str | None) -> dict[str, object]:
                 "in_flight": member.in_flight,
                 "legs_seen": member.pace.speed.seen,
             }
-            for member, one in zip(explained.members, explained.expected, strict=True)
+            for member, one, source in zip(explained.members, explained.expected, explained.sources, strict=True)
         ],
     }
