@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from pydantic_core import to_json
 
+from kvparams import peers
 from kvparams.managers.documents import Documents, known_of
 from kvparams.managers.handover import drop
 from kvparams.plan import Choose, Context, KVLease, Leg, LegFailed, Pair, Sent
@@ -73,7 +74,9 @@ def meet(
     told, known = documents.told({} if beside else keys), known_of(request, sent)
     about = (request, transfer, attempt)
     asked = documents.asked(speech.prefill_keys(transfer))
-    first = documents.leg(asked, *about, "prefill", speech.mode, prefill, None, known)
+    source = context.source(prefill)
+    asks = known if source is None else {**known, **peers.told(source)}
+    first = documents.leg(asked, *about, "prefill", speech.mode, prefill, None, asks)
     second = documents.leg(told, *about, "decode", speech.mode, prefill, decode, known)
     lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.abandon(told.text))
     try:

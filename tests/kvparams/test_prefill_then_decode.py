@@ -13,10 +13,12 @@ from kvparams import parse
 from kvparams.codec import Template
 from kvparams.dialects import Abandon, Dialect, HandoffMissing
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.store import DROPPING_STORE, STORE
+from kvparams.dialects.store import DROPPING_STORE, MEETING_STORE, STORE
 from kvparams.errors import InvalidParams
+from kvparams.managers.concurrent_legs import ConcurrentLegs
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.params import KNOWN_PATHS, KVTransferParams, Lease, Usage
+from kvparams.peers import source
 from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Plan, Sent
 from kvparams.scheduling import RequestFacts, Role
 from kvparams.tokens import TokenPrefix
@@ -68,6 +70,19 @@ def test_nixls_dictionary_goes_to_decode_as_it_came() -> None:
     assert document.load_keys == ("k",)
     assert set(second.changes) == {"kv_transfer_params"}
     assert first.changes["max_tokens"] == b"1"
+
+
+@pytest.mark.parametrize("manager", [PrefillThenDecode(), ConcurrentLegs()])
+@pytest.mark.parametrize("speech", [STORE, MEETING_STORE])
+def test_the_prefill_leg_alone_is_told_whose_memory_to_read(
+    manager: PrefillThenDecode | ConcurrentLegs, speech: Dialect
+) -> None:
+    table, answer = Table(speech), {"kvparams": RESULT}
+    table.sources["prefill-0"] = "10.0.0.5:7400"
+    legs = table.run(manager.legs(facts(), table), lambda leg: LegAnswer({} if leg.answers_client else answer))
+    said = {leg.instance.role: parse(params(leg)["kvparams"]) for leg in legs}
+    assert source(said[Role.PREFILL]) == "10.0.0.5:7400"
+    assert said[Role.DECODE].extensions is None
 
 
 @pytest.mark.parametrize(

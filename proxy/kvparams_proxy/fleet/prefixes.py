@@ -109,6 +109,7 @@ class _Leg:
         "prompt_tokens",
         "reach",
         "routed",
+        "sent",
         "settled",
         "told",
     )
@@ -127,6 +128,8 @@ class _Leg:
         """Whether it has ended well; then what its engine reports is here, as far as it does."""
         self.prompt_tokens: int | None = None
         self.cached: int | None = None
+        self.sent = False
+        """Whether its engine was sent to another one's memory."""
         self.told: str | None = None
         """Where its engine lets others read, it says."""
 
@@ -214,9 +217,11 @@ class Prefixes:
         """Whose memory the leg that runs for this request should read, and where that is; None where it should fetch
         nothing, or from a store."""
         leg = self._legs.get(facts.transfer_id)
-        instance = None if leg is None else leg.decision.source
-        address = None if instance is None else self._fetching.address(instance)
-        return None if instance is None or address is None else (instance, address)
+        if leg is None or leg.decision.source is None:
+            return None
+        address = self._fetching.address(leg.decision.source)
+        leg.sent = address is not None
+        return None if address is None else (leg.decision.source, address)
 
     def reported(
         self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None, told: str | None = None
@@ -263,7 +268,8 @@ class Prefixes:
         self.predictions.ended(predicted, settled, cached)
         if cached is not None:
             self._correct(leg, leg.routed, cached, grain)
-        reach = leg.reach if expected.fetched else leg.reach._replace(where=None)
+        asked = leg.sent if isinstance(leg.reach.where, Peer) else expected.fetched
+        reach = leg.reach if asked else leg.reach._replace(where=None)
         self._fetching.ended(instance, reach, leg.hashes, self._now(), cached, grain)
 
     def _said(
