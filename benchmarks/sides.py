@@ -14,16 +14,25 @@ from typing import Final, Literal, Protocol
 
 from kvparams.pages import PageIdentity, Refusal, seal, verify
 from kvparams_connectors.arrival import Arrival
+from kvparams_connectors.departure import Departure
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
 
-__all__ = ["Checks", "OurStore", "Seconds", "Side", "batches", "in_turns", "processor"]
+__all__ = ["Checks", "OurStore", "Seconds", "Side", "batches", "in_turns", "processor", "put_of"]
 
 _SEED: Final = 1
 _DEADLINE_S: Final = 60.0
 Way = Literal["put", "get"]
 Seconds = dict[Way, dict[str, list[float]]]
 """For each way and side, how long each round took."""
+
+
+def put_of(key: str, page: memoryview, identity: PageIdentity | None) -> PutOp:
+    """A page on its way into a store; with an identity it is sealed right before, as a connector does it."""
+    if identity is None:
+        return PutOp(key, (page,))
+    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    return PutOp(key, (page,), departure.going, departure.nearing)
 
 
 class Checks:
@@ -91,10 +100,7 @@ class OurStore:
             self._check(job)
 
     def _put(self, number: int, keys: Sequence[str], pages: Sequence[memoryview]) -> PutOp:
-        page = pages[number]
-        if not self._identities:
-            return PutOp(keys[number], (page,))
-        return PutOp(keys[number], (page,), lambda: seal(page, self._identities[number]))
+        return put_of(keys[number], pages[number], self._identities[number] if self._identities else None)
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         checks = Checks(pages, self._identities) if self._identities else None

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.ratios import Interval, median_interval
-from benchmarks.sides import Checks, processor
+from benchmarks.sides import Checks, processor, put_of
 from kvparams.keys import Rectangle
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
@@ -95,9 +95,8 @@ class Bench:
         self._wait(jobs)
 
     def _put(self, number: int, *, sealing: bool) -> PutOp:
-        source, identity = self.sources[number], self._identities[number]
-        going = (lambda: seal(source, identity)) if sealing else None
-        return PutOp(f"{self._round}.{number}", (source,), going)
+        identity = self._identities[number] if sealing else None
+        return put_of(f"{self._round}.{number}", self.sources[number], identity)
 
     def get(self, *, verifying: bool = False) -> None:
         """All pages of the last put."""

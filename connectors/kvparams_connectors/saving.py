@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Slot
+from kvparams_connectors.departure import Departure
 from kvparams_connectors.devices import Event
 from kvparams_connectors.gear import Gear
 from kvparams_connectors.jobs import Job, Lane
@@ -196,7 +197,9 @@ class Save:
         that. A page with a tag is sealed now, for that may take as long as the way to the store."""
         gear, key, identity = self._gear, self._plan.keys[part], self._identity[part]
         if payload_checksum is None and gear.seals is None:
-            return PutOp(key, (slot.view[: identity.stored_bytes],), lambda: gear.seal(slot, self._plan, identity))
+            page = slot.view[: identity.stored_bytes]
+            departure = Departure(page, lambda checksum: gear.seal(slot, self._plan, identity, checksum))
+            return PutOp(key, (page,), departure.going, departure.nearing)
         return PutOp(key, (gear.seal(slot, self._plan, identity, payload_checksum),))
 
     def _settled(self, portion: _Portion, put: Job[Code]) -> None:

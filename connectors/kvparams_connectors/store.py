@@ -107,6 +107,9 @@ class PutOp:
     """A store calls it once before it looks into the buffers, if it does, and best right before: the caller writes then
     what follows from the rest of the value, such as a checksum, which has to read all of it and so brings it into the
     processor's caches. Called by the thread that moves the value; it neither waits nor raises."""
+    nearing: Callable[[], bool] | None = None
+    """A store that calls `going` may call this before, as often as it likes, where it would only wait: the caller does
+    a little of that work, tens of microseconds, and says whether more is left. The value stays as it is meanwhile."""
 
     def gone(self) -> "PutOp":
         """The same after `going` was called: for a store that hands the value on, or looks at it more than once."""

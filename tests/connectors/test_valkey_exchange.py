@@ -3,17 +3,72 @@
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from kvparams_connectors.conformance.toy_engine import WAIT_S
-from kvparams_connectors.store import Code, GetOp, Result
+from kvparams_connectors.store import Code, GetOp, PutOp, Result
 from kvparams_connectors.stores.valkey.exchange import run_batch
 from kvparams_connectors.stores.valkey.pool import Access, Pool
-from kvparams_connectors.stores.valkey.requests import GetRequest
+from kvparams_connectors.stores.valkey.requests import GetRequest, PutRequest
 from kvparams_connectors.stores.valkey.topology import Node, Topology
 
 BIG = 4 << 20
 """Of these one is under way at a time."""
+
+
+def test_the_next_value_is_looked_at_while_one_is_sent(tmp_path: Path) -> None:
+    """The server reads nothing until all of the next one was looked at, but for what it does not wait for; a buffer
+    that is released meanwhile spoils its own operation only."""
+    path = str(tmp_path / "socket")
+    looked = [threading.Event() for _ in range(3)]
+    said: list[str] = []
+    pages = [memoryview(bytearray(BIG)) for _ in range(3)]
+
+    def nearing(number: int) -> bool:
+        said.append(f"near {number}")
+        if said.count(f"near {number}") < 3:
+            return True
+        looked[number].set()
+        if number == 2:
+            pages[2].release()
+            raise ValueError("released")
+        return False
+
+    def serve() -> None:
+        peer, _ = listening.accept()
+        with peer:
+            for following in looked[1:]:
+                following.wait(WAIT_S)
+                left = BIG
+                while left > 0:
+                    left -= len(peer.recv(1 << 20))
+                left += len(b"*4\r\n$3\r\nSET\r\n$5\r\nkey-0\r\n$4194304\r\n\r\n$2\r\nNX\r\n")
+                while left > 0:
+                    left -= len(peer.recv(left))
+                peer.sendall(b"+OK\r\n")
+
+    def going(number: int) -> None:
+        said.append(f"go {number}")
+        pages[number][:1]  # raises where it was released
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        ops = [
+            PutOp(f"key-{number}", (page,), partial(going, number), partial(nearing, number))
+            for number, page in enumerate(pages)
+        ]
+        pool = Pool(Access(WAIT_S))
+        requests = [PutRequest(op.key.encode(), op, 0) for op in ops]
+        batch = run_batch(pool, Topology(Node("", 0, path)), requests, time.monotonic() + WAIT_S)
+        assert [result.code for result in batch.results] == [Code.OK, Code.OK, Code.INVALID]
+        near = [[f"near {number}"] * 3 for number in range(3)]
+        assert said == ["go 0", *near[1], "go 1", *near[2], "go 2"]
+        pool.close()
+        server.join(WAIT_S)
 
 
 def test_the_next_value_is_asked_for_before_one_is_looked_at(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class BytesLevel(Level):
             assert [len(part) for part in parts[last:]] == sorted(len(part) for part in parts[last:])
 
     def test_what_is_written_when_a_value_goes_is_stored_with_it(self, store: KVStore) -> None:
-        """`PutOp.going`: called before the value is looked at, and once."""
+        """`PutOp.going`: called before the value is looked at, and once; `PutOp.nearing`: only before that."""
         sizes = {"great": 300_000, "little": 10, "huge": min(5_000_000, store.capabilities.max_value_bytes // 4)}
         wanted = {key: value(key, size) for key, size in sizes.items()}
         sources = {key: memoryview(bytearray(size)) for key, size in sizes.items()}
@@ -90,9 +90,20 @@ class BytesLevel(Level):
 
             return finish
 
-        ops = [PutOp(key, (source[:7], source[7:]), finishing(key)) for key, source in sources.items()]
+        late: list[str] = []
+
+        def nearing(key: str) -> Callable[[], bool]:
+            def near() -> bool:
+                if key in called:
+                    late.append(key)
+                return True
+
+            return near
+
+        ops = [PutOp(key, (source[:7], source[7:]), finishing(key), nearing(key)) for key, source in sources.items()]
         assert store.put(ops, DEADLINE_S).result() == [Result(Code.OK, size) for size in sizes.values()]
         assert sorted(called) == sorted(sizes)
+        assert not late
         for key, size in sizes.items():
             result, found = get(store, key, size)
             assert result == Result(Code.OK, size)

@@ -9,7 +9,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -119,8 +119,12 @@ class Stream:
         if not self._tls and self._grain_s != _GRAIN_S:
             self._set_grain(_GRAIN_S)
 
-    def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+    def send_parts(self, parts: Sequence[bytes | memoryview], meanwhile: Callable[[], bool] | None = None) -> None:
         """Send all of `parts`, in order.
+
+        Args:
+            meanwhile: something else to do, for tens of microseconds, called where it would only be waited, until it
+                says that there is no more of it.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -142,8 +146,10 @@ class Stream:
                 vectors[-1] = vectors[-1][: vectors[-1].nbytes - (nbytes - _AT_ONCE)]
             self._look_at_the_clock()
             try:
-                sent = self._socket.sendmsg(vectors)
+                sent = self._socket.sendmsg(vectors, (), 0 if meanwhile is None else socket.MSG_DONTWAIT)
             except BlockingIOError:
+                if meanwhile is not None and not meanwhile():
+                    meanwhile = None
                 continue
             while sent and sent >= left[at].nbytes:
                 sent -= left[at].nbytes

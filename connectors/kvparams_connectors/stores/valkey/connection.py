@@ -30,10 +30,12 @@ class Connection(Stream):
         unix = sock.family == socket.AF_UNIX
         self._reader = ReplyReader(self.receive, step=_STEP_UNIX if unix else _STEP)
 
-    def send(self, parts: Sequence[bytes | memoryview], replies: int) -> None:
-        """Send all of `parts`, in order; `replies` more replies are owed to us then. Raises as `send_parts` does."""
+    def send(
+        self, parts: Sequence[bytes | memoryview], replies: int, meanwhile: Callable[[], bool] | None = None
+    ) -> None:
+        """Send all of `parts`, in order; `replies` more replies are owed to us then. See `send_parts`."""
         self._owed += replies
-        self.send_parts(parts)
+        self.send_parts(parts, meanwhile)
 
     def reply(self) -> int | bytes | ServerError | None:
         """The next reply that is owed; see `ReplyReader.reply`. Raises TimeoutError as well."""

@@ -27,6 +27,8 @@ _PAIR_BYTES: Final = 5 << 19
 for us between them), or one. More leaves the caches of both sides: the server copies an answer into a buffer first,
 which counts against its `maxmemory` as well, and what is sent waits in the sockets. On a loopback a byte that is got
 costs the server a half more with ten values of 256 KiB under way than with two, or with eight of 1 MiB."""
+_TOGETHER_BYTES: Final = 64 << 10
+"""Sent at once at least, where there is so much. What is more goes at once, and what follows is made meanwhile."""
 _QUESTIONS: Final = 4096
 """Keys that are asked about in one round trip."""
 _REDIRECTS: Final = 5
@@ -208,24 +210,35 @@ class _Exchange:
 
     def _send(self, connection: Connection) -> None:
         parts: list[bytes | memoryview] = []
-        replies = 0
+        replies = nbytes = 0
         while self._next < len(self._indexes):
             index = self._indexes[self._next]
             request = self._requests[index]
             if not _fits(self._weight + request.weight, len(self._waiting) - self._answered):
                 break
+            if nbytes > _TOGETHER_BYTES:
+                connection.send(parts, replies, request.nearing)
+                parts, replies, nbytes = [], 0, 0
             made = self._made()
             self._next += 1
             if made is None:
                 continue
             parts += made
+            nbytes += sum(map(len, made))
             self._waiting.append(index)
             self._weight += request.weight
             replies += request.replies * (2 if self._asking else 1)
         if parts:
-            connection.send(parts, replies)
-        if self._ahead is None and self._next < len(self._indexes):  # while the server is busy with what it was sent
+            connection.send(parts, replies, self._nearing)
+        while self._ahead is None and self._next < len(self._indexes):  # while the server is busy with what it was sent
             self._ahead = self._made()
+            self._next += self._ahead is None
+
+    def _nearing(self) -> bool:
+        """A little of the work that the next one needs before it is sent."""
+        if self._ahead is not None or self._next == len(self._indexes):
+            return False
+        return self._requests[self._indexes[self._next]].nearing()
 
     def _made(self) -> list[bytes | memoryview] | None:
         """What is sent for the next one; None if that cannot be sent."""

@@ -75,9 +75,21 @@ class Request(Protocol):
         """Receive the answers; raises as `Connection.reply` does."""
         ...
 
+    def nearing(self) -> bool:
+        """Do a little of what `parts` will do, where it would only be waited; whether there is more."""
+        ...
+
     def ended(self, result: Result) -> None:
         """It came to this, and the next requests have been sent since, so that the server has something to do."""
         ...
+
+
+class _Ready:
+    """A request that needs no work before it is sent."""
+
+    def nearing(self) -> bool:
+        """Nothing."""
+        return False
 
 
 class _Quiet:
@@ -127,6 +139,14 @@ class PutRequest(_Quiet):
         self._op = self._op.gone()  # once, also where another server is asked afterwards
         return [_ASKING + head if asking else head, *flat(self._op.buffers), tail]
 
+    def nearing(self) -> bool:
+        if self._op.nearing is None:
+            return False
+        try:
+            return self._op.nearing()
+        except ValueError:  # a buffer was released, which `parts` will say
+            return False
+
     def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
         reply = _reply(connection, asking=asking)
         if reply is None:
@@ -136,7 +156,7 @@ class PutRequest(_Quiet):
         return Result(Code.OK, self.nbytes) if reply == b"OK" else Result(Code.INTERNAL)
 
 
-class GetRequest:
+class GetRequest(_Ready):
     """GET key, into the caller's buffers."""
 
     replies = 1
@@ -172,7 +192,7 @@ class GetRequest:
             self._op.arrived(result.nbytes)
 
 
-class SizeRequest(_Quiet):
+class SizeRequest(_Ready, _Quiet):
     """STRLEN key, which counts as a use; EXISTS key tells an empty value from none, in the same round trip."""
 
     replies = 2
@@ -235,7 +255,7 @@ class SizeQuestion:
         ]
 
 
-class DeleteRequest(_Quiet):
+class DeleteRequest(_Ready, _Quiet):
     """UNLINK key: gone at once, its memory is freed in the server's own time."""
 
     replies = 1

@@ -1,0 +1,111 @@
+"""A page that is sealed while others go: the same bytes as of one that is sealed at once, and nobody waits for it."""
+
+import socket
+import threading
+import time
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.keys import Rectangle
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
+from kvparams_connectors.conformance.toy_engine import WAIT_S
+from kvparams_connectors.departure import Departure
+from kvparams_connectors.stores.stream import Stream
+from tests.connectors.valkey_server import wait_until
+
+STEP = 128 << 10
+
+
+def page_of(payload_bytes: int) -> tuple[memoryview, PageIdentity]:
+    page = memoryview(bytearray(HEADER_BYTES + payload_bytes))
+    page[HEADER_BYTES:] = Random(payload_bytes).randbytes(payload_bytes)
+    return page, PageIdentity(b"n" * 32, b"c" * 32, 8, Rectangle(0, 1, 0, 1), payload_bytes)
+
+
+@given(st.sampled_from([1, STEP - HEADER_BYTES, STEP - 1, STEP, STEP + 1, 3 * STEP, 1_000_000]), st.integers(0, 12))
+def test_a_page_is_sealed_the_same_in_however_many_steps(payload_bytes: int, steps: int) -> None:
+    page, identity = page_of(payload_bytes)
+    wanted = memoryview(bytearray(page))
+    seal(wanted, identity)
+    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    more = [departure.nearing() for _ in range(steps)]
+    needed = -(-payload_bytes // STEP)
+    assert more == [step + 1 < needed for step in range(steps)]
+    assert page[:HEADER_BYTES] == bytes(HEADER_BYTES), "the header is written in the end"
+    departure.going()
+    assert page == wanted
+    assert verify(page, identity) is None
+
+
+def test_a_payload_that_changes_after_it_was_looked_at_is_refused_by_who_reads_it() -> None:
+    """The control: what was hashed before is not looked at again, so that a change is seen, not covered up."""
+    page, identity = page_of(2 * STEP)
+    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    assert departure.nearing()
+    page[HEADER_BYTES] ^= 1
+    departure.going()
+    refusal = verify(page, identity)
+    assert refusal is not None
+    assert refusal.reason == "flipped_payload"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_page_that_was_released_is_not_sealed(steps: int) -> None:
+    page, identity = page_of(2 * STEP)
+    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    for _ in range(steps):
+        departure.nearing()
+    page.release()
+    for act in (departure.going, departure.nearing):
+        with pytest.raises(ValueError, match="released"):
+            act()
+
+
+def test_what_is_done_while_nobody_receives_does_not_move_the_deadline() -> None:
+    ours, theirs = socket.socketpair()
+    stream, called = Stream(ours), 0
+
+    def meanwhile() -> bool:
+        nonlocal called
+        called += 1
+        return True
+
+    with theirs:
+        begun = time.monotonic()
+        stream.until(begun + 0.2)
+        with pytest.raises(TimeoutError):
+            stream.send_parts([bytes(16 << 20)], meanwhile)
+        assert 0.15 < time.monotonic() - begun < WAIT_S
+        assert called > 1
+        stream.close()
+
+
+def test_a_stream_that_has_nothing_left_to_do_waits_and_sends_all() -> None:
+    ours, theirs = socket.socketpair()
+    stream, calls, sent = Stream(ours), list[bool](), Random(1).randbytes(4 << 20)
+    received = bytearray()
+
+    def meanwhile() -> bool:
+        calls.append(len(calls) < 2)
+        return calls[-1]
+
+    def receive() -> None:
+        while len(received) < len(sent):
+            received.extend(theirs.recv(1 << 20))
+
+    with theirs:
+        stream.until(time.monotonic() + WAIT_S)
+        stream.send_parts([sent[:100]], meanwhile)
+        assert calls == [], "nothing was waited for"
+        theirs.settimeout(WAIT_S)
+        sender = threading.Thread(target=stream.send_parts, args=([sent[100:]], meanwhile))
+        sender.start()
+        wait_until(lambda: len(calls) == 3)
+        receive()
+        sender.join(WAIT_S)
+        assert received == sent
+        assert calls == [True, True, False]
+        stream.close()
