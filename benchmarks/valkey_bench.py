@@ -173,6 +173,7 @@ def measure(
         "raw, four under way": Raw(transport, place, 4),
         "store": OurStore(open_store(url), _BATCH_BYTES),
         "store, seal + verify": OurStore(open_store(url), _BATCH_BYTES, identities),
+        "store, one job, seal + verify": OurStore(open_store(url), sum(map(len, sources)), identities),
         "valkey-py": Library(transport, place),
     }
     for settings in also:

@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,20 +12,32 @@ from hypothesis import strategies as st
 from kvparams_connectors.arrival import step_bytes
 from kvparams_connectors.store import Code, Result
 from kvparams_connectors.stores.valkey.requests import result_of
-from kvparams_connectors.stores.valkey.resp import Oversized, ProtocolError, ReplyReader, ServerError, command, flat
+from kvparams_connectors.stores.valkey.resp import (
+    Oversized,
+    ProtocolError,
+    Receive,
+    ReplyReader,
+    ServerError,
+    command,
+    flat,
+)
 from kvparams_connectors.stores.valkey.topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
 
 CANARY = 0xA5
 STEP = 256 << 10
 
 
-def cut(stream: bytes, seed: int) -> Callable[[memoryview, bool], int]:
-    """Gives out the stream in pieces of any size, then says that it has ended."""
+def cut(stream: bytes, seed: int) -> Receive:
+    """Gives out the stream in pieces of any size, then says that it has ended; now and then it is waited for."""
     random = Random(seed)
     at = 0
 
-    def receive(target: memoryview, _whole: bool) -> int:
+    def receive(target: memoryview, _whole: bool, meanwhile: Callable[[], bool] | None) -> int:
         nonlocal at
+        if meanwhile is not None:
+            for _ in range(random.choice([0, 0, 1, 3, 100])):
+                if not meanwhile():
+                    break
         most = random.choice([1, 2, 7, 100, 5_000, 1 << 20])
         piece = stream[at : at + min(most, target.nbytes)]
         target[: len(piece)] = piece
@@ -93,19 +106,28 @@ def test_values_go_to_their_buffers_however_the_stream_is_cut(
     assert reader.empty
 
 
-@given(st.sampled_from([0, 1, 20_000, (1 << 20) + 256, (3 << 20) + 5]), st.integers(0, 2**32), st.integers(0, 1 << 20))
-@settings(max_examples=30)
-def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int) -> None:
+@given(
+    st.sampled_from([0, 1, 20_000, (1 << 20) + 256, (3 << 20) + 5]),
+    st.integers(0, 2**32),
+    st.integers(0, 1 << 20),
+    st.sampled_from([STEP, None]),
+)
+@settings(max_examples=60)
+def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int, step: int | None) -> None:
     """Whoever looks at a value while it comes is told when it begins, and never of bytes that are not there yet."""
     content = Random(seed).randbytes(size)
-    reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed), step=STEP)
+    reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed), step=step)
     whole = memoryview(bytearray(size + 100))
     seen: list[tuple[int, bool]] = []
     buffers = flat([whole[: min(middle, size)], whole[min(middle, size) :]])
     assert reader.value(buffers, lambda nbytes: seen.append((nbytes, whole[:nbytes] == content[:nbytes]))) == size
     sizes = [nbytes for nbytes, _ in seen]
-    assert sizes[:1] == ([0] if size >= 512 << 10 else [])
-    assert not sizes or 0 < size - sizes[-1] <= step_bytes(size, STEP), "the last part is looked at when it has arrived"
+    assert sizes[:1] == ([0] if size >= (512 << 10 if step else 16 << 10) else [])
+    if step and sizes:
+        assert 0 < size - sizes[-1] <= step_bytes(size, step), "the last part is looked at when it has arrived"
+    assert max((after - before for before, after in pairwise(sizes)), default=0) <= (
+        step_bytes(size, step) if step else 64 << 10
+    )
     assert sizes == sorted(sizes)
     assert all(there for _, there in seen)
     assert reader.reply() == 1

@@ -157,11 +157,12 @@ class Stream:
             if sent:
                 left[at] = left[at][sent:]
 
-    def receive(self, target: memoryview, whole: bool) -> int:
+    def receive(self, target: memoryview, whole: bool, meanwhile: Callable[[], bool] | None = None) -> int:
         """Fill some of `target` and say how much; 0 when the stream has ended.
 
         Args:
             whole: all of it is wanted, and may be waited for; it may be less nevertheless.
+            meanwhile: as for `send_parts`.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -174,9 +175,10 @@ class Stream:
         while True:
             self._look_at_the_clock()
             try:
-                return self._socket.recv_into(target, 0, flags)
+                return self._socket.recv_into(target, 0, flags if meanwhile is None else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                continue
+                if meanwhile is not None and not meanwhile():
+                    meanwhile = None
 
     @property
     def silent(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvparams_connectors.arrival import step_bytes
 
-__all__ = ["Oversized", "ProtocolError", "ReplyReader", "ServerError", "command", "flat"]
+__all__ = ["Oversized", "ProtocolError", "Receive", "ReplyReader", "ServerError", "command", "flat"]
 
 _SCRATCH: Final = 64 << 10
 _LINE: Final = 8 << 10
@@ -65,14 +65,19 @@ def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [buffer.cast("B") for buffer in buffers if buffer.nbytes]
 
 
+Receive = Callable[[memoryview, bool, Callable[[], bool] | None], int]
+_LOOK: Final = 64 << 10
+"""So much is looked at before it is asked again whether more has come."""
+
+
 class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
-    def __init__(self, receive: Callable[[memoryview, bool], int], *, step: int) -> None:
+    def __init__(self, receive: Receive, *, step: int | None) -> None:
         """Args:
-        receive: fills some of the memory it is given and says how much; 0 when the stream has ended. True: all of
-            it is wanted, and may be waited for.
-        step: about so much is received before whoever wants to look at it is told.
+        receive: as `Stream.receive`.
+        step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
+            would only be waited for more.
         """
         self._receive = receive
         self._about = step
@@ -144,7 +149,11 @@ class ReplyReader:
             return Oversized(line.nbytes)
         left = line.nbytes
         step = left
-        if coming is not None:
+        if coming is not None and self._about is None and left >= _BIG:
+            self._looked_at(buffers, left, coming)
+            self._end_of_value()
+            return left
+        if coming is not None and self._about is not None:
             step = step_bytes(left, self._about)  # equal parts: a small last one would go through the scratch memory
             if step >= left:
                 coming = None  # what comes in one part is looked at when it has arrived
@@ -161,6 +170,32 @@ class ReplyReader:
                     coming(line.nbytes - left)
         self._end_of_value()
         return line.nbytes
+
+    def _looked_at(self, buffers: Sequence[memoryview], nbytes: int, coming: Callable[[int], None]) -> None:
+        """Receive a value, and say what has come of it while the rest is waited for."""
+        came = told = 0
+
+        def look() -> bool:
+            nonlocal told
+            if told == came:
+                return False
+            told = min(told + _LOOK, came)
+            coming(told)
+            return True
+
+        coming(0)
+        for buffer in buffers:
+            target = buffer[: nbytes - came]
+            held = min(self._end - self._start, target.nbytes)
+            target[:held] = self._view[self._start : self._start + held]
+            self._start += held
+            came += held
+            while held < target.nbytes:
+                received = self._receive(target[held:], False, look)
+                if not received:
+                    raise ConnectionError("the server closed the connection within a value")
+                held += received
+                came += received
 
     def _line(self, most: int) -> int | bytes | ServerError | _Bulk | None:
         """The next line and what it says; receives at most `most` bytes at a time."""
@@ -181,7 +216,7 @@ class ReplyReader:
             held = self._end - self._start
             self._memory[:held] = self._memory[self._start : self._end]
             self._start, self._end = 0, held
-        received = self._receive(self._view[self._end : self._end + most], False)
+        received = self._receive(self._view[self._end : self._end + most], False, None)
         if not received:
             raise ConnectionError("the server closed the connection")
         self._end += received
@@ -200,7 +235,7 @@ class ReplyReader:
             self._start = held
             done += held
         while done < size:  # all that was here has been used
-            received = self._receive(target[done:], True)
+            received = self._receive(target[done:], self._about is not None, None)
             if not received:
                 raise ConnectionError("the server closed the connection within a value")
             done += received
