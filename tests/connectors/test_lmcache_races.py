@@ -130,7 +130,8 @@ class ModelConnection(Connection):
             self._wire = Wire((owner, earlier), deque(), bytearray())
             world.wires.append(self._wire)
 
-    def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+    def send_parts(self, parts: Sequence[bytes | memoryview], meanwhile: Callable[[], bool] | None = None) -> None:
+        assert meanwhile is None
         data = b"".join(parts)
         allowed = data[: max(0, self._kill_after[0])]
         self._kill_after[0] -= len(data)
@@ -151,7 +152,8 @@ class ModelConnection(Connection):
         if len(allowed) < len(data):
             raise Killed
 
-    def receive(self, target: memoryview, whole: bool) -> int:
+    def receive(self, target: memoryview, whole: bool, meanwhile: Callable[[], bool] | None = None) -> int:
+        assert meanwhile is None
         world, wire = self._world, self._wire
         with world.changed:
             while not wire.replies and not wire.ended:
