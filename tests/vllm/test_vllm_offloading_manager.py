@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
@@ -38,9 +39,17 @@ def file_store(shared_memory: Path) -> str:
     return f"file://{shared_memory}/kv?size=32MiB"
 
 
-def test_the_second_engine_loads_what_the_first_has_stored(file_store: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(params=["file", "tiered"])
+def shared_store(request: pytest.FixtureRequest, file_store: str) -> str:
+    """What engines share; with `tiered` each has memory of its own before it."""
+    if request.param == "file":
+        return file_store
+    return f"tiered:?l1={quote('memory:?size=1MiB', safe='')}&l2={quote(file_store, safe='')}"
+
+
+def test_the_second_engine_loads_what_the_first_has_stored(shared_store: str, caplog: pytest.LogCaptureFixture) -> None:
     keys = keys_of(1, 10)
-    with engines(file_store, file_store) as (first, second):
+    with engines(shared_store, shared_store) as (first, second):
         assert first.serve(keys) == wanted(keys)
         first.settle()
         assert first.counts() == {"chunks_saved": 10, "bytes_saved": 10 * USED}
@@ -60,8 +69,8 @@ def test_the_second_engine_loads_what_the_first_has_stored(file_store: str, capl
     assert "Failed to close mmap_obj" not in caplog.text  # nothing holds vLLM's memory any more
 
 
-def test_what_host_memory_gave_up_comes_back(file_store: str) -> None:
-    with engines(file_store, rows=4) as (engine,):
+def test_what_host_memory_gave_up_comes_back(shared_store: str) -> None:
+    with engines(shared_store, rows=4) as (engine,):
         prompts = [keys_of(seed, 3) for seed in range(6)]
         for keys in prompts:
             assert engine.serve(keys) == wanted(keys)

@@ -9,7 +9,7 @@ import pytest
 from demo.processes import Processes
 from tests.connectors.mooncake_cluster import MASTER, Cluster
 from tests.vllm.engines import counters
-from tests.vllm.own_connectors import Alone, Pair, example, external, installed, mooncake_store, start_pair
+from tests.vllm.own_connectors import Alone, Pair, check, example, external, installed, mooncake_store, start_pair
 from tests.vllm.traffic import answers
 from tests.vllm.version import is_earlier
 
@@ -49,3 +49,9 @@ def test_tokens_are_those_of_one_engine_and_decode_found_the_prompts(
     loaded = external(pair.decode)
     assert loaded > 0
     record({"prompts": len(asked), "different": 0, "tokens_loaded": loaded})
+
+
+def test_the_check_finds_the_pair_good(pair: Pair) -> None:
+    good = check([pair.prefill], [pair.decode], "content")
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "prompt tokens came from outside the engine" in good.stdout
