@@ -3,10 +3,9 @@
 # pyright: reportPrivateUsage=false
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
@@ -30,6 +29,7 @@ from tests.vllm.offloading_engine import (
     spec,
     wanted,
 )
+from tests.vllm.real_stores import KINDS, running_store
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -39,12 +39,11 @@ def file_store(shared_memory: Path) -> str:
     return f"file://{shared_memory}/kv?size=32MiB"
 
 
-@pytest.fixture(params=["file", "tiered"])
-def shared_store(request: pytest.FixtureRequest, file_store: str) -> str:
-    """What engines share; with `tiered` each has memory of its own before it."""
-    if request.param == "file":
-        return file_store
-    return f"tiered:?l1={quote('memory:?size=1MiB', safe='')}&l2={quote(file_store, safe='')}"
+@pytest.fixture(params=[kind for kind in KINDS if kind != "peer"])
+def shared_store(request: pytest.FixtureRequest, shared_memory: Path) -> Iterator[str]:
+    """What engines share, each a real one; with `tiered` each has memory of its own before it."""
+    with running_store(request.param, shared_memory) as urls:
+        yield urls.writing
 
 
 def test_the_second_engine_loads_what_the_first_has_stored(shared_store: str, caplog: pytest.LogCaptureFixture) -> None:

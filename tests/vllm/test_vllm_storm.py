@@ -21,7 +21,7 @@ from tests.vllm.traffic import Ask, answers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _AT_ONCE = 16
-"""Twice what an engine runs: the others wait behind their lookups, and what these have found is gone when they load."""
+"""Twice what an engine runs: the others wait behind their lookups."""
 
 
 def _asks(chance: random.Random, count: int) -> list[Ask]:
