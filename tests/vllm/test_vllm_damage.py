@@ -1,7 +1,9 @@
 """Stored KV that is damaged, gone, or somebody else's: a real vLLM computes it or says an error, and never guesses."""
 
 import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,17 @@ import pytest
 
 from demo.processes import Processes, Server
 from kvparams.keys import Namespace, Rectangle, page_chain
-from kvparams.pages import HEADER_BYTES, identify, seal
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
+from kvparams.pages import identify, seal
+from kvparams_connectors.store import KVStore, open_store
 from tests.connectors.valkey_server import ValkeyServer
-from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
+from tests.vllm.damage import flip, is_there, replace_value, value_of
+from tests.vllm.engines import ANSWER_S, READY_S, complete, counters, start_engine, transfer_config, until
 from tests.vllm.legs import decode, prefill, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _LENGTH = 450
 """Three full pages of 128 and a partial one."""
-_MAX_BYTES = 1 << 20
 
 
 @dataclass
@@ -40,7 +42,9 @@ class _World:
     cases: dict[str, _Case] = field(default_factory=dict[str, _Case])
 
 
-_NAMES = ("whole", "flipped", "zeros", "removed", "foreign", "short", "killed", "unverified")
+_NAMES = ("whole", "flipped", "zeros", "removed", "foreign", "short", "stopped", "going on", "killed", "unverified")
+_BRISK_S = 2.0
+"""The deadline of an engine that waits for nobody for long."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,10 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
             )
         blind = transfer_config(server.url, role="kv_consumer", engine_id="blind", extra={"verify": False})
         world.engines["blind"] = start_engine(processes, "blind", model, transfer=blind)
+        brisk = transfer_config(server.url, engine_id="brisk", extra={"deadline_s": _BRISK_S})
+        world.engines["brisk"] = start_engine(
+            processes, "brisk", model, "--no-enable-prefix-caching", transfer=brisk, core=1
+        )
         processes.wait_ready(*world.engines.values(), within_s=READY_S)
         producer = world.engines["recompute"]
         for name in _NAMES:
@@ -67,34 +75,6 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
         assert counters(producer)["vllm:kvparams_tokens_loaded_total"] == 0
         yield world
         store.close()
-
-
-def _value(store: KVStore, key: str) -> bytearray:
-    _is_there(store, key)
-    buffer = bytearray(_MAX_BYTES)
-    (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
-    assert result.code is Code.OK
-    return buffer[: result.nbytes]
-
-
-def _is_there(store: KVStore, key: str) -> None:
-    """Wait until it is stored: engines save behind their answers."""
-    until(lambda: store.exists([key]).result()[0].code is Code.OK)
-
-
-def _replace(store: KVStore, key: str, value: bytearray) -> None:
-    _is_there(store, key)
-    store.delete([key]).result()
-    (result,) = store.put([PutOp(key, (memoryview(value),))]).result()
-    assert result.code is Code.OK
-
-
-def flip(store: KVStore, key: str) -> None:
-    """Make one number of a page enormous: a bit of its exponent."""
-    value = _value(store, key)
-    at = next(at for at in range(HEADER_BYTES + 4003, len(value), 4) if not value[at] & 0x40)
-    value[at] ^= 0x40
-    _replace(store, key, value)
 
 
 def _ask(world: _World, policy: str, name: str) -> tuple[int, list[int] | None, dict[str, float]]:
@@ -139,7 +119,7 @@ def test_a_flipped_byte(world: _World, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_page_that_is_gone(world: _World, policy: str) -> None:
     case = world.cases["removed"]
-    _is_there(world.store, case.found["load_keys"][2])
+    is_there(world.store, case.found["load_keys"][2])
     world.store.delete([case.found["load_keys"][2]]).result()
     status, tokens, seen = _ask(world, policy, "removed")
     assert seen["vllm:kvparams_promises_broken_total"] == 1
@@ -157,10 +137,10 @@ def test_a_page_of_another_model(world: _World, policy: str) -> None:
     key = case.found["load_keys"][1]
     first = case.found["load_keys"][0]
     other = Namespace("another", "model", "float32", _geometry(), 128)
-    value = _value(world.store, first)  # of the same size
+    value = value_of(world.store, first)  # of the same size
     page = page_chain(other, case.prompt)[1]
     seal(memoryview(value), identify(other, page, Rectangle(0, 2, 0, 2)))
-    _replace(world.store, key, value)
+    replace_value(world.store, key, value)
     status, tokens, seen = _ask(world, policy, "foreign")
     assert _refused(seen) == {"namespace": 1}
     assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
@@ -171,7 +151,7 @@ def test_a_page_of_zeros(world: _World, policy: str) -> None:
     case = world.cases["zeros"]
     at = 1 if policy == "recompute" else 0
     key = case.found["load_keys"][at]
-    _replace(world.store, key, bytearray(len(_value(world.store, key))))
+    replace_value(world.store, key, bytearray(len(value_of(world.store, key))))
     status, tokens, seen = _ask(world, policy, "zeros")
     assert _refused(seen) == {"malformed": 1}
     assert (status, tokens) == (200, case.expected) if policy == "recompute" else status == 500
@@ -181,7 +161,7 @@ def test_a_page_of_zeros(world: _World, policy: str) -> None:
 def test_a_page_that_is_too_short(world: _World, policy: str) -> None:
     case = world.cases["short"]
     key = case.found["load_keys"][0]
-    _replace(world.store, key, _value(world.store, key)[:1000])
+    replace_value(world.store, key, value_of(world.store, key)[:1000])
     status, tokens, seen = _ask(world, policy, "short")
     if policy == "recompute":  # a lookup tells by its size: it is not read at all
         assert seen["vllm:kvparams_promises_broken_total"] == 1
@@ -197,6 +177,47 @@ def test_without_verification_a_flipped_byte_is_believed(world: _World) -> None:
     assert counters(blind)["vllm:kvparams_tokens_loaded_total"] == _LENGTH - 1
     status, tokens, _ = _ask(world, "recompute", "unverified")
     assert (status, tokens) == (200, case.expected)
+
+
+def test_a_store_that_was_stopped_costs_its_deadline_and_no_step(world: _World) -> None:
+    """SIGSTOP: it neither answers nor refuses. What runs already goes on, who asks for stored KV computes it then."""
+    case, engine = world.cases["stopped"], world.engines["brisk"]
+    again = world.cases["going on"]
+    for key in (*case.found["load_keys"], *again.found["load_keys"]):
+        is_there(world.store, key)
+
+    def generated() -> float:
+        return counters(engine)["vllm:generation_tokens_total"]
+
+    with ThreadPoolExecutor(2) as pool:
+        began = generated()
+        running = pool.submit(complete, engine.url, case.prompt[:20], 2000, ignore_eos=True)
+        until(lambda: generated() > began)
+        world.server.stop()
+        try:
+            begun = time.monotonic()
+            waiting = pool.submit(decode, engine.url, case.prompt, case.found)
+            until(lambda: counters(engine)["vllm:num_requests_waiting"] > 0)
+            before = generated()
+            until(lambda: generated() > before + 20)
+            assert not waiting.done(), "it has waited for nothing"
+            assert not running.done(), "nothing ran beside it"
+            response = waiting.result(ANSWER_S)
+            took_s = time.monotonic() - begun
+        finally:
+            world.server.go_on()
+        assert running.result(ANSWER_S)["usage"]["completion_tokens"] == 2000
+    assert (response.status_code, tokens_of(response)) == (200, case.expected)
+    assert took_s < 10 * _BRISK_S  # of which a busy machine computes most
+    seen = counters(engine)
+    assert seen["vllm:kvparams_lookups_failed_total"] >= 1
+    assert seen["vllm:kvparams_tokens_loaded_total"] == 0
+
+    def found_again() -> bool:
+        assert tokens_of(decode(engine.url, again.prompt, again.found)) == again.expected
+        return counters(engine)["vllm:kvparams_tokens_loaded_total"] > 0
+
+    until(found_again)
 
 
 def test_a_store_that_was_killed(world: _World) -> None:

@@ -7,14 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server
 from kvparams_connectors.store import Code, GetOp, open_store
+from tests.vllm.damage import flip
 from tests.vllm.engines import (
     ENVIRONMENT,
     READY_S,
@@ -26,7 +30,7 @@ from tests.vllm.engines import (
     until,
     wait_saved,
 )
-from tests.vllm.legs import prefill
+from tests.vllm.legs import decode, prefill, tokens_of
 from tests.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -231,7 +235,8 @@ def _values(url: str, keys: Sequence[str]) -> list[bytes]:
 
 
 def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_path: Path) -> None:
-    transfer = transfer_config(f"file://{shared_memory}/kv?size=256MiB", extra={"tensor_parallel_sizes": [1, 2]})
+    url = f"file://{shared_memory}/kv?size=256MiB"
+    transfer = transfer_config(url, extra={"tensor_parallel_sizes": [1, 2]})
     asks, more = _prompts(8, 129, 300, 700), _prompts(9, 129, 300, 700)
     with Processes(tmp_path) as processes:
         one = start_engine(processes, "one", model, "--no-enable-prefix-caching", transfer=transfer)
@@ -252,6 +257,49 @@ def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_pa
         wait_saved(two, 2 * (1 + 2 + 5))
         assert answers(one.url, more) == expected
         assert _loaded(one) == 128 + 256 + 640
+        _half_a_page_is_damaged(one, two, url)
+        _many_leave(two, expected, more)
+
+
+def _half_a_page_is_damaged(one: Server, two: Server, url: str) -> None:
+    """What one rank has to refuse, neither uses."""
+    (ask,) = _prompts(14, 450)
+    assert isinstance(ask.prompt, list)
+    right = _ids(complete(one.url, ask.prompt, 12, cache_salt="apart", return_token_ids=True))
+    found = prefill(one.url, ask.prompt)
+    store, before = open_store(url), counters(two)
+    try:
+        halves = [key for key in found["load_keys"] if ".128." in key]
+        assert len(halves) == 6, "three full pages, a half for each rank"
+        flip(store, halves[3])
+    finally:
+        store.close()
+    response = decode(two.url, ask.prompt, found)
+    assert (response.status_code, tokens_of(response)) == (200, right)
+    refused = "vllm:kvparams_pages_refused_total{reason=flipped_payload}"
+    after = counters(two)
+    assert after[refused] - before.get(refused, 0) == 1
+    assert 0 < _loaded(two) - before["vllm:kvparams_tokens_loaded_total"] < 2 * 450
+
+
+def _many_leave(two: Server, expected: list[str], asks: list[Ask]) -> None:
+    """Clients that go at any moment leave no block behind in either rank."""
+    chance = random.Random(15)
+
+    def leave(patience_s: float) -> bool:
+        try:
+            body = Ask([chance.randrange(300, 2000) for _ in range(700)]).body()
+            httpx.post(f"{two.url}/v1/completions", json=body, timeout=patience_s, verify=NO_CERTIFICATES)
+        except httpx.TimeoutException:
+            return True
+        return False
+
+    with ThreadPoolExecutor(6) as pool:
+        left = sum(pool.map(leave, [chance.uniform(0.005, 0.4) for _ in range(40)]))
+    assert left
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until(lambda: not any(counters(two)[f"vllm:{name}"] for name in names))
+    assert answers(two.url, asks) == expected
 
 
 def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -> None:
