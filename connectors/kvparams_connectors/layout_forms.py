@@ -75,23 +75,27 @@ FORMS: Final = (
 that have AMX), which packs K and V into tiles (csrc/cpu/cpu_attn_amx.hpp); its shape is that of `vllm_cpu_vec`."""
 
 _SPECS: Final = {"FullAttentionSpec": False, "MLAAttentionSpec": True}
+_WINDOWS: Final = {"SlidingWindowSpec": False}
+"""For whoever knows that such a cache does not keep all blocks."""
 
 
-def read_spec(spec: object, *, cache_dtype: str | None = None) -> CacheSpec:
+def read_spec(spec: object, *, cache_dtype: str | None = None, windows: bool = False) -> CacheSpec:
     """What one of vLLM's cache specs says (vllm/v1/kv_cache_interface.py, 0.32).
 
     Args:
-        spec: a `FullAttentionSpec` or an `MLAAttentionSpec`.
+        spec: a `FullAttentionSpec` or an `MLAAttentionSpec`; with `windows` a `SlidingWindowSpec`, too.
         cache_dtype: what the elements mean if the spec only says bytes (`torch.uint8`): `float8_e4m3fn`,
             `float8_e5m2`, or `uint8`.
+        windows: whether sliding windows are known, too, to whoever asks.
 
     Raises:
         LayoutError: the spec is of another kind (sliding windows, Mamba states, ...), or it only says bytes.
     """
     kind = type(spec).__name__
-    if kind not in _SPECS:
+    known = _SPECS | (_WINDOWS if windows else {})
+    if kind not in known:
         raise LayoutError(
-            f"a cache of the kind {kind} is not known here; known: {', '.join(_SPECS)}. Switch the store off for this "
+            f"a cache of the kind {kind} is not known here; known: {', '.join(known)}. Switch the store off for this "
             "model: pages of it would be incomplete"
         )
     values = {name: getattr(spec, name, None) for name in ("block_size", "num_kv_heads", "head_size")}
@@ -106,7 +110,7 @@ def read_spec(spec: object, *, cache_dtype: str | None = None) -> CacheSpec:
         )
     block_size, heads, k_dim = (int(getattr(spec, name)) for name in values)
     v_dim = getattr(spec, "head_size_v", None)
-    mla = _SPECS[kind]
+    mla = known[kind]
     return CacheSpec(block_size, heads, k_dim, 0 if mla else int(v_dim or k_dim), cache_dtype or dtype)
 
 

@@ -212,6 +212,10 @@ class MambaSpec:
     block_size: int = 32
 
 
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
 def test_a_cache_spec_is_read_from_the_engines_own() -> None:
     assert read_spec(FullAttentionSpec()) == CacheSpec(32, 4, 64, 64, "bfloat16")
     assert read_spec(MLAAttentionSpec()) == CacheSpec(32, 1, 576, 0, "bfloat16")
@@ -221,3 +225,8 @@ def test_a_cache_spec_is_read_from_the_engines_own() -> None:
         read_spec(fp8)
     with pytest.raises(LayoutError, match="MambaSpec is not known"):
         read_spec(MambaSpec())
+    with pytest.raises(LayoutError, match=r"MambaSpec is not known here; known: .*SlidingWindowSpec"):
+        read_spec(MambaSpec(), windows=True)
+    assert read_spec(SlidingWindowSpec(), windows=True) == CacheSpec(32, 4, 64, 64, "bfloat16")
+    with pytest.raises(LayoutError, match="SlidingWindowSpec is not known"):
+        read_spec(SlidingWindowSpec())  # by whoever takes it that all blocks are kept

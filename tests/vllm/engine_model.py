@@ -11,9 +11,11 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvparams.keys import Extra, Geometry, Namespace
+from kvparams.keys import Extra, Geometry, Namespace, Rectangle
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.geometry import Share
+from kvparams_connectors.engines.vllm.grouped import GroupedPlan
 from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.orders import LoadOrder
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
@@ -25,11 +27,13 @@ from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import Hit, LoadReport, SaveReport
 from kvparams_connectors.store import KVStore
 
-__all__ = ["BLOCK", "NAMESPACE", "PAGE", "EngineModel", "ModelRequest"]
+__all__ = ["BLOCK", "NAMESPACE", "PAGE", "SHARE", "EngineModel", "ModelRequest"]
 
 BLOCK = 4
 PAGE = 6
 NAMESPACE = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), PAGE)
+SHARE = Share(NAMESPACE, Rectangle.whole(NAMESPACE.geometry), Grid(1, 1))
+"""Of the one group of layers."""
 
 _MIXED = -1
 """The life of what was computed on KV of an earlier one."""
@@ -93,12 +97,12 @@ class _Search:
 
     def __init__(self, engine: "EngineModel") -> None:
         self._engine = engine
-        self._prefixes = Prefixes(_NO_STORE, NAMESPACE, Grid(1, 1), 1.0)
+        self._prefixes = Prefixes(_NO_STORE, [SHARE], 1.0)
 
-    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan:
         return self._prefixes.plan(token_ids, shared, extras)
 
-    def look(self, plan: Plan) -> Job[Hit]:
+    def look(self, plan: GroupedPlan) -> Job[Hit]:
         job = Job(1e18, Hit(0, 0, 0))
         self._engine.lookups.append((plan, job))
         return job
@@ -118,7 +122,7 @@ class EngineModel:
         """`holding`: False is an engine that gives blocks away although they are still to be copied."""
         self.now = clock
         self.aside = _Aside()
-        self.lookups: list[tuple[Plan, Job[Hit]]] = []
+        self.lookups: list[tuple[GroupedPlan, Job[Hit]]] = []
         self.loads: list[tuple[LoadOrder, Job[LoadReport]]] = []
         self.stored: set[bytes] = set()
         """Chains of pages that are stored."""
@@ -131,7 +135,7 @@ class EngineModel:
         self.blocks: list[_Block] = [_Block(block) for block in range(blocks)]
         self.held = Holds(self, 1)
         self.book.hold = self.held.hold if holding else lambda blocks: 1 << 40
-        self.transfers = Transfers(self, BLOCK, clock=lambda: self.now, aside=self.aside)
+        self.transfers = Transfers([self], BLOCK, clock=lambda: self.now, aside=self.aside)
         self.free = list(range(blocks))
         self.holds: dict[int, list[tuple[int, ...] | None]] = {block: [None] * BLOCK for block in range(blocks)}
         """By block and place: the life of the weights, and the tokens up to and with the one whose KV stands there.
@@ -161,7 +165,7 @@ class EngineModel:
 
     def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
         self._saving = (_life_of(extras), *token_ids)
-        return _Search(self).plan(token_ids, params, extras)
+        return _Search(self).plan(token_ids, params, extras).plans[0]
 
     def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
         job = Job(1e18, LoadReport(start_token, start_token))
@@ -201,7 +205,7 @@ class EngineModel:
         by_name = {one.name: one for one, _, _ in running}
         orders = self.book.step(
             [
-                Running(one.name, start, count, tuple(one.tokens), lambda one=one: one.blocks)
+                Running(one.name, start, count, tuple(one.tokens), lambda one=one: [one.blocks])
                 for one, start, count in running
             ]
         )
@@ -270,7 +274,7 @@ class EngineModel:
         if need > len(one.blocks) + len(self.free):
             return
         self._grow(one, external or len(one.tokens), running)
-        self.book.allocated(one.name, external, tuple(one.tokens), one.blocks)
+        self.book.allocated(one.name, external, tuple(one.tokens), [one.blocks])
         if external:
             one.claims += 1
             assert one.claims == 1, "an offer is made once"

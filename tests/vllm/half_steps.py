@@ -12,6 +12,7 @@ from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
 __all__ = [
     "PROMPT",
     "FullAttentionSpec",
+    "MambaSpec",
     "Manager",
     "Pool",
     "SlidingWindowSpec",
@@ -34,6 +35,14 @@ class FullAttentionSpec:
 
 class SlidingWindowSpec(FullAttentionSpec):
     """The same."""
+
+    sliding_window: int | None = 128
+
+
+class MambaSpec:
+    """Of a kind that keeps no tokens."""
+
+    block_size = 32
 
 
 def make_config(folder: Path, **transfer: object) -> Any:
@@ -64,8 +73,11 @@ def make_config(folder: Path, **transfer: object) -> Any:
 
 
 def make_cache(*specs: object) -> Any:
-    """`KVCacheConfig` with a group of each spec."""
-    groups = [SimpleNamespace(layer_names=["l.0", "l.1"], kv_cache_spec=spec) for spec in specs]
+    """`KVCacheConfig` with a group of each spec, of one of the two layers if there are two."""
+    groups = [
+        SimpleNamespace(layer_names=["l.0", "l.1"] if len(specs) == 1 else [f"l.{at}"], kv_cache_spec=spec)
+        for at, spec in enumerate(specs)
+    ]
     return SimpleNamespace(num_blocks=100, kv_cache_groups=groups)
 
 

@@ -14,8 +14,9 @@ from kvparams.params import Endpoint
 from kvparams_connectors.connector import KVStoreConnector
 from kvparams_connectors.connector_settings import ConnectorSettings
 from kvparams_connectors.engines.vllm.documents import prefill_result, read_handoff
-from kvparams_connectors.engines.vllm.engine import cache_group, cpu_form, layer_index
+from kvparams_connectors.engines.vllm.engine import cpu_form
 from kvparams_connectors.engines.vllm.geometry import Ranks, Share, layer_range, share_of
+from kvparams_connectors.engines.vllm.groups import layer_index
 from kvparams_connectors.engines.vllm.identity import (
     Adapters,
     folder_digest,
@@ -40,6 +41,9 @@ def test_settings_have_defaults() -> None:
     connector = settings.connector(Grid(1, 1), 100 << 20)
     assert connector.arena_bytes == 1600 << 20  # room for 16 pages
     assert VLLMSettings.of({"store": "x", "arena_bytes": 5}).connector(Grid(1, 1), 100).arena_bytes == 5
+    assert settings.connector(Grid(1, 1), 100, groups=4).arena_bytes == 16 << 20  # together as much as one
+    assert settings.connector(Grid(1, 1), 100 << 20, groups=4).arena_bytes == 1600 << 20
+    assert VLLMSettings.of({"store": "x", "arena_bytes": 9}).connector(Grid(1, 1), 100, groups=3).arena_bytes == 3
 
 
 @pytest.mark.parametrize(
@@ -211,17 +215,10 @@ def test_layers_are_counted_by_their_names() -> None:
             layer_range(wrong, 2)
 
 
-def test_kernels_and_groups_that_are_not_known_are_refused() -> None:
+def test_kernels_that_are_not_known_are_refused() -> None:
     assert cpu_form("vec") == "vllm_cpu_vec"
     with pytest.raises(LayoutError, match="--dtype float32"):
         cpu_form("amx")
-
-    class Cache:
-        num_blocks = 1
-        kv_cache_groups: list[Any] = []  # noqa: RUF012
-
-    with pytest.raises(LayoutError, match="--disable-hybrid-kv-cache-manager"):
-        cache_group(Cache())
 
 
 def test_weights_are_told_apart(tmp_path: Path) -> None:

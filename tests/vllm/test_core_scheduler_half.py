@@ -22,9 +22,9 @@ from kvparams_connectors.settings import StoreError
 from tests.vllm.half_steps import (
     PROMPT,
     FullAttentionSpec,
+    MambaSpec,
     Manager,
     Pool,
-    SlidingWindowSpec,
     key_of,
     make_cache,
     make_config,
@@ -143,8 +143,9 @@ def test_a_consumer_saves_nothing(tmp_path: Path) -> None:
         ("memory:?size=1MiB", [FullAttentionSpec()], "several: choose one that others can reach"),
         ("tiered:?l1=memory:", [FullAttentionSpec()], ""),
         ("peer://127.0.0.1?size=1MiB", [FullAttentionSpec()], "at which port the worker listens"),
-        ("file://{}/kv?size=16MiB", [SlidingWindowSpec()], "SlidingWindowSpec is not known"),
-        ("file://{}/kv?size=16MiB", [FullAttentionSpec(), SlidingWindowSpec()], "--disable-hybrid-kv-cache-manager"),
+        ("file://{}/kv?size=16MiB", [MambaSpec()], "a cache of the kind MambaSpec is not known"),
+        ("file://{}/kv?size=16MiB", [FullAttentionSpec(), MambaSpec()], "a cache of the kind MambaSpec is not known"),
+        ("file://{}/kv?size=16MiB", [FullAttentionSpec()] * 3, "Switch the store off"),
         ("file://{}/kv?size=16MiB", [], "0 groups of layers (none)"),
     ],
 )
@@ -299,11 +300,11 @@ def test_without_a_manager_block_tables_are_kept_along_the_orders() -> None:
     tables = BlockTables()
     tables.follow(_scheduled({"a": [1, 2], "b": [3]}, {}, set()))
     tables.follow(_scheduled({}, {"a": [4], "b": None}, set()))
-    assert (tables.of("a"), tables.of("b")) == ([1, 2, 4], [3])
+    assert (tables.of("a"), tables.of("b")) == ([[1, 2, 4]], [[3]])
     tables.follow(_scheduled({}, {"a": [7, 8], "b": [9]}, {"a"}))  # a was preempted meanwhile
-    assert (tables.of("a"), tables.of("b")) == ([7, 8], [3, 9])
+    assert (tables.of("a"), tables.of("b")) == ([[7, 8]], [[3, 9]])
     tables.forget("a")
     with pytest.raises(KeyError):
         tables.of("a")
     tables.bind(Manager())
-    assert tables.of("a") == list(range(10))
+    assert tables.of("a") == (list(range(10)),)

@@ -11,19 +11,19 @@ import pytest
 
 from kvparams.params import Endpoint
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.grouped import GroupedPlan
 from kvparams_connectors.engines.vllm.orders import SaveOrder, StepOrders
 from kvparams_connectors.engines.vllm.orders import Sequence as Tokens
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules
 from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
-from kvparams_connectors.grid import Grid
 from kvparams_connectors.jobs import Job, Lane
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import Hit, LoadReport, SaveReport
 from kvparams_connectors.store import Code, PutOp, Result
 from kvparams_connectors.stores.guard.store import open_guarded
 from tests.connectors.valkey_server import wait_until
-from tests.vllm.engine_model import NAMESPACE, EngineModel
+from tests.vllm.engine_model import SHARE, EngineModel
 
 _SOON_S = 0.02
 _WAIT_S = 0.5
@@ -38,10 +38,10 @@ class _Slow:
         self._after_s = after_s
         self._plans = EngineModel(1)
 
-    def plan(self, token_ids: Sequence[int], shared: Any, extras: Any) -> Plan:
-        return self._plans.plan(token_ids, shared, extras)
+    def plan(self, token_ids: Sequence[int], shared: Any, extras: Any) -> GroupedPlan:
+        return GroupedPlan((self._plans.plan(token_ids, shared, extras),), (None,))
 
-    def look(self, plan: Plan) -> Job[Hit]:
+    def look(self, plan: GroupedPlan) -> Job[Hit]:
         job = Job(time.monotonic() + _LONG_S, Hit(0, 0, 0))
         timer = threading.Timer(self._after_s, job.finish, [Hit(12, 2, 100)])
         timer.daemon = True
@@ -113,7 +113,7 @@ def _orders(*numbers: int | None) -> StepOrders:
 def _transfers(save: Callable[[], None]) -> Generator[tuple[Transfers, _Store]]:
     store, lane = _Store(save), Lane("test")
     try:
-        yield Transfers(store, 4, aside=lane), store
+        yield Transfers([store], 4, aside=lane), store
     finally:
         lane.close()
 
@@ -164,7 +164,7 @@ class _TooLate:
 
 
 def test_saves_that_come_too_late_keep_no_blocks() -> None:
-    transfers = Transfers(_Store(lambda: None), 4, aside=_TooLate())
+    transfers = Transfers([_Store(lambda: None)], 4, aside=_TooLate())
     transfers.save(_orders(1, 2))
     assert transfers.finished().copied == [1, 2]
     assert transfers.counts["saves_late"] == 2
@@ -195,7 +195,7 @@ def test_a_store_that_can_say_at_once_is_asked_without_another_thread(tmp_path: 
         store.quarantine(["there"])
         assert store.exists_at_once(["there"]) is None
         assert store.exists_at_once(["away"]) == [Result(Code.MISS)]
-        prefixes = Prefixes(store, NAMESPACE, Grid(1, 1), 1.0)
+        prefixes = Prefixes(store, [SHARE], 1.0)
         look = prefixes.look(prefixes.plan([1] * 20, None, ()))
         assert (look.settled(), look.result(0).tokens) == (True, 0)
     finally:

@@ -3,9 +3,11 @@
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from kvparams_connectors.engines.vllm.ordering import NULL_BLOCK
 from tests.vllm.version import is_earlier
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -30,13 +32,14 @@ _HOOKS = {
     "save_kv_layer": ["layer_name", "kv_layer", "attn_metadata", "kwargs"],
     "wait_for_save": [],
     "get_finished": ["finished_req_ids"],
+    "get_transfer_results": ["finished_req_ids"],
     "get_block_ids_with_load_errors": [],
     "build_connector_worker_meta": [],
     "get_kv_connector_stats": [],
     "shutdown": [],
 }
 """Of `KVConnectorBase_V1`, with what vLLM passes."""
-_SINCE_032 = {"bind_kv_cache_manager", "has_pending_block_frees"}
+_SINCE_032 = {"bind_kv_cache_manager", "get_transfer_results", "has_pending_block_frees"}
 """Of these."""
 _MEMBERS = {
     "vllm.v1.request:Request": ["all_token_ids", "update_block_hashes"],
@@ -54,6 +57,7 @@ _MEMBERS = {
     "vllm.v1.kv_cache_interface:KVCacheConfig": ["num_blocks", "kv_cache_groups"],
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
     "vllm.v1.kv_cache_interface:FullAttentionSpec": ["block_size", "num_kv_heads", "head_size", "dtype"],
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ["block_size", "num_kv_heads", "head_size", "sliding_window"],
     "vllm.config.kv_transfer:KVTransferConfig": [
         *("engine_id", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config", "is_kv_producer"),
     ],
@@ -94,7 +98,7 @@ def test_hooks_that_are_new_are_looked_at() -> None:
         *("bind_connector_metadata", "build_kv_connector_stats", "build_prom_metrics"),
         *("clear_connector_metadata", "finish_forward", "get_external_cache_hit_sources", "get_finished_count"),
         *("get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_loaded_kv_cache_group_ids"),
-        *("get_mem_pool_context", "get_required_kvcache_layout", "get_transfer_results", "handle_preemptions"),
+        *("get_mem_pool_context", "get_required_kvcache_layout", "handle_preemptions"),
         *("has_connector_metadata",),
         *("register_finished_partial_tail", "requires_kv_delivery", "requires_piecewise_for_cudagraph"),
         *("reset_capture_state", "role", "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata"),
@@ -103,7 +107,7 @@ def test_hooks_that_are_new_are_looked_at() -> None:
     if is_earlier():
         left -= {
             *("finish_forward", "get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"),
-            *("get_mem_pool_context", "get_transfer_results", "register_finished_partial_tail", "reset_capture_state"),
+            *("get_mem_pool_context", "register_finished_partial_tail", "reset_capture_state"),
         }
         left |= {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"}  # only for who prefers it
     public = {name for name in vars(base) if not name.startswith("_")}
@@ -124,6 +128,25 @@ def test_blocks_are_kept_by_counting_users() -> None:
         assert block.block_id not in [other.block_id for other in pool.get_new_blocks(2)]
         pool.free_blocks([block])
         assert pool.get_new_blocks(1) == [block]
+
+
+@pytest.mark.skipif(is_earlier(), reason="windows are refused in words there")
+def test_windows_are_kept_and_failures_told_as_is_relied_on() -> None:
+    """Block 0 is the one that holds nothing, a window's table begins with it, and loads fail as a whole."""
+    pool = _class("vllm.v1.core.block_pool:BlockPool")(num_gpu_blocks=4, enable_caching=True, hash_block_size=32)
+    assert pool.null_block.block_id == NULL_BLOCK
+    manager: Any = _class("vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager")
+    skipped = inspect.getsource(manager.get_num_skipped_tokens)
+    assert "num_computed_tokens - self.sliding_window + 1" in skipped
+    results = _class("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults")
+    told = results(finished_recving={"r"}, failed_recving={"r"})
+    assert (told.finished_sending, told.failed_recving) == (set(), {"r"})
+    scheduler: Any = _class("vllm.v1.core.sched.scheduler:Scheduler")
+    assert "request.num_computed_tokens = 0" in inspect.getsource(scheduler._handle_failed_recving)
+    ours: Any = _class("kvparams_connectors.engines.vllm.connector:KVParamsConnector")
+    assert issubclass(ours, _class("vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA"))
+    hook = list(inspect.signature(ours.request_finished_all_groups).parameters)
+    assert hook == ["self", "request", "block_ids"]
 
 
 @pytest.mark.parametrize("name", list(_MEMBERS))

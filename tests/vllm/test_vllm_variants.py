@@ -303,7 +303,7 @@ def _many_leave(two: Server, expected: list[str], asks: list[Ask]) -> None:
 
 
 def test_layers_with_windows(model: Path, shared_memory: Path, tmp_path: Path) -> None:
-    """Where vLLM keeps all layers alike, they are shared; `test_what_cannot_work` has the rest."""
+    """Where vLLM keeps all layers alike; `test_vllm_hybrid.py` has the rest."""
     folder = _windows(model, tmp_path, ["sliding_attention", "full_attention"])
     asks = _prompts(13, 129, 300, 513)
     with Processes(tmp_path) as processes:
@@ -345,7 +345,7 @@ def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> No
             transfer_config(store),
         ),
         (
-            "a cache of the kind SlidingWindowSpec is not known",
+            "switch the store off for this model",
             _windows(model, tmp_path, ["sliding_attention"] * 2),
             transfer_config(store),
         ),

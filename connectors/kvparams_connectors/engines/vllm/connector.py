@@ -61,6 +61,11 @@ else:
 __all__ = ["KVParamsConnector", "StepMetadata"]
 
 
+_BASE: Final = import_module(KVConnectorBase_V1.__module__)
+_TRANSFER_RESULTS: Final = getattr(_BASE, "KVConnectorTransferResults", None)
+"""How vLLM is told that requests' loads have failed; since 0.32."""
+
+
 class StepMetadata(KVConnectorMetadata):
     """The orders of a step, as vLLM carries them to the workers."""
 
@@ -93,10 +98,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._reported: dict[str, int] = {}
+        tells = _TRANSFER_RESULTS is not None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings, tells_failures=tells)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, _ThisProcess())
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, _ThisProcess(), tells_failures=tells)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -183,6 +189,12 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._mover.finished() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, with what failed as a whole; asked since 0.32."""
+        assert _TRANSFER_RESULTS is not None
+        _, received = self.get_finished(finished_req_ids)
+        return _TRANSFER_RESULTS(finished_recving=received or set(), failed_recving=self._mover.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._mover.bad_blocks

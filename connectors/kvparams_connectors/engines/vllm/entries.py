@@ -9,10 +9,10 @@ from typing import Final
 
 from kvparams.keys import Extra
 from kvparams_connectors.engines.vllm.documents import Handoff
+from kvparams_connectors.engines.vllm.grouped import GroupedPlan
 from kvparams_connectors.engines.vllm.orders import Sequence
 from kvparams_connectors.engines.vllm.requests import Tracked
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import Hit
 
 __all__ = ["ALL_TOKENS", "Entry"]
@@ -45,13 +45,15 @@ class Entry:
         self.patient_until: float | None = None
         """It waits until then for promised pages; None: it does not."""
         self.again_at = 0.0
-        self.plan: Plan | None = None
+        self.plan: GroupedPlan | None = None
         self.lookup: Job[Hit] | None = None
         self.hit: Hit | None = None
         self.worth = True
         self.outdated = False
         """What is known of it belongs to a life that is over, or to blocks that it has no more: before an offer the
         store is asked again, and until then nothing of it is saved or promised."""
+        self.gaps: Final[set[tuple[int, int]]] = set()
+        """Group of layers and end of pages that could not be saved: their blocks were gone already."""
         self._extras: Final = extras
         self._life = life
 

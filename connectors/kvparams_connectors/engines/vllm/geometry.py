@@ -31,6 +31,8 @@ class Share:
     namespace: Namespace
     rectangle: Rectangle
     grid: Grid
+    window: int | None = None
+    """How many of the last tokens the engine keeps; None: all."""
 
 
 def share_of(
@@ -43,6 +45,7 @@ def share_of(
     kv_heads: int,
     ranks: Ranks,
     sizes: Sequence[int] | None,
+    window: int | None = None,
 ) -> Share:
     """Names and part of one rank.
 
@@ -51,10 +54,11 @@ def share_of(
         revision: of its weights.
         page_tokens: of a stored page.
         spec: of this rank's cache.
-        layers: of the whole model that have a cache.
+        layers: of the whole model that have such a cache.
         kv_heads: of the whole model; MLA: 1.
         ranks: how the engine is divided.
         sizes: of tensor parallelism that shall share; None: this engine's.
+        window: how many of the last tokens the engine keeps; None: all.
 
     Raises:
         LayoutError: the engine is divided in a way that is not known here.
@@ -80,7 +84,7 @@ def share_of(
     if mine % grid.head_unit:
         raise LayoutError(f"tensor_parallel_sizes {list(sizes or ())} must hold this engine's size, {ranks.tensor}")
     namespace = Namespace(model, revision, spec.dtype, geometry, page_tokens)
-    return Share(namespace, Rectangle(0, layers, first, first + mine), grid)
+    return Share(namespace, Rectangle(0, layers, first, first + mine), grid, window)
 
 
 def layer_range(indexes: Sequence[int], layers: int) -> None:

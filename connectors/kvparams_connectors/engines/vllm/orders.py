@@ -29,9 +29,11 @@ class LoadOrder:
     request_id: str
     sequence: Sequence
     block_ids: tuple[int, ...]
-    """The block table from token 0."""
+    """The group's block table from token 0."""
     start: int
     end: int
+    group: int = 0
+    """Of layers. A request whose layers have several groups is loaded when its orders of all of them are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class SaveOrder:
     number: int | None = None
     """The engine keeps the blocks as they are until every worker has said that this order is copied. None: it keeps
     none, so they must be copied before the step ends."""
+    group: int = 0
+    """Of layers."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
 from typing import Final
@@ -17,8 +17,9 @@ from kvparams.params import Endpoint
 from kvparams.trust.gate import Gate
 from kvparams.trust.keyring import KeyringError
 from kvparams_connectors.engines.vllm.documents import Handoff, new_incarnation, read_handoff
-from kvparams_connectors.engines.vllm.engine import cache_group, group_spec, read_share
+from kvparams_connectors.engines.vllm.engine import read_shares
 from kvparams_connectors.engines.vllm.entries import ALL_TOKENS
+from kvparams_connectors.engines.vllm.groups import read_groups
 from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.identity import Adapters
 from kvparams_connectors.engines.vllm.interface import (
@@ -32,6 +33,7 @@ from kvparams_connectors.engines.vllm.interface import (
     SchedulerOutput,
 )
 from kvparams_connectors.engines.vllm.lookup_store import open_lookup_store
+from kvparams_connectors.engines.vllm.ordering import Tables
 from kvparams_connectors.engines.vllm.orders import StepOrders
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
@@ -55,11 +57,14 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 class SchedulerHalf:
     """What the connector does in vLLM's scheduler."""
 
-    def __init__(self, config: EngineConfig, cache: CacheConfig, settings: VLLMSettings) -> None:
-        """Raises LayoutError or StoreError if this engine cannot share its KV."""
+    def __init__(
+        self, config: EngineConfig, cache: CacheConfig, settings: VLLMSettings, *, tells_failures: bool = True
+    ) -> None:
+        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
         transfer = config.kv_transfer_config
         assert transfer is not None
-        share = read_share(config, cache, settings, tensor_rank=0)
+        groups = read_groups(config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures)
+        shares = read_shares(config, groups, settings, tensor_rank=0)
         ranks = config.parallel_config.tensor_parallel_size
         lookup = open_lookup_store(settings.store, ranks=ranks)
         self._store = lookup.store
@@ -75,11 +80,12 @@ class SchedulerHalf:
             saves=transfer.is_kv_producer,
             fails=fails,
             promise_s=settings.promise_s,
-            block_tokens=group_spec(config, cache_group(cache)).block_size,
+            block_tokens=groups[0].spec.block_size,
+            windows=tuple(group.window for group in groups),
             wait_s=_LOOKUP_WAIT_S,
         )
         address = lookup.address
-        prefixes = Prefixes(self._store, share.namespace, share.grid, settings.deadline_s, own=address)
+        prefixes = Prefixes(self._store, shares, settings.deadline_s, own=address)
         producer = Endpoint(id=_visible(transfer.engine_id or "vllm"), incarnation=new_incarnation())
         if address is not None:
             producer = producer.model_copy(update={"address": address})
@@ -163,8 +169,8 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, blocks: KVBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`."""
-        block_ids = blocks.get_block_ids()[0] if external else ()
-        self.book.allocated(request.request_id, external, request.all_token_ids, block_ids)
+        tables = blocks.get_block_ids() if external else ()
+        self.book.allocated(request.request_id, external, request.all_token_ids, tables)
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """vLLM's `build_connector_meta`."""
@@ -175,7 +181,7 @@ class SchedulerHalf:
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return self.book.step(
             [
-                Running(name, start, counts[name], self._requests[name].all_token_ids, self._blocks_of(name))
+                Running(name, start, counts[name], self._requests[name].all_token_ids, self._tables_of(name))
                 for name, start in starts.items()
                 if name in self._requests and name in counts
             ]
@@ -214,7 +220,7 @@ class SchedulerHalf:
         """Let go of the store."""
         self._store.close()
 
-    def _blocks_of(self, name: str) -> Callable[[], Sequence[int]]:
+    def _tables_of(self, name: str) -> Callable[[], Tables]:
         return lambda: self._tables.of(name)
 
 

@@ -16,10 +16,11 @@ from kvparams.keys import Extra
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff, prefill_result
 from kvparams_connectors.engines.vllm.entries import ALL_TOKENS, Entry
-from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, StepOrders
-from kvparams_connectors.engines.vllm.requests import Span, Stage, Tracked
+from kvparams_connectors.engines.vllm.grouped import GroupedPlan
+from kvparams_connectors.engines.vllm.ordering import Tables, load_orders, save_orders
+from kvparams_connectors.engines.vllm.orders import LoadOrder, StepOrders
+from kvparams_connectors.engines.vllm.requests import Stage, Tracked
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.plan import Plan
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.reports import Hit
 
@@ -34,8 +35,8 @@ _LEAST_PROMISE_S: Final = 0.02
 class Search(Protocol):
     """`searching.Prefixes`."""
 
-    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan: ...
-    def look(self, plan: Plan) -> Job[Hit]: ...
+    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan: ...
+    def look(self, plan: GroupedPlan) -> Job[Hit]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Rules:
     """How long to wait for promised pages."""
     block_tokens: int = 1
     """Of the engine's block: where it has the rest itself, fewer tokens than that are not worth a load."""
+    windows: tuple[int | None, ...] = (None,)
+    """By group of layers: how many of the last tokens the engine keeps; None: all."""
     wait_s: float = 0.0
     """How long a step may wait for lookups, all of its requests together. A store that is near answers within it; put
     off to the next step, a request loses more, and alone an engine that has nothing to do sleeps in between."""
@@ -67,8 +70,8 @@ class Running:
     """Tokens of the step."""
     token_ids: Tokens[int]
     """All that are certain."""
-    block_ids: Callable[[], Tokens[int]]
-    """The block table from token 0, if anybody wants to know."""
+    tables: Callable[[], Tables]
+    """By group the block table from token 0, if anybody wants to know."""
 
 
 class Book:
@@ -146,13 +149,16 @@ class Book:
             return 0
         return offer
 
-    def allocated(self, request_id: str, external: int, token_ids: Tokens[int], block_ids: Tokens[int]) -> None:
+    def allocated(self, request_id: str, external: int, token_ids: Tokens[int], tables: Tables) -> None:
         """The engine has blocks for the request, and counts on `external` tokens; see `Tracked.allocated`."""
         entry = self._entries.get(request_id)
         claim = None if entry is None else entry.tracked.allocated(external)
         if entry is not None and claim is not None:
             sequence = entry.sequence(token_ids)
-            self._loads.append(LoadOrder(request_id, sequence, tuple(block_ids), claim.start, claim.end))
+            rules = self._rules
+            self._loads += load_orders(
+                request_id, sequence, tables, claim, block_tokens=rules.block_tokens, windows=rules.windows
+            )
             self.counts["loads"] += 1
             self.counts["tokens_claimed"] += claim.end - claim.start
 
@@ -167,7 +173,18 @@ class Book:
                 continue
             spans = entry.tracked.scheduled(one.start, one.count, len(one.token_ids))
             if not entry.outdated:
-                orders.saves.extend(self._save(entry, one, span) for span in spans)
+                for span in spans:
+                    orders.saves += save_orders(
+                        entry.sequence(one.token_ids[: span.end]),
+                        one.tables(),
+                        span,
+                        page_tokens=self._rules.page_tokens,
+                        block_tokens=self._rules.block_tokens,
+                        windows=self._rules.windows,
+                        required=entry.handoff.prefilling,
+                        hold=self.hold,
+                        gaps=entry.gaps,
+                    )
         return orders
 
     def finish(self, request_id: str, *, computed: int) -> dict[str, object] | None:
@@ -186,7 +203,7 @@ class Book:
         if entry.handoff.prefilling and whole and self._rules.saves:
             if entry.plan is None or entry.plan.tokens != tracked.prompt_tokens:
                 entry.plan = self._plan(entry, entry.prompt)
-            keys = entry.plan.keys
+            keys = entry.plan.promise(entry.gaps)
         return prefill_result(
             entry.handoff,
             producer=self._producer,
@@ -206,13 +223,13 @@ class Book:
         for entry in self._entries.values():
             entry.renew(self._life)
 
-    def plan_of(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+    def plan_of(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan:
         """The pages of a sequence, with the parts of all ranks."""
         return self._search.plan(token_ids, shared, extras)
 
     # ---- what is there
 
-    def _plan(self, entry: Entry, token_ids: Tokens[int]) -> Plan:
+    def _plan(self, entry: Entry, token_ids: Tokens[int]) -> GroupedPlan:
         return self.plan_of(token_ids, entry.handoff.shared, entry.extras)
 
     def _look(self, entry: Entry, token_ids: Tokens[int]) -> None:
@@ -257,14 +274,11 @@ class Book:
     def _patient(self, entry: Entry) -> bool:
         return entry.patient_until is not None and self._clock() < entry.patient_until
 
-    def _promised(self, entry: Entry, plan: Plan) -> int:
+    def _promised(self, entry: Entry, plan: GroupedPlan) -> int:
         params = entry.handoff.params
         if params is None or not entry.handoff.decoding or not params.load_keys:
             return 0
-        keys = frozenset(params.load_keys)
-        each = len(plan.units)
-        good = (page.end for page in plan.pages if keys.issuperset(plan.keys[page.index * each :][:each]))
-        return max(good, default=0)
+        return plan.promised(params.load_keys)
 
     def _worth(self, entry: Entry, start: int, end: int) -> bool:
         """Whether loading is faster than computing. What is promised is not recomputed for that: it was asked for."""
@@ -272,26 +286,10 @@ class Book:
         if plan is None or entry.handoff.decoding or self._rate is None:
             return True
         if entry.worth:
-            nbytes = sum(
-                plan.identity(part).stored_bytes
-                for page in plan.pages
-                if page.end > start and page.start < end
-                for part in plan.parts(page.index)
-            )
-            entry.worth = self._rate.worth(nbytes, end - start)
+            entry.worth = self._rate.worth(plan.stored_bytes(start, end), end - start)
             if not entry.worth:
                 self.counts["loads_skipped"] += 1
         return entry.worth
-
-    def _save(self, entry: Entry, one: Running, span: Span) -> SaveOrder:
-        sequence = entry.sequence(one.token_ids[: span.end])
-        block_ids = tuple(one.block_ids())
-        number = None
-        if self.hold is not None:
-            rules = self._rules
-            first = span.start // rules.page_tokens * rules.page_tokens // rules.block_tokens
-            number = self.hold(block_ids[first : -(-span.end // rules.block_tokens)])
-        return SaveOrder(sequence, block_ids, span.start, span.end, entry.handoff.prefilling, number)
 
     def measured(self, nbytes: int, seconds: float) -> None:
         """A load took so long."""

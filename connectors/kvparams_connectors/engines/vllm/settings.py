@@ -107,14 +107,17 @@ class VLLMSettings:
             raise StoreError(f"{_WHERE}: verify_with and audience go together: whose signature, and for which pool")
         return settings
 
-    def connector(self, grid: Grid, page_bytes: int) -> ConnectorSettings:
+    def connector(self, grid: Grid, page_bytes: int, *, groups: int = 1) -> ConnectorSettings:
         """The same for the store connector. Whether a load is worth its time is decided before it, so not there.
 
         Args:
             grid: of all engines that share.
-            page_bytes: of what a rank holds of a page.
+            page_bytes: of what a rank holds of a page, of one group of layers.
+            groups: of layers, each with a connector and its part of the memory.
         """
-        arena_bytes = self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * page_bytes)
+        arena_bytes = (self.arena_bytes or _ARENA_BYTES) // groups
+        if self.arena_bytes is None:
+            arena_bytes = max(arena_bytes, _ARENA_PAGES * page_bytes)
         return ConnectorSettings(deadline_s=self.deadline_s, arena_bytes=arena_bytes, verify=self.verify, grid=grid)
 
 

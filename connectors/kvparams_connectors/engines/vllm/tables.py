@@ -13,11 +13,11 @@ __all__ = ["BlockTables"]
 
 
 class BlockTables:
-    """Block tables of the one group of layers, by request."""
+    """Block tables of all groups of layers, by request."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
-        self._kept: dict[str, list[int]] = {}
+        self._kept: dict[str, list[list[int]]] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
         """Who knows them."""
@@ -29,20 +29,21 @@ class BlockTables:
         if self._manager is not None:
             return
         for new in output.scheduled_new_reqs:
-            self._kept[new.req_id] = list(new.block_ids[0])
+            self._kept[new.req_id] = [list(table) for table in new.block_ids]
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
-                self._kept[name] = list(blocks[0]) if blocks else []
+                self._kept[name] = [list(table) for table in blocks or ([],)]
             elif blocks:
-                self._kept.setdefault(name, []).extend(blocks[0])
+                for table, more in zip(self._kept.setdefault(name, [[] for _ in blocks]), blocks, strict=True):
+                    table.extend(more)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._kept.pop(request_id, None)
 
-    def of(self, request_id: str) -> Sequence[int]:
-        """The block table from token 0."""
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """By group the block table from token 0. Only vLLM's own word says what is gone from behind a window."""
         if self._manager is not None:
-            return self._manager.get_block_ids(request_id)[0]
+            return self._manager.get_block_ids(request_id)
         return self._kept[request_id]

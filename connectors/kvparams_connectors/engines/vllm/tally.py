@@ -3,11 +3,12 @@
 The one rule: a name means one thing, in both halves.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from kvparams_connectors.reports import ConnectorStats
 
-__all__ = ["COUNTERS", "FAILED", "REFUSED", "UNTRUSTED", "flat"]
+__all__ = ["COUNTERS", "FAILED", "REFUSED", "UNTRUSTED", "flat", "together"]
 
 COUNTERS: Final = {
     "loads": "Loads that were begun.",
@@ -21,12 +22,12 @@ COUNTERS: Final = {
     "saves_late": "Saves that were left out because those before them took too long.",
     "tokens_claimed": "Tokens that the engine was told to count on.",
     "tokens_loaded": "Tokens loaded, by rank.",
-    "pages_loaded": "Pages loaded, by rank.",
+    "pages_loaded": "Pages loaded, by rank and group of layers.",
     "bytes_loaded": "Bytes loaded.",
-    "pages_saved": "Pages saved, by rank.",
+    "pages_saved": "Pages saved, by rank and group of layers.",
     "bytes_saved": "Bytes saved.",
-    "pages_existing": "Pages not saved because they were stored already, by rank.",
-    "pages_dropped": "Pages not saved because there was no room on the way, by rank.",
+    "pages_existing": "Pages not saved because they were stored already, by rank and group of layers.",
+    "pages_dropped": "Pages not saved because there was no room on the way, by rank and group of layers.",
 }
 """All that have no label."""
 REFUSED: Final = "pages_refused/"
@@ -40,4 +41,15 @@ def flat(stats: ConnectorStats) -> dict[str, int]:
     counts.pop("loads_skipped", None)  # decided in the scheduler
     counts.update({REFUSED + name: count for name, count in stats.pages_refused.items()})
     counts.update({FAILED + name: count for name, count in stats.store_failures.items()})
+    return counts
+
+
+def together(groups: Iterable[ConnectorStats]) -> dict[str, int]:
+    """The counters of a rank's connectors, one for each group of layers. Each token is in all groups, and is counted
+    where most are loaded: layers with a window load only what it reaches."""
+    counts: dict[str, int] = {}
+    for stats in groups:
+        for name, count in flat(stats).items():
+            before = counts.get(name, 0)
+            counts[name] = max(before, count) if name == "tokens_loaded" else before + count
     return counts

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 
 from kvparams.keys import Extra
 from kvparams.params import KVTransferParams
-from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, Sequence, StepOrders
+from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, StepOrders
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.plan import Plan
 from kvparams_connectors.reports import LoadReport, SaveReport
@@ -50,6 +50,8 @@ class Finished:
     request_ids: set[str] = field(default_factory=set[str])
     bad_blocks: set[int] = field(default_factory=set[int])
     """Of these requests: not filled, or filled in part."""
+    failed: set[str] = field(default_factory=set[str])
+    """Of these requests: loaded in part, of an engine that cannot go on from a part."""
     loads: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """Bytes and seconds of each load."""
     copied: list[int] = field(default_factory=list[int])
@@ -69,20 +71,24 @@ class Transfers:
 
     def __init__(
         self,
-        connector: Connector,
+        connectors: Tokens[Connector],
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
         *,
         aside: Aside | None = None,
         patience_s: float = 5.0,
+        all_or_nothing: bool = False,
     ) -> None:
         """Args:
+        connectors: by group of layers.
         block_size: tokens of the engine's blocks.
         aside: where saves copy blocks that are kept for them, one after the other; None: in the engine's thread, as
             for blocks on a device, where that only puts work on the engine's stream.
         patience_s: a save that has not begun by then is left out, so that its blocks come free.
+        all_or_nothing: a request of which a part could not be loaded has nothing; else it has what stands before that.
         """
-        self._connector, self._block_size, self._clock = connector, block_size, clock
+        self._all_or_nothing = all_or_nothing
+        self._connectors, self._block_size, self._clock = tuple(connectors), block_size, clock
         self._aside, self._patience_s = aside, patience_s
         self._running: list[_Running] = []
         self._copying = 0
@@ -109,7 +115,8 @@ class Transfers:
         for order in orders.loads:
             job = None
             try:
-                job = self._connector.load(self._plan(order.sequence), order.block_ids, order.start, order.end)
+                plan, connector = self._plan(order), self._connectors[order.group]
+                job = connector.load(plan, order.block_ids, order.start, order.end)
             except Exception:
                 _LOGGER.exception("a load could not be begun")
             self._running.append(_Running(order, job, self._clock()))
@@ -132,10 +139,8 @@ class Transfers:
             job.on_settled(lambda number=number, job=job: self._copied.append((number, job)))
 
     def _save(self, order: SaveOrder) -> bool:
-        plan = self._plan(order.sequence)
-        self._saving.append(
-            self._connector.save(plan, order.block_ids, order.start, order.end, required=order.required)
-        )
+        plan, connector = self._plan(order), self._connectors[order.group]
+        self._saving.append(connector.save(plan, order.block_ids, order.start, order.end, required=order.required))
         return True
 
     def _hear(self, seen: Finished) -> None:
@@ -157,21 +162,29 @@ class Transfers:
         self._hear(seen)
         if not self._running:
             return seen
+        under_way = {one.order.request_id for one in self._running if one.job is not None and not one.job.done()}
         still: list[_Running] = []
+        taken: dict[str, tuple[int, float]] = {}
         for one in self._running:
-            if one.job is not None and not one.job.done():
+            order = one.order
+            if order.request_id in under_way:
                 still.append(one)
                 continue
-            order = one.order
             report = self._report(one)
             end = max(order.start, min(report.end_token, order.end))
             seen.request_ids.add(order.request_id)
-            seen.loads.append((report.nbytes, self._clock() - one.since))
+            nbytes, seconds = taken.get(order.request_id, (0, 0.0))
+            taken[order.request_id] = nbytes + report.nbytes, max(seconds, self._clock() - one.since)
             if end < order.end:
+                if self._all_or_nothing:
+                    self.counts["loads_short"] += order.request_id not in seen.failed
+                    seen.failed.add(order.request_id)
+                    continue
                 self.counts["loads_short"] += 1
                 size = self._block_size
                 seen.bad_blocks.update(order.block_ids[end // size : -(-order.end // size)])
         self._running = still
+        seen.loads.extend(taken.values())
         return seen
 
     def _report(self, one: _Running) -> LoadReport:
@@ -182,5 +195,6 @@ class Transfers:
                 _LOGGER.exception("a load failed")
         return LoadReport(one.order.start, one.order.start)
 
-    def _plan(self, sequence: Sequence) -> Plan:
-        return self._connector.plan(sequence.token_ids, sequence.shared, sequence.extras)
+    def _plan(self, order: LoadOrder | SaveOrder) -> Plan:
+        sequence = order.sequence
+        return self._connectors[order.group].plan(sequence.token_ids, sequence.shared, sequence.extras)

@@ -11,13 +11,14 @@ from typing import Final, Protocol
 import torch
 
 from kvparams_connectors.connector import KVStoreConnector
-from kvparams_connectors.engines.vllm.engine import cache_group, cpu_form, group_spec, layer_index, read_share
-from kvparams_connectors.engines.vllm.geometry import layer_range
+from kvparams_connectors.engines.vllm.engine import cpu_form, read_shares
+from kvparams_connectors.engines.vllm.geometry import Share, layer_range
+from kvparams_connectors.engines.vllm.groups import Group, layer_index, read_groups
 from kvparams_connectors.engines.vllm.interface import CacheConfig, EngineConfig
 from kvparams_connectors.engines.vllm.orders import StepOrders
 from kvparams_connectors.engines.vllm.selftest import run_self_test
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
-from kvparams_connectors.engines.vllm.tally import flat
+from kvparams_connectors.engines.vllm.tally import together
 from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
 from kvparams_connectors.jobs import Lane
 from kvparams_connectors.layout import PagedKVLayout
@@ -40,13 +41,25 @@ class Platform(Protocol):
 class WorkerHalf:
     """What the connector does in one of vLLM's workers."""
 
-    def __init__(self, config: EngineConfig, cache: CacheConfig, settings: VLLMSettings, platform: Platform) -> None:
-        """Raises LayoutError or StoreError if this engine cannot share its KV."""
-        self._config, self._cache, self._settings, self._platform = config, cache, settings, platform
-        self._share: Final = read_share(config, cache, settings, tensor_rank=platform.tensor_rank())
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheConfig,
+        settings: VLLMSettings,
+        platform: Platform,
+        *,
+        tells_failures: bool = True,
+    ) -> None:
+        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
+        self._config, self._settings, self._platform = config, settings, platform
+        self._groups: Final = read_groups(
+            config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures
+        )
+        self._shares: Final = read_shares(config, self._groups, settings, tensor_rank=platform.tensor_rank())
         self._seals: Final = None if settings.seal_keys is None else read_seal_keys(settings.seal_keys)
         self._store: Final = open_guarded(settings.store)
-        self._connector: KVStoreConnector | None = None
+        self._connectors: list[KVStoreConnector] = []
+        """By group of layers."""
         self._transfers: Transfers | None = None
         self._aside: Lane | None = None
         self._last = Finished()
@@ -59,15 +72,34 @@ class WorkerHalf:
         Raises:
             LayoutError: the tensors are not understood, or the self-test failed.
         """
-        settings, share = self._settings, self._share
-        group = cache_group(self._cache)
-        spec = group_spec(self._config, group)
-        names = sorted(group.layer_names, key=layer_index)
-        layer_range([layer_index(name) for name in names], share.namespace.geometry.layers)
+        names = [name for group in self._groups for name in group.names]
+        layers = self._config.model_config.get_total_num_hidden_layers()
+        layer_range([layer_index(name) for name in names], layers)
         strange = sorted(set(caches) - set(names))
         if strange:
             raise LayoutError(f"vLLM has caches that no group of layers names: {', '.join(strange)}")
-        tensors = [caches[name] for name in names]
+        settings = self._settings
+        # Groups lie in the same memory, so each self-test is over before the next begins.
+        made = [self._register(group, share, caches) for group, share in zip(self._groups, self._shares, strict=True)]
+        self._connectors = made
+        self._before = together(one.stats() for one in made)  # the self-tests are nobody's traffic
+        if next(iter(caches.values())).device.type == "cpu":
+            self._aside = Lane("kvparams-copy")
+        self._transfers = Transfers(
+            made,
+            self._groups[0].spec.block_size,
+            aside=self._aside,
+            patience_s=settings.deadline_s,
+            all_or_nothing=any(group.window is not None for group in self._groups) or len(self._groups) > 1,
+        )
+        _LOGGER.info(
+            "KV is shared in pages of %d tokens, %s", settings.page_tokens, [share.rectangle for share in self._shares]
+        )
+
+    def _register(self, group: Group, share: Share, caches: Mapping[str, torch.Tensor]) -> KVStoreConnector:
+        """A group's way to the store; see `register`."""
+        settings, spec = self._settings, group.spec
+        tensors = [caches[name] for name in sorted(group.names, key=layer_index)]
         if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
             raise LayoutError("layers of this model share their cache, which is not known here; switch the store off")
         form = None
@@ -76,7 +108,11 @@ class WorkerHalf:
         layout = PagedKVLayout.from_engine(tensors, spec, form=form, rectangle=share.rectangle)
         page_bytes = layout.payload_bytes(settings.page_tokens)
         connector = KVStoreConnector(
-            self._store, share.namespace, layout, settings.connector(share.grid, page_bytes), seals=self._seals
+            self._store,
+            share.namespace,
+            layout,
+            settings.connector(share.grid, page_bytes, groups=len(self._groups)),
+            seals=self._seals,
         )
         if settings.self_test:
             run_self_test(
@@ -87,12 +123,7 @@ class WorkerHalf:
                 block_size=spec.block_size,
                 deadline_s=settings.deadline_s,
             )
-        self._before = flat(connector.stats())  # the self-test is nobody's traffic
-        self._connector = connector
-        if layout.device.type == "cpu":
-            self._aside = Lane("kvparams-copy")
-        self._transfers = Transfers(connector, spec.block_size, aside=self._aside, patience_s=settings.deadline_s)
-        _LOGGER.info("KV is shared in pages of %d tokens, %s", settings.page_tokens, share.rectangle)
+        return connector
 
     def begin_loads(self, orders: StepOrders) -> None:
         """vLLM's `start_load_kv`."""
@@ -115,6 +146,11 @@ class WorkerHalf:
         return self._last.bad_blocks
 
     @property
+    def failed(self) -> set[str]:
+        """Of the requests that `finished` named last: they have nothing of what was to be loaded."""
+        return self._last.failed
+
+    @property
     def measured(self) -> list[tuple[int, float]]:
         """Bytes and seconds of the loads that `finished` named last."""
         return self._last.loads
@@ -125,14 +161,14 @@ class WorkerHalf:
         return self._last.copied
 
     def counts(self) -> dict[str, int] | None:
-        """Counters of the connector and of the transfers, since the start; None: nothing has changed since."""
-        if self._connector is None or self._transfers is None:
+        """Counters of the connectors and of the transfers, since the start; None: nothing has changed since."""
+        if self._transfers is None:
             return None
         idle = self._transfers.idle  # before the counters are read: what ends now is counted the next time
         if idle and self._told:
             return None
         self._told = idle
-        now = flat(self._connector.stats())
+        now = together(one.stats() for one in self._connectors)
         ours = {name: count - self._before.get(name, 0) for name, count in now.items()}
         return {**ours, **self._transfers.counts}
 
@@ -140,8 +176,8 @@ class WorkerHalf:
         """Wait, within bounds, for what is under way, and let go of the store."""
         if self._aside is not None:
             self._aside.close()
-        if self._connector is not None:
-            self._connector.close()
+        for connector in self._connectors:
+            connector.close()
         self._store.close()
 
     def _ready(self) -> Transfers:

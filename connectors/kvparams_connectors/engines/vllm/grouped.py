@@ -1,0 +1,140 @@
+"""What one sequence is to a store where layers have groups: a plan for each, and up to where it is held.
+
+The one rule: tokens are held only up to a page's end where an engine can go on: with every page up to there of the
+layers that look at all tokens, and with those pages of the layers with a window that the window reaches from there.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvparams.keys import Page
+from kvparams_connectors.plan import Plan
+from kvparams_connectors.reports import Hit
+from kvparams_connectors.store import Code, Results
+
+__all__ = ["GroupedPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """One sequence; the pages of all groups begin and end at the same tokens."""
+
+    plans: tuple[Plan, ...]
+    windows: tuple[int | None, ...]
+    """By group: how many of the last tokens the engine keeps; None: all."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the sequence."""
+        return self.plans[0].tokens
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """Of the first group."""
+        return self.plans[0].pages
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all groups, one after the other."""
+        if len(self.plans) == 1:
+            return self.plans[0].keys
+        return tuple(key for plan in self.plans for key in plan.keys)
+
+    @property
+    def source(self) -> str | None:
+        """Where the producer's pages can be read."""
+        return self.plans[0].source
+
+    def needed(self, group: int, pages: int) -> range:
+        """The pages of a group that an engine needs to go on behind so many."""
+        window = self.windows[group]
+        if window is None or not pages:
+            return range(pages)
+        # An engine that goes on one token earlier, to have a token to compute, still finds its window.
+        first = max(0, self.pages[pages - 1].end - window)
+        return range(first // self.plans[group].namespace.page_tokens, pages)
+
+    def held(self, results: Results) -> Hit:
+        """Up to where the sequence is held, by what `exists` said of `keys`. A part of the wrong size counts as not
+        stored, if the store tells sizes."""
+        good: list[list[bool]] = []
+        sizes: list[list[int]] = []
+        failure: Code | None = None
+        at = 0
+        for plan, window in zip(self.plans, self.windows, strict=True):
+            there = [False] * len(plan.pages)
+            nbytes = [0] * len(plan.pages)
+            for page in range(len(plan.pages)):
+                parts = plan.parts(page)
+                expected = [plan.identity(part).stored_bytes for part in parts]
+                found = results[at + parts.start : at + parts.stop]
+                nbytes[page] = sum(expected)
+                there[page] = all(one.found(size) for one, size in zip(found, expected, strict=True))
+                if not there[page]:
+                    failure = failure or next((one.code for one in found if one.code not in (Code.OK, Code.MISS)), None)
+                    if window is None:
+                        break
+            good.append(there)
+            sizes.append(nbytes)
+            at += len(plan.keys)
+        held = self._reach(good)
+        total = sum(sizes[group][page] for group in range(len(self.plans)) for page in self.needed(group, held))
+        end = self.pages[held - 1].end if held else 0
+        return Hit(end, held, total, None if held == len(self.pages) else failure)
+
+    def promised(self, load_keys: Collection[str]) -> int:
+        """Up to where these keys promise the sequence: to the last page that all groups have among them."""
+        keys = frozenset(load_keys)
+        for page in reversed(self.pages):
+            if all(keys.issuperset(self._keys_of(plan, page.index)) for plan in self.plans):
+                return page.end
+        return 0
+
+    def promise(self, gaps: Collection[tuple[int, int]]) -> tuple[str, ...]:
+        """The keys to load the sequence by, up to the last page that it can be loaded to.
+
+        Args:
+            gaps: group and end of pages that were not saved.
+        """
+        good = [[(group, page.end) not in gaps for page in plan.pages] for group, plan in enumerate(self.plans)]
+        held = self._reach(good)
+        return tuple(
+            key
+            for group, plan in enumerate(self.plans)
+            for page in self.needed(group, held)
+            for key in self._keys_of(plan, page)
+        )
+
+    def stored_bytes(self, start: int, end: int) -> int:
+        """Of what is read to go on at `end` where the tokens up to `start` are there."""
+        pages = sum(page.start < end for page in self.pages)
+        return sum(
+            plan.identity(part).stored_bytes
+            for group, plan in enumerate(self.plans)
+            for page in self.needed(group, pages)
+            if plan.pages[page].end > start
+            for part in plan.parts(page)
+        )
+
+    def _reach(self, good: Sequence[Sequence[bool]]) -> int:
+        """After how many pages an engine can go on, of the pages that are there by group."""
+        reach = len(self.pages)
+        runs: list[tuple[int, list[int]]] = []
+        for group, there in enumerate(good):
+            if self.windows[group] is None:
+                reach = min(reach, next((page for page, one in enumerate(there) if not one), reach))
+                continue
+            since = 0
+            firsts: list[int] = []  # behind each page: the first one of those without a gap before
+            for page, one in enumerate(there):
+                since = since if one else page + 1
+                firsts.append(since)
+            runs.append((group, firsts))
+        while reach and any(firsts[reach - 1] > self.needed(group, reach).start for group, firsts in runs):
+            reach -= 1
+        return reach
+
+    @staticmethod
+    def _keys_of(plan: Plan, page: int) -> tuple[str, ...]:
+        parts = plan.parts(page)
+        return plan.keys[parts.start : parts.stop]
