@@ -50,6 +50,24 @@ def test_a_good_store_has_nothing_but_ok(tmp_path: Path, capsys: pytest.CaptureF
     assert "ERROR" not in said
 
 
+def test_engines_of_a_fleet_are_held_against_what_is_declared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is there; `tests/vllm/test_vllm_handoff.py` has engines that are right, and a connector that is not."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text('{"instances": [{"id": "p", "url": "http://127.0.0.1:1", "role": "prefill"}]}')
+    assert main(["doctor", "memory:?size=8MiB", str(path)]) == 1
+    said = capfd.readouterr()
+    assert f"\n{path}\n" in said.out
+    assert "p" in said.out.split(str(path))[1]
+    assert "1 thing is wrong" in said.err
+
+
+def test_a_file_that_is_no_fleet_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "none.yaml")]) == 1
+    assert "none.yaml" in capfd.readouterr().err
+
+
 def test_the_doctor_deletes_what_it_put(opened_as: Callable[[KVStore], None]) -> None:
     inner = memory()
     seen: set[str] = set()

@@ -5,7 +5,10 @@ computes for a prefill leg, and loads what it has stored for the decode leg. Ove
 conversation moves between them.
 """
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -124,6 +127,18 @@ def test_the_check_finds_the_engines_good_and_another_declaration_wrong(fleets: 
         assert good.returncode == 0, good.stdout + good.stderr
         wrong = check([fleet.prefill], [fleet.decode], "nixl")
         assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+
+
+@pytest.mark.parametrize("connector", ["store", "nixl"])
+def test_the_doctor_asks_running_engines_what_they_are(fleets: list[_Fleet], connector: str, tmp_path: Path) -> None:
+    fleet = fleets[0]
+    roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
+    instances = [{"id": each.name, "url": each.url, "role": role, "connector": connector} for role, each in roles]
+    path = tmp_path / "fleet.yaml"
+    path.write_text(json.dumps({"instances": instances}))
+    command = [sys.executable, "-m", "kvparams", "doctor", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    assert run.returncode == (0 if connector == "store" else 1), run.stdout + run.stderr
 
 
 def test_a_conversation_moves_between_engines(fleets: list[_Fleet], bare: Server, tmp_path: Path) -> None:
