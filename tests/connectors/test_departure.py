@@ -6,7 +6,7 @@ import time
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams.keys import Rectangle
@@ -62,6 +62,39 @@ def test_a_page_that_was_released_is_not_sealed(steps: int) -> None:
     for act in (departure.going, departure.nearing):
         with pytest.raises(ValueError, match="released"):
             act()
+
+
+@given(
+    st.lists(st.integers(0, 300_000), min_size=1, max_size=8),
+    st.integers(0, 20),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_sent_arrives_whatever_is_done_meanwhile(sizes: list[int], work: int, seed: int) -> None:
+    """Through a socket that takes little at a time, to somebody who takes as much as he likes."""
+    random = Random(seed)
+    parts = [random.randbytes(size) for size in sizes]
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    stream, left = Stream(ours), [work]
+    received = bytearray()
+
+    def receive() -> None:
+        while data := theirs.recv(random.choice([1, 100, 5_000, 1 << 20])):
+            received.extend(data)
+
+    def meanwhile() -> bool:
+        left[0] -= 1
+        return left[0] > 0
+
+    with theirs:
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        stream.until(time.monotonic() + WAIT_S)
+        stream.send_parts(parts, meanwhile)
+        stream.close()
+        receiver.join(WAIT_S)
+    assert bytes(received) == b"".join(parts)
 
 
 def test_what_is_done_while_nobody_receives_does_not_move_the_deadline() -> None:

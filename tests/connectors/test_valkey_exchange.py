@@ -6,7 +6,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+from kvparams.keys import Rectangle
+from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
+from kvparams_connectors.departure import Departure
 from kvparams_connectors.store import Code, GetOp, PutOp, Result
 from kvparams_connectors.stores.valkey.exchange import run_batch
 from kvparams_connectors.stores.valkey.pool import Access, Pool
@@ -69,6 +72,57 @@ def test_the_next_value_is_looked_at_while_one_is_sent(tmp_path: Path) -> None:
         assert said == ["go 0", *near[1], "go 1", *near[2], "go 2"]
         pool.close()
         server.join(WAIT_S)
+
+
+def test_a_page_that_was_half_looked_at_when_its_connection_died_is_stored_right_the_next_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    pages = [memoryview(bytearray(BIG)) for _ in range(2)]
+    identities = [
+        PageIdentity(b"n" * 32, bytes([n]) * 32, 1, Rectangle(0, 1, 0, 1), BIG - HEADER_BYTES) for n in (1, 2)
+    ]
+    half, whole = threading.Event(), list[bytes]()
+
+    def departure(number: int) -> PutOp:
+        page, identity = pages[number], identities[number]
+        page[HEADER_BYTES:] = bytes([65 + number]) * identity.payload_bytes
+        leaving = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+
+        def nearing() -> bool:
+            more = leaving.nearing()
+            if number == 1:
+                half.set()
+            return more
+
+        return PutOp(f"key-{number}", (page,), leaving.going, nearing)
+
+    def serve() -> None:
+        peer, _ = listening.accept()
+        half.wait(WAIT_S)
+        peer.close()  # in the middle of the first value
+        peer, _ = listening.accept()
+        with peer:
+            for number in range(2):
+                head = b"*4\r\n$3\r\nSET\r\n$5\r\nkey-%d\r\n$%d\r\n" % (number, BIG)
+                told = bytearray()
+                while len(told) < len(head) + BIG + len(b"\r\n$2\r\nNX\r\n"):
+                    told += peer.recv(1 << 20)
+                whole.append(bytes(told[len(head) : len(head) + BIG]))
+                peer.sendall(b"+OK\r\n")
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        pool, topology = Pool(Access(WAIT_S)), Topology(Node("", 0, path))
+        requests = [PutRequest(op.key.encode(), op, 0) for op in map(departure, range(2))]
+        first = run_batch(pool, topology, requests, time.monotonic() + WAIT_S)
+        assert [result.code for result in first.results] == [Code.UNAVAILABLE] * 2
+        second = run_batch(pool, topology, requests, time.monotonic() + WAIT_S)
+        assert [result.code for result in second.results] == [Code.OK] * 2
+        pool.close()
+        server.join(WAIT_S)
+    assert [verify(memoryview(page), one) for page, one in zip(whole, identities, strict=True)] == [None, None]
 
 
 def test_the_next_value_is_asked_for_before_one_is_looked_at(tmp_path: Path) -> None:

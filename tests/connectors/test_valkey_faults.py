@@ -343,6 +343,13 @@ def test_the_next_value_is_finished_while_the_server_is_busy(server: ValkeyServe
 
 def test_a_value_that_is_sent_on_to_another_server_is_finished_once() -> None:
     called: list[str] = []
-    request = PutRequest(b"key", PutOp("key", (page(1),), partial(called.append, "key")), 0)
+
+    def nearing() -> bool:
+        assert not called
+        return True
+
+    request = PutRequest(b"key", PutOp("key", (page(1),), partial(called.append, "key"), nearing), 0)
+    assert request.nearing()
     assert bytes(request.parts(asking=False)[1]) == bytes(request.parts(asking=True)[1])
     assert called == ["key"]
+    assert not request.nearing(), "what has gone once is looked at no more"
