@@ -184,8 +184,10 @@ async def test_the_alarm_rings_when_engines_lose_what_they_had_and_nobody_says_s
 async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_path: Path, signed: bool) -> None:
     """Peers: a prompt whose prefix is on an engine with seconds of work goes to the other one, which reads it there;
     decode gets all of it from that one. The control is the answer of one engine that does it all."""
-    ids = Random(7).choices(range(32, 127), k=3600)
-    known, asked = ids[:960], [*ids[:960], *ids[3500:]]
+    die = Random(7)
+
+    def draw(tokens: int) -> list[int]:
+        return die.choices(range(32, 127), k=tokens)
 
     def body(prompt: list[int]) -> dict[str, object]:
         return {"model": "reference", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -212,28 +214,25 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
             async def ask_proxy(prompt: list[int]) -> Reply:
                 return await ask(client, proxy.url, "/v1/completions", body(prompt))
 
-            warm, die = set[str](), Random(8)
-            async with asyncio.timeout(20):
-                while warm != {"p0", "p1"}:  # each has said that it reads from others
-                    reply = await ask_proxy(die.choices(range(32, 127), k=200))
-                    warm.add(reply.headers["x-kvparams-prefill"])
-            first = await ask_proxy(known)
-            owner, other = sorted(prefill, key=lambda each: each.name != first.headers["x-kvparams-prefill"])
-            for seed in range(10, 14):  # who gets one that nobody has is the policy's; of equals, the one idle longest
-                unlike = Random(seed).choices(range(32, 127), k=2500)
-                long = asyncio.create_task(ask_proxy(unlike))
-                busy: list[str] = []
-                async with asyncio.timeout(10):
-                    while not busy:
-                        await asyncio.sleep(0.01)
-                        for each in prefill:
-                            if (await scrape(client, each.url))["reference_engine:requests_in_flight"]:
-                                busy.append(each.name)
-                if busy == [owner.name]:
-                    break
-                await long
-            else:
-                pytest.fail("the owner was never the busy one")
+            known: dict[str, list[int]] = {}
+            async with asyncio.timeout(
+                60
+            ):  # who gets what nobody has is the policy's: whoever idles longest
+                while known.keys() != {"p0", "p1"}:
+                    prompt = draw(960)
+                    known[(await ask_proxy(prompt)).headers["x-kvparams-prefill"]] = prompt
+            unlike = draw(4000)
+            long = asyncio.create_task(ask_proxy(unlike))
+            busy: list[Server] = []
+            async with asyncio.timeout(10):
+                while not busy:
+                    await asyncio.sleep(0.01)
+                    for each in prefill:
+                        if (await scrape(client, each.url))["reference_engine:requests_in_flight"]:
+                            busy.append(each)
+            (owner,) = busy
+            (other,) = (each for each in prefill if each is not owner)
+            asked = [*known[owner.name], *draw(100)]
             computed = await counted(decode, "computed")
             reply = await ask_proxy(asked)
             assert not long.done()
@@ -254,7 +253,7 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
                 "mode": "store",
                 **told("192.0.2.1:7400"),
             }
-            prompt = die.choices(range(32, 127), k=200)
+            prompt = draw(200)
             alien = {**body(prompt), "max_tokens": 1, "kv_transfer_params": {"kvparams": document}}
             started = asyncio.get_running_loop().time()
             if signed:
@@ -268,7 +267,7 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
             # whoever has it is gone, and the proxy has not heard of it: it is computed, and right
             await asyncio.to_thread(processes.stop, owner)
             fetched = await counted(other, "external_kv")
-            last = [*unlike[:640], *die.choices(range(32, 127), k=100)]
+            last = [*unlike[:640], *draw(100)]
             reply = await ask_proxy(last)
             assert reply.headers["x-kvparams-prefill"].endswith(other.name)
             assert (reply.count("cached_tokens"), await counted(other, "external_kv")) == (0, fetched)
