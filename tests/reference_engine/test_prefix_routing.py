@@ -215,9 +215,7 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
                 return await ask(client, proxy.url, "/v1/completions", body(prompt))
 
             known: dict[str, list[int]] = {}
-            async with asyncio.timeout(
-                60
-            ):  # who gets what nobody has is the policy's: whoever idles longest
+            async with asyncio.timeout(60):  # who gets what nobody has is the policy's: whoever idles longest
                 while known.keys() != {"p0", "p1"}:
                     prompt = draw(960)
                     known[(await ask_proxy(prompt)).headers["x-kvparams-prefill"]] = prompt
