@@ -1,4 +1,5 @@
-"""Traces made up, of kinds that no policy here was developed on: each by a seed, the same every time."""
+"""Traces made up, each by a seed, the same every time. `uniform` and `bursts` are of kinds that no policy here was
+developed on; `agents` and `documents` have since changed `cache_aware`."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

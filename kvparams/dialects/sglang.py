@@ -127,8 +127,10 @@ class SGLang:
     bootstrap: Bootstrap | None = SGLangBootstrap()
 
     def splits(self, request: RequestFacts) -> bool:
-        """Always: of several sequences each has the room after the one before (io_struct.py, `normalize`)."""
-        return True
+        """Of several prompts each has the room after the one before (io_struct.py, `normalize`); several answers to one
+        share a room (tokenizer_manager.py, `_handle_batch_request`), in which only one can meet its prefill. Its decode
+        engine refuses such a request in words."""
+        return request.choices == 1
 
     def prefill_keys(self, transfer_id: str) -> bytes:
         """None in `kv_transfer_params`."""

@@ -392,14 +392,21 @@ async def _fetch(pool: Pool, request: Request, *, once: bool = False) -> tuple[H
         UpstreamError: there was none, or not in time.
     """
     answer: asyncio.Future[tuple[Head, bytes, UpstreamError | None]] = asyncio.get_running_loop().create_future()
-    sink = Collect(_ANSWER_BYTES, lambda head, raw, error: answer.set_result((head, raw, error)))
-    exchange = pool.exchange(request, sink, once=once)
+
+    def ended(head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        if not answer.done():  # or nobody waits for it any more
+            answer.set_result((head, raw, error))
+
+    exchange = pool.exchange(request, Collect(_ANSWER_BYTES, ended), once=once)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             head, raw, error = await answer
     except TimeoutError:
         exchange.discard()
         raise UpstreamTimeout(f"no answer in {_TIMEOUT_S:g} s") from None
+    except asyncio.CancelledError:
+        exchange.discard()
+        raise
     if error is not None:
         raise error
     return head, raw

@@ -13,9 +13,10 @@ import pytest
 from demo.processes import Processes, Server, free_port, proxy_command
 from kvparams.cli import main
 from kvparams.scheduling import Role
-from kvparams_proxy.check import Finding, check_fleet
+from kvparams_proxy.check import Finding, _fetch, check_fleet  # pyright: ignore[reportPrivateUsage]
 from kvparams_proxy.registry.entries import Entry
 from kvparams_proxy.settings import known_dialects
+from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
 from .test_bootstraps import Bootstrap
@@ -242,3 +243,31 @@ def test_engines_that_share_a_store_are_found_good_and_others_are_not(tmp_path: 
     assert found.returncode == 1, found.stdout + found.stderr
     assert "d1 computed the whole prompt itself: the KV of p0 did not reach it" in found.stdout
     assert "1 thing is wrong" in found.stderr
+
+
+async def test_a_leg_that_nobody_waits_for_any_more_is_ended() -> None:
+    """The other one of a pair has failed: its engine sees the client leave, and what it says then harms nobody."""
+    begun, left = asyncio.Event(), asyncio.Event()
+    wrong: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        begun.set()
+        if not await reader.read(1):
+            left.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
+    leg = asyncio.create_task(_fetch(pool, pool.get(b"/v1/models")))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        leg.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leg
+        await left.wait()
+    pool.close()
+    server.close()
+    await server.wait_closed()
+    assert not wrong

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.corrections import Corrections, complete_events, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, complete_events, is_answer, prompt_details
 from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.upstream.terms import UpstreamError
 
 EVENTS = [
     b'data: {"choices":[{"text":"a"}],"usage":null}\n\n',
@@ -101,3 +102,26 @@ def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     unread = b'data: {"choices":[], "x" :[ ]}\n\n'
     assert corrections.events(unread) is unread
     assert corrections.events(b'data: {"choices":[],%b}\n\n' % member.encode()) == b'data: {"choices":[]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [
+        (b'{"choices": [{"index": 0, "text": ""}]}', True),
+        (b"{}", False),
+        (b'{"choices": []}', False),
+        (b'{"choices": [{}]}', False),
+        (b'{"error": {"message": "aborted"}}', False),
+        (b'{"choices": [{"index": 0, "text": "a"}], "error": {"message": "aborted"}}', False),
+        (b'[{"choices": 1}]', False),
+        (b"no", False),
+    ],
+)
+def test_an_answer_is_what_whole_lets_through(raw: bytes, wanted: bool) -> None:
+    assert is_answer(raw) is wanted
+    try:
+        Corrections("r", Addresses(), choices=True).whole(raw)
+    except (JSONTextError, UpstreamError):
+        assert not wanted
+    else:
+        assert wanted

@@ -67,6 +67,10 @@ class Meeting(Actor):
             await super()._leg(asked, reader, writer)
             return
         host, port, room = (asked.get(name) for name in FIELDS)
+        if room is None and self.role is Role.DECODE:
+            body = b'{"error":{"message":"it has no bootstrap room","code":400}}'
+            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            return
         self._rooms.enter((host, port, room), self.role)
         met, gone = asyncio.ensure_future(self._rooms.met((host, port, room))), asyncio.ensure_future(reader.read(1))
         await asyncio.wait((met, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -158,14 +162,23 @@ async def test_both_legs_are_sent_at_once_and_meet(pairs: Start, mode: str, stre
 
 
 async def test_prefill_which_gives_the_first_token_is_told_all_of_it(pairs: Start) -> None:
-    """And as many answers as decode is: of several each has the room after the one before."""
     found = await pairs(MODES[0])
-    said = {"n": 2, "min_tokens": 4, "stop": ["x"], "response_format": {"type": "json_object"}, "ignore_eos": False}
+    said = {"min_tokens": 4, "stop": ["x"], "response_format": {"type": "json_object"}, "ignore_eos": False}
     assert (await found.ask(**said)).status_code == 200
     (first,), (second,) = found.legs(Role.PREFILL), found.legs(Role.DECODE)
     for leg in (first, second):
         assert {name: leg[name] for name in said} == said
     assert first["bootstrap_room"] == second["bootstrap_room"]
+
+
+async def test_several_answers_to_one_prompt_share_no_room(pairs: Start) -> None:
+    """Only one of them could meet its prefill. A decode engine alone refuses it in words."""
+    found = await pairs(MODES[0])
+    got = await found.ask(n=2)
+    assert (got.status_code, got.json()["error"]["message"]) == (400, "it has no bootstrap room")
+    (leg,) = found.legs(Role.DECODE)
+    assert "bootstrap_room" not in leg
+    assert not found.legs(Role.PREFILL)
 
 
 async def test_engines_that_wait_for_one_another_are_not_asked_one_after_the_other(

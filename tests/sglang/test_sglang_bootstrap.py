@@ -71,22 +71,23 @@ def test_its_bootstrap_server_is_understood() -> None:
         server.close()
 
 
-@pytest.mark.parametrize("answers", [1, 2])
-def test_its_request_class_reads_both_legs_alike(answers: int) -> None:
-    """The same room, as a number that SGLang takes, for each answer one of its own."""
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_its_request_class_reads_both_legs_alike(prompts: int) -> None:
+    """The same room, as a number that SGLang takes, for each prompt one of its own."""
     io_struct = import_module("sglang.srt.managers.io_struct")
     table = Table(SGLANG)
     table.found = SGLangBootstrap().place("http://10.0.0.7:8998", {"dp_size": 1})
-    facts = RequestFacts("req", "tra", "m", 1, answers, None, None)
+    facts = RequestFacts("req", "tra", "m", prompts, 1, None, None)
     legs: list[Leg] = table.run(ConcurrentLegs().legs(facts, table), lambda leg: LegAnswer({}))
     room: Any = SGLANG.decode_keys({}, "tra", table.found)["bootstrap_room"]
     assert len(legs) == 2
     for leg in legs:
         told = {name: json.loads(value) for name, value in leg.changes.items() if value and "bootstrap" in name}
-        asked = io_struct.GenerateReqInput(text="who is there", sampling_params={"n": answers}, **told)
+        text = "who is there" if prompts == 1 else ["who is there"] * prompts
+        asked = io_struct.GenerateReqInput(text=text, **told)
         asked.normalize_batch_and_arguments()
-        rooms = [room + number for number in range(answers)]
-        assert asked.bootstrap_room == (room if answers == 1 else rooms)
-        assert asked.bootstrap_host == ("10.0.0.7" if answers == 1 else ["10.0.0.7"] * answers)
-        assert asked.bootstrap_port == (8998 if answers == 1 else [8998] * answers)
+        rooms = [room + number for number in range(prompts)]
+        assert asked.bootstrap_room == (room if prompts == 1 else rooms)
+        assert asked.bootstrap_host == ("10.0.0.7" if prompts == 1 else ["10.0.0.7"] * prompts)
+        assert asked.bootstrap_port == (8998 if prompts == 1 else [8998] * prompts)
         assert not leg.changes.keys() & {"max_tokens", "n", "min_tokens"}, "both have the client's own"

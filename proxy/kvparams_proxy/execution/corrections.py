@@ -19,7 +19,7 @@ __all__ = [
     "check_event",
     "check_no_error",
     "complete_events",
-    "is_json",
+    "is_answer",
     "load_answer",
     "prompt_details",
     "split_events",
@@ -160,13 +160,13 @@ def load_answer(raw: bytes) -> dict[str, object]:
     return cast("dict[str, object]", document)
 
 
-def is_json(raw: bytes) -> bool:
-    """Whether it is an object as `load_answer` reads it."""
+def is_answer(raw: bytes) -> bool:
+    """Whether it has what a client asks for: JSON, no error, and a choice."""
     try:
-        load_answer(raw)
+        document = load_answer(raw)
     except JSONTextError:
         return False
-    return True
+    return error_in(document) is None and _chosen(document.get("choices"))
 
 
 def prompt_details(answer: Mapping[str, object]) -> object:

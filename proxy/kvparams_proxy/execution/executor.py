@@ -23,7 +23,7 @@ from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.context import PlanContext
-from kvparams_proxy.execution.corrections import Corrections, is_json, load_answer, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, is_answer, load_answer, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
@@ -356,7 +356,7 @@ class Execution:
     def _keep(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """The same of one beside which its prefill runs: if it went well, it is held until that has. What is no answer
         is not: its engine may never have met the prefill that would be waited for."""
-        if self._paired is not None and error is None and head.status == 200 and is_json(raw):
+        if self._paired is not None and error is None and head.status == 200 and is_answer(raw):
             self._paired.kept = head, raw
         else:
             self._whole(head, raw, error)

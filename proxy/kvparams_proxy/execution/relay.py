@@ -17,7 +17,7 @@ from kvparams_proxy.execution.corrections import (
     check_event,
     check_no_error,
     complete_events,
-    is_json,
+    is_answer,
 )
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamRefusal
 
@@ -214,7 +214,7 @@ class Relay:
 
     def _worth_waiting(self) -> bool:
         """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
-        return self._begins.search(self._held) is not None if self._streaming else is_json(b"".join(self._whole))
+        return self._begins.search(self._held) is not None if self._streaming else is_answer(b"".join(self._whole))
 
     def _gather(self, data: bytes) -> None:
         self._whole_bytes += len(data)
