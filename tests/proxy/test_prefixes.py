@@ -118,6 +118,18 @@ class Site:
 
     decision: Decision | None = None
 
+    def begun(self, tokens: Sequence[int], busy: Sequence[str]) -> tuple[RequestFacts, Instance]:
+        """A leg, given to somebody while much has to be done on these engines."""
+        loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
+        for member, name in loads:
+            member.pace.begin(name, 100.0)
+        facts = self.facts(tokens)
+        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
+        assert instance is not None
+        for member, name in loads:
+            member.pace.end(name)
+        return facts, instance
+
     def ask(self, tokens: Sequence[int], salt: str | None = None, **how: bool) -> str:
         with self.leg(self.facts(tokens, salt), **how) as instance:
             pass
@@ -501,12 +513,7 @@ class StoreSite(Site):
 
     def ask_at(self, tokens: Sequence[int], *busy: str) -> Decision:
         """One leg, while much has to be done on these engines."""
-        loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
-        for member, name in loads:
-            member.pace.begin(name, 100.0)
-        facts = self.facts(tokens)
-        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
-        assert instance is not None
+        facts, instance = self.begun(tokens, busy)
         store = None if instance.store is None else self.stores[instance.store]
         engine = self.engines[instance.id]
         own = engine.look(tokens, None)
@@ -516,8 +523,6 @@ class StoreSite(Site):
             cache.keep(tokens, None)
         decision = self.prefixes.reported(facts, len(tokens), found)
         self.fleet.release(instance, facts)
-        for member, name in loads:
-            member.pace.end(name)
         assert decision is not None
         return decision
 
@@ -574,12 +579,7 @@ class PeerSite(Site):
 
     def ask_at(self, tokens: Sequence[int], *busy: str, plan_asks: bool = True) -> tuple[Decision, str | None]:
         """One leg, while much has to be done on these engines; why it went where it did, and whom it was told of."""
-        loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
-        for member, name in loads:
-            member.pace.begin(name, 100.0)
-        facts = self.facts(tokens)
-        instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
-        assert instance is not None
+        facts, instance = self.begun(tokens, busy)
         source = self.prefixes.source(facts) if plan_asks else None
         own = max(self.engines[instance.id].look(tokens, None), self.memory[instance.id].look(tokens, None))
         found = own if source is None else max(own, self.memory[source[0].id].look(tokens, None))
@@ -592,8 +592,6 @@ class PeerSite(Site):
         assert not plan_asks or self.prefixes.source(facts) == source
         self.fleet.release(instance, facts)
         assert self.prefixes.source(facts) is None
-        for member, name in loads:
-            member.pace.end(name)
         assert decision is not None
         return decision, None if source is None else source[0].id
 

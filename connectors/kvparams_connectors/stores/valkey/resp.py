@@ -153,8 +153,11 @@ class ReplyReader:
             self._looked_at(buffers, left, coming)
             self._end_of_value()
             return left
-        if coming is not None and self._about is not None:
-            step = step_bytes(left, self._about)  # equal parts: a small last one would go through the scratch memory
+        if coming is not None:
+            if self._about is not None:
+                step = step_bytes(
+                    left, self._about
+                )  # equal parts: a small last one would go through the scratch memory
             if step >= left:
                 coming = None  # what comes in one part is looked at when it has arrived
             else:
