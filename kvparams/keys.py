@@ -26,6 +26,7 @@ __all__ = [
     "Rectangle",
     "page_chain",
     "page_key",
+    "page_keys",
 ]
 
 DTYPE_BYTES: Final = {
@@ -221,7 +222,9 @@ class Page:
         return self.start + self.tokens
 
 
-def page_chain(namespace: Namespace, token_ids: Sequence[int], extras: Iterable[Extra] = ()) -> tuple[Page, ...]:
+def page_chain(
+    namespace: Namespace, token_ids: Sequence[int], extras: Iterable[Extra] = (), known: Sequence[Page] = ()
+) -> tuple[Page, ...]:
     """The pages of a sequence, the partial last one included.
 
     `chain` of page i is SHA-256 over: `"kvparams page 1\\n"`; the chain of page i-1 (of page 0: the namespace's
@@ -235,28 +238,35 @@ def page_chain(namespace: Namespace, token_ids: Sequence[int], extras: Iterable[
         namespace: where the chain starts.
         token_ids: the sequence; each id fits in 32 bits without a sign.
         extras: what else the KV depends on. Positions behind the last token are ignored.
+        known: pages of the same tokens, extras and namespace, from the first on, by an earlier call for more or fewer
+            of these tokens: what is full of them is taken as it is, and costs nothing.
 
     Raises:
         ValueError: a token id is not an integer in [0, 2^32), or there are more than 65,536 extras.
     """
+    size = namespace.page_tokens
+    count = min(len(known), len(token_ids) // size)
+    if count and known[count - 1].tokens < size:
+        count -= 1
+    pages = list(known[:count])
+    since = count * size
+    rest = token_ids[since:] if since else token_ids
     try:
-        packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+        packed = struct.pack(f"<{len(rest)}I", *rest)
     except struct.error as error:
         raise ValueError(f"token ids are integers in [0, 2^32): {error}") from error
     others = tuple(extras)
     if len(others) > _MAX_EXTRAS:
         raise ValueError(f"{len(others)} extras are more than {_MAX_EXTRAS}")
-    size = namespace.page_tokens
-    chain = namespace.digest
-    pages: list[Page] = []
-    for index, start in enumerate(range(0, len(token_ids), size)):
+    chain = pages[-1].chain if pages else namespace.digest
+    for index, start in enumerate(range(since, len(token_ids), size), count):
         tokens = min(size, len(token_ids) - start)
         touching = _touching(others, start, start + tokens) if others else b"\0\0\0\0"
         text = b"%b%b%b%b%b" % (
             _PAGE_DOMAIN,
             chain,
             tokens.to_bytes(4, "little"),
-            packed[4 * start : 4 * (start + tokens)],
+            packed[4 * (start - since) : 4 * (start - since + tokens)],
             touching,
         )
         chain = hashlib.sha256(text).digest()
@@ -269,10 +279,14 @@ def page_key(namespace: Namespace, page: Page, rectangle: Rectangle) -> str:
 
     `kv1.<16 hex of the namespace's digest>.<64 hex of the chain>.<tokens>.L<layers from-to>.H<heads from-to>`
     """
-    return (
-        f"kv1.{namespace.digest[:8].hex()}.{page.chain.hex()}.{page.tokens}"
-        f".L{rectangle.layer_start}-{rectangle.layer_end}.H{rectangle.head_start}-{rectangle.head_end}"
-    )
+    return page_keys(namespace, (page,), (rectangle,))[0]
+
+
+def page_keys(namespace: Namespace, pages: Iterable[Page], rectangles: Sequence[Rectangle]) -> tuple[str, ...]:
+    """`page_key` of every part of the first page, then of every part of the second, and so on."""
+    head = f"kv1.{namespace.digest[:8].hex()}."
+    tails = [f".L{one.layer_start}-{one.layer_end}.H{one.head_start}-{one.head_end}" for one in rectangles]
+    return tuple(f"{head}{page.chain.hex()}.{page.tokens}{tail}" for page in pages for tail in tails)
 
 
 def _touching(extras: Iterable[Extra], start: int, end: int) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvparams.keys import Extra, Namespace
+from kvparams.keys import Extra, Namespace, Page
 from kvparams.pages import HEADER_BYTES
 from kvparams.params import KVTransferParams
 from kvparams.seals import SealKeys
@@ -85,10 +85,14 @@ class KVStoreConnector:
         self._open_saves = 0
 
     def plan(
-        self, token_ids: Sequence[int], params: KVTransferParams | None = None, extras: Iterable[Extra] = ()
+        self,
+        token_ids: Sequence[int],
+        params: KVTransferParams | None = None,
+        extras: Iterable[Extra] = (),
+        known: Sequence[Page] = (),
     ) -> Plan:
         """The pages of a sequence and their keys, the partial last page included; see `make_plan`."""
-        return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras, self._units)
+        return make_plan(self._namespace, self._layout.rectangle, token_ids, params, extras, self._units, known)
 
     def lookup(self, plan: Plan) -> Job[Hit]:
         """How much of the sequence is stored without a gap; see `stored_prefix`."""

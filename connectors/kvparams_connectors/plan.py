@@ -8,13 +8,13 @@ a promise or a limit, never an address.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvparams.keys import Extra, Namespace, Page, Rectangle, page_chain, page_key
-from kvparams.pages import PageIdentity, identify
+from kvparams.keys import Extra, Namespace, Page, Rectangle, page_chain, page_keys
+from kvparams.pages import HEADER_BYTES, PageIdentity, identify
 from kvparams.params import KVTransferParams
 from kvparams_connectors.reports import Hit
 from kvparams_connectors.store import Code, Results
 
-__all__ = ["Plan", "make_plan", "stored_prefix"]
+__all__ = ["Plan", "Presence", "isolated", "make_plan", "presence", "stored_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,21 @@ class Plan:
         """The indexes of a page's parts among the keys."""
         return range(page * len(self.units), (page + 1) * len(self.units))
 
+    def sizes(self, tokens: int) -> list[int]:
+        """The stored bytes of each part of a page of so many tokens."""
+        return [HEADER_BYTES + self.namespace.payload_bytes(tokens, unit) for unit in self.units]
+
     def identity(self, index: int) -> PageIdentity:
         """What the header of the part `index` must say."""
         page, unit = divmod(index, len(self.units))
         return identify(self.namespace, self.pages[page], self.units[unit])
+
+
+def isolated(namespace: Namespace, params: KVTransferParams | None) -> Namespace:
+    """The namespace with the request's cache salt and LoRA, which come from `params.isolation`."""
+    if params is None or params.isolation is None:
+        return namespace
+    return replace(namespace, lora=params.isolation.lora, cache_salt=params.isolation.cache_salt)
 
 
 def make_plan(
@@ -57,11 +68,12 @@ def make_plan(
     params: KVTransferParams | None,
     extras: Iterable[Extra],
     units: Sequence[Rectangle] | None = None,
+    known: Sequence[Page] = (),
 ) -> Plan:
     """The pages of a sequence and the keys of their parts, the partial last page included.
 
     Load keys in `params` are a promise: one that is not among the derived keys is counted and not used. Store keys, if
-    there are any, limit what is stored. Cache salt and LoRA come from `params.isolation`.
+    there are any, limit what is stored.
 
     Args:
         namespace: the engine's, without cache salt and LoRA.
@@ -70,22 +82,21 @@ def make_plan(
         params: what the request says, if it says anything.
         extras: what the KV depends on besides token ids.
         units: of which each page has a part; None: one, the rectangle.
+        known: pages of this sequence, as by `page_chain`.
 
     Raises:
         ValueError: a token id is not an integer in [0, 2^32).
     """
-    if params is not None and params.isolation is not None:
-        isolation = params.isolation
-        namespace = replace(namespace, lora=isolation.lora, cache_salt=isolation.cache_salt)
-    pages = page_chain(namespace, token_ids, extras)
+    namespace = isolated(namespace, params)
+    pages = page_chain(namespace, token_ids, extras, known)
     parts = (rectangle,) if units is None else tuple(units)
-    keys = tuple(page_key(namespace, page, unit) for page in pages for unit in parts)
+    keys = page_keys(namespace, pages, parts)
     load_keys = frozenset((params and params.load_keys) or ())
     store_keys = None if params is None or params.store_keys is None else frozenset(params.store_keys)
     promised = max(
         (
             page.end
-            for page in pages
+            for page in (pages if load_keys else ())
             if load_keys.issuperset(keys[page.index * len(parts) : (page.index + 1) * len(parts)])
         ),
         default=0,
@@ -96,16 +107,39 @@ def make_plan(
     return Plan(namespace, rectangle, len(token_ids), pages, keys, promised, foreign, source, store_keys, parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Which pages of a sequence are there, whole."""
+
+    pages: list[bool]
+    nbytes: list[int]
+    """Of each page's parts together."""
+    failure: Code | None = None
+    """Of the first page that is not there because a store failed."""
+
+
+def presence(plan: Plan, results: Results, *, to_gap: bool) -> Presence:
+    """By what `exists` said of `plan.keys`. A part of the wrong size counts as not stored, if the store tells sizes;
+    else the load finds it out. `to_gap`: up to the first page that is not there; the others count as not there."""
+    each = len(plan.units)
+    expected = plan.sizes(plan.namespace.page_tokens) * len(plan.pages)
+    if plan.pages and plan.pages[-1].tokens < plan.namespace.page_tokens:
+        expected[-each:] = plan.sizes(plan.pages[-1].tokens)
+    there = [result.found(size) for result, size in zip(results, expected, strict=True)]
+    if each > 1:
+        there = [all(there[at : at + each]) for at in range(0, len(there), each)]
+        expected = [sum(expected[at : at + each]) for at in range(0, len(expected), each)]
+    if all(there):
+        return Presence(there, expected)
+    end = there.index(False) + 1 if to_gap else len(there)
+    failure = next((one.code for one in results[: end * each] if one.code not in (Code.OK, Code.MISS)), None)
+    return Presence(there[:end] + [False] * (len(there) - end), expected, failure)
+
+
 def stored_prefix(plan: Plan, results: Results) -> Hit:
-    """The pages without a gap whose parts are all there, by what `exists` said of `plan.keys`. A part of the wrong size
-    counts as not stored, if the store tells sizes; else the load finds it out."""
-    nbytes = 0
-    for page in plan.pages:
-        parts = plan.parts(page.index)
-        expected = [plan.identity(part).stored_bytes for part in parts]
-        found = results[parts.start : parts.stop]
-        if not all(one.found(size) for one, size in zip(found, expected, strict=True)):
-            failed = [one.code for one in found if one.code not in (Code.OK, Code.MISS)]
-            return Hit(page.start, page.index, nbytes, failed[0] if failed else None)
-        nbytes += sum(expected)
-    return Hit(plan.tokens, len(plan.pages), nbytes)
+    """The pages without a gap whose parts are all there, by what `exists` said of `plan.keys`."""
+    seen = presence(plan, results, to_gap=True)
+    held = sum(seen.pages)
+    if held == len(plan.pages):
+        return Hit(plan.tokens, held, sum(seen.nbytes))
+    return Hit(plan.pages[held].start, held, sum(seen.nbytes[:held]), seen.failure)

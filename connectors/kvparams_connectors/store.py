@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
 
 from kvparams import plugins
 from kvparams_connectors.jobs import Job, Lane
@@ -36,6 +36,7 @@ __all__ = [
     "open_store",
     "valid_get",
     "valid_key",
+    "valid_keys",
     "valid_put",
 ]
 
@@ -77,8 +78,7 @@ class Code(Enum):
     """A defect in the store; the log has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What became of one key."""
 
     code: Code
@@ -276,7 +276,7 @@ class LaneStore(KVStore):
         return self._submit(ops, [valid_get(op) for op in ops], self.get_now, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(keys, _valid_keys(keys), self.exists_now, deadline_s)
+        return self._submit(keys, valid_keys(keys), self.exists_now, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._submit(keys, [valid_key(key) for key in keys], self.delete_now, deadline_s)
@@ -327,7 +327,7 @@ def valid_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def _valid_keys(keys: Sequence[str]) -> list[bool]:
+def valid_keys(keys: Sequence[str]) -> list[bool]:
     """`valid_key` of each; quicker where all are, as all pages of a long prompt."""
     lengths = [len(key) for key in keys]
     if keys and min(lengths) and max(lengths) <= _LONGEST:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, PutOp
+from kvparams_connectors.store import Code, GetOp, PutOp, Result
 from kvparams_connectors.stores.file.lock import FileLock, Membership
 from kvparams_connectors.stores.file.store import FileStore
 
@@ -247,6 +247,21 @@ def test_users_of_a_file_that_is_removed_go_on_together_with_a_new_one(path: Pat
     assert f"{path} (deleted)" not in Path("/proc/self/maps").read_text()
     for user in users:
         user.close()
+
+
+def test_who_only_asks_without_waiting_notices_as_well(path: Path) -> None:
+    store = FileStore(path)
+    assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
+    path.unlink()
+    until_s = time.monotonic() + 20
+    while store.exists_at_once(["other"]) is not None and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert store.exists_at_once(["other"]) is None
+    assert not has(store, "other")  # whoever waits has it opened anew
+    assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
+    with store._changing:  # pyright: ignore[reportPrivateUsage]  somebody may be closing what is open
+        assert store.exists_at_once(["other"]) is None
+    store.close()
 
 
 def test_what_was_begun_on_a_removed_file_ends_on_it(path: Path) -> None:

@@ -99,6 +99,20 @@ def test_full_pages_do_not_depend_on_what_follows(
     assert page_chain(namespace, tokens, extras)[:full] == page_chain(namespace, tokens + more, extras)[:full]
 
 
+@given(SPACES, TOKENS, TOKENS, EXTRAS)
+def test_pages_that_are_known_change_nothing(
+    namespace: Namespace, tokens: list[int], more: list[int], extras: list[Extra]
+) -> None:
+    fewer, every = page_chain(namespace, tokens, extras), page_chain(namespace, tokens + more, extras)
+    assert page_chain(namespace, tokens + more, extras, fewer) == every
+    assert page_chain(namespace, tokens, extras, every) == fewer
+
+
+def test_full_pages_that_are_known_are_not_computed_again() -> None:
+    other = page_chain(SPACE, [7] * 40)  # of other tokens, which a caller must never pass
+    assert page_chain(SPACE, [8] * 50, (), other)[:2] == other[:2]
+
+
 @given(SPACES, TOKENS, st.data())
 def test_another_token_changes_the_key_of_its_page_and_of_all_that_follow(
     namespace: Namespace, tokens: list[int], data: st.DataObject

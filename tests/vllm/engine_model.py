@@ -11,11 +11,11 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvparams.keys import Extra, Geometry, Namespace, Rectangle
+from kvparams.keys import Extra, Geometry, Namespace, Page, Rectangle
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff
 from kvparams_connectors.engines.vllm.geometry import Share
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
+from kvparams_connectors.engines.vllm.grouped import Chains, GroupedPlan
 from kvparams_connectors.engines.vllm.holding import Holds
 from kvparams_connectors.engines.vllm.orders import LoadOrder
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
@@ -99,8 +99,19 @@ class _Search:
         self._engine = engine
         self._prefixes = Prefixes(_NO_STORE, [SHARE], 1.0)
 
-    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan:
-        return self._prefixes.plan(token_ids, shared, extras)
+    def plan(
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains = ()
+    ) -> GroupedPlan:
+        plan = self._prefixes.plan(token_ids, shared, extras, known)
+        assert plan == self._prefixes.plan(token_ids, shared, extras), "what was known is of something else"
+        return plan
+
+    def pages(
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains
+    ) -> Chains:
+        pages = self._prefixes.pages(token_ids, shared, extras, known)
+        assert pages == self._prefixes.plan(token_ids, shared, extras).chains, "what was known is of something else"
+        return pages
 
     def look(self, plan: GroupedPlan) -> Job[Hit]:
         job = Job(1e18, Hit(0, 0, 0))
@@ -163,9 +174,15 @@ class EngineModel:
 
     # ---- what the transfers see of a store connector
 
-    def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan:
+    def plan(
+        self,
+        token_ids: Tokens[int],
+        params: KVTransferParams | None,
+        extras: Tokens[Extra],
+        known: Tokens[Page] = (),
+    ) -> Plan:
         self._saving = (_life_of(extras), *token_ids)
-        return _Search(self).plan(token_ids, params, extras).plans[0]
+        return _Search(self).plan(token_ids, params, extras, (tuple(known),)).plans[0]
 
     def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
         job = Job(1e18, LoadReport(start_token, start_token))

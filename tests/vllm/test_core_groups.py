@@ -241,7 +241,7 @@ class _Slow:
     def __init__(self) -> None:
         self.jobs: list[Job[LoadReport]] = []
 
-    def plan(self, token_ids: Sequence[int], params: Any, extras: Any) -> Any:
+    def plan(self, token_ids: Sequence[int], params: Any, extras: Any, known: Any) -> Any:
         return SimpleNamespace()
 
     def load(self, plan: Any, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[LoadReport]:

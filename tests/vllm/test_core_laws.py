@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
 from kvparams_connectors.engines.vllm.documents import Handoff
 from kvparams_connectors.engines.vllm.entries import Entry
 from kvparams_connectors.engines.vllm.holding import Holds
+from kvparams_connectors.engines.vllm.scheduling import Running
 from tests.vllm.engine_model import EngineModel, ModelRequest
 from tests.vllm.half_steps import Pool
 
@@ -205,6 +207,45 @@ def test_if_it_were_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Entry, "renew", renew)
     with pytest.raises(AssertionError, match="of something else"):
         _saved_across_lives(EngineModel(_BLOCKS))
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_pages_of_another_life_are_not_taken_for_known(monkeypatch: pytest.MonkeyPatch, *, forgets: bool) -> None:
+    renewed = Entry.renew
+
+    def renew(self: Entry, life: tuple[Extra, ...]) -> None:
+        pages = self.pages
+        renewed(self, life)
+        self.pages = pages
+
+    if not forgets:
+        monkeypatch.setattr(Entry, "renew", renew)
+    engine = EngineModel(_BLOCKS)
+    engine.add("r1", [3] * 10, Handoff(None, None))
+    engine.end_lookup(0)
+    engine.step()
+    engine.reset(preempting=True)
+    if forgets:
+        engine.step()
+        assert engine.lookups
+    else:
+        with pytest.raises(AssertionError, match="what was known is of something else"):
+            engine.step()
+
+
+def test_the_pages_of_a_sequence_that_grows_are_computed_once() -> None:
+    engine = EngineModel(_BLOCKS, holding=False)
+    engine.book.begin("r1", [3] * 7, Handoff(None, None))
+    orders = [
+        engine.book.step([Running("r1", start, 6, tuple([3] * (start + 6)), lambda: [range(8)])])
+        for start in (0, 6, 12)
+    ]
+    pages = [one.saves[0].sequence.pages[0] for one in orders]
+    assert [len(one) for one in pages] == [2, 2, 3]  # the prompt's, one of them partial; then what is saved
+    assert [page.tokens for page in pages[-1]] == [6, 6, 6]
+    for fewer, more in pairwise(pages):
+        full = [page for page in fewer if page.tokens == 6]
+        assert all(one is other for one, other in zip(full, more, strict=False))
 
 
 def test_an_engine_waits_for_what_is_held_rather_than_preempt() -> None:

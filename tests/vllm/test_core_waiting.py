@@ -38,8 +38,11 @@ class _Slow:
         self._after_s = after_s
         self._plans = EngineModel(1)
 
-    def plan(self, token_ids: Sequence[int], shared: Any, extras: Any) -> GroupedPlan:
+    def plan(self, token_ids: Sequence[int], shared: Any, extras: Any, known: Any = ()) -> GroupedPlan:
         return GroupedPlan((self._plans.plan(token_ids, shared, extras),), (None,))
+
+    def pages(self, token_ids: Sequence[int], shared: Any, extras: Any, known: Any) -> Any:
+        raise AssertionError("nothing is saved")
 
     def look(self, plan: GroupedPlan) -> Job[Hit]:
         job = Job(time.monotonic() + _LONG_S, Hit(0, 0, 0))
@@ -86,8 +89,8 @@ class _Store:
         self._plans = EngineModel(1)
         self.saved: list[Job[SaveReport]] = []
 
-    def plan(self, token_ids: Sequence[int], params: Any, extras: Any) -> Plan:
-        return self._plans.plan(token_ids, params, extras)
+    def plan(self, token_ids: Sequence[int], params: Any, extras: Any, known: Any) -> Plan:
+        return self._plans.plan(token_ids, params, extras, known)
 
     def load(self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[LoadReport]:
         raise AssertionError
@@ -135,13 +138,13 @@ def test_a_step_does_not_wait_for_copies() -> None:
     with _transfers(lambda: _is(go.wait(_LONG_S))) as (transfers, store):
         transfers.save(_orders(1))
         assert transfers.finished().copied == []
-        assert not transfers.idle
+        assert transfers.ended() == 0
         go.set()
         assert _heard(transfers).copied == [1]
         assert len(transfers) == 0
-        assert not transfers.idle  # it is on its way to the store
+        assert transfers.ended() == 1  # it is on its way to the store
         store.saved[0].finish(SaveReport(saved=2))
-        assert transfers.idle
+        assert transfers.ended() == 2
 
 
 def test_blocks_that_nobody_keeps_are_copied_at_once() -> None:
@@ -167,8 +170,7 @@ def test_saves_that_come_too_late_keep_no_blocks() -> None:
     transfers = Transfers([_Store(lambda: None)], 4, aside=_TooLate())
     transfers.save(_orders(1, 2))
     assert transfers.finished().copied == [1, 2]
-    assert transfers.counts["saves_late"] == 2
-    assert transfers.idle
+    assert transfers.counts["saves_late"] == transfers.ended() == 2
 
 
 @pytest.mark.parametrize("number", [None, 3])
@@ -180,8 +182,7 @@ def test_a_save_with_a_defect_keeps_no_blocks(number: int | None) -> None:
         transfers.save(_orders(number))
         wait_until(lambda: transfers.finished().copied == [3] if number else len(transfers.finished().copied) == 0)
         wait_until(lambda: len(transfers) == 0)
-        assert transfers.counts["saves_failed"] == 1
-        assert transfers.idle
+        assert transfers.counts["saves_failed"] == transfers.ended() == 1
 
 
 def test_a_store_that_can_say_at_once_is_asked_without_another_thread(tmp_path: Path) -> None:

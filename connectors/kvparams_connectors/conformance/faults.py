@@ -5,7 +5,7 @@ The one rule: it goes wrong exactly where it is told to, so that a test can say 
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvparams_connectors.jobs import Job
@@ -126,7 +126,7 @@ class FaultyStore(LaneStore):
             if fault is not None and fault.kind == "drop":
                 results[index] = Result(Code.MISS)
             elif fault is not None and fault.kind == "truncate":
-                results[index] = replace(results[index], nbytes=min(results[index].nbytes, fault.at))
+                results[index] = results[index]._replace(nbytes=min(results[index].nbytes, fault.at))
         return _failed(faults, results)
 
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:

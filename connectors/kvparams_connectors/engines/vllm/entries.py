@@ -9,7 +9,7 @@ from typing import Final
 
 from kvparams.keys import Extra
 from kvparams_connectors.engines.vllm.documents import Handoff
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
+from kvparams_connectors.engines.vllm.grouped import Chains, GroupedPlan
 from kvparams_connectors.engines.vllm.orders import Sequence
 from kvparams_connectors.engines.vllm.requests import Tracked
 from kvparams_connectors.jobs import Job
@@ -52,6 +52,8 @@ class Entry:
         self.outdated = False
         """What is known of it belongs to a life that is over, or to blocks that it has no more: before an offer the
         store is asked again, and until then nothing of it is saved or promised."""
+        self.pages: Chains = ()
+        """Of its tokens, as far as they were needed: what is full of them never changes within a life."""
         self.gaps: Final[set[tuple[int, int]]] = set()
         """Group of layers and end of pages that could not be saved: their blocks were gone already."""
         self._extras: Final = extras
@@ -65,8 +67,9 @@ class Entry:
     def renew(self, life: tuple[Extra, ...]) -> None:
         """The weights have another life."""
         self._life = life
+        self.pages = ()
         self.outdated = True
 
     def sequence(self, token_ids: Tokens[int]) -> Sequence:
         """These tokens of it, for an order."""
-        return Sequence(tuple(token_ids), self.handoff.shared, self.extras)
+        return Sequence(tuple(token_ids), self.handoff.shared, self.extras, self.pages)

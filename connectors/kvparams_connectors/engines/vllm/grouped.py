@@ -8,11 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvparams.keys import Page
-from kvparams_connectors.plan import Plan
+from kvparams_connectors.plan import Plan, Presence, presence, stored_prefix
 from kvparams_connectors.reports import Hit
-from kvparams_connectors.store import Code, Results
+from kvparams_connectors.store import Results
 
-__all__ = ["GroupedPlan"]
+__all__ = ["Chains", "GroupedPlan"]
+
+Chains = tuple[tuple[Page, ...], ...]
+"""The pages of a sequence, by group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,11 @@ class GroupedPlan:
     def pages(self) -> tuple[Page, ...]:
         """Of the first group."""
         return self.plans[0].pages
+
+    @property
+    def chains(self) -> Chains:
+        """The pages of all groups."""
+        return tuple(plan.pages for plan in self.plans)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -55,31 +63,18 @@ class GroupedPlan:
         return range(first // self.plans[group].namespace.page_tokens, pages)
 
     def held(self, results: Results) -> Hit:
-        """Up to where the sequence is held, by what `exists` said of `keys`. A part of the wrong size counts as not
-        stored, if the store tells sizes."""
-        good: list[list[bool]] = []
-        sizes: list[list[int]] = []
-        failure: Code | None = None
+        """Up to where the sequence is held, by what `exists` said of `keys`."""
+        if len(self.plans) == 1 and self.windows[0] is None:
+            return stored_prefix(self.plans[0], results)
+        seen: list[Presence] = []
         at = 0
         for plan, window in zip(self.plans, self.windows, strict=True):
-            there = [False] * len(plan.pages)
-            nbytes = [0] * len(plan.pages)
-            for page in range(len(plan.pages)):
-                parts = plan.parts(page)
-                expected = [plan.identity(part).stored_bytes for part in parts]
-                found = results[at + parts.start : at + parts.stop]
-                nbytes[page] = sum(expected)
-                there[page] = all(one.found(size) for one, size in zip(found, expected, strict=True))
-                if not there[page]:
-                    failure = failure or next((one.code for one in found if one.code not in (Code.OK, Code.MISS)), None)
-                    if window is None:
-                        break
-            good.append(there)
-            sizes.append(nbytes)
+            seen.append(presence(plan, results[at : at + len(plan.keys)], to_gap=window is None))
             at += len(plan.keys)
-        held = self._reach(good)
-        total = sum(sizes[group][page] for group in range(len(self.plans)) for page in self.needed(group, held))
+        held = self._reach([one.pages for one in seen])
+        total = sum(one.nbytes[page] for group, one in enumerate(seen) for page in self.needed(group, held))
         end = self.pages[held - 1].end if held else 0
+        failure = next((one.failure for one in seen if one.failure is not None), None)
         return Hit(end, held, total, None if held == len(self.pages) else failure)
 
     def promised(self, load_keys: Collection[str]) -> int:

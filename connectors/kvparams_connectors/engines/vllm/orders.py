@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvparams.keys import Extra
 from kvparams.params import KVTransferParams
+from kvparams_connectors.engines.vllm.grouped import Chains
 
 __all__ = ["LoadOrder", "SaveOrder", "Sequence", "StepOrders"]
 
@@ -20,6 +21,8 @@ class Sequence:
     shared: KVTransferParams | None
     """Cache salt and LoRA, where its producer's pages can be read, which keys may be stored; no more of a document."""
     extras: tuple[Extra, ...]
+    pages: Chains = ()
+    """By group of layers those that the scheduler has computed already, so that a worker need not."""
 
 
 @dataclass(frozen=True, slots=True)

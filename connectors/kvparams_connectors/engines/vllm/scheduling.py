@@ -16,9 +16,9 @@ from kvparams.keys import Extra
 from kvparams.params import Endpoint, KVTransferParams
 from kvparams_connectors.engines.vllm.documents import Handoff, prefill_result
 from kvparams_connectors.engines.vllm.entries import ALL_TOKENS, Entry
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
+from kvparams_connectors.engines.vllm.grouped import Chains, GroupedPlan
 from kvparams_connectors.engines.vllm.ordering import Tables, load_orders, save_orders
-from kvparams_connectors.engines.vllm.orders import LoadOrder, StepOrders
+from kvparams_connectors.engines.vllm.orders import LoadOrder, Sequence, StepOrders
 from kvparams_connectors.engines.vllm.requests import Stage, Tracked
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.rates import LoadRate
@@ -35,7 +35,12 @@ _LEAST_PROMISE_S: Final = 0.02
 class Search(Protocol):
     """`searching.Prefixes`."""
 
-    def plan(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan: ...
+    def plan(
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains = ()
+    ) -> GroupedPlan: ...
+    def pages(
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains
+    ) -> Chains: ...
     def look(self, plan: GroupedPlan) -> Job[Hit]: ...
 
 
@@ -175,7 +180,7 @@ class Book:
             if not entry.outdated:
                 for span in spans:
                     orders.saves += save_orders(
-                        entry.sequence(one.token_ids[: span.end]),
+                        self._sequence(entry, one.token_ids[: span.end]),
                         one.tables(),
                         span,
                         page_tokens=self._rules.page_tokens,
@@ -230,7 +235,15 @@ class Book:
     # ---- what is there
 
     def _plan(self, entry: Entry, token_ids: Tokens[int]) -> GroupedPlan:
-        return self.plan_of(token_ids, entry.handoff.shared, entry.extras)
+        plan = self._search.plan(token_ids, entry.handoff.shared, entry.extras, entry.pages)
+        entry.pages = plan.chains
+        return plan
+
+    def _sequence(self, entry: Entry, token_ids: Tokens[int]) -> Sequence:
+        """These tokens of a request, for an order to save some; what a page adds is computed once."""
+        if not entry.pages or not entry.pages[0] or entry.pages[0][-1].end < len(token_ids):
+            entry.pages = self._search.pages(token_ids, entry.handoff.shared, entry.extras, entry.pages)
+        return entry.sequence(token_ids)
 
     def _look(self, entry: Entry, token_ids: Tokens[int]) -> None:
         entry.plan = self._plan(entry, token_ids)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvparams.keys import Extra, Rectangle
+from kvparams.keys import Extra, Rectangle, page_chain
 from kvparams.params import KVTransferParams
 from kvparams_connectors.engines.vllm.geometry import Share
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
+from kvparams_connectors.engines.vllm.grouped import Chains, GroupedPlan
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.plan import make_plan
+from kvparams_connectors.plan import isolated, make_plan
 from kvparams_connectors.reports import Hit
 from kvparams_connectors.store import KVStore
 
@@ -38,13 +38,37 @@ class Prefixes:
             (share.namespace, whole, share.grid.touching(whole, share.namespace.geometry)) for share, whole in wholes
         ]
 
-    def plan(self, token_ids: Sequence[int], shared: KVTransferParams | None, extras: Iterable[Extra]) -> GroupedPlan:
-        """The pages of a sequence, with the parts of all ranks."""
+    def plan(
+        self,
+        token_ids: Sequence[int],
+        shared: KVTransferParams | None,
+        extras: Iterable[Extra],
+        known: Chains = (),
+    ) -> GroupedPlan:
+        """The pages of a sequence, with the parts of all ranks.
+
+        Args:
+            token_ids: the whole sequence.
+            shared: what of a document concerns it.
+            extras: what else its KV depends on.
+            known: its pages by group, as by `page_chain`.
+        """
         others = tuple(extras)
         plans = (
-            make_plan(namespace, whole, token_ids, shared, others, units) for namespace, whole, units in self._known
+            make_plan(namespace, whole, token_ids, shared, others, units, known[group] if known else ())
+            for group, (namespace, whole, units) in enumerate(self._known)
         )
         return GroupedPlan(tuple(plans), self._windows)
+
+    def pages(
+        self, token_ids: Sequence[int], shared: KVTransferParams | None, extras: Iterable[Extra], known: Chains
+    ) -> Chains:
+        """The pages of a sequence by group, without a name for any; see `plan`."""
+        others = tuple(extras)
+        return tuple(
+            page_chain(isolated(namespace, shared), token_ids, others, known[group] if known else ())
+            for group, (namespace, _, _) in enumerate(self._known)
+        )
 
     def look(self, plan: GroupedPlan) -> Job[Hit]:
         """Up to where the sequence is stored."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
-from kvparams.keys import Extra
+from kvparams.keys import Extra, Page
 from kvparams.params import KVTransferParams
 from kvparams_connectors.engines.vllm.orders import LoadOrder, SaveOrder, StepOrders
 from kvparams_connectors.jobs import Job
@@ -30,7 +30,9 @@ T = TypeVar("T")
 class Connector(Protocol):
     """What of `KVStoreConnector` is used here."""
 
-    def plan(self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra]) -> Plan: ...
+    def plan(
+        self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[Extra], known: Tokens[Page]
+    ) -> Plan: ...
     def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]: ...
     def save(
         self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int, *, required: bool = False
@@ -95,6 +97,7 @@ class Transfers:
         """Saves that were put aside and not heard of since."""
         self._copied: deque[tuple[int, Job[bool]]] = deque()
         """Those that have ended; filled by the lane's thread."""
+        self._ended = 0
         self._saving: deque[Job[SaveReport]] = deque()
         """Saves on their way to the store; filled by whoever copies."""
         self.counts: Counter[str] = Counter()
@@ -103,12 +106,12 @@ class Transfers:
     def __len__(self) -> int:
         return len(self._running) + self._copying
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way, so that no counter will change by itself."""
+    def ended(self) -> int:
+        """How many transfers have ended since the start. While it stays the same no counter has changed."""
         while self._saving and self._saving[0].done():
             self._saving.popleft()
-        return not (self._running or self._copying or self._saving)
+            self._ended += 1
+        return self._ended
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads; returns at once."""
@@ -148,6 +151,7 @@ class Transfers:
         while self._copied:
             number, job = self._copied.popleft()
             self._copying -= 1
+            self._ended += 1
             if number:
                 seen.copied.append(number)
             try:
@@ -171,6 +175,7 @@ class Transfers:
                 still.append(one)
                 continue
             report = self._report(one)
+            self._ended += 1
             end = max(order.start, min(report.end_token, order.end))
             seen.request_ids.add(order.request_id)
             nbytes, seconds = taken.get(order.request_id, (0, 0.0))
@@ -196,5 +201,6 @@ class Transfers:
         return LoadReport(one.order.start, one.order.start)
 
     def _plan(self, order: LoadOrder | SaveOrder) -> Plan:
-        sequence = order.sequence
-        return self._connectors[order.group].plan(sequence.token_ids, sequence.shared, sequence.extras)
+        sequence, group = order.sequence, order.group
+        known = sequence.pages[group] if sequence.pages else ()
+        return self._connectors[group].plan(sequence.token_ids, sequence.shared, sequence.extras, known)

@@ -64,7 +64,7 @@ class WorkerHalf:
         self._aside: Lane | None = None
         self._last = Finished()
         self._before: dict[str, int] = {}
-        self._told = False
+        self._told = 0
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's `register_kv_caches`.
@@ -164,10 +164,10 @@ class WorkerHalf:
         """Counters of the connectors and of the transfers, since the start; None: nothing has changed since."""
         if self._transfers is None:
             return None
-        idle = self._transfers.idle  # before the counters are read: what ends now is counted the next time
-        if idle and self._told:
+        ended = self._transfers.ended()  # before the counters are read: what ends now is counted the next time
+        if ended == self._told:
             return None
-        self._told = idle
+        self._told = ended
         now = together(one.stats() for one in self._connectors)
         ours = {name: count - self._before.get(name, 0) for name, count in now.items()}
         return {**ours, **self._transfers.counts}

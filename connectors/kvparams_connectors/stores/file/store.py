@@ -25,7 +25,7 @@ from kvparams_connectors.store import (
     Result,
     Results,
     StoreError,
-    valid_key,
+    valid_keys,
 )
 from kvparams_connectors.stores.file.values import FileValues
 from kvparams_connectors.tools.file_advice import file_advice
@@ -104,10 +104,15 @@ class FileStore(LaneStore):
 
     def exists_at_once(self, keys: Sequence[str]) -> Results | None:
         with self._closing:  # held for a moment only, by whoever closes
-            values = self._values
-            if self._released or values is None or not values.there() or not all(valid_key(key) for key in keys):
+            if self._released or not self._changing.acquire(blocking=False):
                 return None
-            return values.exists(keys)
+            try:
+                values = self._values
+                if values is None or not values.lately_there() or not all(valid_keys(keys)):
+                    return None
+                return values.exists(keys)
+            finally:
+                self._changing.release()
 
     def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
         with self._using(deadline) as values:

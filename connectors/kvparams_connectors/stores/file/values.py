@@ -25,6 +25,7 @@ _BATCH: Final = 64
 """So many values find their room under one lock: others wait no longer than that takes."""
 _PAUSE_S: Final = 0.0001
 _ABANDON_S: Final = 5.0
+_LATELY_S: Final = 1.0
 
 
 class FileValues:
@@ -43,6 +44,7 @@ class FileValues:
             self._map.close()
             raise StoreError(f"file store: cannot join the users of {path}: {error}") from error
         self._file = status.st_dev, status.st_ino
+        self._seen_there = 0.0
 
     @property
     def shape(self) -> Shape:
@@ -61,6 +63,17 @@ class FileValues:
         except OSError:
             return False
         return self._file == (status.st_dev, status.st_ino)
+
+    def lately_there(self) -> bool:
+        """`there`, as it was a moment ago, for who only asks: a call of the system gives others their turn, and in a
+        busy process takes milliseconds."""
+        now = time.monotonic()
+        if now - self._seen_there < _LATELY_S:
+            return True
+        if not self.there():
+            return False
+        self._seen_there = now
+        return True
 
     def close(self) -> None:
         """Give the seat back and let go of the file."""
