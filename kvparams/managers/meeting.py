@@ -94,5 +94,7 @@ def meet(
         if not failure.another or (failure.begun and failure.sent is None) or not context.may_retry():
             raise
         failed = [*failed, (failure.instance or decode).id]
+        if not failure.begun and failure.instance is not prefill:
+            failed.append(prefill.id)  # decode cannot fetch what prefill does not give: it may be either
         return SoFar(context.next_transfer(), attempt + 1, failed, failure.sent if failure.begun else sent)
     return None

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from kvparams import parse
 from kvparams.dialects import Dialect
 from kvparams.dialects.nixl import NIXL
@@ -62,6 +64,20 @@ def test_legs_one_after_the_other_go_on_from_where_both_at_once_have_come() -> N
     transfers = [told(leg).transfer for leg in legs]
     assert [transfer.attempt for transfer in transfers] == [1, 1, 2, 3, 3]
     assert [transfer.id for transfer in transfers] == ["tra", "tra", "transfer-1", "transfer-2", "transfer-2"]
+
+
+@pytest.mark.parametrize(("before", "route"), [([None], "p0 d0 p1 d1"), ([], "p0 p1 d0")])
+def test_where_decode_fails_its_prefill_is_avoided_too(before: list[LegFailed | None], route: str) -> None:
+    """It cannot fetch what prefill does not give. A prefill that has failed says nothing of decode."""
+    table = Table(MEETING_STORE, fleet_of(2, 2), retries=2)
+    ends = [*before, LegFailed("broken", another=True)]
+
+    def answer(leg: Leg) -> LegAnswer | LegFailed:
+        ended = ends.pop(0) if ends else None
+        return ended or LegAnswer({} if leg.answers_client else {"kvparams": RESULT})
+
+    legs = table.run(ConcurrentLegs().legs(RequestFacts("req", "tra", "m", 1, 1, None, None), table), answer)
+    assert [f"{leg.instance.id[0]}{leg.instance.id[-1]}" for leg in legs] == route.split()
 
 
 def test_one_engine_alone_goes_on_from_there_too() -> None:

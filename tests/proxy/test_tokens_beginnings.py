@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from kvparams_proxy.tokens.beginnings import Beginnings, Encoded
 from kvparams_proxy.tokens.local import LocalTokenizer, Work
@@ -62,6 +62,22 @@ def test_what_is_alike_only_up_to_the_cut_would_have_others(made: Callable[[str]
     tokenizer = made("byte level")
     assert by_the_other(tokenizer, 1, other, text) == encode(tokenizer, text)
     assert by_the_other(tokenizer, 1, other, text, margin=0) != encode(tokenizer, text)
+
+
+def test_an_added_token_at_a_cut_may_be_undone_by_one_that_overlaps_it() -> None:
+    """The second begins in the first and ends far behind it, so the texts are alike for longer than either."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["z##< ##< ##<" * 200], trainer)
+    raw = "b" + "-" * 40
+    first, second = AddedToken("<ab", normalized=True, special=False), AddedToken(raw, normalized=False, special=False)
+    tokenizer.add_tokens([first, second])
+    local = LocalTokenizer(tokenizer)
+    head = "zz1" * 200 + "##<ab" + "-" * 39
+    for text in (head + "!" + "y1" * 100, head + "-!" + "y1" * 100):
+        assert list(Work(local, text, special=False).ids()) == encode(tokenizer, text)
 
 
 @settings(deadline=None)

@@ -47,6 +47,15 @@ def model(make_tiny: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with layers of full attention and layers with a window."""
+    folder = tmp_path_factory.mktemp("hybrid") / "tiny"
+    command = [sys.executable, "-m", "tests.vllm.hybrid_model", str(folder), "0"]
+    subprocess.run(command, check=True, cwd=_ROOT, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def bare(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM without a connector, for all tests: what it answers is right."""
     with Processes(tmp_path_factory.mktemp("bare")) as processes:

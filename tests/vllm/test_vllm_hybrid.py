@@ -5,8 +5,6 @@ answers without a connector are what is right.
 """
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,7 +32,6 @@ pytestmark = [
 
 _PAGE: Final = 64
 _WINDOW: Final = 128
-_ROOT: Final = Path(__file__).parents[2]
 _HITS: Final = "vllm:external_prefix_cache_hits_total"
 _USED: Final = "vllm:kv_cache_usage_perc"
 _LENGTHS: Final = (30, 64, 65, 127, 128, 129, 130, 160, 191, 192, 193, 256, 257, 300, 449, 640, 1000)
@@ -66,10 +63,8 @@ class _World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_World]:
-    folder = tmp_path_factory.mktemp("hybrid") / "tiny"
-    command = [sys.executable, "-m", "tests.vllm.hybrid_model", str(folder), "0"]
-    subprocess.run(command, check=True, cwd=_ROOT, capture_output=True, timeout=300)
+def world(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_World]:
+    folder = hybrid
     logs = tmp_path_factory.mktemp("logs")
     with ValkeyServer(tmp_path_factory.mktemp("valkey"), max_memory="512mb") as server, Processes(logs) as processes:
         pages: dict[str, object] = {"page_tokens": _PAGE}

@@ -86,7 +86,8 @@ class Cuts:
         firsts = {content[0] for content in (*raw, *late)}
         self._first = firsts.pop() if len(firsts) == 1 else ""
         """With which all added tokens begin, if with one: a text without it is not searched for them."""
-        self.margin: Final = max(map(len, ("  ", *raw, *late)))
+        # A raw token that overlaps with a late one takes the place of its text, so a cut before it hangs on both.
+        self.margin: Final = max(map(len, ("  ", *raw))) + max(map(len, late), default=0)
 
     def parts(self, text: str, start: int = 0) -> list[str]:
         """The text in parts that can be encoded one by one. A text that begins with another one is cut like that one,

@@ -64,6 +64,8 @@ __all__ = ["KVParamsConnector", "StepMetadata"]
 _BASE: Final = import_module(KVConnectorBase_V1.__module__)
 _TRANSFER_RESULTS: Final = getattr(_BASE, "KVConnectorTransferResults", None)
 """How vLLM is told that requests' loads have failed; since 0.32."""
+_ANSWERED: Final = "kvparams_answered"
+"""An attribute of vLLM's request."""
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -147,12 +149,21 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.keeps_others_waiting
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._planner.finished(request)
+        return False, self._answer(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._planner.finished(request)
+        return False, self._answer(request)
+
+    def _answer(self, request: Request) -> dict[str, Any] | None:
+        """What the answer says. Of several of ours under MultiConnector the first says it: where two say something
+        under one name, vLLM's engine ends (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py, 0.32)."""
+        says = self._planner.finished(request)
+        if says is None or hasattr(request, _ANSWERED):
+            return None
+        setattr(request, _ANSWERED, True)
+        return says
 
     def reset_cache(self) -> bool:
         """True: done, for vLLM takes False for a failure and ends the update of its weights with an error."""
