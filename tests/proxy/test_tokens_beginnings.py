@@ -73,7 +73,7 @@ def test_an_added_token_at_a_cut_may_be_undone_by_one_that_overlaps_it() -> None
     tokenizer.train_from_iterator(["z##< ##< ##<" * 200], trainer)
     raw = "b" + "-" * 40
     first, second = AddedToken("<ab", normalized=True, special=False), AddedToken(raw, normalized=False, special=False)
-    tokenizer.add_tokens([first, second])
+    tokenizer.add_tokens([first, second])  # pyright: ignore[reportUnknownMemberType]
     local = LocalTokenizer(tokenizer)
     head = "zz1" * 200 + "##<ab" + "-" * 39
     for text in (head + "!" + "y1" * 100, head + "-!" + "y1" * 100):
