@@ -38,7 +38,8 @@ class Job(Generic[T]):
         self._timed_out = timed_out
         self._value: object = _PENDING
         self._error: BaseException | None = None
-        self._settled = False
+        self._settled = self._ending = False
+        self._before_done: list[Callable[[T | None], object]] = []
         self._in_section = False
         self._on_settled: list[Callable[[], object]] = []
         self._wakers: list[Callable[[], None]] = []
@@ -93,6 +94,17 @@ class Job(Generic[T]):
                 self._on_settled.append(callback)
                 return
         callback()
+
+    def before_done(self, callback: Callable[[T | None], object]) -> None:
+        """Call `callback` once, before anybody who waits hears that the work has ended: in the thread that ends it,
+        with what they will hear, or None if that is an exception. If it has ended already: at once."""
+        with self._changed:
+            if not self._ending:
+                self._before_done.append(callback)
+                return
+            self._changed.wait_for(lambda: self._settled)  # no longer than others' callbacks take
+            value = None if self._error is not None else cast("T", self._value)
+        callback(value)
 
     def then(self, change: Callable[[T], U]) -> "Job[U]":
         """A job whose result is `change(result)`.
@@ -177,15 +189,30 @@ class Job(Generic[T]):
 
     def _settle(self, value: object, error: BaseException | None) -> None:
         with self._changed:
-            if self._settled:
+            if self._ending:
                 raise RuntimeError("a job ends once")
-            if self._value is _PENDING and self._error is None:
-                self._value, self._error = value, error
-            self._settled = True
-            self._notify()
-            callbacks, self._on_settled = self._on_settled, []
+            self._ending = True
+            before, self._before_done = self._before_done, []
+            heard = value if self._value is _PENDING else self._value  # the deadline may have passed
+            callbacks = None if before else self._end(value, error)
+        if callbacks is None:
+            try:
+                for callback in before:
+                    callback(None if heard is _PENDING else cast("T", heard))
+            finally:
+                with self._changed:
+                    callbacks = self._end(value, error)
         for callback in callbacks:
             callback()
+
+    def _end(self, value: object, error: BaseException | None) -> list[Callable[[], object]]:
+        """Wake whoever waits; what is to be called then. The lock is held."""
+        if self._value is _PENDING and self._error is None:
+            self._value, self._error = value, error
+        self._settled = True
+        self._notify()
+        callbacks, self._on_settled = self._on_settled, []
+        return callbacks
 
     def _notify(self) -> None:
         self._changed.notify_all()

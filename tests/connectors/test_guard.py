@@ -15,7 +15,7 @@ from kvparams_connectors.alarm import Alarm
 from kvparams_connectors.conformance import Fault, FaultyStore, Floors, Opener, StoreConformance
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results
-from kvparams_connectors.stores.guard.health import Health
+from kvparams_connectors.stores.guard.health import Flight, Health
 from kvparams_connectors.stores.guard.quarantine import Quarantine
 from kvparams_connectors.stores.guard.rates import Rate
 from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits, open_guarded
@@ -242,6 +242,20 @@ def test_a_damaged_value_is_a_miss_until_it_is_stored_anew(broken: Broken) -> No
     assert broken.store.delete(["bad"], WAIT_S).result()[0].code is Code.OK
     assert broken.put("bad", b"whole").code is Code.OK
     assert broken.get("bad") == Result(Code.OK, 5)
+
+
+def test_who_hears_that_a_put_has_ended_finds_what_it_has_put(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the guard takes to note it: it does so first."""
+    noted = GuardedStore._settled  # pyright: ignore[reportPrivateUsage]
+
+    def settled(self: GuardedStore, flight: Flight, results: Results | None) -> None:
+        time.sleep(0.05)
+        noted(self, flight, results)
+
+    broken.store.quarantine(["bad"])
+    monkeypatch.setattr(GuardedStore, "_settled", settled)
+    assert broken.put("bad").code is Code.OK
+    assert broken.get("bad") == Result(Code.OK, 7)
 
 
 def test_what_the_store_itself_calls_damaged_goes_into_quarantine(broken: Broken) -> None:

@@ -64,6 +64,55 @@ def test_a_job_ends_once() -> None:
         job.finish("again")
 
 
+def test_some_hear_before_those_who_wait() -> None:
+    job = a_job()
+    heard: list[object] = []
+    job.before_done(lambda value: heard.append((value, job.done(), job.settled())))
+    job.before_done(lambda value: heard.append(value))
+    job.finish("value")
+    job.before_done(lambda value: heard.append(value))  # too late to be before
+    assert heard == [("value", False, False), "value", "value"]
+    assert (job.done(), job.settled(), job.result()) == (True, True, "value")
+
+
+def test_they_hear_what_those_who_wait_hear() -> None:
+    late, failed = a_job(0.0), a_job()
+    heard: list[object] = []
+    for job in (late, failed):
+        job.before_done(heard.append)
+    assert late.done()
+    late.finish("too late")
+    failed.fail(OSError("broken"))
+    assert heard == ["timed out", None]
+    failed.before_done(heard.append)
+    assert heard[2:] == [None]
+
+
+def test_a_job_ends_although_who_hears_first_raises() -> None:
+    job = a_job()
+
+    def defect(value: str | None) -> None:
+        raise OSError(value)
+
+    job.before_done(defect)
+    with pytest.raises(OSError, match="value"):
+        job.finish("value")
+    assert (job.settled(), job.result()) == (True, "value")
+
+
+def test_who_comes_while_others_hear_first_waits_for_the_end() -> None:
+    job = a_job()
+    go, heard = threading.Event(), list[object]()
+    job.before_done(lambda _: go.wait(WAIT_S))
+    with ThreadPoolExecutor(2) as pool:
+        ending = pool.submit(job.finish, "value")
+        coming = pool.submit(job.before_done, heard.append)
+        go.set()
+        ending.result(WAIT_S)
+        coming.result(WAIT_S)
+    assert heard == ["value"]
+
+
 def test_callbacks_come_when_the_work_has_ended_and_once() -> None:
     job = a_job(0.0)
     calls: list[str] = []

@@ -170,15 +170,14 @@ class GuardedStore(KVStore):
         except Exception:  # it must not raise, but a guard that trusts is none
             _LOGGER.exception("%s: a store raised where it should have answered", self._name)
             job = _ended([Result(Code.INTERNAL)] * len(keys), deadline_s)
-        job.on_settled(lambda: self._settled(flight, job))
+        # Before it is done: whoever hears that a put has ended finds what it has put.
+        job.before_done(lambda results: self._settled(flight, results))
         self._alarm.no_later_than(flight.deadline)
         return job
 
-    def _settled(self, flight: Flight, job: Job[Results]) -> None:
-        """The store has let go of an operation; this runs in its thread."""
-        try:
-            results = job.result(0)
-        except Exception:  # noqa: BLE001 - the caller gets it; for us the store has failed
+    def _settled(self, flight: Flight, results: Results | None) -> None:
+        """The store has let go of an operation; this runs in its thread. None: it has raised, which the caller gets."""
+        if results is None:
             results = [Result(Code.INTERNAL)] * len(flight.keys)
         with self._lock:
             given_up = self._health.settled(flight, results, time.monotonic())
