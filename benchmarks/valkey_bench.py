@@ -172,6 +172,7 @@ def measure(
         "raw, one at a time": Raw(transport, place, 1),
         "raw, four under way": Raw(transport, place, 4),
         "store": OurStore(open_store(url), _BATCH_BYTES),
+        "store, one job": OurStore(open_store(url), sum(map(len, sources))),
         "store, seal + verify": OurStore(open_store(url), _BATCH_BYTES, identities),
         "store, one job, seal + verify": OurStore(open_store(url), sum(map(len, sources)), identities),
         "valkey-py": Library(transport, place),

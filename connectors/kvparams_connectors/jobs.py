@@ -97,14 +97,12 @@ class Job(Generic[T]):
 
     def before_done(self, callback: Callable[[T | None], object]) -> None:
         """Call `callback` once, before anybody who waits hears that the work has ended: in the thread that ends it,
-        with what they will hear, or None if that is an exception. If it has ended already: at once."""
+        with what they will hear, or None if that is an exception. If it is ending already: as `on_settled`."""
         with self._changed:
             if not self._ending:
                 self._before_done.append(callback)
                 return
-            self._changed.wait_for(lambda: self._settled)  # no longer than others' callbacks take
-            value = None if self._error is not None else cast("T", self._value)
-        callback(value)
+        self.on_settled(lambda: callback(None if self._error is not None else cast("T", self._value)))
 
     def then(self, change: Callable[[T], U]) -> "Job[U]":
         """A job whose result is `change(result)`.

@@ -279,7 +279,7 @@ class LaneStore(KVStore):
         return self._submit(keys, valid_keys(keys), self.exists_now, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(keys, [valid_key(key) for key in keys], self.delete_now, deadline_s)
+        return self._submit(keys, valid_keys(keys), self.delete_now, deadline_s)
 
     def close(self) -> None:
         ended = self._lane.close()

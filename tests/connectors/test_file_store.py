@@ -15,6 +15,7 @@ from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, GetOp, PutOp, Result
 from kvparams_connectors.stores.file.lock import FileLock, Membership
 from kvparams_connectors.stores.file.store import FileStore
+from tests.connectors.steps import until
 
 SIZE = 1 << 20
 DEADLINE_S = 20.0
@@ -253,10 +254,7 @@ def test_who_only_asks_without_waiting_notices_as_well(path: Path) -> None:
     store = FileStore(path)
     assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
     path.unlink()
-    until_s = time.monotonic() + 20
-    while store.exists_at_once(["other"]) is not None and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert store.exists_at_once(["other"]) is None
+    until(lambda: store.exists_at_once(["other"]) is None)
     assert not has(store, "other")  # whoever waits has it opened anew
     assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
     with store._changing:  # pyright: ignore[reportPrivateUsage]  somebody may be closing what is open

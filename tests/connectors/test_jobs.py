@@ -100,7 +100,7 @@ def test_a_job_ends_although_who_hears_first_raises() -> None:
     assert (job.settled(), job.result()) == (True, "value")
 
 
-def test_who_comes_while_others_hear_first_waits_for_the_end() -> None:
+def test_who_comes_while_others_hear_first_hears_at_the_end() -> None:
     job = a_job()
     go, heard = threading.Event(), list[object]()
     job.before_done(lambda _: go.wait(WAIT_S))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvparams.keys import Page
-from kvparams_connectors.plan import Plan, Presence, presence, stored_prefix
+from kvparams_connectors.plan import Plan, Presence, presence
 from kvparams_connectors.reports import Hit
 from kvparams_connectors.store import Results
 
@@ -64,8 +64,6 @@ class GroupedPlan:
 
     def held(self, results: Results) -> Hit:
         """Up to where the sequence is held, by what `exists` said of `keys`."""
-        if len(self.plans) == 1 and self.windows[0] is None:
-            return stored_prefix(self.plans[0], results)
         seen: list[Presence] = []
         at = 0
         for plan, window in zip(self.plans, self.windows, strict=True):

@@ -228,14 +228,16 @@ class Book:
         for entry in self._entries.values():
             entry.renew(self._life)
 
-    def plan_of(self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra]) -> GroupedPlan:
+    def plan_of(
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains = ()
+    ) -> GroupedPlan:
         """The pages of a sequence, with the parts of all ranks."""
-        return self._search.plan(token_ids, shared, extras)
+        return self._search.plan(token_ids, shared, extras, known)
 
     # ---- what is there
 
     def _plan(self, entry: Entry, token_ids: Tokens[int]) -> GroupedPlan:
-        plan = self._search.plan(token_ids, entry.handoff.shared, entry.extras, entry.pages)
+        plan = self.plan_of(token_ids, entry.handoff.shared, entry.extras, entry.pages)
         entry.pages = plan.chains
         return plan
 

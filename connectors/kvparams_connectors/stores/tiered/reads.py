@@ -11,7 +11,16 @@ from typing import Final
 
 from kvparams_connectors.alarm import Alarm
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import DEFAULT_DEADLINE_S, Code, GetOp, KVStore, Results, valid_get, valid_key
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    Code,
+    GetOp,
+    KVStore,
+    Results,
+    valid_get,
+    valid_key,
+    valid_keys,
+)
 from kvparams_connectors.stores.tiered.answers import Answers
 from kvparams_connectors.stores.tiered.counts import Counts
 from kvparams_connectors.stores.tiered.moves import Moves, submit
@@ -116,7 +125,7 @@ class Reads:
 
     def exists(self, job: Job[Results], keys: Sequence[str]) -> None:
         """Look values up and finish `job`."""
-        answers = Answers([valid_key(key) for key in keys], len(self._tiers))
+        answers = Answers(valid_keys(keys), len(self._tiers))
         valid = answers.open()
         if len(valid) < len(keys):
             job.offer(answers.results())
