@@ -22,8 +22,12 @@ __all__ = [
     "PATIENCE_S",
     "READY_S",
     "SAVED",
+    "by_its_name",
+    "child",
     "complete",
     "counters",
+    "multi",
+    "one_and_two",
     "start_engine",
     "transfer_config",
     "until",
@@ -76,6 +80,45 @@ def transfer_config(
             "kv_connector_extra_config": {"store": store, "deadline_s": _DEADLINE_S, **(extra or {})},
         }
     )
+
+
+def by_its_name(folder: Path) -> dict[str, str]:
+    """The environment in which vLLM's plugins register our connector, so that MultiConnector finds it by its name."""
+    plugin = folder / "plugin" / "kvparams_vllm_test-0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvparams-vllm-test\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkvparams_test = kvparams_connectors.engines.vllm.plugin:register\n"
+    )
+    return {"PYTHONPATH": str(plugin.parent)}
+
+
+def child(store: str, extra: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Ours for MultiConnector, by its registered name."""
+    told = json.loads(transfer_config(store, extra=extra))
+    return {name: told[name] for name in ("kv_connector", "kv_role", "kv_connector_extra_config")}
+
+
+def multi(*children: Mapping[str, object]) -> str:
+    """vLLM's `--kv-transfer-config` with several connectors."""
+    told = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return json.dumps({**told, "kv_connector_extra_config": {"connectors": list(children)}})
+
+
+def one_and_two(processes: Processes, model: Path, transfer: str) -> tuple[Server, Server]:
+    """An engine of one rank and one of two, without caches of their own, that are ready."""
+    told = "--no-enable-prefix-caching"
+    one = start_engine(processes, "one", model, told, transfer=transfer)
+    two = start_engine(
+        processes,
+        "two",
+        model,
+        *(told, "--tensor-parallel-size", "2"),
+        transfer=transfer,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    processes.wait_ready(one, two, within_s=READY_S)
+    return one, two
 
 
 def start_engine(

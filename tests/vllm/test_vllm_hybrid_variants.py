@@ -1,6 +1,5 @@
 """A model with windows under tensor parallelism, in bfloat16, and as a child of MultiConnector."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +9,17 @@ import pytest
 from demo.processes import Processes, Server
 from kvparams_connectors.store import open_store
 from tests.vllm.damage import flip
-from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config
+from tests.vllm.engines import (
+    READY_S,
+    by_its_name,
+    child,
+    complete,
+    counters,
+    multi,
+    one_and_two,
+    start_engine,
+    transfer_config,
+)
 from tests.vllm.legs import decode, prefill, tokens_of
 from tests.vllm.version import is_earlier
 
@@ -48,18 +57,8 @@ def _alone(server: Server, prompt: list[int], **told: object) -> list[int]:
 def test_two_ranks_and_one_hand_over_to_each_other(hybrid: Path, shared_memory: Path, tmp_path: Path) -> None:
     url = f"file://{shared_memory}/kv?size=256MiB"
     transfer = transfer_config(url, extra={"tensor_parallel_sizes": [1, 2], "page_tokens": _PAGE})
-    told = ("--no-enable-prefix-caching",)
     with Processes(tmp_path) as processes:
-        one = start_engine(processes, "one", hybrid, *told, transfer=transfer)
-        two = start_engine(
-            processes,
-            "two",
-            hybrid,
-            *(*told, "--tensor-parallel-size", "2"),
-            transfer=transfer,
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        )
-        processes.wait_ready(one, two, within_s=READY_S)
+        one, two = one_and_two(processes, hybrid, transfer)
         for number, (source, target) in enumerate(((one, two), (two, one))):
             prompts = _prompts(number)
             right = [_alone(source, prompt, cache_salt=f"right {number}") for prompt in prompts]
@@ -85,25 +84,19 @@ def _half_a_page_is_damaged(one: Server, two: Server, url: str) -> None:
 
 
 def test_children_of_multi_connector_in_bfloat16(hybrid: Path, shared_memory: Path, tmp_path: Path) -> None:
-    """As right is taken what an engine answers that finds the same tokens in its own cache."""
-    extra = {"store": f"file://{shared_memory}/kv?size=256MiB", "page_tokens": _PAGE}
-    ours = {"kv_connector": "KVParamsConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    other = {**ours, "kv_connector_extra_config": {**extra, "store": f"file://{shared_memory}/copy?size=256MiB"}}
-    environment = _plugin(tmp_path)
+    """Of two of ours one answers with the document: with two answers vLLM's engine ends. As right is
+    taken what an engine answers that finds the same tokens in its own cache."""
+    ours, other = (
+        child(f"file://{shared_memory}/{name}?size=256MiB", {"page_tokens": _PAGE}) for name in ("kv", "copy")
+    )
+    environment = by_its_name(tmp_path)
     with Processes(tmp_path) as processes:
         writer, reader = (
             start_engine(
                 processes,
                 name,
                 hybrid,
-                transfer=json.dumps(
-                    {
-                        "kv_connector": "MultiConnector",
-                        "kv_role": "kv_both",
-                        "kv_load_failure_policy": "recompute",
-                        "kv_connector_extra_config": {"connectors": children},
-                    }
-                ),
+                transfer=multi(*children),
                 environment=environment,
                 core=core,
                 dtype="bfloat16",
@@ -113,14 +106,3 @@ def test_children_of_multi_connector_in_bfloat16(hybrid: Path, shared_memory: Pa
         processes.wait_ready(writer, reader, within_s=READY_S)
         prompts = _prompts(9)
         assert _handed_over(writer, reader, prompts) == [_alone(writer, prompt) for prompt in prompts]
-
-
-def _plugin(folder: Path) -> dict[str, str]:
-    """The environment in which vLLM finds ours by its name."""
-    plugin = folder / "plugin" / "kvparams_vllm_test-0.dist-info"
-    plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvparams-vllm-test\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvparams_test = kvparams_connectors.engines.vllm.plugin:register\n"
-    )
-    return {"PYTHONPATH": str(plugin.parent)}

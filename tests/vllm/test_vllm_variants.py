@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,12 @@ from tests.vllm.engines import (
     ENVIRONMENT,
     READY_S,
     SAVED,
+    by_its_name,
+    child,
     complete,
     counters,
+    multi,
+    one_and_two,
     start_engine,
     transfer_config,
     until,
@@ -163,19 +167,13 @@ def _of_another_adapter() -> dict[str, object]:
 def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memory: Path, tmp_path: Path) -> None:
     """In bfloat16. The second engine has two of ours: one loads, the other saves what the first has loaded, and both
     stores hold the same bytes then."""
-    plugin = tmp_path / "plugin" / "kvparams_vllm_test-0.dist-info"
-    plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvparams-vllm-test\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvparams_test = kvparams_connectors.engines.vllm.plugin:register\n"
-    )
     stores = [f"file://{shared_memory}/{name}?size=64MiB" for name in ("kv", "copy")]
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(shared_memory / "example")},
     }
-    environment = {"PYTHONPATH": str(plugin.parent)}
+    environment = by_its_name(tmp_path)
     asks = _prompts(7, 257, 513)
     with Processes(tmp_path) as processes:
         writer, reader = (
@@ -183,14 +181,14 @@ def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memo
                 processes,
                 name,
                 model,
-                transfer=_multi(*children),
+                transfer=multi(*children),
                 environment=environment,
                 core=core,
                 block_size=32 if core else 64,
                 dtype="bfloat16",
             )
             for core, (name, children) in enumerate(
-                {"writer": (_child(stores[0]), example), "reader": (_child(stores[0]), _child(stores[1]))}.items()
+                {"writer": (child(stores[0]), example), "reader": (child(stores[0]), child(stores[1]))}.items()
             )
         )
         processes.wait_ready(writer, reader, within_s=READY_S)
@@ -206,17 +204,6 @@ def test_as_a_plugin_and_as_children_of_multi_connector(model: Path, shared_memo
         assert len(keys) == 6  # of pages that are full
         pages, copies = (_values(store, keys) for store in stores)
         assert copies == pages
-
-
-def _child(store: str) -> dict[str, object]:
-    """Ours for MultiConnector, by its registered name."""
-    told = json.loads(transfer_config(store))
-    return {name: told[name] for name in ("kv_connector", "kv_role", "kv_connector_extra_config")}
-
-
-def _multi(*children: Mapping[str, object]) -> str:
-    told = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    return json.dumps({**told, "kv_connector_extra_config": {"connectors": list(children)}})
 
 
 def _values(url: str, keys: Sequence[str]) -> list[bytes]:
@@ -239,16 +226,7 @@ def test_two_ranks_store_what_one_reads(model: Path, shared_memory: Path, tmp_pa
     transfer = transfer_config(url, extra={"tensor_parallel_sizes": [1, 2]})
     asks, more = _prompts(8, 129, 300, 700), _prompts(9, 129, 300, 700)
     with Processes(tmp_path) as processes:
-        one = start_engine(processes, "one", model, "--no-enable-prefix-caching", transfer=transfer)
-        two = start_engine(
-            processes,
-            "two",
-            model,
-            *("--tensor-parallel-size", "2", "--no-enable-prefix-caching"),
-            transfer=transfer,
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        )
-        processes.wait_ready(one, two, within_s=READY_S)
+        one, two = one_and_two(processes, model, transfer)
         expected = answers(one.url, asks)
         wait_saved(one, 1 + 2 + 5)
         assert answers(two.url, asks) == expected
