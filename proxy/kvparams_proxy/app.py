@@ -6,7 +6,7 @@ The one rule: everything is made in the lifespan and passed on; there is no app,
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from random import Random
@@ -28,9 +28,11 @@ from kvparams.scheduling import Instance, Role, SchedulingPolicy
 from kvparams.trust.pinning import Pins
 from kvparams_proxy.cache_events.unheard import Unheard
 from kvparams_proxy.clients.auth import KeyRing, Unauthorized
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.direct import DIRECT
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
 from kvparams_proxy.clients.generate import Generate, Generating, require_client
+from kvparams_proxy.draining import Draining
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.releases import Releases
@@ -74,6 +76,8 @@ __all__ = ["Reach", "create_app"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
+_RELEASE_S: Final = 2.0
+"""For engines to hear of KV that nobody will fetch, when the proxy ends."""
 
 
 Reach = Callable[[Instance], Upstream | None]
@@ -107,73 +111,87 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
-        prefixes = make_prefixes(loop.time)
-        fleet = Fleet(
-            (),
-            {role: policy() for role in Role},
-            loop.time,
-            loop.call_later,
-            limits=settings.limits,
-            queue=settings.queue,
-            breaker=settings.breaker,
-            slow_start_s=settings.slow_start_s,
-            prefixes=prefixes,
-        )
-        modes.on_change(fleet.need)
-        registry = Registry(fleet, settings.rules, settings.beside, partial(_switch, settings, modes))
-        pools = Pools(partial(_reached, reach, registry, settings.upstream))
-        fleet.listen(pools)
-        addresses = Addresses()
-        fleet.listen(addresses)
-        events = _cache_events(loop, prefixes)
-        fleet.listen(events if events is not None else Unheard(loop.call_soon, _unheard(settings.policy, prefixes)))
-        watch = Watch(loop)
-        metrics = Metrics()
-        releases = Releases(fleet, pools, watch, loop.time, signer)
-        journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
-        spans = make_spans()
-        ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
-        tokens = _tokens(loop, settings, fleet, pools, watch)
-        exposition = Exposition(
-            metrics,
-            Gauges(metrics, fleet, pools, releases, journal),
-            ProductionStackGauges(metrics, fleet, loop.time),
-            *(() if prefixes is None else (PrefixGauges(prefixes),)),
-            *(() if events is None else (EventGauges(events),)),
-            *(() if tokens is None else (PromptGauges(tokens),)),
-        )
-        lag = LoopLag(loop, metrics.turn_lag)
-        resources = Resources(
-            loop=loop,
-            fleet=fleet,
-            dialects=dialects,
-            pools=pools,
-            metrics=metrics,
-            ledger=ledger,
-            settings=settings,
-            new_id=_identifiers(),
-            asked=Together(loop),
-            answered={role: Together(loop) for role in Role},
-            watch=watch,
-            retries=RetryBudget(),
-            releases=releases,
-            addresses=addresses,
-            pins=pins,
-            tokens=tokens,
-            tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
-            prefixes=prefixes,
-        )
-        generate = {
-            each.path: Generate(resources, modes, keys, each, _alone(each, settings.local)) for each in ENDPOINTS
-        }
-        async with (
-            supplied(registry, settings.instances, settings.providers),
-            Prober(fleet, settings.probe_s, pools, Bootstraps(dialects, settings.upstream)),
-            _following(keys, "client keys"),
-            _following(signing, "signing keys"),
-        ):
+        async with AsyncExitStack() as stack:  # what was opened is closed, in whatever place the start fails
+            prefixes = make_prefixes(loop.time)
+            fleet = Fleet(
+                (),
+                {role: policy() for role in Role},
+                loop.time,
+                loop.call_later,
+                limits=settings.limits,
+                queue=settings.queue,
+                breaker=settings.breaker,
+                slow_start_s=settings.slow_start_s,
+                prefixes=prefixes,
+            )
+            modes.on_change(fleet.need)
+            registry = Registry(fleet, settings.rules, settings.beside, partial(_switch, settings, modes))
+            pools = Pools(partial(_reached, reach, registry, settings.upstream))
+            fleet.listen(pools)
+            addresses = Addresses()
+            fleet.listen(addresses)
+            watch = Watch(loop)
+            metrics = Metrics()
+            releases = Releases(fleet, pools, watch, loop.time, signer)
+            spans = make_spans()
+            if spans is not None:
+                stack.push_async_callback(spans.close)
+            journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
+            if journal is not None:
+                stack.callback(journal.close)
+            ledger = Ledger(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
+            stack.callback(ledger.close)
+            tokens = _tokens(loop, settings, fleet, pools, watch)
+            if tokens is not None:
+                stack.callback(tokens.close)
+            events = _cache_events(loop, prefixes)
+            if events is not None:
+                stack.callback(events.close)
+            fleet.listen(events if events is not None else Unheard(loop.call_soon, _unheard(settings.policy, prefixes)))
+            bodies = BodyBudget(settings.body_memory_bytes)
+            exposition = Exposition(
+                metrics,
+                Gauges(metrics, fleet, pools, releases, journal, bodies),
+                ProductionStackGauges(metrics, fleet, loop.time),
+                *(() if prefixes is None else (PrefixGauges(prefixes),)),
+                *(() if events is None else (EventGauges(events),)),
+                *(() if tokens is None else (PromptGauges(tokens),)),
+            )
+            stack.callback(LoopLag(loop, metrics.turn_lag).close)
+            stack.callback(pools.close)
+            stack.callback(fleet.close)
+            resources = Resources(
+                loop=loop,
+                fleet=fleet,
+                dialects=dialects,
+                pools=pools,
+                metrics=metrics,
+                ledger=ledger,
+                settings=settings,
+                new_id=_identifiers(),
+                asked=Together(loop),
+                answered={role: Together(loop) for role in Role},
+                running=set(),
+                watch=watch,
+                retries=RetryBudget(),
+                releases=releases,
+                addresses=addresses,
+                pins=pins,
+                tokens=tokens,
+                tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
+                prefixes=prefixes,
+            )
+            generate = {
+                each.path: Generate(resources, modes, keys, each, bodies, _alone(each, settings.local))
+                for each in ENDPOINTS
+            }
+            await stack.enter_async_context(supplied(registry, settings.instances, settings.providers))
+            bootstraps = Bootstraps(dialects, settings.upstream)
+            await stack.enter_async_context(Prober(fleet, settings.probe_s, pools, bootstraps))
+            await stack.enter_async_context(_following(keys, "client keys"))
+            await stack.enter_async_context(_following(signing, "signing keys"))
+            stack.push_async_callback(_end_running, resources)
             fleet.settled()
-            direct = {path.encode(): endpoint for path, endpoint in generate.items()}
             yield {
                 "resources": resources,
                 "registry": registry,
@@ -181,20 +199,9 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
                 "generate": generate,
                 "exposition": exposition,
                 "keys": keys,
-                DIRECT: direct,
+                "draining": Draining(),
+                DIRECT: {path.encode(): endpoint for path, endpoint in generate.items()},
             }
-        fleet.close()
-        pools.close()
-        lag.close()
-        if events is not None:
-            events.close()
-        if tokens is not None:
-            tokens.close()
-        ledger.close()
-        if journal is not None:
-            journal.close()
-        if spans is not None:
-            await spans.close()
 
     app = Starlette(
         routes=[
@@ -210,6 +217,15 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     )
     app.router.redirect_slashes = False  # `/v1/models/` is another path, and not served
     return app
+
+
+async def _end_running(resources: Resources) -> None:
+    """Ends the requests that still run, and lets engines hear which KV nobody will fetch."""
+    for execution in list(resources.running):
+        execution.cut()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_RELEASE_S):
+            await resources.releases.settled()
 
 
 def _switch(settings: Settings, modes: Modes, source: str, wanted: Sequence[Mode]) -> None:
@@ -326,6 +342,8 @@ async def _health(request: Request) -> Response:
     asked = request.path_params.get("role")
     if asked is not None and asked not in tuple(Role):
         return _error(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
+    if request.state.draining.on:
+        return Response(json.dumps({"status": "draining"}), 503, media_type="application/json")
     missing = [role for role in fleet.missing_roles() if asked in (None, role)]
     body: dict[str, object] = {"status": "unavailable" if missing else "ok"}
     if missing:

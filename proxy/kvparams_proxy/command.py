@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
@@ -15,6 +16,7 @@ from kvparams_proxy import production_stack
 from kvparams_proxy.app import create_app
 from kvparams_proxy.check import check_fleet
 from kvparams_proxy.configuration import Configuration, configure
+from kvparams_proxy.descriptors import raise_descriptor_limit
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.options import OPTIONS, SWITCH, Option
 from kvparams_proxy.registry.entries import entry_of
@@ -22,9 +24,12 @@ from kvparams_proxy.registry.problems import ConfigError
 from kvparams_proxy.server import listen, serve
 from kvparams_proxy.settings import Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
+from kvparams_proxy.telemetry.linewriter import LineWriter
+from kvparams_proxy.telemetry.log_handler import LineHandler
 
 __all__ = ["COMMAND", "add_fleet_flags", "add_setting_flags", "asked_for", "start"]
 
+_STDERR: Final = 2
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
 example, two prefill and two decode engines that speak vLLM's NIXL connector:
@@ -150,7 +155,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 
 def asked_for(command: str, arguments: argparse.Namespace) -> Configuration | None:
     """What was asked for; None where that is wrong, which was said then."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, handlers=[LineHandler(LineWriter(_STDERR))])
+    raise_descriptor_limit()
     try:
         return configure(arguments)
     except ConfigError as error:
@@ -180,9 +186,12 @@ def start(
         print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
         return 1
     port = listener.getsockname()[1]
-    scheme = "http" if asked.tls is None else "https"
+    scheme = "http" if asked.server.tls is None else "https"
     print(f"kvparams {command}: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
-    serve(app, listener, tls=asked.tls, direct=asked.direct)
+    told = serve(app, listener, asked.server)
+    logging.shutdown()
+    if told is not None:
+        signal.raise_signal(told)
     return 0
 
 

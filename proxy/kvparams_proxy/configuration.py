@@ -21,7 +21,9 @@ from kvparams.managers.choice import Mode
 from kvparams.scheduling import Role
 from kvparams.trust.keyring import KeyringError
 from kvparams_proxy import production_stack
+from kvparams_proxy.clients.connections import ConnectionLimits
 from kvparams_proxy.clients.keys_file import KeysError, read_keys
+from kvparams_proxy.descriptors import connections_for, descriptor_limit, descriptors_for
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
 from kvparams_proxy.production_stack import StaticFleet
 from kvparams_proxy.registry.access import Places, load_access
@@ -38,6 +40,7 @@ from kvparams_proxy.registry.file import FileProvider
 from kvparams_proxy.registry.parsing import check_bootstrap, parse_entry, store_of
 from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.secret import Secret, SecretError, open_to_others, secret_from_file, secret_from_variable
+from kvparams_proxy.server import ServerSettings
 from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_rules
 from kvparams_proxy.signing import FollowedSigner, Signing
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, server_context
@@ -53,10 +56,7 @@ class Configuration(NamedTuple):
     settings: Settings
     host: str
     port: int
-    tls: ssl.SSLContext | None
-    """See `kvparams_proxy.server.serve`."""
-    direct: bool
-    """See there."""
+    server: ServerSettings
     entries: tuple[Entry, ...]
     """Every engine that is known now, those of the fleet file included."""
     notes: tuple[str, ...]
@@ -125,14 +125,27 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             log_requests=values["log-requests"],
             trace=values["trace"],
             body=JSONLimits(max_bytes=values["max-body-bytes"]),
+            body_memory_bytes=values["max-body-memory"] or 32 * values["max-body-bytes"],
         )
     except ValueError as error:
         raise ConfigError((str(error),)) from error
-    direct = not values["plain-asgi"]
+    files = descriptor_limit()
+    if (wanted := descriptors_for(values["max-connections"] or 1)) > files:
+        notes.append(f"--max-connections needs {wanted} open files, and {files} are allowed: see ulimit -n")
+    server = ServerSettings(
+        connections=ConnectionLimits(
+            values["max-connections"] or connections_for(files),
+            values["max-connections-per-address"],
+        ),
+        drain_delay_s=values["drain-delay"],
+        grace_s=values["grace"],
+        tls=tls,
+        direct=not values["plain-asgi"],
+    )
     secrets = dict.fromkeys((values["admin-token-file"], rules.places.key_file))
     notes += [f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and open_to_others(path)]
     notes += [f"left out: {error}" for error in each_table()[1]]
-    return Configuration(settings, values["host"], values["port"], tls, direct, entries, (*static.notes, *notes))
+    return Configuration(settings, values["host"], values["port"], server, entries, (*static.notes, *notes))
 
 
 def _modes(values: Mapping[str, Any], provider: FileProvider | None) -> tuple[Mode, ...]:

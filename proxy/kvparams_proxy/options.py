@@ -24,6 +24,21 @@ _CONTINUATION: Final = (
 )
 
 
+_CONNECTIONS: Final = (
+    "clients may have so many connections; the one that has been idle for longest makes room for a new one, and where "
+    "none is idle the new one is answered 503 (default: half of the files that the process may open)"
+)
+_DRAIN_DELAY: Final = (
+    "after SIGTERM or Ctrl-C /health is 503 and requests are still taken for so long; behind a load balancer choose "
+    "more than it takes to notice"
+)
+_GRACE: Final = (
+    "after that requests that run may go on for so long; then, or at a second signal, they are cut with an error"
+)
+_BODY_MEMORY: Final = (
+    "bytes that the bodies of all requests may take together; further ones are answered 503 with Retry-After "
+    "(default: 512 MiB, or 32 times --max-body-bytes)"
+)
 _MODE_HELP: Final = (
     "how prefill and decode are coordinated (default: prefill_then_decode); several, each for some requests, stand in "
     "the fleet file under `modes`"
@@ -173,12 +188,17 @@ OPTIONS: Final = (
         ("tls-certificate", _PATH, None, "PEM: speak https to clients, with this certificate and those above it"),
         ("tls-key", _PATH, None, "PEM: its private key"),
         ("tls-client-ca", _PATH, None, "PEM: clients must show a certificate of this authority (mTLS)"),
+        ("max-connections", _count(1), None, _CONNECTIONS),
+        ("max-connections-per-address", _count(1), None, "... from one IP address; further ones are answered 503"),
+        ("drain-delay", _SECONDS_OR_NONE, 0.0, _DRAIN_DELAY),
+        ("grace", _SECONDS_OR_NONE, 120.0, _GRACE),
     ),
     *_group(
         "clients",
         ("client-keys", _PATH, None, "clients need a key of this file; `kvparams keys` makes them"),
         ("client-timeout", _SECONDS, 300.0, "for how long a client may take nothing of its answer"),
         ("max-body-bytes", _count(1), 16 << 20, "of one request; images in chats may need more"),
+        ("max-body-memory", _count(1), None, _BODY_MEMORY),
         ("expose-route", SWITCH, False, "name the instances used in x-kvparams-prefill and -decode; in -decision why"),
     ),
     *_group(

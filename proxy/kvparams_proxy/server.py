@@ -1,26 +1,61 @@
-"""Runs the app on uvicorn, with the protocol that lets answers go straight to the transport."""
+"""Runs the app on uvloop until it is told to stop, and stops without losing a request.
+
+Shutting down has four steps. A first SIGINT or SIGTERM has `/health` answer 503 while requests are still served, for
+`drain_delay_s`; then the listener closes and requests that run go on for `grace_s`; then what still runs is cut, with
+an error that says so, a line in the log, and its KV given back. A second signal goes straight to the last step.
+"""
 
 import asyncio
 import gc
+import logging
+import signal
 import socket
 import ssl
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
-import uvicorn
 import uvloop
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from kvparams_proxy.clients.direct import DirectProtocol
+from kvparams_proxy.clients.connections import ConnectionLimits, Connections
+from kvparams_proxy.clients.direct import DIRECT
+from kvparams_proxy.clients.http1 import HTTPProtocol, Service
+from kvparams_proxy.draining import Draining
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.telemetry.account import Refusal
+from kvparams_proxy.telemetry.connection_gauges import ConnectionGauges
 
-__all__ = ["listen", "serve"]
+__all__ = ["Server", "ServerSettings", "listen", "serve"]
 
-_GC_THRESHOLDS = (20_000, 20, 50)
+_log: Final = logging.getLogger(__name__)
+_GC_THRESHOLDS: Final = (20_000, 20, 50)
 """A request leaves no cycles behind; the usual 700 would have requests in flight examined again and again."""
-_GRACE_S = 10
-"""How long streams may go on after a first Ctrl-C or SIGTERM; a second one ends them at once."""
+_FLUSH_S: Final = 2.0
+"""For what was written last to reach clients."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How clients are served."""
+
+    connections: ConnectionLimits = field(default_factory=lambda: ConnectionLimits(10_000))
+    drain_delay_s: float = 0.0
+    """For how long requests are still taken after the first signal, while `/health` asks for none."""
+    grace_s: float = 120.0
+    """For how long requests may go on after that."""
+    tls: ssl.SSLContext | None = None
+    """For https; without it clients are spoken to in plain http."""
+    direct: bool = True
+    """False has every request take the way through ASGI."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one.
+    """Returns a socket that listens there; port 0 is any free one.
 
     Raises:
         OSError: the port is taken, or the host is not one of this machine's.
@@ -29,41 +64,129 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 
 
-def serve(app: Starlette, listener: socket.socket, *, tls: ssl.SSLContext | None = None, direct: bool = True) -> None:
-    """Serve `app` until SIGINT or SIGTERM.
+def serve(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
+    """Serves `app` until SIGINT or SIGTERM, and returns which of both came first.
 
     Args:
         app: the proxy.
         listener: see `listen`; closed at the end.
-        tls: for https; without it clients are spoken to in plain http.
-        direct: False leaves uvicorn's own protocol in place: the plain ASGI path.
+        settings: how clients are served.
     """
-    config = uvicorn.Config(
-        app,
-        http=DirectProtocol if direct else "httptools",
-        ws="none",
-        lifespan="on",
-        access_log=False,
-        log_level="warning",
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
-    config.load()
-    config.ssl = tls
-    server = _Server(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(server.serve(sockets=[listener]))
+        return runner.run(_until_signal(app, listener, settings))
 
 
-class _Server(uvicorn.Server):
-    """What is there once it has started stays for good: no garbage collection needs to look at it again."""
+async def _until_signal(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
+    loop = asyncio.get_running_loop()
+    server = Server(app, settings)
+    told: list[signal.Signals] = []
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server.startup`."""
-        await super().startup(sockets)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
+    def tell(number: signal.Signals) -> None:
+        told.append(number)
+        server.stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, tell, number)
+    started = asyncio.ensure_future(_tune_garbage_collection(server))
+    try:
+        await server.run(listener)
+    finally:
+        started.cancel()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return told[0] if told else None
+
+
+async def _tune_garbage_collection(server: "Server") -> None:
+    """What is there once the server has started stays for good: no collection needs to look at it again."""
+    await server.started.wait()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+class Server:
+    """Serves one app on one listener."""
+
+    def __init__(self, app: Starlette, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._told = 0
+        self._stopping = asyncio.Event()
+        self._cutting = asyncio.Event()
+        self.started = asyncio.Event()
+        """Set once requests are served."""
+
+    def stop(self) -> None:
+        """Begins to shut down; called again, ends what still runs."""
+        self._told += 1
+        (self._stopping if self._told == 1 else self._cutting).set()
+        if self._told > 1:
+            self._stopping.set()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until `stop` is called, and shuts down."""
+        connections = Connections(asyncio.get_running_loop(), self._settings.connections)
+        try:
+            async with self._app.router.lifespan_context(self._app) as state:
+                await self._serve(listener, connections, state or {})
+                connections.cut()
+            # The end of the lifespan has answered what still ran.
+        finally:
+            listener.close()
+            connections.close()
+            await _first(_FLUSH_S, connections.empty())
+            connections.abort()
+            await _first(_FLUSH_S, connections.empty())
+
+    async def _serve(self, listener: socket.socket, connections: Connections, state: Mapping[str, Any]) -> None:
+        """Serves until requests have ended, or must."""
+        loop = asyncio.get_running_loop()
+        if (exposition := state.get("exposition")) is not None:
+            exposition.add(ConnectionGauges(connections))
+        service = _service(loop, self._app, state, connections, direct=self._settings.direct)
+        factory = partial(HTTPProtocol, service)
+        tls = self._settings.tls
+        accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=socket.SOMAXCONN)
+        try:
+            self.started.set()
+            await self._stopping.wait()
+            await self._drain(connections, accepting, state.get("draining"))
+        finally:
+            accepting.close()
+
+    async def _drain(self, connections: Connections, accepting: asyncio.Server, draining: Draining | None) -> None:
+        """Lets requests end, within the time there is."""
+        settings = self._settings
+        if draining is not None:
+            draining.on = True
+        _log.info("shutting down; a second signal ends what still runs")
+        connections.drain()
+        await _first(settings.drain_delay_s, self._cutting.wait())
+        accepting.close()
+        connections.close_idle()
+        await _first(settings.grace_s, self._cutting.wait(), connections.empty())
+        if connections:
+            _log.warning("%d connections are cut: the proxy shuts down", len(connections))
+
+
+def _service(
+    loop: asyncio.AbstractEventLoop, app: ASGIApp, state: Mapping[str, Any], connections: Connections, *, direct: bool
+) -> Service:
+    resources: Resources | None = state.get("resources")
+
+    def refused(error: ProxyError) -> None:
+        if resources is not None:
+            resources.metrics.refused(Refusal("", b"", error))
+
+    return Service(loop, app, state, state.get(DIRECT, {}) if direct else {}, connections, refused)
+
+
+async def _first(longest_s: float, *events: Coroutine[Any, Any, object]) -> None:
+    """Waits until one of `events` is over, or `longest_s` have passed."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -101,6 +101,8 @@ class Settings:
     """Send OpenTelemetry traces of this share of the requests, 0 to 1, of those whose client has not decided."""
     body: JSONLimits = field(default_factory=JSONLimits)
     """Of a client's request."""
+    body_memory_bytes: int = 512 << 20
+    """What the bodies of all requests may take together; further ones are answered 503."""
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
     """Of an engine's answers and connections."""
 
@@ -120,6 +122,8 @@ class Settings:
                 raise ValueError(f"{name} must be more than 0 seconds")
         if not self.log_requests or (self.trace is not None and not 0 <= self.trace <= 1):
             raise ValueError("log_requests must not be empty, and trace from 0 to 1")
+        if self.body_memory_bytes < self.body.max_bytes:
+            raise ValueError("body_memory_bytes must be at least what one body may have")
         if self.retries < 0 or self.slow_start_s < 0:
             raise ValueError("retries and slow_start_s must not be negative")
 

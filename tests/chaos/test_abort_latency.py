@@ -99,7 +99,10 @@ class Rig:
         user = f"u{self.number}"
         body = {"prompt": "x" * self.draw.randrange(300, 4000), "user": user, "max_tokens": tokens, "stream": True}
         raw = json.dumps(body).encode()
-        return user, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        return user, head % (b"application/json", len(raw)) + raw
 
     async def leave(self, phase: str) -> float | None:
         """Ask, leave in this phase, and wait until an engine hears of it; how long that took, in seconds."""

@@ -36,7 +36,13 @@ async def leave(port: int, phase: str, number: int, draw: random.Random) -> None
     if phase in ("early", "late") and draw.random() < 0.3:
         body["stream"] = False
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(raw)}",
+    )
+    head = "\r\n".join((*lines, f"content-length: {len(raw)}", "", "")).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(30):

@@ -1,5 +1,5 @@
 """What the proxy's tests share: real engines on loopback (the benchmarks' stub, and scripted ones that misbehave), and
-the proxy itself on a real uvicorn, once with its direct writer and once as plain ASGI."""
+the proxy itself, once with its direct writer and once as plain ASGI."""
 
 import asyncio
 import socket
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
-import uvicorn
 import uvloop
 
 from benchmarks.stub_engine import StubEngines
@@ -17,13 +16,14 @@ from demo.client import NO_CERTIFICATES
 from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.app import create_app
-from kvparams_proxy.clients.direct import DirectProtocol
+from kvparams_proxy.server import Server, ServerSettings
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
 
 from .acting import Actor
 from .stage import Stage, StartStage
 
+JSON = {"content-type": "application/json"}
 MODELS = b'{"object":"list","data":[{"id":"stub"}]}'
 
 
@@ -134,51 +134,22 @@ async def stub(stack: AsyncExitStack) -> StubEngines:
     return await stack.enter_async_context(await StubEngines.start(prefill=[0, 0], decode=[0, 0], cached_tokens=7))
 
 
-class PromptServer(uvicorn.Server):
-    """uvicorn looks ten times a second whether it shall end, and lets another tenth go by; a thousand proxies end here.
-
-    What is done at the end, and in which order, is what uvicorn does."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready, self.told = asyncio.Event(), asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        self.ready.set()
-        await self.told.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listener in sockets or []:
-            listener.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  they tell nobody
-            await asyncio.sleep(0.001)
-        await self.lifespan.shutdown()
-
-
 @asynccontextmanager
 async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings)
-    config = uvicorn.Config(
-        app, http=DirectProtocol if direct else "httptools", ws="none", lifespan="on", access_log=False, log_config=None
-    )
-    server = PromptServer(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    started = asyncio.create_task(server.ready.wait())
+    server = Server(app, ServerSettings(direct=direct))
+    task = asyncio.create_task(server.run(listener))
+    started = asyncio.create_task(server.started.wait())
     await asyncio.wait((task, started), timeout=60, return_when=asyncio.FIRST_COMPLETED)
-    assert server.started
+    assert server.started.is_set()
     port = listener.getsockname()[1]
     try:
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=20, verify=NO_CERTIFICATES) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=NO_CERTIFICATES, headers=JSON) as client:
             yield Proxy(port, client, app)
     finally:
-        server.told.set()
+        server.stop()
         async with asyncio.timeout(10):
             await task
 

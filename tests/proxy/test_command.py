@@ -20,6 +20,7 @@ from kvparams_proxy.command import COMMAND
 from kvparams_proxy.configuration import Configuration, configure
 from kvparams_proxy.options import OPTIONS
 from kvparams_proxy.registry.problems import ConfigError
+from kvparams_proxy.server import ServerSettings
 from kvparams_proxy.settings import Settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
@@ -44,7 +45,8 @@ def fleet(one: Configuration) -> dict[str, tuple[str, str]]:
 
 def test_the_shortest_command_line_has_the_defaults_of_the_settings() -> None:
     one = asked(*ENGINES)
-    assert (one.host, one.port, one.direct, one.tls, one.notes) == ("127.0.0.1", 8100, True, None, ())
+    assert (one.host, one.port, one.notes) == ("127.0.0.1", 8100, ())
+    assert one.server == ServerSettings(connections=one.server.connections)
     assert fleet(one) == {"prefill-0": ("prefill", "http://p:1"), "decode-0": ("decode", "http://d:1")}
     assert [instance.dialect for instance in one.settings.instances] == ["nixl", "nixl"]
     plain = Settings(one.settings.instances, rules=one.settings.rules)
@@ -182,7 +184,7 @@ def test_certificates_are_checked_at_the_start(tmp_path: Path) -> None:
     leaf.private_key_pem.write_to_path(tmp_path / "key.pem")
     leaf.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     files = ("--tls-certificate", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
-    assert asked(*ENGINES, *files, "--tls-client-ca", str(tmp_path / "ca.pem")).tls is not None
+    assert asked(*ENGINES, *files, "--tls-client-ca", str(tmp_path / "ca.pem")).server.tls is not None
     assert asked(*ENGINES, "--engine-ca", str(tmp_path / "ca.pem")).settings.rules.access.tls is not None
     other = trustme.CA().issue_cert("localhost").private_key_pem
     other.write_to_path(tmp_path / "key.pem")

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
+from kvparams_proxy.clients.body import BodyBudget
+from kvparams_proxy.clients.connections import ConnectionLimits, Connections
 from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.clients.generate import Admission
+from kvparams_proxy.clients.http1 import HTTPProtocol, Service
 from kvparams_proxy.errors import ProxyError
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
@@ -199,7 +199,7 @@ async def test_a_request_given_up_from_outside_ends_its_leg(stub: StubEngines, s
 
     app = stubbed.app
     async with app.router.lifespan_context(app) as state:
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": (), "state": state}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": TYPED, "state": state}
         task = asyncio.ensure_future(app(scope, receive, send))
         await until(lambda: live(stub) == 1)
         task.cancel()
@@ -217,7 +217,7 @@ async def test_headers_without_an_end_are_refused(stub: StubEngines, stubbed: An
         writer.write(start + endless)
         async with asyncio.timeout(10):
             with suppress(ConnectionResetError):  # it was still sending
-                assert (await reader.read()).startswith(b"HTTP/1.1 400")
+                assert (await reader.read()).startswith(b"HTTP/1.1 431")
         writer.close()
     for _ in range(3):  # the control, on one connection: the count begins anew with each request
         got = await stubbed.client.post("/v1/completions", json=BODY, headers={"x": "a" * 60_000})
@@ -296,11 +296,17 @@ async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted
     writer.close()
 
 
+TYPED = ((b"content-type", b"application/json"),)
+
+
 class AtOnce:
     """A direct endpoint that answers each request within the call."""
 
     max_bytes = 1000
     asked = 0
+
+    def __init__(self) -> None:
+        self.bodies = BodyBudget(1 << 20)
 
     def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
         return Admission("r", "t", [], None, None, None)
@@ -324,11 +330,10 @@ async def test_answers_that_a_client_does_not_take_are_not_heaped_up(reads: bool
 
     number = 20_000
     endpoint = AtOnce()
-    config = uvicorn.Config(app, timeout_keep_alive=60 if reads else 1, log_config=None)
-    config.load()
-    state: dict[str, Any] = {DIRECT: {b"/x": endpoint}}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: DirectProtocol(config, ServerState(), state), "127.0.0.1", 0)
+    connections = Connections(loop, ConnectionLimits(10))
+    service = Service(loop, app, {}, {b"/x": endpoint}, connections, lambda error: None)
+    server = await loop.create_server(lambda: HTTPProtocol(service), "127.0.0.1", 0)
     raw = b"POST /x HTTP/1.1\r\nhost: x\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"y" * 900)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 14)
     writer.write(raw * number)
@@ -351,10 +356,9 @@ async def test_answers_that_a_client_does_not_take_are_not_heaped_up(reads: bool
     server.close()
 
 
-async def test_what_is_not_http_is_counted(stubbed: Any, direct: bool) -> None:
-    """Plain ASGI leaves it to the server."""
+async def test_what_is_not_http_is_counted(stubbed: Any) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
     writer.write(b"hello\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 400")
     writer.close()
-    assert await stubbed.metric('kvparams_proxy_refusals_total{status="400"}') == direct
+    assert await stubbed.metric('kvparams_proxy_refusals_total{status="400"}') == 1

@@ -21,6 +21,7 @@ from kvparams.admission import RoleLimits
 from kvparams.lifecycle import WAYS, Lifecycle, State
 from kvparams.plan import KVLease
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.telemetry.account import Account
@@ -449,7 +450,7 @@ async def test_with_many_instances_requests_go_on_between_two_metrics() -> None:
     for member in fleet.members:
         pools.joined(member)
     metrics = Metrics()
-    exposition = Exposition(metrics, Gauges(metrics, fleet, pools, _Nobody()))
+    exposition = Exposition(metrics, Gauges(metrics, fleet, pools, _Nobody(), None, BodyBudget(1)))
     turns = 0
 
     async def others() -> None:

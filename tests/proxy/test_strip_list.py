@@ -23,6 +23,7 @@ from kvparams.jsontext import JSONLimits
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.plan import LegAnswer
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint, one_token
 from kvparams_proxy.clients.generate import Generate
 from kvparams_proxy.clients.intake import read
@@ -71,7 +72,7 @@ def admitted(headers: list[tuple[bytes, bytes]]) -> Any:
     """What the proxy takes of a request's headers."""
     limits = SimpleNamespace(body=JSONLimits())
     resources = SimpleNamespace(settings=limits, new_id=lambda: "minted-1", metrics=Metrics())
-    return Generate(cast("Any", resources), cast("Any", None), None, COMPLETIONS).admit(headers)
+    return Generate(cast("Any", resources), cast("Any", None), None, COMPLETIONS, BodyBudget(1)).admit(headers)
 
 
 def legs(endpoint: Endpoint, body: bytes, dialect: Dialect, request_id: str = "req") -> list[bytes]:

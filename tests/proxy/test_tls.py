@@ -13,14 +13,12 @@ from typing import Any, cast
 import httpx
 import pytest
 import trustme
-import uvicorn
 
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy.app import create_app
-from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.registry.access import Access
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.server import listen
+from kvparams_proxy.server import Server, ServerSettings, listen
 from kvparams_proxy.settings import Settings, known_rules
 from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, engine_context, server_context
 from kvparams_proxy.upstream.pool import Pool
@@ -205,19 +203,15 @@ async def serving(
     urls = zip((Role.PREFILL, Role.DECODE), engines, strict=True)
     rules = replace(known_rules(), access=Access(tls=trust))
     app = create_app(Settings(tuple(instance(role, url, "nixl") for role, url in urls), rules=rules))
-    config = uvicorn.Config(app, http=DirectProtocol if direct else "httptools", ws="none", log_config=None)
-    config.load()
-    config.ssl = server_context(tls)
-    server = uvicorn.Server(config)
+    server = Server(app, ServerSettings(tls=server_context(tls), direct=direct))
     listener = listen("127.0.0.1", 0)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    task = asyncio.create_task(server.run(listener))
     async with asyncio.timeout(10):
-        while not server.started:  # noqa: ASYNC110  uvicorn says nothing when it is
-            await asyncio.sleep(0.005)
+        await server.started.wait()
     try:
         yield f"https://localhost:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         async with asyncio.timeout(10):
             await task
 

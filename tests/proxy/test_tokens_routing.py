@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_meanwhile_costs_no_leg(stub: StubEngines, pr
     running = await proxy(*_urls(stub), tokenizers={None: gated})
     body = json.dumps(BODY | {"prompt": "a lease " * 1_000}).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", running.port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
     await writer.drain()
     assert (await running.client.get("/health")).status_code == 200  # it has been read by now, or will be

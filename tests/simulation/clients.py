@@ -246,14 +246,15 @@ def _request(ask: scenario.Ask, *, closes: bool) -> bytes:
             body["stream_options"] = {"include_usage": True}
     raw = json.dumps(body).encode() if ask.way != "invalid" else b'{"prompt": '
     lines = [
-        f"POST /v1/{'chat/' if ask.chat else ''}completions HTTP/1.1",
+        f"POST /v1/{'chat/' if ask.chat else ''}completions{'?way=asgi' if ask.way == 'asgi' else ''} HTTP/1.1",
         "host: proxy",
+        "content-type: application/json",
         f"content-length: {len(raw)}",
     ]
     if closes:
         lines.append("connection: close")
     if ask.own_id:
         lines.append(f"x-request-id: id-{ask.prompt[:-1]}")
-    if ask.way == "asgi":
+    if ask.way == "asgi" or ask.tokens == 15:
         lines.append("expect: 100-continue")
     return "\r\n".join([*lines, "", ""]).encode() + raw

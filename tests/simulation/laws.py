@@ -83,8 +83,8 @@ def between_turns(world: "World") -> Iterator[str]:
     for since in world.running.values():
         if now - since > _LONGEST_S:
             yield f"a request runs for {now - since:.0f} s"
-    if not world.running and world.server_state.tasks and now - world.ended_at > _TAKEN_S:
-        yield f"{len(world.server_state.tasks)} tasks of uvicorn run for no request"
+    if not world.running and world.connections.tasks and now - world.ended_at > _TAKEN_S:
+        yield f"{len(world.connections.tasks)} ASGI tasks run for no request"
     for engine in world.engines:
         behind = world.nodes is not None and engine is not world.local
         longest_s = 5.5 if behind else min(world.scenario.probe_s, 5.0) + 0.5
@@ -235,8 +235,8 @@ def after_the_end(world: "World") -> Iterator[str]:
     for left in world.loop.left():
         if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World", *_BROKER)):
             yield f"a callback is left: {left}"
-    if world.server_state.connections or world.server_state.tasks:
-        yield "uvicorn still counts connections or tasks"
+    if len(world.connections) or world.connections.tasks:
+        yield "the server still counts connections or tasks"
     outcomes = sum(world.resources.metrics.outcomes.values())
     lines: Lines = _inside(_inside(world.resources.ledger, "_readers")[1], "_writer")
     logged = lines.text.count("\n")

@@ -10,13 +10,10 @@ import logging
 import sys
 from typing import Any, cast
 
-import uvicorn
-
 from kvparams import plugins
 from kvparams.retries import RetryBudget
 from kvparams_proxy import app as proxy_app
 from kvparams_proxy.clients import downstream as proxy_downstream
-from kvparams_proxy.clients.direct import DirectProtocol
 from kvparams_proxy.execution import releases as proxy_releases
 from kvparams_proxy.fleet import prefixes as proxy_prefixes
 from kvparams_proxy.queue import link as proxy_link
@@ -26,7 +23,7 @@ from kvparams_proxy.upstream.connection import Connection
 
 from .virtual_loop import VirtualLoop
 
-__all__ = ["Budget", "Lines", "config", "prepare"]
+__all__ = ["Budget", "Lines", "prepare"]
 
 
 class Budget(RetryBudget):
@@ -99,18 +96,6 @@ class _AioPika:
         return await cast("Any", asyncio.get_running_loop()).broker.connect(url, heartbeat=heartbeat)
 
 
-@functools.cache
-def config() -> uvicorn.Config:
-    """uvicorn's; the app of each run is set on its protocols."""
-    config = uvicorn.Config("nobody", http=DirectProtocol, ws="none", log_config=None, access_log=False, lifespan="off")
-    config.interface = "asgi3"
-    config.loaded_app = None
-    config.loaded = True
-    config.http_protocol_class = DirectProtocol
-    config.ws_protocol_class = None
-    return config
-
-
 def prepare() -> None:
     """Make this process one that only simulates: ids in order, plugins found once, faults heard."""
     plugins.load = functools.cache(plugins.load)
@@ -132,7 +117,7 @@ def prepare() -> None:
     cast("Any", proxy_link).aio_pika = _AioPika
     cast("Any", proxy_link).random = lambda: cast("Any", asyncio.get_running_loop()).broker.random()
     cast("Any", proxy_prefixes).BLOCK_TOKENS = 2  # prompts are short here
-    for name in ("kvparams_proxy", "uvicorn", "asyncio"):
+    for name in ("kvparams_proxy", "asyncio"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
         logger.addHandler(_Listening())

@@ -12,21 +12,23 @@ from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar, cast
 
-from uvicorn.server import ServerState
-
 from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.breaker import BreakerLimits
 from kvparams.scheduling import Instance, Role
 from kvparams_proxy import app as proxy_app
 from kvparams_proxy.clients.auth import Client as KnownClient
 from kvparams_proxy.clients.auth import bind_salt
-from kvparams_proxy.clients.direct import DIRECT, DirectProtocol
+from kvparams_proxy.clients.connections import ConnectionLimits, Connections
+from kvparams_proxy.clients.direct import DIRECT
+from kvparams_proxy.clients.http1 import HTTPProtocol, Service
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.queue.beside import queue_instance, reach_queue
 from kvparams_proxy.registry.modes import read_mode
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.sidecar.inprocess import InProcess
+from kvparams_proxy.telemetry.account import Refusal
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
@@ -39,7 +41,7 @@ from .language import tokenize
 from .legs import Held, Leg
 from .network import Network, Socket
 from .nodes import POOL, PREFILL, Nodes
-from .replaced import Budget, config
+from .replaced import Budget
 from .scenario import MODES, Operation, Scenario, draw
 from .virtual_loop import Stuck, VirtualLoop
 
@@ -125,8 +127,8 @@ class World:
         self.ended = 0
         self.ended_at = self.loop.time()
         """The last one."""
-        self._state: Mapping[str, Any]
-        self.server_state = ServerState()
+        self._service: Service
+        self.connections = Connections(self.loop, ConnectionLimits(1000))
 
     # what engines and clients use
 
@@ -265,9 +267,7 @@ class World:
 
     def open(self, client: Client) -> Socket:
         """A connection to the proxy."""
-        protocol = DirectProtocol(config(), self.server_state, dict(self._state))
-        protocol.app = self._app
-        socket = self.network.open(protocol)
+        socket = self.network.open(HTTPProtocol(self._service))
         socket.peer = client
         return socket
 
@@ -383,20 +383,25 @@ class World:
             reached.append(InProcess(App(local), {}))
             return reached[-1]
 
-        self._app = proxy_app.create_app(settings, reach)
-        async with self._app.router.lifespan_context(self._app) as state:
-            self._state = state = cast("dict[str, Any]", state)
+        app = proxy_app.create_app(settings, reach)
+        async with app.router.lifespan_context(app) as found:
+            state = cast("dict[str, Any]", found)
             self.resources = state["resources"]
             for way in (DIRECT, "generate"):
                 state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
+            self._service = Service(self.loop, app, state, state[DIRECT], self.connections, self._not_a_request)
             if nodes is not None:
                 nodes.begin()
             self._started = True
             await self._stop
+        self.connections.close()
         for each in reached:
             await each.ended()
         if nodes is not None:
             await nodes.close()
+
+    def _not_a_request(self, error: ProxyError) -> None:
+        self.resources.metrics.refused(Refusal("", b"", error))
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
         url = f"http://{engine.host}:{engine.port}"

@@ -15,6 +15,7 @@ from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.interface import DisaggregatedRequestManager
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
+from kvparams_proxy.clients.body import Body, BodyBudget, too_large
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.gathering import whole_body
@@ -31,8 +32,17 @@ __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
 
 _BOTH: Final = (Role.AGGREGATED,)
-_HEEDED: Final = FORWARDED | {b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"}
+_HEEDED: Final = FORWARDED | {
+    *(b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"),
+    *(b"content-type", b"content-length"),
+}
 """Headers that matter."""
+_JSON: Final = b"application/json"
+_NOT_JSON: Final = "the Content-Type must be application/json"
+"""vLLM 0.32.0 asks the same (entrypoints/openai/utils.py, validate_json_request): a page of another site can make a
+browser send any other type without asking first."""
+_SHORT_LENGTH: Final = 6
+"""Digits of a Content-Length that is below any limit worth a look."""
 _MOST_SESSION: Final = 256
 
 
@@ -60,14 +70,17 @@ class Generate:
         modes: Modes,
         keys: KeyRing | None,
         endpoint: Endpoint,
+        bodies: BodyBudget,
         alone: Role | None = None,
     ) -> None:
-        """`alone`: whose engines answer, where the work is not split."""
+        """`bodies`: what the bodies of all requests may take together; `alone`: whose engines answer, where the work is
+        not split."""
         self._resources = resources
         self._modes = modes
         self._alone = None if alone is None else Aggregated(role=alone)
         self._keys = keys
         self._endpoint = endpoint
+        self.bodies = bodies
         self.max_bytes = resources.settings.body.max_bytes
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> Admission:
@@ -77,10 +90,16 @@ class Generate:
         authorization: bytes | None = None
         forwarded: list[bytes] = []
         session = ""
+        typed = False
         for name, value in headers:
             if name not in _HEEDED:
                 continue
-            if name == b"x-request-id":
+            if name == b"content-type":
+                typed = value == _JSON or value.partition(b";")[0].strip().lower() == _JSON
+            elif name == b"content-length":
+                if len(value) > _SHORT_LENGTH and int(value) > self.max_bytes:
+                    error = too_large(self.max_bytes)
+            elif name == b"x-request-id":
                 given = value
             elif name == b"content-encoding" and value.lower() != b"identity":
                 error = ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
@@ -92,6 +111,8 @@ class Generate:
                 session = value[:_MOST_SESSION].decode("latin-1")
             elif name in FORWARDED:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
+        if not typed and error is None:
+            error = ProxyError(415, "invalid_request_error", _NOT_JSON)
         client: Client | None = None
         if self._keys is not None:
             try:
@@ -195,10 +216,19 @@ class Generating:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generate: Generate = scope["state"]["generate"][self._path]
         admission = generate.admit(scope["headers"])
+        gathered = Body(generate.max_bytes, generate.bodies)
+        try:
+            await self._serve(generate, admission, gathered, receive, send)
+        finally:
+            gathered.release()
+
+    async def _serve(
+        self, generate: Generate, admission: Admission, gathered: Body, receive: Receive, send: Send
+    ) -> None:
         body = b""
         if admission.error is None:
             try:
-                body = await whole_body(receive, generate.max_bytes)
+                body = await whole_body(receive, gathered)
             except ProxyError as error:
                 admission = admission._replace(error=error)
             except ConnectionError:  # the client left while it was sending

@@ -53,6 +53,8 @@ __all__ = ["Execution"]
 _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 _ANSWERED: Final = LegAnswer({})
+_SHUTTING_DOWN: Final = "the proxy is shutting down"
+_RETRY_S: Final = 1
 _LAST_WORD_S: Final = 0.5
 """For an engine that sees its client leave to close the connection, or to show that it had answered already."""
 
@@ -136,6 +138,7 @@ class Execution:
         )
         self._context = PlanContext(resources, endpoint, inbound, life, account, upstream_headers, authorization)
         self._plan = manager.legs(inbound.facts, self._context)
+        resources.running.add(self)
 
     def run(self) -> None:
         """Answer the client, in one way or another. Never raises for what engines or clients do."""
@@ -572,6 +575,12 @@ class Execution:
 
     # the end
 
+    def cut(self) -> None:
+        """Ends the request because the proxy shuts down: the client is told so, and what is held is given back."""
+        self._refuse(
+            ProxyError(503, "service_unavailable", _SHUTTING_DOWN, code="shutting_down", retry_after_s=_RETRY_S)
+        )
+
     def _refuse(self, error: ProxyError) -> None:
         """Answer with an error: in the stream, if the client has a part of it already."""
         if self._life.state == "done":
@@ -595,6 +604,7 @@ class Execution:
         if life.state == "done":
             return
         resources = self._resources
+        resources.running.discard(self)
         if self._waiting is not None:
             resources.fleet.give_up(self)
         self._plan.close()

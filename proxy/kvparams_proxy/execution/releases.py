@@ -3,6 +3,7 @@
 The one rule: it is tried once, within a bounded time; what fails is counted as orphaned and ends with its lease.
 """
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -68,6 +69,8 @@ class Releases:
         self._now = now
         self._running: set[_Release] = set()
         self._waiting: deque[Held] = deque()
+        self._settled = asyncio.Event()
+        self._settled.set()
         self.released = 0
         """Transfers whose KV an engine was told to free, and said yes."""
         self.orphaned = 0
@@ -100,6 +103,12 @@ class Releases:
             self.orphaned += 1
         while self._waiting and len(self._running) < _MOST:
             self._tell(self._waiting.popleft())
+        if not self:
+            self._settled.set()
+
+    async def settled(self) -> None:
+        """Waits until no engine is left to be told."""
+        await self._settled.wait()
 
     def _tell(self, held: Held) -> None:
         lease, abandon, _, path, inbound, one_token, headers, credentials = held
@@ -121,6 +130,7 @@ class Releases:
             request = pool.request(_PATH, headers, b'{"kv_transfer_params":%b}' % params)
         release = _Release(self, instance.id, lease)
         self._running.add(release)
+        self._settled.clear()
         self._watch.start(release, _TIMEOUT_S)
         release.exchange = pool.exchange(request, Collect(_ANSWER_BYTES, release.ended), once=abandon.leg)
 

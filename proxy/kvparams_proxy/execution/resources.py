@@ -22,6 +22,7 @@ from kvparams_proxy.tokens.service import TokenService
 from kvparams_proxy.upstream.pools import Pools
 
 if TYPE_CHECKING:
+    from kvparams_proxy.execution.executor import Execution
     from kvparams_proxy.fleet.prefixes import Prefixes
 
 __all__ = ["Resources"]
@@ -45,6 +46,8 @@ class Resources:
     """Where requests that have come begin to be executed ..."""
     answered: Mapping[Role, Together]
     """... and where they go on with the answers of engines of that role."""
+    running: "set[Execution]"
+    """The executions that have not ended."""
     watch: Watch
     retries: RetryBudget
     releases: Releases

@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import JSONLimits, load_object
+from kvparams_proxy.clients.body import Body
 from kvparams_proxy.clients.gathering import whole_body
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
@@ -250,7 +251,7 @@ async def _switch(registry: Registry, request: Request) -> Response:
 
 async def _body(request: Request) -> dict[str, object]:
     try:
-        raw = await whole_body(request.receive, _BODY.max_bytes)
+        raw = await whole_body(request.receive, Body(_BODY.max_bytes))
     except ConnectionError:
         raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
     try:

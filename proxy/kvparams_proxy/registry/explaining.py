@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, bind_salt
+from kvparams_proxy.clients.body import Body
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
 from kvparams_proxy.clients.gathering import whole_body
 from kvparams_proxy.clients.intake import Inbound, read
@@ -57,7 +58,7 @@ async def explain_route(request: Request) -> Response:
 async def _inbound(resources: Resources, endpoint: Endpoint, request: Request) -> Inbound:
     limits = resources.settings.body
     try:
-        body = await whole_body(request.receive, limits.max_bytes)
+        body = await whole_body(request.receive, Body(limits.max_bytes))
     except ConnectionError:
         raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
     tenant = request.query_params.get("tenant")

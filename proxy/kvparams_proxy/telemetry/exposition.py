@@ -29,6 +29,10 @@ class Exposition:
             self._registry.register(collector)
         ProcessCollector(registry=self._registry)
 
+    def add(self, collector: Collector) -> None:
+        """Shows what `collector` reads, too."""
+        self._registry.register(collector)
+
     async def text(self, accept: str) -> tuple[bytes, str]:
         """The text and its content type.
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvparams.breaker import BreakerState
 from kvparams.plan import KVLease
 from kvparams.version import __version__
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.telemetry.journal import Journal
@@ -55,13 +56,20 @@ class Gauges(Collector):
     """Read at each scrape."""
 
     def __init__(
-        self, metrics: Metrics, fleet: Fleet, pools: Pools, releases: Released, journal: Journal | None = None
+        self,
+        metrics: Metrics,
+        fleet: Fleet,
+        pools: Pools,
+        releases: Released,
+        journal: Journal | None,
+        bodies: BodyBudget,
     ) -> None:
         self._metrics = metrics
         self._fleet = fleet
         self._pools = pools
         self._releases = releases
         self._journal = journal
+        self._bodies = bodies
 
     def collect(self) -> Iterable[Metric]:
         """For the registry."""
@@ -81,6 +89,14 @@ class Gauges(Collector):
         )
         dropped.add_metric([], 0 if self._journal is None else self._journal.dropped)
         yield dropped
+        bodies = self._bodies
+        yield _gauge("body_bytes", "Bytes of request bodies that are held.", bodies.held_bytes)
+        yield _gauge("body_bytes_limit", "Bytes of request bodies that may be held.", bodies.limit_bytes)
+        refused = CounterMetricFamily(
+            "kvparams_proxy_bodies_refused", "Requests refused because so many bytes of bodies were held."
+        )
+        refused.add_metric([], bodies.refused)
+        yield refused
 
     def _roles(self) -> Iterable[Metric]:
         waiting = GaugeMetricFamily("kvparams_proxy_waiting", "Legs that wait for room.", labels=["role"])

@@ -1,4 +1,4 @@
-"""Writes lines to stdout or a file from a thread of its own.
+"""Writes lines to stdout, stderr or a file from a thread of its own.
 
 The one rule: whoever gives lines never waits and never fails; what a slow, full or closed place does not take within
 its bounded room is dropped and counted.
@@ -26,21 +26,23 @@ class _Batch(NamedTuple):
 class LineWriter:
     """One place to write to. Lines stay whole, and in order."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str | int) -> None:
         """
         Args:
-            place: a path, to which is added, or `STDOUT`. A file that is moved away is begun anew (log rotation).
+            place: a path, to which is added, or `STDOUT`, or the number of an open descriptor. A file that is moved
+                away is begun anew (log rotation).
 
         Raises:
             OSError: the file cannot be written.
         """
-        self._path = None if place == STDOUT else place
+        place = 1 if place == STDOUT else place
+        self._path = place if isinstance(place, str) else None
         self._fd = -1
-        if self._path is None:
-            with suppress(OSError):  # it is closed: everything is dropped
-                self._fd = os.dup(1)  # a number of our own: 1 could be closed, and be a client's socket next
+        if isinstance(place, str):
+            self._fd = _open(place)
         else:
-            self._fd = _open(self._path)
+            with suppress(OSError):  # it is closed: everything is dropped
+                self._fd = os.dup(place)  # a number of our own: 1 could be closed, and be a client's socket next
         self._torn = False
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._given_bytes = 0
@@ -48,7 +50,7 @@ class LineWriter:
         self._refused = 0
         self._lost = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
     @property

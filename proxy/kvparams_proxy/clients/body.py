@@ -1,0 +1,93 @@
+"""The bodies of requests on their way in: how they are gathered, and how much memory all of them may take together."""
+
+from typing import Final
+
+from kvparams_proxy.errors import ProxyError
+
+__all__ = ["Body", "BodyBudget", "too_large"]
+
+_JOINED_BYTES: Final = 64 << 10
+"""Pieces are joined up to this size: an object per piece of two bytes would take twenty times the body's size."""
+_RETRY_S: Final = 1
+
+
+class BodyBudget:
+    """Bounds the bytes of all request bodies that the proxy holds, from their first byte to the end of the request."""
+
+    __slots__ = ("held_bytes", "limit_bytes", "refused")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes: Final = limit_bytes
+        self.held_bytes = 0
+        self.refused: int = 0
+        """How many requests were refused because the budget was used up."""
+
+    def take(self, size: int) -> None:
+        """Counts `size` more bytes.
+
+        Raises:
+            ProxyError: 503, the budget is used up; nothing was counted.
+        """
+        if self.held_bytes + size > self.limit_bytes:
+            self.refused += 1
+            message = "the proxy holds as many bytes of request bodies as it may; try again later"
+            raise ProxyError(503, "service_unavailable", message, code="body_memory_full", retry_after_s=_RETRY_S)
+        self.held_bytes += size
+
+    def give_back(self, size: int) -> None:
+        """Counts `size` bytes no longer."""
+        self.held_bytes -= size
+
+
+class Body:
+    """One body, gathered piece by piece under a limit of its own and the budget of all, where it is given one."""
+
+    __slots__ = ("_budget", "_limit_bytes", "_pieces", "_size")
+
+    def __init__(self, limit_bytes: int, budget: BodyBudget | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._budget = BodyBudget(limit_bytes) if budget is None else budget
+        self._pieces: list[bytes | bytearray] = []
+        self._size = 0
+
+    def add(self, piece: bytes) -> None:
+        """Adds `piece` at the end.
+
+        Raises:
+            ProxyError: 413, the body is larger than its limit; 503, see `BodyBudget.take`.
+        """
+        size = len(piece)
+        if self._size + size > self._limit_bytes:
+            raise too_large(self._limit_bytes)
+        self._budget.take(size)
+        self._size += size
+        pieces = self._pieces
+        if not pieces:
+            pieces.append(piece)
+            return
+        last = pieces[-1]
+        if type(last) is bytearray and len(last) < _JOINED_BYTES:
+            last += piece
+        elif size < _JOINED_BYTES:
+            pieces.append(bytearray(piece))
+        else:
+            pieces.append(piece)
+
+    def take(self) -> bytes:
+        """Returns the whole body, which stays in the budget until `release`."""
+        pieces = self._pieces
+        self._pieces = []
+        first = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return first if type(first) is bytes else bytes(first)
+
+    def release(self) -> None:
+        """Drops what was gathered and gives its bytes back to the budget. Calling it again does nothing."""
+        self._pieces = []
+        if self._size:
+            self._budget.give_back(self._size)
+            self._size = 0
+
+
+def too_large(limit_bytes: int) -> ProxyError:
+    """Returns the error for a body of more than `limit_bytes`."""
+    return ProxyError(413, "invalid_request_error", f"the body is larger than {limit_bytes} bytes")

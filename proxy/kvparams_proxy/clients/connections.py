@@ -1,0 +1,204 @@
+"""The open connections of clients: how many there may be, how long each may wait, and how they end.
+
+A connection over the limit takes the place of the one that has been idle for longest; where none is idle, it is
+answered 503. One sweep a second holds all deadlines: a timer for each connection would have to be moved at each byte.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Final, Protocol
+
+__all__ = ["ClientConnection", "ConnectionLimits", "Connections"]
+
+_SWEEP_S: Final = 1.0
+_EVICTED_SHARE: Final = 64
+"""One in so many idle connections is closed at a time, so that a flood does not search all of them for each."""
+_REFUSED_AT_ONCE: Final = 64
+"""So many connections over the limit may be open to be told so; further ones are closed without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections clients may have."""
+
+    total: int
+    """Open at a time."""
+    per_address: int | None = None
+    """Open at a time from one IP address; None for no such limit."""
+
+    def __post_init__(self) -> None:
+        if self.total < 1 or (self.per_address is not None and self.per_address < 1):
+            raise ValueError("there must be room for at least one connection")
+
+
+class ClientConnection(Protocol):
+    """One connection, as `Connections` sees it."""
+
+    address: str
+    """The client's IP address; empty where there is none."""
+    since_s: float
+    """When the client began to be waited for."""
+    limit_s: float
+    """For how long it may be waited for; infinite while a request is being answered."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the connection waits for a request to begin."""
+        ...
+
+    def expire(self) -> None:
+        """Ends the connection: its client was waited for for too long."""
+        ...
+
+    def shed(self) -> None:
+        """Closes the idle connection to make room for another."""
+        ...
+
+    def leave(self) -> None:
+        """Makes the request that runs, or else the next one, the connection's last."""
+        ...
+
+    def cut(self) -> None:
+        """Answers a request that has not arrived completely with an error: the proxy shuts down."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connection when what was written has been sent."""
+        ...
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        ...
+
+
+class Connections:
+    """All connections to one server."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
+        self._loop = loop
+        self._limits = limits
+        self._open: set[ClientConnection] = set()
+        self._refused: set[ClientConnection] = set()
+        self._by_address: Counter[str] = Counter()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The ASGI tasks that run."""
+        self.refused: Counter[str] = Counter()
+        """Connections that were not served, by reason: `limit` or `address`."""
+        self.shed = 0
+        """Idle connections that were closed to make room."""
+        self.expired = 0
+        """Connections that were closed because their client was waited for for too long."""
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._refused)
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        """The limits as they were given."""
+        return self._limits
+
+    def add(self, connection: ClientConnection) -> bool:
+        """Counts a new connection and returns whether it is served. One that is not stays among the refused ones until
+        it is removed, or is closed at once where these are too many already."""
+        self._empty.clear()
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
+        per_address = self._limits.per_address
+        if per_address is not None and self._by_address[connection.address] >= per_address:
+            return self._refuse(connection, "address")
+        if len(self._open) >= self._limits.total and not self._make_room():
+            return self._refuse(connection, "limit")
+        self._open.add(connection)
+        if per_address is not None:
+            self._by_address[connection.address] += 1
+        if self._draining:
+            connection.leave()
+        return True
+
+    def remove(self, connection: ClientConnection) -> None:
+        """Counts a connection no more: it is lost."""
+        self._refused.discard(connection)
+        if connection in self._open:
+            self._open.discard(connection)
+            self._uncount(connection)
+        if not self:
+            self._empty.set()
+
+    def _uncount(self, connection: ClientConnection) -> None:
+        if self._limits.per_address is not None:
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
+
+    async def empty(self) -> None:
+        """Waits until there is no connection."""
+        await self._empty.wait()
+
+    def drain(self) -> None:
+        """Lets each connection, new ones too, serve one more request and close."""
+        self._draining = True
+        for connection in list(self._open):
+            connection.leave()
+
+    def close_idle(self) -> None:
+        """Closes the connections on which no request has begun."""
+        for connection in list(self._open):
+            if connection.idle:
+                connection.shed()
+
+    def cut(self) -> None:
+        """Ends what waits for the rest of a request, with an error to its client."""
+        for connection in list(self._open):
+            connection.cut()
+
+    def close(self) -> None:
+        """Closes every connection once what was written is sent, and cancels the tasks that run. No timer is left."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for task in self.tasks:
+            task.cancel()
+        for connection in self._all():
+            connection.close()
+
+    def abort(self) -> None:
+        """Closes every connection at once."""
+        for connection in self._all():
+            connection.abort()
+
+    def _all(self) -> list[ClientConnection]:
+        return [*self._open, *self._refused]
+
+    def _refuse(self, connection: ClientConnection, why: str) -> bool:
+        self.refused[why] += 1
+        if len(self._refused) < _REFUSED_AT_ONCE:
+            self._refused.add(connection)
+        else:
+            connection.abort()
+        return False
+
+    def _make_room(self) -> bool:
+        """Closes the connections that have been idle for longest; whether there were any."""
+        idle = [connection for connection in self._open if connection.idle]
+        for connection in nsmallest(1 + len(idle) // _EVICTED_SHARE, idle, key=_since):
+            self.remove(connection)
+            connection.shed()
+            self.shed += 1
+        return bool(idle)
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for connection in self._all():
+            if now - connection.since_s >= connection.limit_s:
+                self.expired += 1
+                connection.expire()
+        self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep) if self._open or self._refused else None
+
+
+def _since(connection: ClientConnection) -> float:
+    return connection.since_s

@@ -1,0 +1,607 @@
+"""The HTTP/1.1 server side of one client connection, on httptools: parsing, framing, deadlines, and who answers.
+
+A POST to a path of a `DirectEndpoint` takes the short way (`direct.py`), everything else goes to the ASGI app
+(`asgi.py`). Requests are answered one after the other; pipelined ones wait in a short queue while nothing more is read.
+
+Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llhttp 9).
+"""
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+from urllib.parse import unquote
+
+import httptools
+from starlette.types import ASGIApp
+
+from kvparams_proxy.clients.asgi import ASGIExchange
+from kvparams_proxy.clients.connections import Connections
+from kvparams_proxy.clients.direct import DirectDownstream, DirectEndpoint
+from kvparams_proxy.clients.response import CONTINUE, ResponseWriter, error_response
+from kvparams_proxy.errors import ProxyError
+
+__all__ = ["HTTPProtocol", "Service"]
+
+_HEAD_BYTES: Final = 64 << 10
+"""Of bytes that are not body: a head, or chunk sizes, extensions and trailers without a body byte between them."""
+_OVERHEAD: Final = 16
+"""A byte of the body pays for so many bytes of framing: a chunk of one byte has five."""
+_IDLE_S: Final = 75.0
+"""A connection on which no request begins is closed after this time."""
+_HEAD_S: Final = 20.0
+"""From the first byte of a request to the end of its head."""
+_REQUEST_S: Final = 60.0
+"""From the first byte of a request to its last; and for an answer to be taken after its end."""
+_LINGER_S: Final = 2.0
+"""For a client that still sends to read its refusal: to close at once would reset the connection and discard it."""
+_MOST_QUEUED: Final = 256
+"""Pipelined requests of one read that wait on one connection; further ones are not answered."""
+_HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+"""uri-host [":" port], RFC 9110 section 7.2; empty is allowed."""
+_FOREVER: Final = float("inf")
+_HEEDED: Final = frozenset((b"host", b"expect", b"transfer-encoding"))
+"""Headers that say how the request is to be read."""
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What all connections of one server share."""
+
+    loop: asyncio.AbstractEventLoop
+    app: ASGIApp
+    state: Mapping[str, Any]
+    """The lifespan's state; each ASGI request gets a copy."""
+    endpoints: Mapping[bytes, DirectEndpoint]
+    """By path, as it stands in the request line."""
+    connections: Connections
+    refused: Callable[[ProxyError], None]
+    """Hears of what was refused before it was a request."""
+
+
+class _Head(NamedTuple):
+    """The head of a request that may be served."""
+
+    method: bytes
+    url: bytes
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    expects: bool
+    """Whether the client waits for 100 Continue."""
+
+
+class _Queued:
+    """A pipelined request that waits for its turn."""
+
+    __slots__ = ("head", "pieces", "whole")
+
+    def __init__(self, head: "_Head") -> None:
+        self.head = head
+        self.pieces: list[bytes] = []
+        self.whole = False
+
+    def more(self, data: bytes) -> None:
+        """Receives a piece of the body."""
+        self.pieces.append(data)
+
+
+class HTTPProtocol(asyncio.Protocol):
+    """One connection: a `Connections` member, and the owner of the response that is being written."""
+
+    __slots__ = (
+        "_bad_host",
+        "_current",
+        "_deaf",
+        "_expect",
+        "_framing",
+        "_going_on",
+        "_good_host",
+        "_headers",
+        "_headers_done",
+        "_held",
+        "_hosts",
+        "_in_message",
+        "_leaving",
+        "_lingering",
+        "_loop",
+        "_parser",
+        "_queue",
+        "_receiving",
+        "_service",
+        "_slow",
+        "_transfer_encoding",
+        "_unread",
+        "_upgrade",
+        "_url",
+        "address",
+        "limit_s",
+        "since_s",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._loop = service.loop
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._current: DirectDownstream | ASGIExchange | None = None
+        """The request that is being answered, or received and next in turn."""
+        self._receiving: DirectDownstream | ASGIExchange | _Queued | None = None
+        """The request whose body is coming."""
+        self._queue: deque[_Queued] = deque()
+        self._unread = b""
+        """What came behind the queued requests and was not parsed: as it came it takes least memory."""
+        self._going_on = False
+        self._deaf = False
+        """Whether what the client sends is not looked at any more: the last answer is on its way."""
+        self._lingering = False
+        self._leaving = False
+        """Whether the connection closes when it is idle: the server is draining."""
+        self._held = False
+        self._slow = False
+        self._framing = 0
+        """Bytes that have come since there was progress: a head, or a piece of a body."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers_done = False
+        self._in_message = False
+        """Whether a request has begun to arrive and is not whole."""
+        self._hosts = 0
+        self._good_host: bytes | None = None
+        """A Host header that was found valid: clients repeat theirs."""
+        self._bad_host = False
+        self._transfer_encoding: bytes | None = None
+        self._expect: bytes | None = None
+        self._upgrade = False
+        self.address = ""
+        self.since_s = service.loop.time()
+        self.limit_s = _IDLE_S
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Counts the connection; refuses it where there are too many."""
+        self.transport = cast("asyncio.Transport", transport)
+        peer: object = transport.get_extra_info("peername")
+        if isinstance(peer, tuple) and peer:
+            self.address = str(cast("tuple[object, ...]", peer)[0])
+        if not self._service.connections.add(self) and not transport.is_closing():
+            message = "the proxy has as many connections as it may have; try again later"
+            self._refuse(ProxyError(503, "service_unavailable", message, code="too_many_connections", retry_after_s=1))
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came, in pieces no larger than a head may be."""
+        if self._queue or self._unread:
+            self._unread += data
+        elif not self._deaf:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        if not self._in_message:
+            self._framing = 0
+        room = _HEAD_BYTES - self._framing
+        if len(data) <= room:
+            self._framing += len(data)
+            self._feed(data)
+            return
+        view = memoryview(data)
+        while view and not self._deaf:
+            if self._queue:
+                self._unread = bytes(view)
+                return
+            room = _HEAD_BYTES - self._framing
+            if room <= 0:
+                message = f"more than {_HEAD_BYTES} bytes of headers, trailers or chunk extensions"
+                self._fail(ProxyError(431, "invalid_request_error", message))
+                return
+            piece = view[:room]
+            view = view[room:]
+            self._framing += len(piece)
+            self._feed(piece)
+
+    def eof_received(self) -> None:
+        """A client that closes its side has left."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells whoever answers, and lets go of everything: a body must not wait for the garbage collector."""
+        self._service.connections.remove(self)
+        self._deaf = True
+        self._parser = None
+        self._receiving = None
+        self._queue.clear()
+        self._unread = b""
+        self._headers = []
+        current, self._current = self._current, None
+        if current is not None:
+            current.client_gone()
+
+    def pause_writing(self) -> None:
+        """The client is slow."""
+        self._slow = True
+        current = self._current
+        if current is None:
+            return
+        if isinstance(current, ASGIExchange) and self._receiving is not current:
+            self._wait()  # an app waits in `send`; executions have a time-out of their own
+        current.client_slow()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._slow = False
+        current = self._current
+        if current is not None:
+            if self._receiving is not current:
+                self.limit_s = _FOREVER
+            current.client_ready()
+        elif not self._deaf:
+            self._wait()
+            self.read_on()
+            self._go_on()
+
+    # the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_message = True
+        self._url = b""
+        self._headers = []
+        self._headers_done = False
+        self._hosts = 0
+        self._bad_host = self._upgrade = False
+        self._transfer_encoding = self._expect = None
+        if self._current is None:
+            self.since_s = self._loop.time()
+            self.limit_s = _HEAD_S
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer: these are dropped."""
+        if self._headers_done:
+            return
+        name = name.lower()
+        if name in _HEEDED:
+            self._heed(name, value)
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Chooses who answers."""
+        self._framing = 0
+        self._headers_done = True
+        if self._deaf:
+            return
+        parser = self._parser
+        if parser.should_upgrade():
+            self._upgrade = True  # httptools takes no body now: see `_without_upgrade`
+            return
+        version = parser.get_http_version()
+        error = self._head_error(version)
+        if error is not None:
+            self._fail(error)
+            return
+        headers, self._headers = self._headers, []
+        keep_alive = version == "1.1" and parser.should_keep_alive()
+        head = _Head(parser.get_method(), self._url, version, headers, keep_alive, self._expect is not None)
+        if self._current is not None or self._slow or self._queue:
+            self._enqueue(head)
+            return
+        self.limit_s = _REQUEST_S
+        self._open(head, whole=False)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._framing = max(0, self._framing - _OVERHEAD * len(body))
+        receiving = self._receiving
+        if receiving is not None:
+            receiving.more(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._in_message = False
+        receiving, self._receiving = self._receiving, None
+        if receiving is None:
+            return
+        if isinstance(receiving, _Queued):
+            receiving.whole = True
+            self._deaf = not receiving.head.keep_alive
+        else:
+            self._deaf = not receiving.keep_alive
+            self._whole(receiving)
+
+    # the connection, as the response sees it
+
+    @property
+    def slow(self) -> bool:
+        """See `Owner.slow`."""
+        return self._slow
+
+    def hold(self) -> None:
+        """See `Owner.hold`."""
+        if not self._held and not self.transport.is_closing():
+            self._held = True
+            self.transport.pause_reading()
+
+    def read_on(self) -> None:
+        """See `Owner.read_on`. Nothing is read while requests are queued."""
+        if self._held and not (self._queue or self._unread) and not self.transport.is_closing():
+            self._held = False
+            self.transport.resume_reading()
+
+    def answered(self, exchange: ResponseWriter) -> None:
+        """See `Owner.answered`: goes on with the next request, if there is one."""
+        if exchange is not self._current:
+            return
+        self._current = None
+        unread = self._receiving is exchange
+        if unread or self._leaving or not exchange.keep_alive:
+            self._end(linger=unread)
+            return
+        self._wait()
+        if self._slow:
+            self.hold()
+        else:
+            self._go_on()
+
+    # the connection, as the server sees it
+
+    @property
+    def idle(self) -> bool:
+        """See `ClientConnection.idle`."""
+        return self.limit_s == _IDLE_S and not self._deaf
+
+    def expire(self) -> None:
+        """See `ClientConnection.expire`."""
+        self.transport.abort()
+
+    def shed(self) -> None:
+        """See `ClientConnection.shed`."""
+        self._deaf = True
+        self.transport.close()
+
+    def leave(self) -> None:
+        """See `ClientConnection.leave`."""
+        self._leaving = True
+        if self._current is not None:
+            self._current.keep_alive = False
+
+    def cut(self) -> None:
+        """See `ClientConnection.cut`."""
+        current = self._current
+        if self._receiving is not None and self._receiving is current:
+            self._fail(ProxyError(503, "service_unavailable", "the proxy is shutting down", code="shutting_down"))
+
+    def close(self) -> None:
+        """See `ClientConnection.close`."""
+        self._deaf = True
+        self.transport.close()
+
+    def abort(self) -> None:
+        """See `ClientConnection.abort`."""
+        self._deaf = True
+        self.transport.abort()
+
+    # inside
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = memoryview(data)[upgrade.args[0] :]
+                self._without_upgrade()
+                if data and not self._deaf:
+                    continue
+            except httptools.HttpParserCallbackError:
+                _log.exception("a request could not be taken")
+                self._fail(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
+            except httptools.HttpParserError:
+                if not self._deaf:
+                    self._fail(_bad(400, "this is not a valid HTTP request"))
+            return
+
+    def _without_upgrade(self) -> None:
+        """Parses the head once more without its Upgrade header, which a server may ignore (RFC 9110, section 7.8). It
+        must then read the request as ever; httptools takes the body for another protocol (its issue 124)."""
+        method, url, headers = self._parser.get_method(), self._url, self._headers
+        version = self._parser.get_http_version()
+        if method == b"CONNECT" or not self._upgrade:
+            self._fail(ProxyError(405, "invalid_request_error", f"{method.decode()} is not served here"))
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
+        self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(lines)))
+
+    def _heed(self, name: bytes, value: bytes) -> None:
+        if name == b"host":
+            self._hosts += 1
+            if value != self._good_host:
+                if _HOST.fullmatch(value) is None:
+                    self._bad_host = True
+                else:
+                    self._good_host = value
+        elif name == b"expect":
+            self._expect = value
+        else:
+            known = self._transfer_encoding
+            self._transfer_encoding = value if known is None else b"%b, %b" % (known, value)
+
+    def _head_error(self, version: str) -> ProxyError | None:
+        """Why the request is refused for its head; None for nearly all."""
+        if version != "1.1" and version != "1.0":
+            return _bad(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
+        if self._hosts != 1 and (version == "1.1" or self._hosts):
+            return _bad(400, "there must be one Host header")
+        if self._bad_host:
+            return _bad(400, "the Host header is not valid")
+        coding = self._transfer_encoding
+        if coding is not None:
+            if version == "1.0":
+                return _bad(400, "HTTP/1.0 has no Transfer-Encoding")
+            if coding.lower() != b"chunked":
+                return _bad(501, "the only Transfer-Encoding that is understood is chunked")
+        if self._expect is not None:
+            if version == "1.0":
+                self._expect = None
+            elif self._expect.lower() != b"100-continue":
+                return _bad(417, "the only expectation that is met is 100-continue")
+        return None
+
+    def _open(self, head: _Head, *, whole: bool) -> DirectDownstream | ASGIExchange | None:
+        """Begins to serve a request; None where its head turned out to be wrong. `whole`: its body is here already."""
+        method, url, version, headers, keep_alive, expects = head
+        old = version == "1.0"
+        keep_alive = keep_alive and not self._leaving
+        endpoint = self._service.endpoints.get(url)
+        if endpoint is not None and method == b"POST":
+            admission = endpoint.admit(headers)
+            direct = DirectDownstream(self, endpoint, admission, keep_alive=keep_alive, http_1_0=old)
+            self._current = direct
+            if not whole:
+                self._receiving = direct
+            if admission.error is not None:
+                direct.refuse(admission.error)
+            elif expects and not whole:
+                self.transport.write(CONTINUE)
+            return direct
+        try:
+            scope = self._scope(method, url, version, headers)
+        except (httptools.HttpParserInvalidURLError, UnicodeError):
+            self._fail(_bad(400, "the request target is not valid"))
+            return None
+        exchange = ASGIExchange(
+            self, keep_alive=keep_alive, http_1_0=old, expects=expects and not whole, bodiless=method == b"HEAD"
+        )
+        self._current = exchange
+        if not whole:
+            self._receiving = exchange
+        tasks = self._service.connections.tasks
+        task = self._loop.create_task(exchange.run(self._service.app, scope))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return exchange
+
+    def _scope(self, method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        parsed = httptools.parse_url(url)
+        raw_path: bytes = parsed.path or b"/"
+        path = raw_path.decode("ascii")
+        transport = self.transport
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": method.decode("ascii"),
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": parsed.query or b"",
+            "root_path": "",
+            "headers": headers,
+            "server": _endpoint(transport.get_extra_info("sockname")),
+            "client": _endpoint(transport.get_extra_info("peername")),
+            "state": dict(self._service.state),
+        }
+
+    def _whole(self, exchange: DirectDownstream | ASGIExchange) -> None:
+        if exchange.complete:  # it was refused before its body had come
+            return
+        self.limit_s = _FOREVER
+        exchange.whole()
+
+    def _enqueue(self, head: _Head) -> None:
+        self.hold()
+        if len(self._queue) >= _MOST_QUEUED:
+            self._deaf = True
+            last = self._queue[-1]
+            last.head = last.head._replace(keep_alive=False)
+            return
+        self._queue.append(_Queued(head))
+        self._receiving = self._queue[-1]
+
+    def _go_on(self) -> None:
+        """Serves queued requests until one is not answered at once."""
+        if self._going_on:  # it was answered at once: the loop below goes on
+            return
+        self._going_on = True
+        try:
+            while not self.transport.is_closing():
+                free = self._current is None and not self._slow
+                if self._queue and free:
+                    self._serve(self._queue.popleft())
+                elif self._unread and not self._queue and not self._deaf and (free or self._receiving is not None):
+                    unread, self._unread = self._unread, b""
+                    self._parse(unread)
+                else:
+                    break
+        finally:
+            self._going_on = False
+        self.read_on()
+
+    def _serve(self, queued: _Queued) -> None:
+        self.since_s = self._loop.time()
+        self.limit_s = _REQUEST_S
+        exchange = self._open(queued.head, whole=queued.whole)
+        if exchange is None:
+            return
+        for piece in queued.pieces:
+            exchange.more(piece)
+        if queued.whole:
+            self._whole(exchange)
+
+    def _wait(self) -> None:
+        """The client is waited for: for its next request, or to take what was written."""
+        self.since_s = self._loop.time()
+        self.limit_s = _REQUEST_S if self._slow else _IDLE_S
+
+    def _fail(self, error: ProxyError) -> None:
+        """Ends a request whose head or framing is wrong, and the connection with it."""
+        current = self._current
+        if current is not None and self._receiving is current and not current.complete:
+            current.refuse(error)
+            self._end(linger=True)
+        elif current is not None:  # it stands behind a request that is being answered
+            self.abort()
+        else:
+            self._refuse(error)
+
+    def _refuse(self, error: ProxyError) -> None:
+        """Answers with an error where there is no request to answer."""
+        self._service.refused(error)
+        self.transport.write(error_response(error))
+        self._end(linger=True)
+
+    def _end(self, *, linger: bool) -> None:
+        """Closes the connection. `linger`: the client may still be sending, and is given time to read the answer."""
+        self._deaf = True
+        self._queue.clear()
+        self._unread = b""
+        self._receiving = None
+        if self._lingering or self.transport.is_closing():
+            return
+        self.since_s = self._loop.time()
+        if linger and self.transport.can_write_eof():
+            self._lingering = True
+            self.read_on()
+            self.limit_s = _LINGER_S
+            self.transport.write_eof()
+        else:
+            self.limit_s = _REQUEST_S  # for the client to take the rest
+            self.transport.close()
+
+
+def _bad(status: int, message: str) -> ProxyError:
+    return ProxyError(status, "invalid_request_error", message)
+
+
+def _endpoint(name: object) -> tuple[str, int] | None:
+    if not isinstance(name, tuple):
+        return None
+    host, port = cast("tuple[object, ...]", name)[:2]
+    return str(host), int(cast("int", port))
