@@ -209,6 +209,29 @@ def test_an_event_that_would_take_long_to_parse_is_given_up(name: str, begun: bo
     assert harmless.client.got == FIRST + plain
 
 
+STRANGE = {
+    "numbers": b",".join(b'"m%d":1' % n for n in range(5_000)),
+    "texts": b",".join(b'"m%d":"%b"' % (n, b"a b " * 2_000) for n in range(200)),
+    "private ones inside": b'"x":[%b]' % b",".join([b'{"remote_host":1,"a":2}'] * 5_000),
+    "private ones in a row": b'"x":{%b}' % b",".join(b'"remote_host":%d' % n for n in range(10_000)),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_members_that_clients_do_not_get_cost_one_look_each(name: str) -> None:
+    stream = Stream(begun=False)
+    row = b",".join([b'{"kv_transfer_params":1}'] * 5_000)
+    raw = b'data: {"choices":[{"index":0,"text":"a","b":[%b]}],%b}\n\n' % (row, STRANGE[name])
+    try:
+        stream.feed(cut(raw, READ_BYTES))
+    except UpstreamError as error:
+        assert "too many members" in error.reason
+    else:
+        assert b"remote_host" not in stream.client.got
+        assert json.loads(stream.client.got[6:])["choices"][0]["index"] == 0
+    assert stream.longest_s < LONGEST_S
+
+
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
     got: list[bytes] = []
     collect = Collect(64 << 20, lambda head, body, error: got.append(body))

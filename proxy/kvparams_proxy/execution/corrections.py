@@ -11,8 +11,8 @@ from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, fields, locate
-from kvparams_proxy.execution.events import AT_ONCE, LARGE_BYTES, EventEnds, data_of, split_events
-from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in
+from kvparams_proxy.execution.events import AT_ONCE, EventEnds, data_of, split_events
+from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 
 _ITS_OWN: Final = object()
-_CROWDED: Final = 30_000
+_CROWDED: Final = 6_000
 """Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
 _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
@@ -62,14 +62,14 @@ class Corrections:
             raise UpstreamRefusal(error)
         if self._choices and not event and not _chosen(document.get("choices")):
             raise UpstreamError("the engine's answer has no content")
-        crowded = event and len(raw) > LARGE_BYTES and raw.count(b'"') > _CROWDED
+        crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
         if crowded and (raw.find(b'_params"') >= 0 or not PUBLIC.issuperset(document)):
             raise UpstreamError(_TOO_MUCH)
         changes = answer_changes(document, raw, self._request_id, self._addresses)
         self._closely = not changes.keys() <= {"kv_transfer_params"}
         if crowded and changes:
             raise UpstreamError(_TOO_MUCH)
-        spans: dict[str, Field] = {name: locate(raw, document, name) for name in changes}
+        spans: dict[str, Field] = {**places(raw, document, changes)}
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
