@@ -168,8 +168,6 @@ def _members_ns(data: bytes) -> int:
 
 def done_end(events: bytes) -> int:
     """Returns the position behind the event `[DONE]` in whole events, or -1 where it is not among them."""
-    if events.find(b"[DONE]") < 0:
-        return -1
     found = _FIRST_DONE.match(events) or _DONE.search(events)
     return -1 if found is None else EventEnds(events, found.end() - 2).after(found.end() - 2)
 

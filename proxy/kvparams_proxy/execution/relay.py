@@ -45,7 +45,6 @@ _ROLE_ONLY: Final = re.compile(
 """In an event of a chat that announces an answer and has nothing of it."""
 _HELD_BYTES: Final = 8 << 20
 """The most that is held before the first event with content: one event of any length, and what came before it."""
-_NO_LISTS: Final[list[bytes]] = []
 
 
 class Listener(Protocol):
@@ -80,6 +79,7 @@ class Relay:
         "_complete",
         "_content",
         "_corrections",
+        "_cut",
         "_done",
         "_downstream",
         "_ended",
@@ -166,6 +166,8 @@ class Relay:
         self._streaming = False
         self._streams = streams
         self._unfinished = EventBuffer()
+        self._cut = False
+        """Whether there is a part of an event in it."""
         self._whole = BodyBuffer(limit_bytes)
         """An answer that is no stream."""
 
@@ -187,10 +189,13 @@ class Relay:
         elif self._complete:
             if data.strip():
                 raise UpstreamError("the engine's stream goes on behind its last event")
-        elif not self._unfinished and data.endswith(b"\n\n"):  # nearly always: an engine sends events whole
+        elif not self._cut and data.endswith(b"\n\n"):  # nearly always: an engine sends events whole
             self._send(data)
-        elif events := self._unfinished.feed(data):
-            self._send(events)
+        else:
+            events = self._unfinished.feed(data)
+            self._cut = len(self._unfinished) > 0
+            if events:
+                self._send(events)
 
     @property
     def complete(self) -> bool:
@@ -220,7 +225,7 @@ class Relay:
         if self._gated and error is None and self._head.status == 200 and self._worth_waiting():
             self._ended = True
             return
-        if error is None and self._unfinished and not self._complete:
+        if error is None and self._cut and not self._complete:
             tail = self._unfinished.take()
             try:
                 check_event(tail)
@@ -264,16 +269,17 @@ class Relay:
             if self._held:
                 events = bytes(self._held) + events
                 self._held.clear()
-        end = done_end(events) if self._done else -1
+        end = done_end(events) if events.find(b"[DONE]") >= 0 and self._done else -1
         behind = b""
         if end >= 0:
             events, behind = events[:end], events[end:]
-        whole, lists = events, _NO_LISTS
+        lists = whole = None
         if len(events) > LARGE_BYTES:
+            whole = events
             events, lists = without_lists(events)
         recorder = self._recorder
         if recorder is not None:
-            events = recorder.events(events, whole if lists else None)
+            events = recorder.events(events, whole)
         try:
             corrected = self._corrections.events(events)
         except UpstreamRefusal as refusal:
