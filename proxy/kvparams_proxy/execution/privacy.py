@@ -208,7 +208,8 @@ def answer_changes(
         elif inside is not value:
             changes[name] = inside
     named = raw.count(b'_params"') - ("kv_transfer_params" in document)
-    if named and "choices" in document and named > sum(name.endswith("_params") for name in strange):
+    named = named > sum(name.endswith("_params") for name in strange) if named else False
+    if (named or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
         field = locate(raw, document, "choices")
         value = raw[field.value : field.end]
         inside = without_private(value)

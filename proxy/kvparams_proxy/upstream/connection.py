@@ -241,10 +241,16 @@ class Connection(asyncio.Protocol):
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
             return
+        wrong: Exception | None = None
         try:
             if not self._head_done:
                 self._check_head(data)
-            self._parser.feed_data(data)
+            try:
+                self._parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                if not self._complete and not self._pieces:
+                    raise
+                wrong = error  # behind what came well, which counts however the bytes fall into reads
             pieces = self._pieces
             if not pieces:  # a head, trailers, the framing of chunks: the parser may keep all of it
                 self._bodiless_bytes += len(data)
@@ -265,7 +271,10 @@ class Connection(asyncio.Protocol):
             self._fail(UpstreamError("the proxy failed; its log says why"))
             return
         if self._complete:
+            self._strange = self._strange or wrong is not None
             self._end()
+        elif wrong is not None and self._sink is sink:
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(wrong)})"))
 
     def _check_head(self, data: bytes) -> None:
         """
