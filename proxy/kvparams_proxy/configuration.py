@@ -114,6 +114,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
             tokenizers=tokenizers,
             prefill_timeout_s=values["prefill-timeout"],
             decode_timeout_s=values["decode-timeout"],
+            request_timeout_s=values["request-timeout"],
             client_timeout_s=values["client-timeout"],
             retries=values["retries"],
             continuation=values["continuation"],

@@ -75,7 +75,10 @@ class Settings:
     prefill_timeout_s: float = 300.0
     """From sending the prefill leg to the end of its answer."""
     decode_timeout_s: float = 600.0
-    """The longest silence of a decode engine, before its first byte or between two."""
+    """The longest silence of a decode engine: before the first event that says something to the client, between two of
+    them, and before the end of an answer that is no stream."""
+    request_timeout_s: float | None = None
+    """From a request's last byte to the end of its answer, whatever happens; None: without a limit."""
     client_timeout_s: float = 300.0
     """For how long a client may take nothing of an answer that waits for it."""
     retries: int = 2
@@ -117,8 +120,9 @@ class Settings:
                 raise ValueError(f"no instance is called {self.beside!r}, beside which this proxy should be")
             if any(instance.role is local.role for instance in self.instances if instance is not local):
                 raise ValueError(f"beside a {local.role} engine, the others have another role")
-        for name in ("prefill_timeout_s", "decode_timeout_s", "client_timeout_s", "probe_s"):
-            if not getattr(self, name) > 0:
+        for name in ("prefill_timeout_s", "decode_timeout_s", "request_timeout_s", "client_timeout_s", "probe_s"):
+            value: float | None = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")
         if not self.log_requests or (self.trace is not None and not 0 <= self.trace <= 1):
             raise ValueError("log_requests must not be empty, and trace from 0 to 1")

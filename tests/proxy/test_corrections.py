@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.corrections import Corrections, complete_events, is_answer, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, is_answer, prompt_details
+from kvparams_proxy.execution.events import complete_events
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import UpstreamError
 

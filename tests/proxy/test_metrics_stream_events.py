@@ -46,6 +46,8 @@ class Owner:
 
     def stream_begun(self) -> None: ...
 
+    def stream_complete(self) -> None: ...
+
     def stream_ended(
         self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:

@@ -32,6 +32,11 @@ class Endpoint:
         """Whether what it answers stands in `choices`: without one it is no answer."""
         return self.kind != "other"
 
+    @property
+    def streams(self) -> bool:
+        """Whether it answers `"stream": true` with a stream."""
+        return self.role is not Role.PREFILL
+
 
 ENDPOINTS: Final = (
     Endpoint("/v1/completions", "completions"),

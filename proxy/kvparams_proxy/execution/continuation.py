@@ -11,17 +11,20 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
 from kvparams.plan import Sent
-from kvparams_proxy.execution.corrections import split_events
+from kvparams_proxy.execution.events import AT_ONCE, ELIDED, data_of, split_events
 from kvparams_proxy.execution.privacy import error_in
+from kvparams_proxy.upstream.terms import UpstreamError
 
 __all__ = ["Recorder", "resumable", "resumed_body"]
 
-_IDS: Final = rb'"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[0-9,\s]*\])'
-_STRIPPED: Final = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb"\s*,?")
+_IDS: Final = b'token_ids"'
+_VALUE: Final = re.compile(
+    rb'token_ids"[ \t\r\n]*:[ \t\r\n]*(?:null|\[(?:[0-9, \t\r\n]*|%b)\])([ \t\r\n]*,)?' % re.escape(ELIDED[1:-1])
+)
 """Inside a JSON string every quote is escaped, so this finds members only."""
 _HIDDEN: Final = 4
 """Tokens in a row of which a chat shows nothing: more than the bytes of one character, so it is reasoning left out."""
@@ -93,7 +96,7 @@ def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> d
     """What changes in the client's body when the rest of its answer is asked of `/v1/completions`."""
     changes: dict[str, bytes | None] = {name: None for name in _CHAT_ONLY if name in document} if chat else {}
     ids = [*sent.prompt_ids, *sent.answer_ids]
-    changes["prompt"] = b"[%b]" % b",".join(b"%d" % token for token in ids)
+    changes["prompt"] = to_json(ids)
     limit = document.get("max_completion_tokens") if chat else None
     limit = document.get("max_tokens") if limit is None else limit
     if limit is None and not chat and "max_tokens" not in document:
@@ -111,6 +114,10 @@ def resumed_body(document: Mapping[str, object], sent: Sent, *, chat: bool) -> d
 _UNREAD_BYTES: Final = 262_144
 """Of one stream that are kept without a look into them: most streams never break, and looking takes three times as
 long as everything else that is done with an event."""
+_UNREAD_EVENTS: Final = 2 * AT_ONCE
+_READ_BYTES: Final = 2 << 20
+"""Of one event. The ids of a prompt that takes more of them cannot be read within one turn: its stream is not
+continued."""
 
 
 class Recorder:
@@ -131,6 +138,7 @@ class Recorder:
         "_template",
         "_unread",
         "_unread_bytes",
+        "_unread_events",
         "_unsaid",
         "resumed",
     )
@@ -153,6 +161,7 @@ class Recorder:
         self._template: dict[str, Any] | None = None
         self._unread: list[bytes] = []
         self._unread_bytes = 0
+        self._unread_events = 0
         self._marked: tuple[int, list[int], bool, bool] = 0, [], False, False
         self.resumed = False
 
@@ -183,27 +192,38 @@ class Recorder:
         self._unsaid.clear()
         self._base = len(self._answer)
 
-    def events(self, raw: bytes) -> bytes:
-        """Whole events of the engine: recorded, and as the client is to have them.
+    def events(self, raw: bytes, whole: bytes | None = None) -> bytes:
+        """Whole events of the engine: recorded, and as the client is to have them. `whole` are the same events as they
+        came, where long lists were cut out of `raw`.
 
         Raises:
             JSONTextError: an event is not what it should be: one that was cut off, or any of an engine that goes on.
+            UpstreamError: examining them would take too long.
         """
         if self.resumed:
             self._marked = len(self._answer), self._unsaid.copy(), self._finished, self._counted
             try:
-                return b"".join(self._rewritten(event) for event in split_events(raw))
-            except JSONTextError:
+                if raw.count(b"\n\n") + raw.count(b"\r\n\r\n") > AT_ONCE:
+                    raise UpstreamError("too many events came at once that must be rewritten")
+                return b"".join([self._rewritten(event) for event in split_events(raw)])
+            except (JSONTextError, UpstreamError):
                 self.undo()
                 raise
-        if raw.count(b"}\n\n") != raw.count(b"\n\n"):  # the last one, a comment, or one that was cut off
+        ended = raw.count(b"\n\n")
+        number = ended + raw.count(b"\r\n\r\n")
+        if raw.count(b"}\n\n") != ended:  # the last one, a comment, or one that was cut off
+            if number > AT_ONCE:
+                raise UpstreamError("too many events came at once that must be examined")
             for event in split_events(raw):
                 _document(event)
-        if self._unread_bytes > _UNREAD_BYTES:
+        if self._unread_bytes > _UNREAD_BYTES or self._unread_events > _UNREAD_EVENTS:
             self._read()
-        self._unread.append(raw)
-        self._unread_bytes += len(raw)
-        return raw if self._keep or raw.find(b"token_ids") < 0 else _STRIPPED.sub(b"", raw)
+        self._unread.append(raw if whole is None or len(whole) > _READ_BYTES else whole)
+        self._unread_bytes += len(self._unread[-1])
+        self._unread_events += number
+        if number > AT_ONCE:  # too many to be looked into in one turn
+            self._lost = True
+        return raw if self._keep else _stripped(raw)
 
     def undo(self) -> None:
         """What `events` has given last was not sent."""
@@ -215,7 +235,9 @@ class Recorder:
 
     def _read(self) -> None:
         """Look into the events that have come."""
-        unread, self._unread, self._unread_bytes = self._unread, [], 0
+        unread, self._unread, self._unread_bytes, self._unread_events = self._unread, [], 0, 0
+        if self._lost:
+            return
         for event in split_events(b"".join(unread)):
             try:
                 document = _document(event)
@@ -224,7 +246,7 @@ class Recorder:
                 if error_in(document) is not None:  # nothing behind it was sent
                     break
                 self._record(document)
-            except JSONTextError:
+            except (JSONTextError, UpstreamError):
                 self._lost = True
                 break
             if next(_choices(document), None) is not None:
@@ -298,14 +320,37 @@ def _event(document: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def _stripped(raw: bytes) -> bytes:
+    """Returns whole events without their token ids."""
+    found = raw.find(_IDS)
+    if found < 0:
+        return raw
+    pieces: list[bytes] = []
+    at = 0
+    while found >= 0:
+        member = _VALUE.match(raw, found)
+        start = found - 1 if raw[found - 1] == 0x22 else found - 8
+        if member is None or not (start == found - 1 or raw.startswith(b'"prompt_', start)):  # another member
+            found = raw.find(_IDS, found + 1)
+            continue
+        end = member.end()
+        before = raw[at:start]
+        behind_comma = before if before.endswith((b",", b"{")) else before.rstrip(b" \t\r\n")
+        if behind_comma.endswith(b","):  # then the comma behind the member stays
+            before = behind_comma[:-1]
+            end = end if member[1] is None else member.start(1)
+        pieces.append(before)
+        at = end
+        found = raw.find(_IDS, end)
+    pieces.append(raw[at:])
+    return b"".join(pieces)
+
+
 def _document(event: bytes) -> dict[str, Any] | None:
     """The JSON of one event; None for a comment or the last event."""
-    if event.startswith(b"data: {") and event.count(b"\n") == 2:  # nearly always: one line
-        data = event[6:]
-    else:
-        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-        if not data.startswith(b"{"):
-            return None
+    data = data_of(event)
+    if not data.startswith(b"{"):
+        return None
     try:
         return cast("dict[str, Any]", from_json(data, allow_inf_nan=False))
     except ValueError as error:
@@ -321,7 +366,7 @@ def _choices(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _whole_numbers(ids: object) -> list[int]:
-    if not isinstance(ids, list) or not all(type(token) is int for token in cast("list[object]", ids)):
+    if not isinstance(ids, list) or not set(map(type, cast("list[object]", ids))) <= {int}:
         raise JSONTextError("token ids are a list of whole numbers")
     return cast("list[int]", ids)
 

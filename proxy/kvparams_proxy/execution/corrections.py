@@ -4,29 +4,31 @@ Decode counts transferred KV as cached; only prefill knows what was. And KV para
 every other byte leaves as the engine wrote it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, cast
 
 from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, fields, locate
-from kvparams_proxy.execution.privacy import Addresses, answer_changes, error_in
+from kvparams_proxy.execution.events import AT_ONCE, EventEnds, data_of, split_events
+from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
 
 __all__ = [
     "Corrections",
     "check_event",
     "check_no_error",
-    "complete_events",
     "is_answer",
     "load_answer",
     "prompt_details",
-    "split_events",
 ]
 
 
 _ITS_OWN: Final = object()
+_CROWDED: Final = 6_000
+"""Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
+_TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
 
 class Corrections:
@@ -60,9 +62,14 @@ class Corrections:
             raise UpstreamRefusal(error)
         if self._choices and not event and not _chosen(document.get("choices")):
             raise UpstreamError("the engine's answer has no content")
+        crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
+        if crowded and (raw.find(b'_params"') >= 0 or not PUBLIC.issuperset(document)):
+            raise UpstreamError(_TOO_MUCH)
         changes = answer_changes(document, raw, self._request_id, self._addresses)
         self._closely = not changes.keys() <= {"kv_transfer_params"}
-        spans: dict[str, Field] = {name: locate(raw, document, name) for name in changes}
+        if crowded and changes:
+            raise UpstreamError(_TOO_MUCH)
+        spans: dict[str, Field] = {**places(raw, document, changes)}
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
@@ -81,37 +88,45 @@ class Corrections:
 
         Raises:
             JSONTextError: an event that needs correction is not JSON.
+            UpstreamError: examining the events would take too long.
             UpstreamRefusal: one is an error; `before` it are the events that are none.
         """
         # Nearly always. `in` would make and drop an exception for each word (CPython 3.11, Objects/bytes_methods.c).
         if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
             return raw
+        ends = EventEnds(raw)
+        suspects = list(map(raw.find, _SUSPECTS))
         done: list[bytes] = []
-        at = 0
+        at = examined = 0
         try:
             while at < len(raw):
-                found = at if self._closely else _suspect(raw, at)
-                if found < 0:
-                    done.append(raw[at:])
-                    break
-                start = _event_start(raw, at, found)
-                event = next(split_events(raw, start))
-                done.append(raw[at:start])
-                done.append(self._event(event))
-                at = start + len(event)
+                if not self._closely:
+                    found = _next(raw, at, suspects)
+                    if found < 0:
+                        break
+                    start = _event_start(raw, at, found)
+                    done.append(raw[at:start])
+                    at = start
+                end = ends.after(at)
+                done.append(self._event(raw[at:end]))
+                at = end
+                examined += 1
+                if examined > AT_ONCE:
+                    raise UpstreamError("too many events came at once that must be examined")
         except UpstreamRefusal as refusal:
             refusal.before = b"".join(done)
             raise
+        done.append(raw[at:])
         return b"".join(done)
 
     def _event(self, event: bytes) -> bytes:
-        lines = event.splitlines(keepends=True)
-        data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
+        data = data_of(event)
         if not data.startswith(b"{"):
             return event
         corrected = self.whole(data, event=True)
         if corrected is data:
             return event
+        lines = event.splitlines(keepends=True)
         others = b"".join(line for line in lines if not line.startswith(b"data:") and line.strip())
         return b"%bdata: %b\n\n" % (others, corrected)
 
@@ -134,13 +149,17 @@ def _event_start(raw: bytes, at: int, inside: int) -> int:
     return max(ends, default=at)
 
 
-def _suspect(raw: bytes, at: int) -> int:
-    """Where the first of these stands that may need correction in any event, or -1. Inside a JSON string a quote is
-    escaped, so a model that writes `"prompt_tokens"` does not look like it. Dynamo's worker ids stand in `nvext`."""
+def _next(raw: bytes, at: int, suspects: list[int]) -> int:
+    """Returns where the first word stands, from `at` on, that may need correction in any event; -1 without one.
+
+    Inside a JSON string a quote is escaped, so a model that writes `"prompt_tokens"` does not look like it. Dynamo's
+    worker ids stand in `nvext`. `suspects` holds where each word was found last: nothing is searched for twice.
+    """
     first = -1
-    for word in _SUSPECTS:
-        found = raw.find(word, at) if first < 0 else raw.find(word, at, first)
-        if found >= 0:
+    for index, found in enumerate(suspects):
+        if 0 <= found < at:
+            found = suspects[index] = raw.find(_SUSPECTS[index], at)
+        if found >= 0 and (first < 0 or found < first):
             first = found
     return first
 
@@ -175,19 +194,12 @@ def prompt_details(answer: Mapping[str, object]) -> object:
     return cast("dict[str, object]", usage).get("prompt_tokens_details") if isinstance(usage, dict) else None
 
 
-def complete_events(raw: bytes) -> int:
-    """How many bytes of `raw` are whole events: up to and with the last blank line."""
-    if raw.endswith(b"\n\n"):  # nearly always: an engine sends events whole
-        return len(raw)
-    return max(raw.rfind(b"\n\n") + 2, raw.rfind(b"\r\n\r\n") + 4) if b"\n\n" in raw or b"\r\n\r\n" in raw else 0
-
-
 def check_event(event: bytes) -> None:
     """
     Raises:
         JSONTextError: it is cut off: neither JSON nor the last one.
     """
-    data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    data = data_of(event)
     if data != b"[DONE]":
         load_answer(data)
 
@@ -196,18 +208,12 @@ def check_no_error(events: bytes) -> None:
     """
     Raises:
         JSONTextError: one that should be is no JSON object.
+        UpstreamError: there are too many of them.
         UpstreamRefusal: one is an error.
     """
-    for event in split_events(events):
-        data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    for number, event in enumerate(split_events(events)):
+        if number > AT_ONCE:
+            raise UpstreamError("too many events came at once, none of them with content")
+        data = data_of(event)
         if data.startswith(b"{") and (error := error_in(load_answer(data))) is not None:
             raise UpstreamRefusal(error)
-
-
-def split_events(raw: bytes, at: int = 0) -> Iterator[bytes]:
-    """One by one from `at` on, each with the blank line that ends it."""
-    while at < len(raw):
-        ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.find(mark, at)) >= 0]
-        end = min(ends, default=len(raw))
-        yield raw[at:end]
-        at = end

@@ -56,7 +56,21 @@ _ANSWERED: Final = LegAnswer({})
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
 _LAST_WORD_S: Final = 0.5
-"""For an engine that sees its client leave to close the connection, or to show that it had answered already."""
+"""For an engine that sees its client leave to close the connection, or to show that it had answered already; and to end
+its response behind the last event of its stream."""
+
+
+class Total:
+    """The limit of a whole request, beside that of its legs."""
+
+    __slots__ = ("_execution",)
+
+    def __init__(self, execution: "Execution") -> None:
+        self._execution = execution
+
+    def expire(self) -> None:
+        """For the watch."""
+        self._execution.overdue()
 
 
 class Execution:
@@ -84,6 +98,7 @@ class Execution:
         "_resources",
         "_route",
         "_slow",
+        "_total",
         "_waiting",
         "facts",
     )
@@ -129,6 +144,7 @@ class Execution:
         self._recorder = recorder_for(endpoint, inbound)
         self._gone = False
         self._slow = False
+        self._total: Total | None = None
         self._waiting: Choose | None = None
         self._route: list[Instance] = []
         life = self._life = Lifecycle(perf_counter)
@@ -147,6 +163,9 @@ class Execution:
         self._downstream.watch(self)
         if self._gone:
             return
+        if (limit_s := resources.settings.request_timeout_s) is not None:
+            self._total = Total(self)
+            resources.watch.start(self._total, limit_s)
         try:
             resources.fleet.require(self._manager.roles, self.facts)
         except Exception as error:  # noqa: BLE001  nobody waits for this turn who would answer the client
@@ -184,7 +203,9 @@ class Execution:
         leg = self._leg
         if self._exchange is not None and self._paired is None and leg is not None and leg.answers_client:
             self._exchange.resume()
-            self._resources.watch.start(self, self._resources.settings.decode_timeout_s)
+            complete = self._relay is not None and self._relay.complete
+            limit_s = _LAST_WORD_S if complete else self._resources.settings.decode_timeout_s
+            self._resources.watch.start(self, limit_s)
 
     # the queue, as `fleet.Waiter`
 
@@ -293,6 +314,7 @@ class Execution:
                 done=endpoint.done,
                 choices=endpoint.choices,
                 gated=self._paired is not None,
+                streams=endpoint.streams,
             )
         else:
             sink = Collect(limit_bytes, self._collected if self._paired is None else self._keep)
@@ -343,8 +365,19 @@ class Execution:
         elif self._exchange is not None:
             self._exchange.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
 
+    def overdue(self) -> None:
+        """For the watch: the request as a whole takes too long. No engine is to blame."""
+        if self._slow:
+            self._downstream.drop()
+        else:
+            limit_s = self._resources.settings.request_timeout_s
+            said = f"the request took longer than {limit_s:g} s, which is the limit here (--request-timeout)"
+            self._refuse(ProxyError(504, "timeout", said, code="request_timeout"))
+
     def _left_s(self, relay: Relay) -> float:
         """Before the engine whose stream this is has been silent for too long: asked here, not at every event."""
+        if relay.complete:
+            return 0.0
         return relay.heard_s + self._resources.settings.decode_timeout_s - self._context.now()
 
     # what becomes of a leg
@@ -419,6 +452,8 @@ class Execution:
             self._exchange.pause()
 
     def _whole(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+        if self._life.state == "done":  # it was overdue between the end of its leg and this turn
+            return
         document = None
         if self._resources.prefixes is not None and error is None and head.status == 200 and self._leg is not None:
             document = self._report(self._resources.prefixes, self._leg, raw)
@@ -507,6 +542,11 @@ class Execution:
             return
         self._resources.metrics.first_byte.observe(self._life.since_s - self._life.begun_s)
 
+    def stream_complete(self) -> None:
+        """For the relay: the client has everything. An engine that does not end its response is not waited for."""
+        if not self._slow:
+            self._resources.watch.start(self, _LAST_WORD_S)
+
     def stream_ended(
         self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:
@@ -522,7 +562,7 @@ class Execution:
             if self._life.answering:
                 self._resources.fleet.succeeded(leg.instance)
                 self._go(_ANSWERED)
-            else:  # asked for a stream, it has answered with a whole document
+            else:  # a whole document, from an endpoint that has no streams
                 self._whole_ended(leg, head, whole)
         except Exception as fault:  # noqa: BLE001  as above
             self._refuse(refusal(fault))
@@ -614,6 +654,9 @@ class Execution:
         if self._paired is not None:
             self._drop_other()
         resources.watch.stop(self)
+        if self._total is not None:
+            resources.watch.stop(self._total)
+            self._total = None
         while life.loads:
             resources.fleet.release(life.loads.pop(), self.facts)
         self._context.abandon(gone=self._gone)

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from pydantic_core import to_json
 
-from kvparams.jsontext import locate
+from kvparams.jsontext import Field, fields, locate
 from kvparams.trust.pinning import declared
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["Addresses", "Refusal", "answer_changes", "error_in", "told", "without_private"]
+__all__ = ["PUBLIC", "Addresses", "Refusal", "answer_changes", "error_in", "places", "told", "without_private"]
 
 _PRIVATE: Final = frozenset(
     (
@@ -45,7 +45,7 @@ _PRIVATE: Final = frozenset(
 """Members that say where KV or engines are. Sources: vLLM 0.32.0 (at the top of an answer), TensorRT-LLM 1.3
 openai_protocol.py (in each choice), Dynamo 1.2 (`nvext.worker_id`), SGLang 0.5.23 (its bootstrap)."""
 
-_PUBLIC: Final = frozenset(
+PUBLIC: Final = frozenset(
     (
         "id",
         "object",
@@ -63,11 +63,14 @@ _PUBLIC: Final = frozenset(
 )
 """Members of the API that hold nothing of an engine, or are looked at by name."""
 
-_MEMBER: Final = re.compile(
-    rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % b"|".join(name.encode() for name in sorted(_PRIVATE))
-)
+_FIRST: Final = rf'[ \t\r\n]*"(?:{"|".join(sorted(_PRIVATE))})"[ \t\r\n]*:[ \t\r\n]*'
+_TEXT_FIRST: Final = re.compile(_FIRST)
+_TEXT_MEMBER: Final = re.compile(f"([{{,]){_FIRST}")
 """A quote in a JSON string is escaped, so this is never found in one."""
-_COMMA: Final = re.compile(rb"[ \t\r\n]*,")
+_MEMBER: Final = re.compile(_TEXT_MEMBER.pattern.encode())
+_HINTS: Final = (b'_params"', b'"remote_', b'"bootstrap_', b'_id"', b'_resp"', b'_rank"')
+"""What such members have in them, to be looked for first: that is ten times as fast."""
+_TEXT_COMMA: Final = re.compile(r"[ \t\r\n]*,")
 _VALUE: Final = JSONDecoder()
 
 _LOOKS: Final = (
@@ -89,6 +92,10 @@ _PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,200}")
 _CODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST: Final = 4096
 """Characters of an engine's message that a client may get, and of a member of its own that is searched."""
+_SEARCHED: Final = 16 * _LONGEST
+"""Bytes of an answer's own members that are searched in all; what goes beyond is kept back."""
+_FEW: Final = 4
+"""Members that are looked for one by one."""
 _MOST_FOUND: Final = 16
 """Addresses in one text that are looked for in what the client sent."""
 _REMEMBERED: Final = 64
@@ -185,20 +192,26 @@ def answer_changes(
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
-    strange: Collection[str] = () if _PUBLIC.issuperset(document) else document.keys() - _PUBLIC
+    strange: Collection[str] = () if PUBLIC.issuperset(document) else document.keys() - PUBLIC
+    spans = places(raw, document, strange)
+    left_bytes = _SEARCHED
     for name in strange:
         if name in _PRIVATE:
             changes[name] = None
             continue
-        value = _value(raw, document, name)
+        value = raw[spans[name].value : spans[name].end]
         inside = without_private(value)
-        if addresses.within(inside[: 4 * _LONGEST].decode("utf-8", "replace")):
+        looked_at = inside[: 4 * _LONGEST]
+        left_bytes -= len(looked_at)
+        if left_bytes < 0 or addresses.within(looked_at.decode("utf-8", "replace")):
             changes[name] = None
         elif inside is not value:
             changes[name] = inside
     named = raw.count(b'_params"') - ("kv_transfer_params" in document)
-    if named and "choices" in document and named > sum(name.endswith("_params") for name in strange):
-        value = _value(raw, document, "choices")
+    named = named > sum(name.endswith("_params") for name in strange) if named else False
+    if (named or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
+        field = locate(raw, document, "choices")
+        value = raw[field.value : field.end]
         inside = without_private(value)
         if inside is not value:
             changes["choices"] = inside
@@ -208,16 +221,29 @@ def answer_changes(
 def without_private(raw: bytes) -> bytes:
     """JSON text without members that say where KV or engines are, at any depth; every other byte stays. Returned as it
     is, the same object, where there are none."""
+    if max(map(raw.find, _HINTS)) < 0:
+        return raw
+    member = _MEMBER.search(raw)
+    if member is None:
+        return raw
+    text = raw.decode()
+    pieces: list[str] = []
     at = 0
-    while (member := _MEMBER.search(raw, at)) is not None:
-        start, end = member.start(), _value_end(raw, member.end())
-        if member[1] == b"{":
+    found = _TEXT_MEMBER.search(text)
+    while found is not None:
+        start, (_, end) = found.start(), _VALUE.raw_decode(text, found.end())
+        if found[1] == "{":
             start += 1
-            comma = _COMMA.match(raw, end)
-            end = comma.end() if comma is not None else end
-        raw = raw[:start] + raw[end:]
-        at = member.start()
-    return raw
+            while (comma := _TEXT_COMMA.match(text, end)) is not None:  # what follows may be such a member, too
+                end = comma.end()
+                if (found := _TEXT_FIRST.match(text, end)) is None:
+                    break
+                _, end = _VALUE.raw_decode(text, found.end())
+        pieces.append(text[at:start])
+        at = end
+        found = _TEXT_MEMBER.search(text, end)
+    pieces.append(text[at:])
+    return "".join(pieces).encode()
 
 
 class Refusal(NamedTuple):
@@ -274,12 +300,8 @@ def _plain(pattern: re.Pattern[str], text: str, addresses: Addresses, sent: byte
     return pattern.fullmatch(text) is not None and not addresses.within(text, sent)
 
 
-def _value(raw: bytes, document: Mapping[str, object], name: str) -> bytes:
-    field = locate(raw, document, name)
-    return raw[field.value : field.end]
-
-
-def _value_end(raw: bytes, at: int) -> int:
-    text = raw[at:].decode()
-    _, end = _VALUE.raw_decode(text)
-    return at + len(text[:end].encode())
+def places(raw: bytes, document: Mapping[str, object], names: Collection[str]) -> Mapping[str, Field]:
+    """Returns where members of the object `raw` stand: of many, in one walk through all of it."""
+    if len(names) > _FEW:
+        return fields(raw)
+    return {name: locate(raw, document, name) for name in names}

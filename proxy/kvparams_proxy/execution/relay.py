@@ -16,28 +16,35 @@ from kvparams_proxy.execution.corrections import (
     Corrections,
     check_event,
     check_no_error,
-    complete_events,
     is_answer,
+    load_answer,
 )
-from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamRefusal
+from kvparams_proxy.execution.events import LARGE_BYTES, EventBuffer, done_end, with_lists, without_lists
+from kvparams_proxy.execution.privacy import error_in
+from kvparams_proxy.upstream.terms import BodyBuffer, Head, UpstreamError, UpstreamRefusal
 
 __all__ = ["Listener", "Relay"]
 
 
 _EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
 """Written by us: what an engine adds to it may say where it is."""
-_DATA: Final = re.compile(rb"(?:\A|\n)data:[ \t]*\{")
+_DATA: Final = re.compile(rb"\ndata:[ \t]*\{")
+_FIRST_DATA: Final = re.compile(rb"data:[ \t]*\{")
 """The first event that says something."""
-_CHOICE: Final = re.compile(rb'"choices"_:_\[_\{_[^ \t\r\n}]'.replace(b"_", rb"(?:[ \t\r\n]|\ndata:)*"))
+_GAP: Final = rb"[ \t\r\n]*(?:\ndata:[ \t\r\n]*)*"
+_CHOICE: Final = re.compile(rb'"choices"_:_\[_\{_[^ \t\r\n}]'.replace(b"_", _GAP))
 """The first event with content, of an endpoint whose answers stand in `choices`. Inside a JSON string a quote is
 escaped, so what a model writes does not look like it."""
 _CONTENT: Final = b'"choices":[{"'
 """The same in the spelling of most engines, and of what is put together here."""
 _DELTA: Final = b'.delta"'
 """The type of the events that have content in a stream of `/v1/responses`."""
-_DONE: Final = re.compile(rb"(?:\A|[\r\n])data:[ \t]*\[DONE\][ \t]*[\r\n]")
-"""The last event."""
-_TAIL_BYTES: Final = 64
+_ROLE_ONLY: Final = re.compile(
+    rb'"delta"~:~\{~"role"~:~"assistant"~(?:,~"[a-z_]+"~:~(?:""|null|\[~\])~)*\}'.replace(b"~", rb"[ \t\r\n]*")
+)
+"""In an event of a chat that announces an answer and has nothing of it."""
+_HELD_BYTES: Final = 8 << 20
+"""The most that is held before the first event with content: one event of any length, and what came before it."""
 
 
 class Listener(Protocol):
@@ -49,6 +56,10 @@ class Listener(Protocol):
 
     def stream_begun(self) -> None:
         """The first whole event is about to be sent."""
+        ...
+
+    def stream_complete(self) -> None:
+        """The client has the last event; the engine has only to end its response."""
         ...
 
     def stream_ended(
@@ -65,8 +76,10 @@ class Relay:
     __slots__ = (
         "_begins",
         "_begun",
+        "_complete",
         "_content",
         "_corrections",
+        "_cut",
         "_done",
         "_downstream",
         "_ended",
@@ -78,15 +91,15 @@ class Relay:
         "_limit",
         "_listener",
         "_now",
-        "_over",
         "_recorder",
         "_resumed",
         "_sent_bytes",
         "_sent_events",
+        "_spoken",
         "_streaming",
-        "_tail",
+        "_streams",
+        "_unfinished",
         "_whole",
-        "_whole_bytes",
         "heard_s",
     )
 
@@ -103,33 +116,38 @@ class Relay:
         done: bool = True,
         choices: bool = False,
         gated: bool = False,
+        streams: bool = False,
     ) -> None:
         """
         Args:
             downstream: the client.
             headers: whole lines that it gets beside content-type.
             corrections: of every event.
-            limit_bytes: one event, or an answer that is no stream, fits in.
+            limit_bytes: an answer that is no stream fits in.
             listener: who owns the request.
             now: the loop's clock, in seconds.
             done: whether the last event is `[DONE]`: a stream without it was cut off.
             choices: whether content stands in `choices`: a stream without one is no answer.
             gated: whether all of it is held until `release`.
+            streams: whether the client's endpoint has streams: then an answer that is none is a failure.
             recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
         """
         self._downstream = downstream
         self._headers = headers
         self._corrections = corrections
-        self._limit = limit_bytes
         self._listener = listener
         self._now = now
         self.heard_s = now()
-        """When something came last."""
+        """When the last event came that says something to the client; at first, when its engine was asked. Comments,
+        empty events and bytes of an event that is not complete do not count: an engine that sends nothing else is
+        silent."""
         self._head = Head()
         self._recorder = recorder
         self._resumed = recorder is not None and recorder.resumed
         self._done = done
-        self._begins = _CHOICE if choices else _DATA
+        self._begins: Callable[[bytes | bytearray], re.Match[bytes] | bool | None] = (
+            _CHOICE.search if choices else _says_something
+        )
         self._begun = False
         self._gated = gated
         self._ended = False
@@ -138,45 +156,57 @@ class Relay:
         """What each event with content has in it once, as this engine spells it."""
         self._heard = False
         """Whether there was an event at all that says something, before the first with content."""
-        self._held = b""
-        self._over = False
+        self._held = bytearray()
+        self._complete = False
+        """Whether the last event was sent: nothing may follow."""
         self._sent_bytes = 0
         self._sent_events = 0
+        self._spoken = not choices
+        """Whether an event had more in it than the role of who answers: until then, each is looked at."""
         self._streaming = False
-        self._tail = b""
-        """The beginning of an event that has not ended."""
-        self._whole: list[bytes] = []
+        self._streams = streams
+        self._unfinished = EventBuffer()
+        self._cut = False
+        """Whether there is a part of an event in it."""
+        self._whole = BodyBuffer(limit_bytes)
         """An answer that is no stream."""
-        self._whole_bytes = 0
 
     def on_head(self, head: Head) -> None:
         """Decide whether this is a stream at all."""
-        self.heard_s = self._now()
         self._head = head
-        self._streaming = head.status == 200 and head.content_type.startswith(b"text/event-stream")
+        self._streaming = head.status == 200 and head.content_type.lower().startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
-        """Send on all whole events, corrected, in one write; keep the rest."""
-        self.heard_s = self._now()
+        """Send on all whole events, corrected, in one write; keep the rest.
+
+        Raises:
+            JSONTextError: an event is not what it should be.
+            UpstreamError: it is too long, an error, or behind the last one.
+            ValueError: an answer that is no stream is too long.
+        """
         if not self._streaming:
-            self._gather(data)
-            return
-        raw = self._tail + data if self._tail else data
-        if len(raw) > self._limit:
-            raise ValueError(f"an event is longer than {self._limit} bytes")
-        if raw.endswith(b"\n\n"):  # nearly always: an engine sends events whole
-            self._tail = b""
-            self._send(raw)
+            self._whole.add(data)
+        elif self._complete:
+            if data.strip():
+                raise UpstreamError("the engine's stream goes on behind its last event")
+        elif not self._cut and data.endswith(b"\n\n"):  # nearly always: an engine sends events whole
+            self._send(data)
         else:
-            end = complete_events(raw)
-            self._tail = raw[end:]
-            if end:
-                self._send(raw[:end])
+            events = self._unfinished.feed(data)
+            self._cut = len(self._unfinished) > 0
+            if events:
+                self._send(events)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has the last event."""
+        return self._complete
 
     def release(self) -> UpstreamError | None:
         """What is held may be sent now. What is wrong with it, where the exchange has not ended yet."""
         self._gated = False
-        events, self._held = self._held, b""
+        events = bytes(self._held)
+        self._held.clear()
         error: UpstreamError | None = None
         try:
             if events:
@@ -195,80 +225,92 @@ class Relay:
         if self._gated and error is None and self._head.status == 200 and self._worth_waiting():
             self._ended = True
             return
-        if error is None and self._tail:
+        if error is None and self._cut and not self._complete:
+            tail = self._unfinished.take()
             try:
-                check_event(self._tail)
-                self._send(self._tail + b"\n\n")
-            except UpstreamRefusal as refusal:
-                error = refusal
+                check_event(tail)
+                self._send(tail + b"\n\n")
+            except UpstreamError as wrong:
+                error = wrong
             except JSONTextError:
                 error = UpstreamError("the engine's stream ends in the middle of an event")
-        if self._over and self._done:  # whatever came after it, the client has everything
+        whole = self._whole.take()
+        if self._complete:  # whatever came after it, the client has everything
             error = None
-        elif error is None and self._streaming and not self._over:
+        elif error is None and self._streaming and (self._done or not self._begun):
             how = "too early" if self._begun else "without content" if self._heard else "without an event"
             error = UpstreamError(f"the engine's stream ended {how}")
-        elif error is None and self._head.status == 200 and not self._streaming and self._resumed:
-            error = UpstreamError("the engine's answer is no stream, and a stream was to be continued")
-        self._listener.stream_ended(self._head, b"".join(self._whole), error, self._sent_bytes, self._sent_events)
+        elif error is None and self._head.status == 200 and not self._streaming and (self._streams or self._resumed):
+            error = _no_stream(whole)
+        self._listener.stream_ended(self._head, whole, error, self._sent_bytes, self._sent_events)
 
     def _worth_waiting(self) -> bool:
         """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
-        return self._begins.search(self._held) is not None if self._streaming else is_answer(b"".join(self._whole))
-
-    def _gather(self, data: bytes) -> None:
-        self._whole_bytes += len(data)
-        if self._whole_bytes > self._limit:
-            raise ValueError(f"it is longer than {self._limit} bytes")
-        self._whole.append(data)
+        if self._streaming:
+            return bool(self._begins(self._held))
+        return not self._streams and is_answer(self._whole.peek())
 
     def _send(self, events: bytes) -> None:
         """
         Raises:
             JSONTextError: an event is not what it should be.
+            UpstreamError: examining the events would take too long.
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
         if not self._begun:
-            begins = None if self._gated else self._begins.search(events)
-            if begins is None:  # it commits to nothing, or nobody may commit to it yet
+            begins = None if self._gated else self._begins(events)
+            if not begins:  # it commits to nothing, or nobody may commit to it yet
                 self._hold(events)
-                if self._gated and self._begins.search(events):
+                if self._gated and self._begins(events):
                     self._listener.stream_held()
                 return
-            if self._begins is _CHOICE and not self._resumed:
+            if isinstance(begins, re.Match) and not self._resumed:
                 self._content = begins.group()
-            events = self._held + events
-        done = events.find(b"[DONE]") >= 0 and _DONE.search(events, max(0, len(events) - _TAIL_BYTES)) is not None
+            if self._held:
+                events = bytes(self._held) + events
+                self._held.clear()
+        end = done_end(events) if events.find(b"[DONE]") >= 0 and self._done else -1
+        behind = b""
+        if end >= 0:
+            events, behind = events[:end], events[end:]
+        lists = whole = None
+        if len(events) > LARGE_BYTES:
+            whole = events
+            events, lists = without_lists(events)
         recorder = self._recorder
         if recorder is not None:
-            events = recorder.events(events)
+            events = recorder.events(events, whole)
         try:
             corrected = self._corrections.events(events)
         except UpstreamRefusal as refusal:
-            if refusal.before and (self._begun or self._begins.search(refusal.before)):
+            if refusal.before and (self._begun or self._begins(refusal.before)):
                 self._write(refusal.before)
             raise
-        except JSONTextError:
+        except (JSONTextError, UpstreamError):
             if recorder is not None:
                 recorder.undo()
             raise
-        self._write(corrected)
-        if done or not self._done:
-            self._over = True
+        self._write(with_lists(corrected, lists) if lists else corrected)
+        if end >= 0:
+            self._complete = True
+            self._listener.stream_complete()
+            if behind.strip() or self._unfinished.take().strip():
+                raise UpstreamError("the engine's stream goes on behind its last event")
 
     def _hold(self, events: bytes) -> None:
         """Keep events without content.
 
         Raises:
             JSONTextError: one is not what it should be.
+            UpstreamError: they are too many or too long.
             UpstreamRefusal: one is an error.
         """
-        if _DATA.search(events) is not None:
+        if _says_something(events):
             self._heard = True
-            check_no_error(events)
+            check_no_error(without_lists(events)[0] if len(events) > LARGE_BYTES else events)
         self._held += events
-        if len(self._held) > self._limit:
-            raise ValueError("it holds nothing but comments and empty events")
+        if len(self._held) > _HELD_BYTES:
+            raise UpstreamError("the engine's stream holds nothing but comments and empty events")
 
     def _write(self, corrected: bytes) -> None:
         if not self._begun:
@@ -278,4 +320,26 @@ class Relay:
                 self._downstream.head(200, _EVENT_STREAM + self._headers, None)
         self._downstream.body(corrected)
         self._sent_bytes += len(corrected)
-        self._sent_events += corrected.count(self._content)  # one search, however many they are
+        number = corrected.count(self._content)  # one search, however many they are
+        self._sent_events += number
+        if number and not self._spoken:  # the first of the events that only name a role is an answer that begins
+            self._spoken = number > len(_ROLE_ONLY.findall(corrected))
+            number = number if self._spoken or self._sent_events == number else 0
+        if number or (self._content is _DELTA and _says_something(corrected)):
+            self.heard_s = self._now()
+
+
+def _says_something(events: bytes | bytearray) -> bool:
+    return _FIRST_DATA.match(events) is not None or _DATA.search(events) is not None
+
+
+def _no_stream(whole: bytes) -> UpstreamError:
+    """Returns what is wrong with an answer to a client that has asked for a stream. OpenAI's clients read no event in
+    it, and would take it for an empty answer."""
+    try:
+        reported = error_in(load_answer(whole))
+    except JSONTextError:
+        reported = None
+    if reported is not None:
+        return UpstreamRefusal(reported)
+    return UpstreamError("the engine's answer is no stream, and a stream was asked for")

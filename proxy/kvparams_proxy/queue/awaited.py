@@ -20,6 +20,10 @@ _log: Final = logging.getLogger(__name__)
 _ASK_S: Final = 1.0
 _EARLY: Final = 256
 """Parts that came before one that is missing; a node has 16 on their way."""
+_TURN_BYTES: Final = 256 << 10
+"""Of an answer that are delivered in one turn of the event loop: as much as a read from a socket brings."""
+_PART_BYTES: Final = 256
+"""What a part takes in memory beside its body."""
 _TOO_LARGE: Final = (
     b'{"error":{"message":"the request is larger than the broker between prefill and decode takes",'
     b'"type":"invalid_request_error","code":"too_large"}}'
@@ -88,6 +92,7 @@ class Awaited:
         "_id",
         "_kept",
         "_kept_bytes",
+        "_more",
         "_next",
         "_node",
         "_owner",
@@ -112,6 +117,8 @@ class Awaited:
         self._kept: deque[Part] = deque()
         """For a client that takes nothing now."""
         self._kept_bytes = 0
+        self._more = False
+        """Whether a further turn will deliver what is kept."""
         self._paused = False
         self._throttled: bool = False
         """Whether the node was told so."""
@@ -155,7 +162,8 @@ class Awaited:
         """See `Handle.resume`. Delivered is in a turn of its own."""
         self._paused = False
         self._throttle()
-        if self._kept:
+        if self._kept and not self._more:
+            self._more = True
             self._owner.call_soon(self._deliver)
 
     # for its owner
@@ -210,13 +218,14 @@ class Awaited:
             return
         if result.number >= self._next and result.number not in self._early:
             self._early[result.number] = result
-            self._kept_bytes += len(result.body)
+            self._kept_bytes += len(result.body) + _PART_BYTES
             while (part := self._early.pop(self._next, None)) is not None:
                 self._next += 1
                 self._kept.append(part)
         if len(self._early) > _EARLY:
             self._fail(UpstreamError("its decode node leaves out a part of the answer"))
-        self._deliver()
+        if not self._more:
+            self._deliver()
 
     def mishear(self, malformed: Malformed) -> None:
         """What was said about it cannot be read: the answer would have a hole there."""
@@ -254,9 +263,23 @@ class Awaited:
             self._owner.tell(self._node, "pause" if self._paused else "resume", self._id)
 
     def _deliver(self) -> None:
+        """Pass on what is kept: some of it, and the rest in further turns."""
+        self._more = False
+        turn_bytes = 0
         while self._kept and not self._paused and self._sink is not None:
+            if turn_bytes >= _TURN_BYTES:
+                self._more = True
+                self._owner.call_soon(self._deliver)
+                break
             part = self._kept.popleft()
+            if len(part.body) > _TURN_BYTES:
+                rest = part._replace(head=None, body=part.body[_TURN_BYTES:])
+                self._kept.appendleft(rest)
+                part = part._replace(body=part.body[:_TURN_BYTES], last=False)
+            else:
+                self._kept_bytes -= _PART_BYTES
             self._kept_bytes -= len(part.body)
+            turn_bytes += len(part.body) + _PART_BYTES
             self._pass(part, self._sink)
         if self._kept_bytes > self._owner.answer_bytes:
             self._fail(UpstreamError("more of the answer came than can be kept for its client"))

@@ -77,7 +77,6 @@ class Running:
     __slots__ = (
         "_body",
         "_broken_off",
-        "_bytes",
         "_dirty",
         "_end",
         "_handle",
@@ -107,9 +106,8 @@ class Running:
         self._number = 0
         self._head: Head | None = None
         self._status = 0
-        self._body: list[bytes] = []
-        self._bytes = 0
-        """Of what is on no letter yet."""
+        self._body = bytearray()
+        """What is on no letter yet."""
         self._last = False
         self._end: End | None = None
         self._paused = False
@@ -192,11 +190,10 @@ class Running:
     def on_body(self, data: bytes) -> None:
         """See `Sink.on_body`."""
         self._heard_s = self._owner.now()
-        self._body.append(data)
-        self._bytes += len(data)
+        self._body += data
         self._dirty = True
         self._send()
-        if self._bytes > _MOST_BYTES:
+        if len(self._body) > _MOST_BYTES:
             self._throttle()
 
     def on_done(self, error: UpstreamError | None) -> None:
@@ -212,13 +209,13 @@ class Running:
 
     def _send(self) -> None:
         """What there is, unless many parts are on their way."""
-        crowded = self._bytes > _MOST_BYTES
+        crowded = len(self._body) > _MOST_BYTES
         while self._dirty and not self._over and len(self._letters) < _ON_THE_WAY:
-            whole = b"".join(self._body)
-            body, rest = whole[:_MOST_BYTES], whole[_MOST_BYTES:]
-            self._body, self._bytes, self._dirty = [rest] if rest else [], len(rest), bool(rest)
+            body = bytes(self._body[:_MOST_BYTES])
+            del self._body[:_MOST_BYTES]  # from the front: nothing is moved (CPython 3.11, Objects/bytearrayobject.c)
+            self._dirty = bool(self._body)
             head, self._head = self._head, None
-            last = self._last and not rest
+            last = self._last and not self._body
             part = Part(self.id, self._owner.node, self._number, head, body, last, self._end if last else None)
             self._number += 1
             self._post(write_part(part), part.number)
@@ -261,7 +258,7 @@ class Running:
 
     def _throttle(self) -> None:
         if self._handle is not None:
-            if self._paused or self._stopped or self._bytes > _MOST_BYTES:
+            if self._paused or self._stopped or len(self._body) > _MOST_BYTES:
                 self._handle.pause()
             else:
                 self._handle.resume()

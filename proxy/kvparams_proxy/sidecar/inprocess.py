@@ -26,6 +26,10 @@ _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 """As uvicorn says it: so that frameworks listen for the client's leaving."""
 _TURN_BYTES: Final = 64 << 10
 """After so many an app that never waits lets others have their turn, as a socket's buffer would make it."""
+_MESSAGE_BYTES: Final = 512
+"""What a message counts for that, beside its body: one that is empty takes time, too."""
+_PIECE_BYTES: Final = 256 << 10
+"""The most of a body that is delivered in one turn: as much as a read from a socket."""
 _HERE: Final = ("127.0.0.1", 0)
 
 
@@ -226,7 +230,16 @@ class Call:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        self._bytes += len(message.get("body", b""))
+        body = message.get("body", b"")
+        at = 0
+        while len(body) - at > _PIECE_BYTES and self._sink is not None:
+            piece = body[at : at + _PIECE_BYTES]
+            await self._deliver({**message, "body": piece, "more_body": True}, _TURN_BYTES)
+            at += _PIECE_BYTES
+        await self._deliver({**message, "body": body[at:]} if at else message, len(body) - at)
+
+    async def _deliver(self, message: Message, size: int) -> None:
+        self._bytes += size + _MESSAGE_BYTES
         if self._bytes > _TURN_BYTES:
             self._bytes = 0
             await asyncio.sleep(0)

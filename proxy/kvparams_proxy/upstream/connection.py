@@ -6,6 +6,7 @@ engine sends, an exchange ends once, and a connection is used again only when it
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
@@ -19,6 +20,7 @@ __all__ = ["Connection", "Exchange"]
 _log: Final = logging.getLogger(__name__)
 _SHORT_BYTES: Final = 16 << 10
 """To copy so much costs less than to write two buffers."""
+_HEAD_END: Final = re.compile(rb"\n\r?\n")
 _HEEDED: Final = frozenset((b"content-type", b"content-length", b"transfer-encoding", b"retry-after"))
 """Headers of an answer that matter."""
 _STALE_S: Final = 1.0
@@ -141,10 +143,10 @@ class Connection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
+        "_bodiless_bytes",
         "_complete",
         "_exchange",
         "_head",
-        "_head_bytes",
         "_head_done",
         "_keep_alive",
         "_parser",
@@ -175,7 +177,8 @@ class Connection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._head = Head()
-        self._head_bytes = 0
+        self._bodiless_bytes = 0
+        """Of this answer, since a piece of its body came last; 0 where nothing has come."""
         self._head_done = False
         self._complete = False
         self._keep_alive = False
@@ -238,14 +241,23 @@ class Connection(asyncio.Protocol):
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
             return
-        if not self._head_done:
-            self._head_bytes += len(data)
+        wrong: Exception | None = None
         try:
-            self._parser.feed_data(data)
-            if not self._head_done and self._head_bytes > self._pool.limits.head_bytes:
-                raise ValueError("its headers are too long")
+            if not self._head_done:
+                self._check_head(data)
+            try:
+                self._parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                if not self._complete and not self._pieces:
+                    raise
+                wrong = error  # behind what came well, which counts however the bytes fall into reads
             pieces = self._pieces
-            if pieces and self._sink is sink:
+            if not pieces:  # a head, trailers, the framing of chunks: the parser may keep all of it
+                self._bodiless_bytes += len(data)
+                if self._bodiless_bytes > self._pool.limits.head_bytes and not self._complete:
+                    raise ValueError("its headers are too long" if not self._head_done else "its chunks are empty")
+            elif self._sink is sink:
+                self._bodiless_bytes = 1
                 self._pieces = []
                 sink.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         except UpstreamError as error:  # the sink has seen enough
@@ -259,7 +271,19 @@ class Connection(asyncio.Protocol):
             self._fail(UpstreamError("the proxy failed; its log says why"))
             return
         if self._complete:
+            self._strange = self._strange or wrong is not None
             self._end()
+        elif wrong is not None and self._sink is sink:
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(wrong)})"))
+
+    def _check_head(self, data: bytes) -> None:
+        """
+        Raises:
+            ValueError: the head that `data` belongs to is too long, however its bytes fall into reads.
+        """
+        left_bytes = self._pool.limits.head_bytes - self._bodiless_bytes
+        if len(data) > left_bytes and _HEAD_END.search(data, 0, left_bytes) is None:
+            raise ValueError("its headers are too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete a body that only the end delimits; otherwise the answer is cut off."""
@@ -270,7 +294,7 @@ class Connection(asyncio.Protocol):
         if self._head_done and not self._head.framed and exc is None:
             exchange.finish(None)
             return
-        untouched = self._reused and self._head_bytes == 0 and self._pool.now() - self._sent_at < _STALE_S
+        untouched = self._reused and self._bodiless_bytes == 0 and self._pool.now() - self._sent_at < _STALE_S
         exchange.finish(
             UpstreamError("the engine closed the connection before its answer was complete"), untouched=untouched
         )

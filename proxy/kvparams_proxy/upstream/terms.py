@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import httptools
 
 __all__ = [
+    "BodyBuffer",
     "Collect",
     "Head",
     "Request",
@@ -107,17 +108,57 @@ class Sink(Protocol):
         ...
 
 
+class BodyBuffer:
+    """Gathers a body that comes in pieces: in memory of its own size, however small they are."""
+
+    __slots__ = ("_first", "_limit", "_rest")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._first = b""
+        self._rest: bytearray | None = None
+
+    def add(self, data: bytes) -> None:
+        """Keeps a piece.
+
+        Raises:
+            ValueError: the body is longer than the limit.
+        """
+        rest = self._rest
+        if rest is None:
+            size = len(self._first) + len(data)
+            if not self._first:  # nearly always the only one
+                self._first = data
+            else:
+                self._rest = bytearray(self._first)
+                self._rest += data
+                self._first = b""
+        else:
+            rest += data
+            size = len(rest)
+        if size > self._limit:
+            raise ValueError(f"it is longer than {self._limit} bytes")
+
+    def peek(self) -> bytes:
+        """Returns the body so far."""
+        return self._first if self._rest is None else bytes(self._rest)
+
+    def take(self) -> bytes:
+        """Returns the body so far, and forgets it."""
+        whole = self.peek()
+        self._first, self._rest = b"", None
+        return whole
+
+
 class Collect:
     """A sink that gathers a whole answer and calls `done(head, body, error)` once, at its end."""
 
-    __slots__ = ("_done", "_head", "_limit", "_parts", "_size")
+    __slots__ = ("_body", "_done", "_head")
 
     def __init__(self, limit_bytes: int, done: Callable[[Head, bytes, UpstreamError | None], None]) -> None:
         self._done = done
         self._head = _NONE
-        self._limit = limit_bytes
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._body = BodyBuffer(limit_bytes)
 
     def on_head(self, head: Head) -> None:
         """Keep it."""
@@ -125,15 +166,11 @@ class Collect:
 
     def on_body(self, data: bytes) -> None:
         """Gather, up to the limit."""
-        self._size += len(data)
-        if self._size > self._limit:
-            raise ValueError(f"it is longer than {self._limit} bytes")
-        self._parts.append(data)
+        self._body.add(data)
 
     def on_done(self, error: UpstreamError | None) -> None:
         """Hand it over."""
-        parts = self._parts
-        self._done(self._head, parts[0] if len(parts) == 1 else b"".join(parts), error)
+        self._done(self._head, self._body.take(), error)
 
 
 def reason(error: BaseException) -> str:
