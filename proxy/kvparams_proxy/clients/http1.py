@@ -445,7 +445,7 @@ class HTTPProtocol(asyncio.Protocol):
         if coding is not None:
             if version == "1.0":
                 return _bad(400, "HTTP/1.0 has no Transfer-Encoding")
-            if coding.lower() != b"chunked":
+            if coding.strip().lower() != b"chunked":
                 return _bad(501, "the only Transfer-Encoding that is understood is chunked")
         if self._expect is not None:
             if version == "1.0":
