@@ -14,6 +14,7 @@ __all__ = ["body_cases"]
 
 MIB: Final = 1 << 20
 LARGE: Final = 15 * MIB
+COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 GENERATE: Final = "/inference/v1/generate"
 CHATTED: Final[dict[str, Any]] = {"model": "stub", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
@@ -141,7 +142,7 @@ def _not_plain() -> Iterator[Case]:
 
 
 def _members() -> Iterator[Case]:
-    for name, value in (
+    wrong: tuple[tuple[str, Any], ...] = (
         ("model", 1),
         ("model", []),
         ("model", "x" * 2000),
@@ -186,10 +187,11 @@ def _members() -> Iterator[Case]:
         ("cache_salt", "x" * 257),
         ("prompt_cache_key", 1),
         ("echo", "yes"),
-    ):
+    )
+    for name, value in wrong:
         said = json.dumps(value)
         yield refused(f"{name} {said[:24]} ({len(said)})", ASKED | {name: value})
-    for name, value in (
+    chats: tuple[tuple[str, Any], ...] = (
         ("messages", None),
         ("messages", []),
         ("messages", {}),
@@ -202,9 +204,10 @@ def _members() -> Iterator[Case]:
         ("messages", [{"content": "x"}]),
         ("max_completion_tokens", 0),
         ("max_completion_tokens", "x"),
-    ):
+    )
+    for name, value in chats:
         yield refused(f"chat, {name} {json.dumps(value)[:24]}", CHATTED | {name: value}, CHAT)
-    for body in (
+    bodies: tuple[dict[str, Any], ...] = (
         {"token_ids": []},
         {"token_ids": "x"},
         {"token_ids": [1, "x"]},
@@ -212,14 +215,15 @@ def _members() -> Iterator[Case]:
         {"token_ids": [1], "sampling_params": []},
         {"token_ids": [1], "sampling_params": {"n": 0}},
         {},
-    ):
+    )
+    for body in bodies:
         yield refused(f"generate, {json.dumps(body)[:40]}", {"model": "stub", **body}, GENERATE)
     yield refused("no prompt", {"model": "stub"})
     yield refused("an unknown model", ASKED | {"model": "other"}, status=404)
 
 
 def _large() -> Iterator[Case]:
-    """As large as they may be, and as hard to read: each is answered in time, and holds up nobody (see the background)."""
+    """As large as they may be, and as hard to read: each is answered in time."""
     for name, piece, before, after in (
         ("exponents", b"1e1,", b'"a":[', b"1]"),
         ("digits", b"1,", b'"a":[', b"1]"),
@@ -240,7 +244,7 @@ def _large() -> Iterator[Case]:
     ):
         text = before + piece * ((LARGE - 200) // len(piece)) + after
         expect = Expect(frozenset((200, 400)))
-        act = asks_raw(with_member(text), "/v1/completions")
+        act = asks_raw(with_member(text), COMPLETIONS)
         yield Case(f"body: 15 MiB of {name}", "body", act, expect, within_s=30.0)
         open_ended = with_member(before + piece * ((LARGE - 200) // len(piece)))[:-1]
         yield refused(f"15 MiB of {name}, not closed", open_ended, within_s=30.0)

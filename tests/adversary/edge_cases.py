@@ -3,7 +3,7 @@
 Sources: RFC 9110 and RFC 9112; the sections stand beside the tables.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from .cases import ASKED, Act, Case, Expect, Stage
@@ -16,6 +16,8 @@ BODY: Final = b'{"model":"stub","prompt":"x","max_tokens":4}'
 PATH: Final = "/v1/completions"
 KIB: Final = 1024
 NOBODY: Final = "nobody"
+Part = bytes | Callable[[int], bytes]
+"""What is sent: bytes, or made from the number of the case."""
 
 
 def head(case: int, *lines: str, start: str = f"POST {PATH} HTTP/1.1", host: str | None = "host: proxy") -> bytes:
@@ -30,7 +32,7 @@ def typed(case: int, *lines: str, length: int | None = len(BODY), start: str = f
     return head(case, "content-type: application/json", *framing, *lines, start=start)
 
 
-def sends(*parts: object, answers: int = 1, piece: int | None = None, every_s: float = 0.0, wait_s: float = 0.0) -> Act:
+def sends(*parts: Part, answers: int = 1, piece: int | None = None, every_s: float = 0.0, wait_s: float = 0.0) -> Act:
     """Returns a client that sends `parts` one after the other, each bytes or made from the case's number, and reads.
 
     `wait_s` goes by between the parts, so that each comes in a packet of its own.
@@ -41,8 +43,7 @@ def sends(*parts: object, answers: int = 1, piece: int | None = None, every_s: f
         for number, part in enumerate(parts):
             if number and wait_s:
                 await client.read(wait_s, answers=answers)
-            data = part(stage.case) if callable(part) else part
-            assert isinstance(data, bytes)
+            data = part if isinstance(part, bytes) else part(stage.case)
             await client.send(data, piece=piece, every_s=every_s)
         await client.read(stage.within_s - 1, answers=answers)
         await client.read(0.3, answers=answers + 1)  # neither a further answer nor the connection's end is missed
@@ -56,7 +57,7 @@ def refused(name: str, act: Act, *statuses: int, within_s: float = 5.0, answers:
     return Case(f"edge: {name}", "edge", act, expect, within_s=within_s, reaches=NOBODY)
 
 
-def served(name: str, act: Act, *, answers: int = 1, within_s: float = 10.0, ends: str | None = None) -> Case:
+def served(name: str, act: Act, *, answers: int = 1, within_s: float = 10.0, ends: bool = False) -> Case:
     """Returns a case that is answered 200 by engines."""
     expect = Expect(frozenset((200,)), answers=answers, ends="done" if ends else None)
     return Case(f"edge: {name}", "edge", act, expect, within_s=within_s, reaches="decode")
@@ -305,11 +306,12 @@ def _upgrades() -> Iterator[Case]:
 
 def _sizes() -> Iterator[Case]:
     """The head has 64 KiB, however it comes."""
-    for where, make in (
-        ("a header", lambda size: f"x: {'a' * size}"),
-        ("many headers", lambda size: "\r\n".join(["x: y"] * (size // 6))),
-        ("a header's name", lambda size: f"{'a' * size}: x"),
-    ):
+    kinds: dict[str, Callable[[int], str]] = {
+        "a header": lambda size: f"x: {'a' * size}",
+        "many headers": lambda size: "\r\n".join(["x: y"] * (size // 6)),
+        "a header's name": lambda size: f"{'a' * size}: x",
+    }
+    for where, make in kinds.items():
         for size, statuses in ((32 * KIB, (200,)), (60 * KIB, (200,)), (66 * KIB, (431,)), (200 * KIB, (431,))):
             for pace, piece in (("at once", None), ("in pieces", 4096), ("in odd pieces", 65_521)):
                 line = make(size)
@@ -468,11 +470,3 @@ def _paces() -> Iterator[Case]:
         yield served(f"pieces of {piece}", sends(lambda n: post(n, ASKED), piece=piece))
     yield served("the head, then the body", sends(typed, BODY, wait_s=0.3))
     yield served("two halves of the body", sends(lambda n: typed(n) + BODY[:9], BODY[9:], wait_s=0.3))
-
-
-def named_once(cases: Iterable[Case]) -> Sequence[Case]:
-    """Returns the cases, each of which has a name of its own."""
-    found = list(cases)
-    names = [case.name for case in found]
-    assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
-    return found
