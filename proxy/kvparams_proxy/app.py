@@ -41,6 +41,7 @@ from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.memory import MemoryTrimmer
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.entries import EVENTS_NEED
@@ -148,7 +149,9 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             if events is not None:
                 stack.callback(events.close)
             fleet.listen(events if events is not None else Unheard(loop.call_soon, _unheard(settings.policy, prefixes)))
-            bodies = BodyBudget(settings.body_memory_bytes)
+            trimmer = MemoryTrimmer(loop)
+            stack.callback(trimmer.close)
+            bodies = BodyBudget(settings.body_memory_bytes, trimmer.freed)
             exposition = Exposition(
                 metrics,
                 Gauges(metrics, fleet, pools, releases, journal, bodies),

@@ -134,6 +134,8 @@ class Server:
             # The end of the lifespan has answered what still ran.
         finally:
             listener.close()
+            if connections.tasks:  # they write what the end of the lifespan had to say
+                await asyncio.wait(connections.tasks, timeout=_FLUSH_S)
             connections.close()
             await _first(_FLUSH_S, connections.empty())
             connections.abort()

@@ -1,5 +1,6 @@
 """The bodies of requests on their way in: how they are gathered, and how much memory all of them may take together."""
 
+from collections.abc import Callable
 from typing import Final
 
 from kvparams_proxy.errors import ProxyError
@@ -8,15 +9,18 @@ __all__ = ["Body", "BodyBudget", "too_large"]
 
 _JOINED_BYTES: Final = 64 << 10
 """Pieces are joined up to this size: an object per piece of two bytes would take twenty times the body's size."""
+_LARGE_BYTES: Final = 256 << 10
 _RETRY_S: Final = 1
 
 
 class BodyBudget:
     """Bounds the bytes of all request bodies that the proxy holds, from their first byte to the end of the request."""
 
-    __slots__ = ("held_bytes", "limit_bytes", "refused")
+    __slots__ = ("_freed", "held_bytes", "limit_bytes", "refused")
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, freed: Callable[[int], None] | None = None) -> None:
+        """`freed` hears how many bytes a large body gave back."""
+        self._freed = freed
         self.limit_bytes: Final = limit_bytes
         self.held_bytes = 0
         self.refused: int = 0
@@ -37,6 +41,8 @@ class BodyBudget:
     def give_back(self, size: int) -> None:
         """Counts `size` bytes no longer."""
         self.held_bytes -= size
+        if size > _LARGE_BYTES and self._freed is not None:
+            self._freed(size)
 
 
 class Body:

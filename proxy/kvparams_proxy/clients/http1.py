@@ -556,9 +556,9 @@ class HTTPProtocol(asyncio.Protocol):
             self._whole(exchange)
 
     def _wait(self) -> None:
-        """The client is waited for: for its next request, or to take what was written."""
+        """The client is waited for: to take what was written, for the rest of a head, or for its next request."""
         self.since_s = self._loop.time()
-        self.limit_s = _REQUEST_S if self._slow else _IDLE_S
+        self.limit_s = _REQUEST_S if self._slow else _HEAD_S if self._in_message else _IDLE_S
 
     def _fail(self, error: ProxyError) -> None:
         """Ends a request whose head or framing is wrong, and the connection with it."""

@@ -1,0 +1,181 @@
+"""How many connections clients may have and how long they may keep the proxy waiting."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.stub_engine import StubEngines
+from kvparams_proxy.clients import http1
+from kvparams_proxy.clients.connections import ConnectionLimits, Connections
+from kvparams_proxy.descriptors import connections_for, descriptors_for
+
+from .served import serving
+
+BODY = {"model": "stub", "prompt": "x", "max_tokens": 2}
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.mark.slow
+async def test_idle_sockets_do_not_use_up_descriptors(stub: StubEngines) -> None:
+    """200 of them where 100 files may be open: new clients are served and engines are reached."""
+    async with serving(stub, "--log-requests", "off", files=100) as served:
+        idle = [await connect(served.port) for _ in range(200)]
+        for _ in range(20):
+            got = await served.client.post("/v1/completions", json=BODY, headers={"connection": "close"})
+            assert got.status_code == 200
+        assert served.descriptors() < 100
+        assert await served.metric("kvparams_proxy_client_connections_shed_total") >= 150
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.slow
+async def test_connections_that_are_busy_are_not_given_up_for_others(stub: StubEngines) -> None:
+    """All that there may be are streaming: another one is told to come again, and they go on."""
+    stub.delays.itl_ms = 50
+    stream = {**BODY, "stream": True, "max_tokens": 100}
+    async with serving(stub, "--log-requests", "off", "--max-connections", "4") as served:
+
+        async def asked() -> str:
+            reader, writer = await connect(served.port)
+            raw = json.dumps(stream).encode()
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+            )
+            return (await reader.read()).decode()
+
+        await served.client.aclose()
+        streams = [asyncio.create_task(asked()) for _ in range(4)]
+        await asyncio.sleep(1)
+        for _ in range(5):
+            reader, writer = await connect(served.port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(5):
+                said = await reader.read()
+            assert said.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in said
+            assert b"too_many_connections" in said
+            writer.close()
+        for each in streams:
+            assert "data: [DONE]" in await each
+
+
+@pytest.mark.slow
+async def test_one_address_may_be_bounded(stub: StubEngines) -> None:
+    async with serving(stub, "--log-requests", "off", "--max-connections-per-address", "3") as served:
+        await served.client.aclose()
+        kept = [await connect(served.port) for _ in range(3)]
+        reader, writer = await connect(served.port)
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+        kept[0][1].close()
+        async with asyncio.timeout(5):
+            while True:  # the proxy hears of the end a moment later
+                reader, writer = await connect(served.port)
+                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                if (await reader.read()).startswith(b"HTTP/1.1 200"):
+                    break
+                writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "every", "limit"),
+    [
+        (b"", b"", "_IDLE_S"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"a: b\r\n", "_HEAD_S"),
+        (b"POST ", b"x", "_HEAD_S"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999\r\n\r\n",
+            b"[",
+            "_REQUEST_S",
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n",
+            b"1\r\n[\r\n",
+            "_REQUEST_S",
+        ),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"", "_IDLE_S"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", b" ", "_HEAD_S"),
+    ],
+)
+async def test_deadlines_hold_however_slowly_a_client_goes_on(
+    stubbed: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes, every: bytes, limit: str
+) -> None:
+    """Each limit is a second here and the others an hour; a byte every tenth of a second changes nothing."""
+    for name in ("_IDLE_S", "_HEAD_S", "_REQUEST_S"):
+        monkeypatch.setattr(http1, name, 1.0 if name == limit else 3600.0)
+    reader, writer = await connect(stubbed.port)
+    began = time.monotonic()
+    writer.write(sent)
+    ended = asyncio.ensure_future(reader.read())
+    async with asyncio.timeout(20):
+        while not ended.done():
+            writer.write(every)
+            await asyncio.wait([ended], timeout=0.1)
+    assert ended.exception() is None or isinstance(ended.exception(), ConnectionError)
+    assert 0.9 < time.monotonic() - began < 4
+    writer.close()
+
+
+class Connection:
+    """A `ClientConnection` that notes what it is told."""
+
+    def __init__(self, address: str = "a", *, idle: bool = False, since_s: float = 0.0) -> None:
+        self.address, self.idle, self.since_s, self.limit_s = address, idle, since_s, float("inf")
+        self.told: list[str] = []
+
+    def expire(self) -> None:
+        self.told.append("expire")
+
+    def shed(self) -> None:
+        self.told.append("shed")
+
+    def leave(self) -> None:
+        self.told.append("leave")
+
+    def cut(self) -> None:
+        self.told.append("cut")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+    def abort(self) -> None:
+        self.told.append("abort")
+
+
+async def test_the_longest_idle_makes_room_and_counts_are_exact() -> None:
+    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(3, 2))
+    first, second, third = Connection("a", idle=True, since_s=2), Connection("a"), Connection("b", idle=True, since_s=1)
+    assert all(connections.add(each) for each in (first, second, third))
+    refused, new, another, over = (Connection(address) for address in "accd")
+    assert not connections.add(refused), "two of one address"
+    assert connections.add(new)
+    assert third.told == ["shed"], "it has been idle for longest"
+    assert connections.add(another)
+    assert first.told == ["shed"]
+    assert not connections.add(over), "nobody is idle"
+    assert (connections.refused["address"], connections.refused["limit"], connections.shed) == (1, 1, 2)
+    for each in (first, second, third, refused, new, another, over):
+        connections.remove(each)
+        connections.remove(each)
+    assert len(connections) == 0
+    await asyncio.wait_for(connections.empty(), 1)
+    assert connections.add(first)
+    assert connections.add(second)
+    connections.close()
+
+
+def test_connections_and_files_fit() -> None:
+    for files in (33, 64, 100, 1024, 1 << 20):
+        assert descriptors_for(connections_for(files)) <= max(files, 34)
+        assert descriptors_for(connections_for(files) + 1) > files
