@@ -10,6 +10,7 @@ from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.health import HealthStatus
 from kvparams_proxy.fleet.member import Member, MemberState
 from tests.proxy.clock import Clock
 
@@ -272,11 +273,11 @@ def test_who_is_drained_gets_no_new_legs_until_that_is_over() -> None:
     one.drain("decode-1")
     with pytest.raises(ProxyError, match="drained"):
         take(one)
-    assert one.missing_roles() == [Role.DECODE]
+    assert one.health()[Role.DECODE].status is HealthStatus.UNAVAILABLE
     one.drain(first.id, False)
     assert take(one) is first  # the same incarnation
     one.release(first, Nobody.facts)
-    assert one.missing_roles() == []
+    assert one.health()[Role.DECODE].status is HealthStatus.OK
 
 
 def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
@@ -285,8 +286,8 @@ def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
     one.drain(drained.instance.id)
     one.failed(broken.instance, connected=True)
     one.failed(gone.instance, connected=False)
-    assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0)
-    assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0)
+    assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0, 2)
+    assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0, 1)
 
 
 def test_without_limits_nothing_but_the_policy_is_asked() -> None:
