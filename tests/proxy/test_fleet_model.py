@@ -268,7 +268,7 @@ class FleetMachine(RuleBasedStateMachine):
         """Whatever its size, an idle instance could run it: nobody who waits is left to one."""
         decode = [m for m in self.fleet.members if m.instance.role is Role.DECODE]
         able = ([m for m in decode if m.usable(suspicion)] for suspicion in range(3))
-        candidates = next((found for found in able if found), [])
+        candidates = next((found for found in able if found), decode[:0])
         for leg in self.waiting:
             if leg.facts.model is None:
                 preferred = [m for m in candidates if m.instance.id not in leg.avoid] or candidates

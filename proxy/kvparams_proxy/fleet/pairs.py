@@ -76,7 +76,7 @@ class PairFailures:
             record.trial = False
             record.failures += 1
             if record.failures >= limits.consecutive:
-                record.apart_since = record.apart_since or now
+                record.apart_since = record.apart_since if record.until else now
                 record.until = now + self._wait_s(record)
         if record.decode_works:
             return False
