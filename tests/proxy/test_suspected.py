@@ -13,10 +13,10 @@ SOON = BreakerLimits(consecutive=3, open_s=0.05, longest_s=0.05)
 LATE = BreakerLimits(consecutive=3, open_s=60.0, longest_s=60.0)
 
 
-async def _breakers(found: Stage, role: str, state: int) -> bool:
-    """Whether all breakers of this role are in this state."""
+async def _breakers(found: Stage, role: str, *states: int) -> bool:
+    """Whether all breakers of this role are in one of these states."""
     names = [f'kvparams_proxy_breaker_state{{instance="{role}-{n}",role="{role}"}}' for n in range(len(found.of[role]))]
-    return [await found.running.metric(name) for name in names] == [state] * len(names)
+    return all([await found.running.metric(name) in states for name in names])
 
 
 async def tripped(found: Stage, role: str) -> None:
@@ -30,7 +30,7 @@ async def tripped(found: Stage, role: str) -> None:
 
 async def _failing(found: Stage, role: str) -> bool:
     await found.ask()
-    return await _breakers(found, role, 2)
+    return await _breakers(found, role, 1, 2)
 
 
 async def burst(found: Stage, stream: bool) -> list[int]:
@@ -69,11 +69,6 @@ async def test_who_cannot_be_reached_is_not_used_even_then(stage: StartStage) ->
     found = await stage(breaker=LATE, probe_s=60.0)
     gone, suspected = found.decode
     gone.end()
-    while (
-        gone is not suspected
-        and await found.running.metric('kvparams_proxy_instances{role="decode",state="ready"}') > 1
-    ):
-        await found.ask()
     suspected.fails("500")
     await until(partial(_broken, found, 1))
     before = gone.bodies.copy()
@@ -91,7 +86,7 @@ async def test_while_every_leg_fails_attempts_stay_within_the_budget(stage: Star
     found = await stage(breaker=SOON)
     for actor in found.decode:
         actor.fails("500")
-    requests = 300
+    requests = 250
     for _ in range(requests // 10):
         codes = {got.status_code for got in await asyncio.gather(*(found.ask() for _ in range(10)))}
         assert codes == {502}
