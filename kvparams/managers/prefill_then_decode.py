@@ -18,8 +18,8 @@ class PrefillThenDecode:
 
     Decode is chosen when prefill is done, or with `decode_first` before it: then its room is kept meanwhile.
     Prefill fails: another P. Decode fails before its first byte: another D with the same KV if that may be fetched
-    again, is still leased, and there is a D left for this P; else prefill again. After it: on from what was sent, where
-    the executor says from where.
+    again, is still leased, and there is a D left for this P; else prefill again, on another P: it may be the KV that
+    decode has failed with. After it: on from what was sent, where the executor says from where.
     What the connector cannot carry (several answers over NIXL), and what needs the whole prompt computed where it is
     answered, one decode engine answers alone. Engines that wait for one another get both legs at once.
     """
@@ -150,6 +150,7 @@ class PrefillThenDecode:
                         sent = failure.sent
                         break
                     if (failure.claimed and not speech.reusable) or context.elsewhere(prefill, failed):
+                        failed.append(prefill.id)
                         break
                     if failure.claimed:
                         transfer, attempt = context.next_transfer(), attempt + 1

@@ -40,6 +40,7 @@ from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.health import HealthStatus, has_pair
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.memory import MemoryTrimmer
 from kvparams_proxy.modes import Modes
@@ -340,19 +341,36 @@ async def _models(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """Whether requests can be served; of one role, whether there is somebody to serve its legs."""
+    """Whether requests can be served; of one role, whether its legs can.
+
+    200 "ok": of every needed role at least one engine does what it should.
+    200 "degraded": of the roles in `degraded_roles` every engine that answers probes has failed legs lately. Requests
+    are still given to these engines, so this proxy should still get requests: other proxies know no better.
+    503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
+    and decode engines that can be given work may be paired.
+    """
     fleet: Fleet = request.state.resources.fleet
     asked = request.path_params.get("role")
     if asked is not None and asked not in tuple(Role):
         return _error(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
     if request.state.draining.on:
         return Response(json.dumps({"status": "draining"}), 503, media_type="application/json")
-    missing = [role for role in fleet.missing_roles() if asked in (None, role)]
-    body: dict[str, object] = {"status": "unavailable" if missing else "ok"}
+    roles = {role: health for role, health in fleet.health().items() if asked in (None, role)}
+    missing = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.UNAVAILABLE]
+    degraded = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.DEGRADED]
+    split = asked is None and fleet.needed >= {Role.PREFILL, Role.DECODE}
+    unpaired = split and not missing and not has_pair(fleet.members)
+    unavailable = bool(missing or unpaired)
+    status = HealthStatus.DEGRADED if degraded else HealthStatus.OK
+    body: dict[str, object] = {"status": HealthStatus.UNAVAILABLE if unavailable else status}
     if missing:
         body["missing_roles"] = missing
-    body["roles"] = {role: health._asdict() for role, health in fleet.health().items() if asked in (None, role)}
-    return Response(json.dumps(body), 503 if missing else 200, media_type="application/json")
+    if degraded:
+        body["degraded_roles"] = degraded
+    if unpaired:
+        body["unpaired"] = True
+    body["roles"] = {role: health._asdict() for role, health in roles.items()}
+    return Response(json.dumps(body), 503 if unavailable else 200, media_type="application/json")
 
 
 async def _metrics(request: Request) -> Response:

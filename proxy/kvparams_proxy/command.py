@@ -156,6 +156,7 @@ def add_setting_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def asked_for(command: str, arguments: argparse.Namespace) -> Configuration | None:
     """What was asked for; None where that is wrong, which was said then."""
     logging.basicConfig(level=logging.WARNING, handlers=[LineHandler(LineWriter(_STDERR))])
+    logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
     raise_descriptor_limit()
     try:
         return configure(arguments)

@@ -142,7 +142,7 @@ def tried(
         (STORE, [FAILED, None, None], ["prefill-0", "prefill-1", "decode-0"]),
         (STORE, [None, FAILED, None], ["prefill-0", "decode-0", "decode-1"]),  # the same pages, by another
         (NIXL, [None, UNSEEN, None], ["prefill-0", "decode-0", "decode-1"]),  # the same blocks: nobody came for them
-        (NIXL, [None, FAILED, None, None], ["prefill-0", "decode-0", "prefill-0", "decode-1"]),  # they may be gone
+        (NIXL, [None, FAILED, None, None], ["prefill-0", "decode-0", "prefill-1", "decode-1"]),  # they may be bad
         (STORE, [None, MIDWAY, None, None], ["prefill-0", "decode-0", "prefill-0", "decode-1"]),
     ],
 )

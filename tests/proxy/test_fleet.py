@@ -10,6 +10,7 @@ from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.health import HealthStatus, has_pair
 from kvparams_proxy.fleet.member import Member, MemberState
 from tests.proxy.clock import Clock
 
@@ -272,11 +273,11 @@ def test_who_is_drained_gets_no_new_legs_until_that_is_over() -> None:
     one.drain("decode-1")
     with pytest.raises(ProxyError, match="drained"):
         take(one)
-    assert one.missing_roles() == [Role.DECODE]
+    assert one.health()[Role.DECODE].status is HealthStatus.UNAVAILABLE
     one.drain(first.id, False)
     assert take(one) is first  # the same incarnation
     one.release(first, Nobody.facts)
-    assert one.missing_roles() == []
+    assert one.health()[Role.DECODE].status is HealthStatus.OK
 
 
 def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
@@ -285,8 +286,8 @@ def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
     one.drain(drained.instance.id)
     one.failed(broken.instance, connected=True)
     one.failed(gone.instance, connected=False)
-    assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0)
-    assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0)
+    assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0, 2)
+    assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0, 1)
 
 
 def test_without_limits_nothing_but_the_policy_is_asked() -> None:
@@ -333,3 +334,66 @@ async def test_the_watch_fires_for_what_ran_out_and_not_for_what_was_renewed_or_
     again = Clocked()
     watch.start(again, 0.01)
     await asyncio.wait_for(again.expired.wait(), 5)
+
+
+# groups, where engines are suspected
+
+
+def grouped(*groups: str) -> Fleet:
+    """A prefill and a decode instance of each group; breakers open at the first failure and stay open."""
+    clock = Clock()
+    return Fleet(
+        [Instance(f"{role}-{g}", "b", role, "http://h:1", "nixl", group=g) for role in PAIRED for g in groups],
+        {role: RoundRobin() for role in Role},
+        clock.now,
+        clock.call_later,
+        breaker=BreakerLimits(consecutive=1, open_s=60.0, longest_s=60.0),
+    )
+
+
+PAIRED = (Role.PREFILL, Role.DECODE)
+
+
+def suspect(one: Fleet, *ids: str) -> None:
+    for member in one.members:
+        if member.instance.id in ids:
+            one.failed(member.instance, connected=True)
+
+
+def beside(one: Fleet, role: Role, partner: Instance | Role) -> set[str]:
+    """Who is chosen for this role."""
+    taken = [one.acquire(role, facts(), (), Nobody(), partner) for _ in range(6)]
+    return {instance.id for instance in taken if instance is not None}
+
+
+def of(one: Fleet, id: str) -> Instance:
+    return next(member.instance for member in one.members if member.instance.id == id)
+
+
+def test_a_pair_that_is_well_comes_before_one_that_is_suspected() -> None:
+    one = grouped("a", "b")
+    suspect(one, "decode-a")
+    assert beside(one, Role.PREFILL, Role.DECODE) == {"prefill-b"}
+    with pytest.raises(ProxyError, match="may be paired"):  # the request leaves for the other pair
+        beside(one, Role.DECODE, of(one, "prefill-a"))
+    assert one.elsewhere(of(one, "prefill-a"), facts(), ())
+
+
+def test_where_no_pair_is_well_suspected_ones_are_used() -> None:
+    one = grouped("a", "b")
+    suspect(one, "decode-a", "prefill-b")
+    assert beside(one, Role.PREFILL, Role.DECODE) == {"prefill-a", "prefill-b"}
+    assert beside(one, Role.DECODE, of(one, "prefill-a")) == {"decode-a"}
+    assert beside(one, Role.DECODE, of(one, "prefill-b")) == {"decode-b"}
+    assert not one.elsewhere(of(one, "prefill-a"), facts(), ())
+
+
+def test_health_knows_whether_anybody_can_be_paired() -> None:
+    one = grouped("a", "b")
+    assert has_pair(one.members)
+    suspect(one, "decode-a", "decode-b")
+    assert has_pair(one.members)  # they are used
+    one.drain("decode-a")
+    one.drain("prefill-b")
+    assert not has_pair(one.members)
+    assert all(health.usable for health in one.health().values())  # the control

@@ -50,7 +50,7 @@ class Leg:
             self.machine.end(self)
             self.machine.fleet.failed(instance, connected=False)
         elif self.reaction == "ask":
-            self.machine.begin(self.facts, (), "keep")
+            self.machine.begin(self.facts._replace(), (), "keep")
         elif self.reaction == "leave":
             self.machine.give_up_any()
 
@@ -78,10 +78,14 @@ class Leg:
         if instance.role is Role.DECODE:
             assert member.in_flight <= (LIMITS.requests or 0)
             assert member.tokens <= (LIMITS.tokens or 0) or member.tokens == self.facts.tokens
-        assert member.breaker.state is not BreakerState.OPEN
-        if member.breaker.state is BreakerState.HALF_OPEN:
+        if member.breaker.state is BreakerState.HALF_OPEN and member.trial is self.facts:
             self.trial = member, member.breaker.opened
             assert not any(leg.trial == self.trial for leg in machine.running)
+        elif member.breaker.state is not BreakerState.CLOSED:
+            same = [m for m in machine.fleet.members if m.instance.role is instance.role and m.serves(self.facts.model)]
+            assert not any(one.available for one in same)
+            assert member.usable(1) or not any(one.usable(1) for one in same)
+            assert not (member.breaker.state is BreakerState.OPEN and member.busy)
         machine.running.append(self)
 
 
@@ -194,7 +198,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.begin(facts, avoid, reaction, role)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), how=st.sampled_from(["well", "well", "badly", "unseen", "left"]), late=st.booleans())
+    @rule(data=st.data(), how=st.sampled_from(["well", "well", "badly", "busy", "unseen", "left"]), late=st.booleans())
     def finish(self, data: st.DataObject, how: str, late: bool) -> None:
         """A leg ends; how is told before it is released, or after."""
         leg = data.draw(st.sampled_from(self.running))
@@ -204,7 +208,7 @@ class FleetMachine(RuleBasedStateMachine):
         if how == "well":
             self.fleet.succeeded(leg.instance)
         elif how != "left":
-            self.fleet.failed(leg.instance, connected=how == "badly")
+            self.fleet.failed(leg.instance, connected=how != "unseen", busy=how == "busy")
         if not late and leg.state == "running":
             self.end(leg)
 
@@ -262,7 +266,9 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def room_is_not_left_empty(self) -> None:
         """Whatever its size, an idle instance could run it: nobody who waits is left to one."""
-        candidates = [m for m in self.fleet.members if m.instance.role is Role.DECODE and m.available]
+        decode = [m for m in self.fleet.members if m.instance.role is Role.DECODE]
+        able = ([m for m in decode if m.usable(suspicion)] for suspicion in range(3))
+        candidates = next((found for found in able if found), decode[:0])
         for leg in self.waiting:
             if leg.facts.model is None:
                 preferred = [m for m in candidates if m.instance.id not in leg.avoid] or candidates

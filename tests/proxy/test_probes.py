@@ -144,7 +144,9 @@ async def test_an_engine_that_refuses_its_key_is_not_ready_and_that_is_said_once
     async with probed(url, every_s=0.02, key=Secret("sk-1")) as proxied:
         await proxied.until(lambda: asked > 3)
         assert proxied.ready == [False]
-    assert [record.getMessage() for record in caplog.records] == ["prefill p0 refuses the proxy's credentials"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prefill p0 is given no work: it refuses the proxy's credentials ({status})"
+    ]
     assert await ready(url) == [True]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.breaker import BreakerLimits
+from kvparams.breaker import BreakerLimits, BreakerState
 from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
@@ -437,41 +437,97 @@ def test_a_worker_that_fails_at_once_does_not_attract_all_traffic(breaker: bool)
         assert bad > 900
 
 
-def broken(rig: Rig) -> None:
-    """Its only instance has failed."""
-    while rig.member().state is MemberState.READY:
-        failing(rig, rig.ask())
+def broken(rig: Rig, *, busy: bool = False, id: str = "d0") -> None:
+    """This instance has failed; all others are well."""
+    while rig.member(id).state is MemberState.READY:
+        rig.fleet.failed(rig.member(id).instance, connected=True, busy=busy)
+
+
+def chosen(rig: Rig, count: int = 6) -> list[Client]:
+    """Who of so many requests at once is given the first instance."""
+    return [client for client in [rig.ask() for _ in range(count)] if client.instance is rig.member().instance]
 
 
 def test_a_broken_instance_is_tried_with_one_leg_at_a_time() -> None:
-    rig = Rig(breaker=BreakerLimits(open_s=4.0))
+    rig = Rig(2, breaker=BreakerLimits(open_s=4.0))
     broken(rig)
+    assert chosen(rig) == []
+    rig.clock.pass_time(3.9)
+    assert chosen(rig) == []
+    rig.clock.pass_time(0.1)
+    (trial,) = chosen(rig)  # one, not two
+    failing(rig, trial)
+    rig.clock.pass_time(7.9)
+    assert chosen(rig) == []
+    rig.clock.pass_time(0.1)
+    (trial,) = chosen(rig)
+    rig.end(trial)
+    assert trial.instance is not None
+    rig.fleet.succeeded(trial.instance)
+    assert len(chosen(rig)) == 3
+
+
+def test_where_nobody_is_well_those_are_used_that_answer_probes() -> None:
+    """Those on trial before those that are left alone; the trial itself is one leg, as ever."""
+    rig = Rig(2, breaker=BreakerLimits(open_s=4.0))
+    broken(rig)
+    broken(rig, id="d1")
+    assert [len(chosen(rig)), rig.fleet.panic_legs(DECODE)] == [3, 6]
+    assert rig.required() is None
+    assert not rig.fleet.there(DECODE, None)  # whoever can do without it does
+    failing(rig, rig.ask())  # what fails then makes nothing worse
+    assert [rig.member(id).breaker.opened for id in ("d0", "d1")] == [1, 1]
+    rig.fleet.learn(rig.member(), True, None)
+    rig.clock.pass_time(2.0)
+    assert rig.member().breaker.state is BreakerState.HALF_OPEN
+    assert rig.member("d1").breaker.state is BreakerState.OPEN
+    clients = chosen(rig)
+    assert len(clients) == 6
+    failing(rig, clients[0])
+    assert 0 < len(chosen(rig)) < 6
+    rig.fleet.learn(rig.member(), False, None)
+    assert chosen(rig) == []  # who cannot be reached is not used
+    rig.fleet.learn(rig.member("d1"), False, None)
+    assert rig.refused().code == "no_decode_instance"
+
+
+def test_limits_hold_for_those_that_are_suspected_too() -> None:
+    rig = Rig(1, limits={DECODE: RoleLimits(2)}, queue=QueueLimits(waiting=1), breaker=BreakerLimits(open_s=4.0))
+    broken(rig)
+    first, _, waits = (rig.ask() for _ in range(3))
+    assert (waits.instance, rig.waiting) == (None, 1)
+    assert rig.refused().code == "queue_full"
+    rig.end(first)
+    assert waits.instance is rig.member().instance
+
+
+def test_who_waits_is_not_refused_when_the_last_one_that_is_well_fails() -> None:
+    rig = Rig(1, limits={DECODE: RoleLimits(1)}, breaker=BreakerLimits(consecutive=1, open_s=4.0))
+    runs, waits = rig.ask(), rig.ask()
+    failing(rig, runs)
+    assert waits.instance is rig.member().instance
+
+
+def test_who_says_that_it_is_busy_is_believed_until_its_breaker_is_half_open() -> None:
+    rig = Rig(breaker=BreakerLimits(open_s=4.0))
+    broken(rig, busy=True)
     error = rig.refused()
     assert (error.status, error.code, error.retry_after_s) == (503, "no_decode_instance", 4)
-    rig.clock.pass_time(3.9)
-    assert rig.refused().status == 503
-    rig.clock.pass_time(0.1)
-    trial = rig.ask()
-    assert trial.instance is not None
-    assert rig.refused().status == 503  # one, not two
-    failing(rig, trial)
-    assert rig.refused().retry_after_s == 8
-    rig.clock.pass_time(8.0)
-    trial = rig.ask()
-    assert trial.instance is not None
-    rig.end(trial)
-    rig.fleet.succeeded(trial.instance)
-    assert [rig.ask().instance is None for _ in range(3)] == [False] * 3
+    assert "busy" in error.message
+    rig.clock.pass_time(4.0)
+    assert len(chosen(rig)) == 6
+    failing(rig, rig.ask())  # in another way
+    assert len(chosen(rig)) == 6
 
 
 def test_a_trial_that_told_nothing_makes_room_for_another() -> None:
-    rig = Rig(breaker=BreakerLimits(open_s=4.0))
+    rig = Rig(2, breaker=BreakerLimits(open_s=4.0))
     broken(rig)
     rig.clock.pass_time(4.0)
-    trial = rig.ask()
+    (trial,) = chosen(rig)
     rig.end(trial)  # its client left
     rig.clock.pass_time(0.0)
-    assert rig.ask().instance is not None
+    assert len(chosen(rig)) == 1
 
 
 def test_a_failed_trial_is_not_followed_by_one_that_waited() -> None:
@@ -494,20 +550,25 @@ def test_a_failed_trial_is_not_followed_by_one_that_waited() -> None:
 
 
 def test_an_engine_that_was_restarted_is_tried_at_once() -> None:
-    rig = Rig(breaker=BreakerLimits(open_s=15.0))
+    rig = Rig(2, breaker=BreakerLimits(open_s=15.0), slow_start_s=0.0)
     broken(rig)
+    assert chosen(rig) == []
     came_back(rig)
-    assert rig.ask().instance is not None
-    assert rig.refused().status == 503  # with one leg
+    assert len(chosen(rig)) == 1  # with one leg
 
 
 def test_good_probes_bring_the_trial_forward() -> None:
-    rig = Rig(breaker=BreakerLimits(open_s=16.0, longest_s=16.0))
+    """Two are enough to half what is left, and half of that: nobody else need do anything."""
+    rig = Rig(2, breaker=BreakerLimits(open_s=16.0, longest_s=16.0))
     broken(rig)
     rig.fleet.learn(rig.member(), True, None)
-    assert rig.refused().retry_after_s == 8
-    rig.clock.pass_time(8.0)
-    assert rig.ask().instance is not None
+    rig.clock.pass_time(4.0)
+    rig.fleet.learn(rig.member(), True, None)
+    rig.clock.pass_time(1.9)
+    assert chosen(rig) == []
+    rig.clock.pass_time(0.1)
+    assert rig.member().breaker.state is BreakerState.HALF_OPEN
+    assert len(chosen(rig)) == 1
     assert rig.member().state is MemberState.BROKEN
 
 

@@ -1,13 +1,15 @@
-"""How much work a decode node takes, whatever becomes of its channels."""
+"""How much work a decode node takes, whatever becomes of its channels; what the log says of its engine."""
 
 import asyncio
+import logging
 from typing import Any, cast
 
+import pytest
 from aiormq.abc import AbstractChannel
 
 from kvparams_proxy.queue.appetite import Appetite
 from kvparams_proxy.upstream.interface import Upstream
-from kvparams_proxy.upstream.terms import Head, Sink
+from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError
 
 from .scenes import until
 
@@ -28,6 +30,21 @@ class Well:
 
     def discard(self) -> None:
         """Nothing runs."""
+
+
+class Away(Well):
+    """An engine that is not there until it is told to be."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.asked = 0
+
+    def _answer(self, sink: Sink) -> None:
+        self.asked += 1
+        if self.there:
+            super()._answer(sink)
+        else:
+            sink.on_done(UpstreamError("no connection to the engine (refused)", connected=False))
 
 
 class Channel:
@@ -62,5 +79,38 @@ async def test_a_library_that_gives_up_its_own_calls_does_not_end_it() -> None:
             await until(lambda channel=channel: channel.asked == [3])
             await until(lambda error=error: stuck.is_set() is (error is not None))
         assert appetite.ready
+    finally:
+        await appetite.close()
+
+
+async def test_each_change_of_its_engine_is_told_once_whoever_notices(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of an engine that was never up, of one that work finds gone first, and of one whose work fails."""
+    caplog.set_level(logging.INFO)
+    engine = Away()
+    appetite = Appetite(cast("Upstream", engine), 3, 0.01, cast("Any", None), lambda: None)
+
+    def said() -> list[str]:
+        return [f"{one.levelname[0]} {one.getMessage()}" for one in caplog.records]
+
+    try:
+        await until(lambda: engine.asked >= 3)
+        gone = "W the engine is not ready: no connection to the engine (refused); no work is taken"
+        assert said() == [gone]
+        engine.there = True
+        await until(lambda: appetite.ready)
+        assert said()[1:] == ["I the engine is ready: it answers probes"]
+        engine.there = False
+        appetite.learn(UpstreamError("no connection to the engine (refused)", connected=False), well=False)
+        asked = engine.asked
+        await until(lambda: engine.asked >= asked + 3)
+        assert said()[2:] == [gone]
+        engine.there = True
+        await until(lambda: appetite.ready)
+        for _ in range(5):
+            appetite.learn(None, well=False)
+        assert said()[4:] == ["W the engine is broken: its work fails; it gets no work for a while"]
+        await until(lambda: appetite.ready)  # half open
+        appetite.learn(None, well=True)
+        assert said()[5:] == ["I the engine is ready: its work succeeds again"]
     finally:
         await appetite.close()

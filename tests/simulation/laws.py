@@ -51,7 +51,8 @@ def while_running(world: "World") -> Iterator[str]:
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
         if not dispatcher.waiting or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
             continue
-        able = [one for one in members if one.instance.role is role and one.available]
+        degrees = ([one for one in members if one.instance.role is role and one.usable(n)] for n in range(3))
+        able = next((found for found in degrees if found), members[:0])
         if able and all(one.in_flight < (scenario.legs or 1) for one in able):
             yield f"{dispatcher.waiting} wait for {role}, where everybody has room"
 
@@ -80,6 +81,7 @@ def between_turns(world: "World") -> Iterator[str]:
     for member, timer in _inside(_inside(fleet, "_breakers"), "_timers").items():
         if timer.cancelled() or timer.when() < now or member.left:
             yield f"the breaker of {member.instance.id} has a timer that is over"
+    yield from _failing_pairs(fleet)
     for since in world.running.values():
         if now - since > _LONGEST_S:
             yield f"a request runs for {now - since:.0f} s"
@@ -95,6 +97,17 @@ def between_turns(world: "World") -> Iterator[str]:
         for since in _inside(_inside(dispatcher, "_slow"), "_since").values():
             if now - since > 1.5 * world.scenario.slow_start_s:
                 yield f"a {role} instance is said to start, for {now - since:.1f} s"
+
+
+def _failing_pairs(fleet: Any) -> Iterator[str]:
+    """Of pairs that fail only those are known whose instances are there."""
+    blame, there = _inside(fleet, "_blame"), {member.instance for member in fleet.members}
+    records = _inside(_inside(blame, "_pairs"), "_records")
+    for decode, prefills in records.items():
+        if not prefills or not there >= {decode, *prefills}:
+            yield f"{decode.id} is said to fail with {[prefill.id for prefill in prefills]}, who are not all there"
+    if blame.watches is not bool(records):
+        yield f"{len(records)} decode instances fail, and that is not known"
 
 
 def _is_queue(member: Any) -> bool:

@@ -33,6 +33,7 @@ class PlanContext:
         "claimed",
         "credentials",
         "lines",
+        "producer",
     )
 
     def __init__(
@@ -69,6 +70,8 @@ class PlanContext:
         """One more, for engines that have no key of their own."""
         self.claimed = False
         """Whether an engine may have been told to fetch the KV that is held."""
+        self.producer: Instance | None = None
+        """The prefill instance whose KV the leg that was sent last is to fetch."""
 
     # the plan's questions
 
@@ -168,6 +171,7 @@ class PlanContext:
     def claim(self) -> bool:
         """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
         lease = self._life.lease
+        self.producer = None if lease is None else lease.producer
         if lease is None or self._resources.dialects[lease.producer.dialect].reusable:
             return False
         self.claimed = True

@@ -24,7 +24,7 @@ from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.corrections import Corrections, is_answer, load_answer, prompt_details
-from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
+from kvparams_proxy.execution.failures import BrokenLeg, broken, evidence, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
 from kvparams_proxy.execution.privacy import error_in
@@ -508,14 +508,15 @@ class Execution:
             if self._gone:  # the engine has seen it, and ended in the middle of what it had to say
                 self._finish("gone")
                 return
-            self._resources.fleet.failed(leg.instance, connected=True)
+            why = "the answer of a leg is not JSON"
+            self._resources.fleet.failed(leg.instance, connected=True, why=why)
             self._resources.metrics.leg_failed(leg.instance, "garbage")
             message = f"the {leg.instance.role} engine's answer is not JSON"
             broken_off = BrokenLeg(ProxyError(502, "upstream_error", message, code=f"{leg.instance.role}_failed"))
             broken_off.instance = leg.instance
             self._go(None, broken_off)
             return
-        self._resources.fleet.succeeded(leg.instance)
+        self._resources.fleet.succeeded(leg.instance, self._context.producer if leg.answers_client else None)
         if paired is not None:
             self._answer(paired)
         elif self._gone:
@@ -534,7 +535,7 @@ class Execution:
         again = self._life.answering
         self._life.enter("first_byte")
         if self._leg is not None:  # a stream may be long, and others wait for an engine that is on trial
-            self._resources.fleet.heard(self._leg.instance)
+            self._resources.fleet.heard(self._leg.instance, self._context.producer)
             if self._leg.instance.role is Role.AGGREGATED and not again:
                 self._resources.fleet.computed(self._leg.instance, self.facts)
         if again:
@@ -591,10 +592,13 @@ class Execution:
             self._context.abandon(gone=False)
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
-        busy = isinstance(error, UpstreamFull)  # that is not broken
+        full = isinstance(error, UpstreamFull)  # that is not broken
         other = pool is not None and pool.shared and (error is None or error.connected)  # the next one is not this one
-        if failure.another and not limited and not busy and not other:
-            self._resources.fleet.failed(leg.instance, connected=error is None or error.connected)
+        if failure.another and not limited and not full and not other:
+            connected, busy = error is None or error.connected, failure.error.status in (429, 503)
+            beside = None if busy else self._handed_over(leg, head)
+            why = evidence(head, error)
+            self._resources.fleet.failed(leg.instance, connected=connected, busy=busy, why=why, beside=beside)
         ending = self._recorder.ending() if self._recorder is not None and self._life.answering else None
         if ending is None:
             self._go(None, failure)
@@ -604,6 +608,14 @@ class Execution:
             self._account.answer_bytes += len(ending)
             self._go(_ANSWERED)
         return True
+
+    def _handed_over(self, leg: Leg, head: Head) -> Instance | None:
+        """The prefill instance whose KV a failed leg was to fetch, if the leg has failed before its first byte: then
+        that may be why."""
+        begun = self._life.answering and (leg.resumed is None or head.status == 200)
+        if not leg.answers_client or begun:
+            return None
+        return self._context.producer if self._paired is None else self._paired.pair.prefill.instance
 
     def _send_whole(self, raw: bytes) -> LegAnswer:
         body = self._corrections.whole(raw)

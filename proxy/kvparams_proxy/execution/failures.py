@@ -19,7 +19,7 @@ from kvparams_proxy.errors import ProxyError, engine_refusal, reported_error
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
 
-__all__ = ["BrokenLeg", "broken", "refusal"]
+__all__ = ["BrokenLeg", "broken", "evidence", "refusal"]
 
 _log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 1
@@ -104,6 +104,11 @@ def broken(
         said = f"the {role} leg failed: {error.reason}"
         what = ProxyError(502, "upstream_error", said, code=f"{role}_failed")
     return BrokenLeg(what, begun=begun, sent=sent)
+
+
+def evidence(head: Head, error: UpstreamError | None) -> str:
+    """Returns how a leg failed, for the log: nothing that the engine or the client has said."""
+    return f"a leg was answered {head.status}" if error is None else error.reason
 
 
 def _is_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) -> bool:

@@ -153,7 +153,8 @@ class Releases:
         return next((instance for instance in here if instance.id == id and instance.url == url), None)
 
     def _anyone(self, role: Role, held: Held) -> Instance | None:
-        """The least busy of those that may be paired with the producer, speak its dialect and serve the model."""
+        """The least busy of those that may be paired with the producer, speak its dialect and serve the model; one that
+        is suspected, where nobody else is left."""
         model, producer = held.inbound.facts.model, held.lease.producer
         able = [
             member
@@ -161,9 +162,10 @@ class Releases:
             if member.instance.role is role
             and member.instance.dialect == producer.dialect
             and may_pair(member.instance, producer)
-            and member.available
+            and member.usable()
             and member.serves(model)
         ]
+        able = [member for member in able if member.available] or able
         busy = Counter(release.instance_id for release in self._running)
         return min(able, key=lambda member: member.in_flight + busy[member.instance.id]).instance if able else None
 

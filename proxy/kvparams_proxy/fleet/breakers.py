@@ -3,10 +3,8 @@
 The one rule: a half-open breaker has one trial at a time, and a trial whose leg told nothing makes room for another.
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 from kvparams.breaker import Breaker, BreakerLimits, BreakerState
 from kvparams.scheduling import RequestFacts
@@ -15,8 +13,6 @@ from kvparams_proxy.fleet.slowstart import CallLater, Timer
 
 __all__ = ["Breakers"]
 
-_log: Final = logging.getLogger(__name__)
-
 
 class Breakers:
     """All of one fleet."""
@@ -24,7 +20,7 @@ class Breakers:
     def __init__(
         self, limits: BreakerLimits, now: Callable[[], float], call_later: CallLater, changed: Callable[[Member], None]
     ) -> None:
-        """`changed` is called when a member may be given work again, or no more."""
+        """`changed` is called when a member may be given work again."""
         self._limits = limits
         self._now = now
         self._call_later = call_later
@@ -40,7 +36,6 @@ class Breakers:
         """A leg did what it should."""
         if member.breaker.succeeded():
             member.trial = None
-            _log.warning("%s %s works again", member.instance.role, member.instance.id)
             self._changed(member)
 
     def heard(self, member: Member) -> None:
@@ -55,9 +50,7 @@ class Breakers:
         if not member.breaker.failed(now):
             return False
         member.trial = None
-        wait_s = member.breaker.until - now
-        _log.warning("%s %s fails; it is left alone for %.1f s", member.instance.role, member.instance.id, wait_s)
-        self._set_timer(member, wait_s)
+        self._set_timer(member, member.breaker.until - now)
         return True
 
     def probed_well(self, member: Member) -> None:

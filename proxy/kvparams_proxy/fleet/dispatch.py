@@ -30,6 +30,8 @@ _ABSENT_RETRY_S: Final = 5
 """How long an engine needs to come back, nobody knows."""
 _PASSED: Final = 4
 """So many in a row that found no room are looked past."""
+_SUSPICION: Final = 3
+"""How many degrees of suspicion there are: see `Member.usable`."""
 
 
 class Dispatcher:
@@ -54,6 +56,8 @@ class Dispatcher:
         """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""
         self.limited: Final = limits.requests is not None or limits.tokens is not None
         """Whether anybody ever waits here."""
+        self.panic_legs = 0
+        """Counts the legs that were given to suspected instances because no other could be given any."""
         self._careful = False
         """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
         self._policy = policy
@@ -94,12 +98,12 @@ class Dispatcher:
         return model in self._candidates
 
     def has(self, model: str | None) -> bool:
-        """Whether there are candidates."""
-        return bool(self._candidates.get(model) or self._find(model))
+        """Whether there are candidates that are not suspected."""
+        return any(member.available for member in self._find(model))
 
     def keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
-        """Who may be paired with candidates that are not to be avoided."""
-        return self._keys(self.role, model, avoid)
+        """Who may be paired with candidates that are neither suspected nor to be avoided."""
+        return self._keys(self.role, model, avoid, 0)
 
     def admit(self, facts: RequestFacts) -> None:
         """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
@@ -235,10 +239,13 @@ class Dispatcher:
             chosen = self._prefixes.choose(self._policy, roomy, facts, turn)
         chosen.in_flight += 1
         chosen.tokens += facts.tokens
-        if chosen.breaker.state is BreakerState.HALF_OPEN:
-            chosen.breaker.begin_trial()
-            chosen.trial = facts
-            self._candidates.clear()
+        if chosen.breaker.state is not BreakerState.CLOSED:
+            if chosen.breaker.admits:
+                chosen.breaker.begin_trial()
+                chosen.trial = facts
+                self._candidates.clear()
+            else:
+                self.panic_legs += 1
         return chosen
 
     def _fits(self, member: Member, tokens: int) -> bool:
@@ -247,27 +254,42 @@ class Dispatcher:
         return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
 
     def _find(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
-        """The candidates, if there are any."""
+        """Returns the candidates, if there are any.
+
+        Where nobody is available, instances that answer probes are taken although their breakers are not closed, as
+        Envoy does below its panic threshold: to refuse everybody helps nobody, and they may well work again. The
+        threshold is zero here: as long as one instance is well, the others are tried with one leg at a time. Instances
+        that have said that they are busy are believed until their breakers are half open.
+        """
         kind = model if beside is None else (model, beside)
         found = self._candidates.get(kind)
         if found is not None:
             return found
-        found = self._able(self.role, model)
-        if beside is not None:
-            one = {beside} if isinstance(beside, PairKey) else self._keys(beside, model, ())
-            found = [member for member in found if pair_key(member.instance) in one]
+        found = []
+        for suspicion in range(_SUSPICION):
+            found = self._able(self.role, model, suspicion)
+            if beside is not None:
+                one = {beside} if isinstance(beside, PairKey) else self._keys(beside, model, (), suspicion)
+                found = [member for member in found if pair_key(member.instance) in one]
+            if found or (isinstance(beside, PairKey) and self._sound_pairs(model)):
+                break  # a request leaves for a pair that is well rather than use a suspected one: `Fleet.elsewhere`
         if found:
             if len(self._candidates) >= _REMEMBERED:
                 self._candidates.clear()
             self._candidates[kind] = found
         return found
 
-    def _able(self, role: Role, model: str | None) -> list[Member]:
+    def _able(self, role: Role, model: str | None, suspicion: int) -> list[Member]:
         members = self._members.values()
-        return [m for m in members if m.instance.role is role and m.available and m.serves(model)]
+        return [m for m in members if m.instance.role is role and m.usable(suspicion) and m.serves(model)]
 
-    def _keys(self, role: Role, model: str | None, avoid: Collection[str]) -> set[PairKey]:
-        return {pair_key(m.instance) for m in self._able(role, model) if m.instance.id not in avoid}
+    def _keys(self, role: Role, model: str | None, avoid: Collection[str], suspicion: int) -> set[PairKey]:
+        return {pair_key(m.instance) for m in self._able(role, model, suspicion) if m.instance.id not in avoid}
+
+    def _sound_pairs(self, model: str | None) -> bool:
+        """Whether there are a prefill and a decode instance that may be paired and are not suspected."""
+        other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
+        return bool(self._keys(self.role, model, (), 0) & self._keys(other, model, (), 0))
 
     def _preferred(
         self, candidates: list[Member], avoid: Collection[str], model: str | None, beside: PairKey | Role | None
@@ -278,7 +300,7 @@ class Dispatcher:
             return candidates
         fresh = [member for member in candidates if member.instance.id not in avoid]
         if isinstance(beside, Role) and fresh:
-            keys = self._keys(beside, model, avoid)
+            keys = self._keys(beside, model, avoid, 0) or self._keys(beside, model, avoid, _SUSPICION)
             fresh = [member for member in fresh if pair_key(member.instance) in keys] or fresh
         return fresh or candidates
 
@@ -362,18 +384,18 @@ class Dispatcher:
             return unavailable(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
         known = [member for member in self._members.values() if member.instance.role is self.role]
         alive = [member for member in known if member.ready]
-        working = [member for member in alive if member.breaker.admits]
+        full = [member for member in alive if not member.draining and not member.usable()]
         after = _ABSENT_RETRY_S
         if not known:
             why = f"no {self.role} instance is configured"
         elif not alive:
             why = f"none of the {len(known)} {self.role} instances is reachable"
-        elif not working:
-            why = f"none of the {len(alive)} {self.role} instances that are reachable works: their legs failed"
-            opens_s = min(member.breaker.until for member in alive) - self._now()
+        elif all(member.draining for member in alive):
+            why = f"the {len(alive)} {self.role} instances that are ready are being drained"
+        elif any(member.serves(model) for member in full):
+            why = f"the {self.role} instances that are reachable have said that they are busy; try again later"
+            opens_s = min(member.breaker.until for member in full) - self._now()
             after = max(1, min(60, ceil(opens_s)))
-        elif all(member.draining for member in working):
-            why = f"the {len(working)} {self.role} instances that are ready are being drained"
         else:
-            why = f"none of the {len(working)} {self.role} instances that are ready serves this model"
+            why = f"none of the {len(alive)} {self.role} instances that are ready serves this model"
         return unavailable(why, f"no_{self.role}_instance", after)

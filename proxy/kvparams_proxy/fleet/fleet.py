@@ -16,11 +16,14 @@ from kvparams.pace import Pace
 from kvparams.pairing import Beside, pair_key
 from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams.speed import Usual
+from kvparams_proxy.fleet.blame import Blame
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatch import Dispatcher
 from kvparams_proxy.fleet.earlier import Earlier
-from kvparams_proxy.fleet.member import Member, MemberState, RoleHealth
+from kvparams_proxy.fleet.health import RoleHealth, role_healths
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.slowstart import CallLater
+from kvparams_proxy.fleet.state_log import EngineStateLog
 from kvparams_proxy.fleet.waiting import Waiter
 
 if TYPE_CHECKING:
@@ -76,10 +79,13 @@ class Fleet:
         """As the argument, or `need`."""
         instances = tuple(instances)
         self._prefixes = prefixes
-        self._breakers = Breakers(breaker or BreakerLimits(), now, call_later, self._changed)
+        breaker = breaker or BreakerLimits()
+        self._breakers = Breakers(breaker, now, call_later, self._breaker_changed)
+        self._states = EngineStateLog(now)
         self._now = now
         self._usual = Usual()
         self._members: dict[str, Member] = {}
+        self._blame = Blame(breaker, self._members, self._states, now)
         self._earlier = Earlier()
         self._leaving: set[Member] = set()
         """Removed, and listeners do not know yet."""
@@ -114,28 +120,28 @@ class Fleet:
         """All that have not been removed, in the order they were named."""
         return self._members.values()
 
-    def add(self, instance: Instance) -> Member:
-        """It joins, and is chosen once it is known to be ready.
+    def add(self, instance: Instance, why: str = "") -> Member:
+        """It joins, and is chosen once it is known to be ready. `why` is for the log, as for the next three methods.
 
         Raises:
             ValueError: the id is taken.
         """
         if instance.id in self._members:
             raise ValueError(f"two instances are called {instance.id!r}")
-        return self._join(instance)
+        return self._join(instance, why)
 
-    def remove(self, id: str) -> None:
+    def remove(self, id: str, why: str = "") -> None:
         """No new legs from now on; those that run go on, and it is forgotten when the last one ends.
 
         Raises:
             KeyError: nobody is called that.
         """
         member = self._members.pop(id)
-        self._leave(member)
+        self._leave(member, why)
         self._changed(member)
-        self._say_left(member)
+        self._say_left(member, why)
 
-    def drain(self, id: str, on: bool = True) -> None:
+    def drain(self, id: str, on: bool = True, why: str = "") -> None:
         """No new legs as long as it is on; those that run go on.
 
         Raises:
@@ -144,18 +150,19 @@ class Fleet:
         member = self._members[id]
         if member.draining is not on:
             member.draining = on
+            self._states.look(member, why, answers=False)
             self._changed(member)
 
-    def replace(self, instance: Instance) -> Member:
+    def replace(self, instance: Instance, why: str = "") -> Member:
         """What is called by that id has changed: the old one leaves, the new one joins.
 
         Raises:
             KeyError: nobody is called that.
         """
         old = self._members[instance.id]
-        self._leave(old)
-        self._say_left(old)
-        member = self._join(instance)
+        self._leave(old, why)
+        self._say_left(old, why)
+        member = self._join(instance, why)
         if old.instance.role is not instance.role:
             self._changed(old)
         return member
@@ -229,10 +236,18 @@ class Fleet:
         Raises:
             ProxyError: 503 naming the role that is missing; 429 or 503, because nobody more may wait.
         """
-        if beside is None or not self._paired:
-            return self._roles[role].acquire(facts, avoid, waiter, None, near)
-        key = beside if isinstance(beside, Role) else pair_key(beside)
-        return self._roles[role].acquire(facts, avoid, waiter, key, near)
+        dispatcher = self._roles[role]
+        if beside is None:
+            return dispatcher.acquire(facts, avoid, waiter, None, near)
+        key = None
+        if self._paired:
+            key = beside if isinstance(beside, Role) else pair_key(beside)
+        if not self._blame.watches:
+            return dispatcher.acquire(facts, avoid, waiter, key, near)
+        instance = dispatcher.acquire(facts, self._blame.avoid(avoid, facts, beside), waiter, key, near)
+        if instance is not None:
+            self._blame.chosen(instance, beside)
+        return instance
 
     def give_up(self, waiter: Waiter) -> None:
         """It waits no longer. No-op if it does not wait."""
@@ -259,20 +274,27 @@ class Fleet:
             dispatcher.released(member, facts)
         if member.left:
             self._say_left(member)
+        elif member.draining and not member.in_flight:
+            self._states.look(member, "its last leg has ended")
 
     # what legs and probes find out
 
-    def succeeded(self, instance: Instance) -> None:
-        """A leg on it did what it should."""
+    def succeeded(self, instance: Instance, beside: Instance | None = None) -> None:
+        """A leg on it did what it should. `beside`: it has fetched the KV of this prefill instance."""
         member = self._members.get(instance.id)
         if member is not None and member.instance is instance and not member.breaker.spotless:
             self._breakers.succeeded(member)
+        if beside is not None and self._blame.watches:
+            self._blame.fetched(beside, instance)
 
-    def heard(self, instance: Instance) -> None:
-        """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts."""
+    def heard(self, instance: Instance, beside: Instance | None = None) -> None:
+        """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts.
+        `beside`: as for `succeeded`."""
         member = self._members.get(instance.id)
         if member is not None and member.instance is instance and member.trial is not None:
             self._breakers.heard(member)
+        if beside is not None and self._blame.watches:
+            self._blame.fetched(beside, instance)
 
     def computed(self, instance: Instance, facts: RequestFacts) -> None:
         """A leg on it that goes on with the answer has its prompt computed."""
@@ -286,15 +308,39 @@ class Fleet:
         if self._prefixes is not None and member is not None and member.instance is instance:
             self._prefixes.decoded(instance, facts, prompt_tokens, cached)
 
-    def failed(self, instance: Instance, *, connected: bool) -> None:
-        """A leg on it failed by its fault. Not `connected`: it is not chosen before a probe has found it alive."""
+    def failed(
+        self,
+        instance: Instance,
+        *,
+        connected: bool,
+        busy: bool = False,
+        why: str = "",
+        beside: Instance | None = None,
+    ) -> None:
+        """A leg on it failed by its fault.
+
+        Args:
+            instance: who ran the leg.
+            connected: whether there was a connection; without one, it is not chosen before a probe has found it alive.
+            busy: whether the engine has said that it has no room.
+            why: the evidence, for the log.
+            beside: the prefill instance whose KV the leg was to fetch. If the leg failed before its first byte, that
+                may be the fault of this instance: see `kvparams_proxy.fleet.pairs`.
+        """
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance:  # what an earlier incarnation did tells nothing
             return
+        if connected and beside is not None and not self._blame.is_to_blame(member, beside, why):
+            return
         opened = self._breakers.failed(member)
+        if opened:
+            member.busy = busy
+            self._blame.forget(instance)
         if not connected and member.ready:
-            self.learn(member, False, member.models)
+            self.learn(member, False, member.models, why=why)
         elif opened:
+            wait_s = member.breaker.until - self._now()
+            self._states.look(member, f"its legs fail ({why}); others get its work for {wait_s:.1f} s")
             self._changed(member)
 
     def learn(
@@ -305,9 +351,13 @@ class Fleet:
         place: Place | None = None,
         version: str | None = None,
         base: str | None = None,
+        *,
+        why: str = "",
+        answers: bool = False,
     ) -> None:
         """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
-        bootstrap server calls something else than before, or that speaks another version of the protocol."""
+        bootstrap server calls something else than before, or that speaks another version of the protocol. `why` and
+        `answers` are for the log: see `EngineStateLog.look`."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
         member.base = base or member.base
@@ -321,13 +371,16 @@ class Fleet:
                 self._set_aside(member)
                 member.instance = replace(member.instance, incarnation=token_hex(8))
                 self._breakers.restarted(member)
+                why = f"{why}, as another incarnation" if why else why
             if version != member.instance.version:
                 member.instance = replace(member.instance, version=version)
             member.asked = True
             member.place = place
             dispatcher.starts_slowly(member)
-        if came or (member.ready, member.models) != (ready, models):
-            member.ready, member.models = ready, models
+        changed = came or (member.ready, member.models) != (ready, models)
+        member.ready, member.models = ready, models
+        self._states.look(member, why, answers=answers)
+        if changed:
             self._changed(member)
 
     def place(self, instance: Instance) -> Place | None:
@@ -347,11 +400,6 @@ class Fleet:
     def models(self) -> list[str]:
         """What the engines say they serve, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
-
-    def missing_roles(self) -> list[Role]:
-        """Roles that are needed and for which nobody may be given work."""
-        available = {member.instance.role for member in self._members.values() if member.available}
-        return [role for role in Role if role in self.needed and role not in available]
 
     def need(self, roles: frozenset[Role]) -> None:
         """Without these roles requests are refused, from now on."""
@@ -386,41 +434,43 @@ class Fleet:
         return self._roles[role].explain(facts)
 
     def health(self) -> dict[Role, RoleHealth]:
-        """Each role in figures that is needed, or that somebody has."""
-        found: dict[Role, RoleHealth] = {}
-        for role, dispatcher in self._roles.items():
-            states = [member.state for member in self._members.values() if member.instance.role is role]
-            if not states and role not in self.needed:
-                continue
-            found[role] = RoleHealth(
-                total=len(states),
-                ready=states.count(MemberState.READY),
-                draining=states.count(MemberState.DRAINING),
-                broken=states.count(MemberState.BROKEN),
-                waiting=dispatcher.waiting,
-            )
-        return found
+        """Returns the figures of each role that is needed, or that somebody has."""
+        waiting = {role: dispatcher.waiting for role, dispatcher in self._roles.items()}
+        return role_healths(self._members.values(), self.needed, waiting)
+
+    @property
+    def pairs_apart(self) -> int:
+        """Returns how many pairs of a prefill and a decode instance are set apart: see `kvparams_proxy.fleet.pairs`."""
+        return self._blame.pairs_apart
+
+    def panic_legs(self, role: Role) -> int:
+        """Returns how many legs of this role were given to suspected instances because no other could be given any."""
+        return self._roles[role].panic_legs
 
     # inside
 
-    def _join(self, instance: Instance) -> Member:
+    def _join(self, instance: Instance, why: str) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
         pace = Pace(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
+        self._states.joined(member, why)
         self._changed(member)
         for listener in self._listeners:
             listener.joined(member)
         return member
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: Member, why: str) -> None:
         member.left = True
         self._leaving.add(member)
         self._breakers.forget(member)
         self._set_aside(member)
+        if member.in_flight:
+            self._states.look(member, why)
 
-    def _say_left(self, member: Member) -> None:
+    def _say_left(self, member: Member, why: str = "its last leg has ended") -> None:
         if member in self._leaving and not member.in_flight:
             self._leaving.discard(member)
+            self._states.look(member, why)
             for listener in self._listeners:
                 listener.left(member)
 
@@ -430,8 +480,13 @@ class Fleet:
             member.trial = None
             member.breaker.end_trial()
         self._earlier.add(member)
+        self._blame.forget(member.instance)
         if self._prefixes is not None:
             self._prefixes.lost(member.instance)
+
+    def _breaker_changed(self, member: Member) -> None:
+        self._states.look(member, "its legs work again")
+        self._changed(member)
 
     def _changed(self, member: Member) -> None:
         """Whoever may be given work is told to those who choose; where it matters who fits whom, to all of them."""

@@ -4,14 +4,13 @@ The one rule: only `Fleet` and `Dispatcher` change a member; everybody else read
 """
 
 from enum import StrEnum
-from typing import NamedTuple
 
 from kvparams.breaker import Breaker, BreakerState
 from kvparams.dialects import Place
 from kvparams.pace import Pace
 from kvparams.scheduling import Instance, RequestFacts
 
-__all__ = ["Member", "MemberState", "RoleHealth"]
+__all__ = ["Member", "MemberState"]
 
 
 class MemberState(StrEnum):
@@ -28,19 +27,6 @@ class MemberState(StrEnum):
     """It was removed; its last legs are running."""
 
 
-class RoleHealth(NamedTuple):
-    """The instances of one role, counted."""
-
-    total: int
-    ready: int
-    """Those that do what they should."""
-    draining: int
-    broken: int
-    """Those that failed: they get one leg at a time, if any."""
-    waiting: int
-    """Legs that wait for room on one of them."""
-
-
 class Member:
     """One instance and what is known about it now: a `kvparams.scheduling.Candidate`."""
 
@@ -48,6 +34,7 @@ class Member:
         "asked",
         "base",
         "breaker",
+        "busy",
         "draining",
         "in_flight",
         "instance",
@@ -81,6 +68,8 @@ class Member:
         self.draining = False
         self.left = False
         self.breaker = breaker
+        self.busy = False
+        """Whether the breaker opened because the engine had no room, as it said itself."""
         self.trial: RequestFacts | None = None
         """The request whose leg shows whether it works again."""
 
@@ -88,6 +77,21 @@ class Member:
     def available(self) -> bool:
         """Whether it may be given a leg now, room apart."""
         return self.ready and not self.draining and not self.left and self.breaker.admits
+
+    def usable(self, suspicion: int = 2) -> bool:
+        """Whether it may be given a leg, room apart, where engines that are suspected that much have to do.
+
+        Args:
+            suspicion: 0 asks for what `available` says; 1 includes half-open breakers whose trial is running; 2
+                includes open ones, but for engines that have said themselves that they have no room.
+        """
+        if not self.ready or self.draining or self.left:
+            return False
+        if self.breaker.admits:
+            return True
+        if self.breaker.state is BreakerState.OPEN:
+            return suspicion > 1 and not self.busy
+        return suspicion > 0
 
     @property
     def state(self) -> MemberState:

@@ -8,10 +8,9 @@ for each member at most one probe runs, and none after the member or the prober 
 
 import asyncio
 import json
-import logging
 from functools import partial
 from types import TracebackType
-from typing import Final, Self, cast
+from typing import Final, NamedTuple, Self, cast
 
 from kvparams.dialects import Place
 from kvparams.versions import NoCommonVersion, engine_speaks
@@ -32,7 +31,21 @@ _MAX_BYTES: Final = 1 << 20
 """Of an engine's list of models: some thousand adapters."""
 _PATH: Final = b"/v1/models"
 _UNAUTHORIZED: Final = (401, 403)
-_log: Final = logging.getLogger(__name__)
+
+
+class _Said(NamedTuple):
+    """What a probe has found out."""
+
+    ready: bool
+    why: str
+    """The evidence, for the log."""
+    models: frozenset[str] | None
+    version: str | None = None
+    """The version that both sides speak, where the engine says."""
+    base: str | None = None
+    """The first model that is no adapter."""
+    answers: bool = False
+    """Whether the engine answers as one should, and is given no work all the same."""
 
 
 class Prober:
@@ -97,7 +110,6 @@ class _Probe:
 
     __slots__ = (
         "_apart_s",
-        "_base",
         "_bootstrap",
         "_due",
         "_every_s",
@@ -108,9 +120,7 @@ class _Probe:
         "_loop",
         "_member",
         "_pools",
-        "_refused",
         "_timer",
-        "_told",
     )
 
     def __init__(
@@ -128,15 +138,10 @@ class _Probe:
         self._every_s = every_s
         self._loop = loop
         self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
-        self._base: str | None = None
-        self._told = ""
-        """Why it is given no work although it answers, as it was logged last."""
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
         self._due = 0.0
         self._keyed = False
-        self._refused = False
-        """Whether the last answer said that the proxy's credentials are wrong."""
         self._exchange: Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         """For the time-out of the probe that runs, or for the next one."""
@@ -172,43 +177,24 @@ class _Probe:
 
     def _answered(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         self._exchange = None
-        member = self._member
         if isinstance(error, UpstreamFull):  # busy: that tells nothing
             self._over()
             return
-        refused = error is None and head.status in _UNAUTHORIZED
-        if refused and not self._refused:
-            _log.warning("%s %s refuses the proxy's credentials", member.instance.role, member.instance.id)
-        self._refused = refused
-        try:
-            ready, models, version, self._base = _read(head, raw, error, member, self._keyed)
-        except NoCommonVersion as none:
-            self._tell(str(none))
-            self._learn(False, member.models, None, None)
+        said = _read(head, raw, error, self._member, self._keyed)
+        if said.ready and self._bootstrap is not None:  # within the same time
+            self._exchange = self._bootstrap.ask(partial(self._placed, said))
             return
-        if ready and self._bootstrap is not None:  # within the same time
-            self._exchange = self._bootstrap.ask(partial(self._placed, models, version))
-            return
-        self._tell("")
-        self._learn(ready, models, None, version)
+        self._learn(said)
 
-    def _placed(self, models: frozenset[str] | None, version: str | None, place: Place | None, why: str) -> None:
+    def _placed(self, said: _Said, place: Place | None, why: str) -> None:
         self._exchange = None
-        self._tell(why)
-        self._learn(place is not None, models, place, version)
+        if place is None:
+            said = said._replace(ready=False, why=why, answers=True)
+        self._learn(said, place)
 
-    def _tell(self, why: str) -> None:
-        instance = self._member.instance
-        if why and why != self._told:
-            _log.warning("%s %s is given no work: %s", instance.role, instance.id, why)
-        self._told = why
-
-    def _learn(self, ready: bool, models: frozenset[str] | None, place: Place | None, version: str | None) -> None:
-        member = self._member
-        if ready is not member.ready and (ready or not (self._refused or self._told)):
-            name = f"{member.instance.role} {member.instance.id}"
-            _log.warning("%s is %s", name, "ready" if ready else "not reachable")
-        self._fleet.learn(member, ready, models, place, version, self._base)
+    def _learn(self, said: _Said, place: Place | None = None) -> None:
+        ready, why, models, version, base, answers = said
+        self._fleet.learn(self._member, ready, models, place, version, base, why=why, answers=answers)
         self._over()
 
     def _over(self) -> None:
@@ -231,27 +217,29 @@ class _Probe:
             self._ask()
 
 
-def _read(
-    head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool
-) -> tuple[bool, frozenset[str] | None, str | None, str | None]:
-    """Whether it is ready, what it serves, the version that both sides speak, where the engine was heard, and the first
-    model that is no adapter. `keyed`: the proxy has a key for it, so that one refused is wrong; without one clients may
-    bring their own.
-
-    Raises:
-        NoCommonVersion: there is no such version.
-    """
-    if error is not None or head.status >= 500 or (keyed and head.status in _UNAUTHORIZED):
-        return False, member.models, None, None
+def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool) -> _Said:
+    """What an answer to a probe says. `keyed`: the proxy has a key for it, so that one refused is wrong; without one
+    clients may bring their own."""
+    known = member.models
+    if error is not None:
+        return _Said(False, error.reason, known)
+    if keyed and head.status in _UNAUTHORIZED:
+        return _Said(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
+    if head.status >= 500:
+        return _Said(False, f"a probe was answered {head.status}", known)
     if head.status != 200:  # somebody is there, who does not say
-        return True, member.models, None, None
+        return _Said(True, f"a probe was answered {head.status}", known)
     try:
         document: object = json.loads(raw)
     except (ValueError, RecursionError):
-        return False, member.models, None, None
-    said = cast("dict[str, object]", document) if isinstance(document, dict) else {}
-    models, base = _models(said.get("data"))
-    return True, models, engine_speaks(said), base
+        return _Said(False, "the answer to a probe is not JSON", known)
+    fields = cast("dict[str, object]", document) if isinstance(document, dict) else {}
+    models, base = _models(fields.get("data"))
+    try:
+        version = engine_speaks(fields)
+    except NoCommonVersion as none:
+        return _Said(False, str(none), known, answers=True)
+    return _Said(True, "it answers probes", models, version, base)
 
 
 def _models(data: object) -> tuple[frozenset[str] | None, str | None]:

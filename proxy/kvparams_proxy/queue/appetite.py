@@ -4,7 +4,6 @@ The one rule: a node whose engine is not there takes nothing. It would fail fast
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -12,12 +11,12 @@ from typing import Final
 from aiormq.abc import AbstractChannel, ConsumerCallback
 
 from kvparams.breaker import Breaker, BreakerLimits, BreakerState
+from kvparams_proxy.fleet.state_log import StateLog
 from kvparams_proxy.upstream.interface import Handle, Upstream
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
 
 __all__ = ["Appetite"]
 
-_log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 0.25
 _PROBE_S: Final = 5.0
 _ANSWER_S: Final = 5.0
@@ -38,6 +37,7 @@ class Appetite:
         self._every_s = every_s
         self._take = take
         self._breaker = Breaker(BreakerLimits())
+        self._states = StateLog(self._loop.time)
         self._ready = False
         self._closed = False
         self._channel: AbstractChannel | None = None
@@ -85,6 +85,7 @@ class Appetite:
         if well:
             if self._breaker.succeeded():
                 self._changed.set()
+                self._tell("its work succeeds again")
         elif isinstance(error, UpstreamFull):
             self.let_go()
         else:
@@ -92,6 +93,7 @@ class Appetite:
                 self._ready = False
             self._breaker.failed(self._loop.time())
             self._changed.set()
+            self._tell("its work fails" if error is None else error.reason)
 
     def let_go(self) -> None:
         """A piece of work has ended and tells nothing."""
@@ -109,6 +111,15 @@ class Appetite:
         if self._closed or not self._ready or not self._breaker.admits:
             return 0
         return self._room if self._breaker.state is BreakerState.CLOSED else 1
+
+    def _tell(self, why: str) -> None:
+        """Logs how it stands with the engine, if that has changed."""
+        if not self._ready:
+            self._states.tell(self, "away", f"the engine is not ready: {why}; no work is taken", good=False)
+        elif self._breaker.state is BreakerState.CLOSED:
+            self._states.tell(self, "ready", f"the engine is ready: {why}", good=True)
+        else:
+            self._states.tell(self, "broken", f"the engine is broken: {why}; it gets no work for a while", good=False)
 
     async def _follow(self) -> None:
         """Make the broker's idea of it ours, one change after the other."""
@@ -159,9 +170,11 @@ class Appetite:
         if self._closed:
             return
         ready = isinstance(error, UpstreamFull) or (error is None and head.status < 500)
-        if ready is not self._ready:
-            _log.warning("the engine is %s", "ready" if ready else "not there: no work is taken")
         self._ready = ready
+        if error is not None:
+            self._tell(error.reason)
+        else:
+            self._tell("it answers probes" if ready else f"a probe was answered {head.status}")
         if ready:
             self._breaker.probed_well(self._loop.time())
         self._breaker.poll(self._loop.time())

@@ -112,32 +112,31 @@ class Registry:
             KeyError: no instance has this id.
         """
         self._said[self._owned[id].entry.id] = on
-        self.fleet.drain(id, on)
+        self.fleet.drain(id, on, "by the admin API" if on else "its drain was ended by the admin API")
 
     def _apply(self, source: str, state: SourceState) -> Changes:
         changes = reconcile(self._owned, source, state.desired)
         for entry in changes.adds:
             self._owned[entry.id] = Owned(source, entry)
-            self.fleet.add(entry.instance())
-            self._drain_as_said(entry)
+            self.fleet.add(entry.instance(), f"named by {source}")
+            self._drain_as_said(source, entry)
         for entry in changes.replaces:
             self._take_word(source, entry)
-            self.fleet.replace(entry.instance())
-            self._drain_as_said(entry)
+            self.fleet.replace(entry.instance(), f"{source} has changed its entry")
+            self._drain_as_said(source, entry)
         for entry in changes.drains:
             self._take_word(source, entry)
-            self.fleet.drain(entry.id, entry.drain)
+            self.fleet.drain(
+                entry.id, entry.drain, f"by {source}" if entry.drain else f"its drain was ended by {source}"
+            )
         for id in changes.removes:
-            self.fleet.remove(id)
+            self.fleet.remove(id, f"{source} names it no more")
             del self._owned[id]
             self._said.pop(id, None)
         for id in changes.conflicts:
             if id not in state.conflicts:
                 _log.warning("%s names %s, which belongs to %s; it is left out", source, id, self._owned[id].source)
         state.conflicts = changes.conflicts
-        if any(changes[:4]):
-            added, replaced, drained, removed = (len(part) for part in changes[:4])
-            _log.info("%s: +%d -%d, %d changed, %d drained or not", source, added, removed, replaced, drained)
         return changes
 
     def _take_word(self, source: str, entry: Entry) -> None:
@@ -145,6 +144,6 @@ class Registry:
             self._said.pop(entry.id, None)
         self._owned[entry.id] = Owned(source, entry)
 
-    def _drain_as_said(self, entry: Entry) -> None:
+    def _drain_as_said(self, source: str, entry: Entry) -> None:
         if self._said.get(entry.id, entry.drain):
-            self.fleet.drain(entry.id, True)
+            self.fleet.drain(entry.id, True, f"by {source}" if entry.drain else "by the admin API, before")

@@ -103,11 +103,16 @@ class Gauges(Collector):
         instances = GaugeMetricFamily(
             "kvparams_proxy_instances", "Instances: total, ready, draining, broken.", labels=["role", "state"]
         )
+        panic = CounterMetricFamily(
+            "kvparams_proxy_panic_legs", "Legs of suspected instances, where no other could be used.", labels=["role"]
+        )
         for role, health in self._fleet.health().items():
             waiting.add_metric([role], health.waiting)
+            panic.add_metric([role], self._fleet.panic_legs(role))
             for state in ("total", "ready", "draining", "broken"):
                 instances.add_metric([role, state], getattr(health, state))
-        return waiting, instances
+        pairs = _gauge("pairs_apart", "Prefill and decode instances that fail together.", self._fleet.pairs_apart)
+        return waiting, panic, instances, pairs
 
     def _instances(self) -> Iterable[Metric]:
         members = list(self._fleet.members)
@@ -125,11 +130,11 @@ class Gauges(Collector):
                 "Transfers whose KV it holds and nobody has fetched.",
                 lambda member: holding[member.instance.id],
             ),
-            ("ready", "1 if the instance may be chosen.", lambda member: float(member.available)),
+            ("ready", "1 if the instance may be chosen before others.", lambda member: float(member.available)),
             ("draining", "1 if it gets no new legs by wish.", lambda member: float(member.draining)),
             (
                 "breaker_state",
-                "0: closed, all is well. 1: half open, one leg at a time. 2: open, none.",
+                "0: closed, all is well. 1: half open, one leg at a time. 2: open, none while others can.",
                 lambda member: _BREAKERS[member.breaker.state],
             ),
             ("engine_connections", "Connections to the instance, idle ones included.", self._connections),

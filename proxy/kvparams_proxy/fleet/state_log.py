@@ -1,0 +1,142 @@
+"""Logs what becomes of engines: one line for each change of state, with its evidence, whoever noticed it.
+
+Changes for the worse are WARNINGs, all others INFO. An engine that changes all the time does not fill the log: after
+`_LINES` lines in `_WINDOW_S` seconds its changes are counted, and the next line says how many there were. Lines name
+instances by their ids. Evidence is in the proxy's own words: no addresses, no keys, nothing that clients have said.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Final
+
+from kvparams.scheduling import Instance
+from kvparams_proxy.fleet.member import Member, MemberState
+
+__all__ = ["EngineStateLog", "StateLog"]
+
+_log: Final = logging.getLogger(__name__)
+_WINDOW_S: Final = 60.0
+_LINES: Final = 10
+"""For one subject in one window."""
+_SUBJECTS: Final = 4096
+"""Subjects that are remembered."""
+_WORDS: Final = {
+    MemberState.READY: "is ready",
+    MemberState.BROKEN: "is broken",
+    MemberState.NOT_READY: "is not ready",
+    MemberState.DRAINING: "is draining",
+    MemberState.LEFT: "is leaving",
+}
+_IDLE: Final = {MemberState.DRAINING: "is drained", MemberState.LEFT: "has left"}
+"""In place of these words, when no leg runs any more."""
+_BAD: Final = frozenset((MemberState.BROKEN, MemberState.NOT_READY))
+
+
+class _Subject:
+    """What was told of one subject."""
+
+    __slots__ = ("changes", "line", "lines", "state", "until")
+
+    def __init__(self) -> None:
+        self.state: object = None
+        """The state that was told last."""
+        self.line: tuple[int, str] | None = None
+        """The level and the words of the latest change, where it was not logged yet."""
+        self.changes = 0
+        """Changes since the last line."""
+        self.lines = 0
+        """Lines in the window."""
+        self.until = 0.0
+        """The end of the window."""
+
+
+class StateLog:
+    """Logs changes of state of anything that has a name."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` is a clock, in seconds."""
+        self._now = now
+        self._subjects: dict[Hashable, _Subject] = {}
+
+    def tell(self, subject: Hashable, state: object, words: str, *, good: bool) -> None:
+        """Logs a change of state. Does nothing where the state is the one that was told before.
+
+        Args:
+            subject: whose state it is.
+            state: what is compared.
+            words: the line: who, what, and the evidence.
+            good: whether that is INFO or a WARNING.
+        """
+        known = self._subjects.get(subject)
+        if known is None:
+            if len(self._subjects) >= _SUBJECTS:
+                del self._subjects[next(iter(self._subjects))]
+            known = self._subjects[subject] = _Subject()
+        if state != known.state:
+            known.state = state
+            known.line = logging.INFO if good else logging.WARNING, words
+            known.changes += 1
+        if known.line is None:
+            return
+        now = self._now()
+        if now >= known.until:
+            known.until, known.lines = now + _WINDOW_S, 0
+        if known.lines >= _LINES:
+            return
+        level, words = known.line
+        more = f" ({known.changes - 1} more changes since the last line)" if known.changes > 1 else ""
+        known.line, known.changes = None, 0
+        known.lines += 1
+        _log.log(level, "%s%s", words, more)
+
+    def forget(self, subject: Hashable) -> None:
+        """Forgets a subject that is no more."""
+        self._subjects.pop(subject, None)
+
+
+class EngineStateLog:
+    """Logs changes of the members of one fleet. It looks at a member's state itself: callers only bring evidence."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` is a clock, in seconds."""
+        self._log = StateLog(now)
+
+    def joined(self, member: Member, why: str) -> None:
+        """A member has joined the fleet and was not asked anything yet."""
+        self._log.tell(member, "joined", _line(member, "has joined", why), good=True)
+
+    def look(self, member: Member, why: str, *, answers: bool = True) -> None:
+        """Logs the state of a member if it has changed.
+
+        A member that answers and still is given no work is in another state where the reason is another. So is one that is
+        ready as another incarnation, and one that is draining or leaving, when its last leg has ended.
+
+        Args:
+            member: the member.
+            why: the evidence of whoever noticed.
+            answers: whether the member answers, where it is not ready; why one does not is no state of its own.
+        """
+        state, about = member.state, ""
+        words = _WORDS[state]
+        if state is MemberState.NOT_READY:
+            about, words = (why, "is given no work") if answers else ("", words)
+        elif state is MemberState.READY:
+            about = member.instance.incarnation
+        elif state in _IDLE and not member.in_flight:
+            about = words = _IDLE[state]
+        self._log.tell(member, (state, about), _line(member, words, why), good=state not in _BAD)
+        if state is MemberState.LEFT and not member.in_flight:
+            self._log.forget(member)
+
+    def pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
+        """A prefill and a decode instance are set apart for so long, or (None) work together again."""
+        who = f"{decode.role} {decode.id} with the KV of {prefill.role} {prefill.id}"
+        if apart_s is None:
+            words = f"{who} works again"
+        else:
+            words = f"{who} fails ({why}); they are not chosen together for {apart_s:.1f} s where others can be"
+        self._log.tell((prefill.id, decode.id), apart_s is None, words, good=apart_s is None)
+
+
+def _line(member: Member, words: str, why: str) -> str:
+    return f"{member.instance.role} {member.instance.id} {words}{': ' if why else ''}{why}"
