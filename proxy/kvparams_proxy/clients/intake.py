@@ -14,6 +14,7 @@ from kvparams.scheduling import RequestFacts
 from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.media import without_names
 from kvparams_proxy.clients.strip_list import CARRIERS, STRIPPED, SUSPICIOUS, steering_hint
 from kvparams_proxy.errors import ProxyError
 
@@ -120,6 +121,10 @@ def read(
         before = body
         body, spans = _strip(document, body, spans)
         stripped = body is not before
+    if kind != "completions" and (unnamed := without_names(kind, document, body, spans, tenant)):
+        body = edit(body, spans, unnamed)
+        spans = fields(body)
+        stripped = True
     ids = routing_ids if token_ids is None else token_ids
     tokens = len(body) // _BYTES_PER_TOKEN if ids is None else len(ids)
     facts = RequestFacts(
