@@ -111,6 +111,10 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_id=block, ref_cnt=1) for block in range(10)]
+        self.cached_block_hash_to_block: dict[object, object] = {}
+
+    def reset_prefix_cache(self) -> None:
+        self.cached_block_hash_to_block = {}
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:

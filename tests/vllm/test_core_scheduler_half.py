@@ -254,6 +254,45 @@ def test_after_a_reset_nothing_that_is_stored_is_used(half: SchedulerHalf, caplo
     assert caplog.text.count("set keep_on_reset") == 1
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_reset_of_vllms_prefix_cache_alone_is_noticed(half: SchedulerHalf, told: bool) -> None:
+    """vLLM tells of it only where it is asked to; either way it is one."""
+    pool: Any = Pool()
+    half.bind_pool(pool)
+    keys = [key_of(half, make_request("before")), key_of(half, make_request("still before"))]
+    for _ in range(2):
+        pool.reset_prefix_cache()
+        if told:
+            half.reset()
+        keys.append(key_of(half, make_request("after")))
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == 3
+    assert half.counts()["resets"] == 2
+
+
+@pytest.mark.parametrize("hook", ["new_request", "matched", "orders"])
+def test_whatever_vllm_asks_first_after_a_reset_notices_it(half: SchedulerHalf, hook: str) -> None:
+    pool: Any = Pool()
+    half.bind_pool(pool)
+    asked = make_request("r")
+    half.new_request(asked)
+    pool.reset_prefix_cache()
+    {
+        "new_request": lambda: half.new_request(make_request("another")),
+        "matched": lambda: half.matched(asked, 0),
+        "orders": lambda: half.orders(one_step(asked)),
+    }[hook]()
+    assert half.counts()["resets"] == 1
+
+
+def test_a_vllm_that_does_not_show_its_resets_is_told_of(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+    pool: Any = Pool()
+    del pool.cached_block_hash_to_block
+    half.bind_pool(pool)
+    assert "does not show when its prefix cache is reset" in caplog.text
+    assert key_of(half, make_request("r"))
+
+
 def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerHalf) -> None:
     asked = make_request("r")
     half.new_request(asked)

@@ -34,6 +34,7 @@ from kvparams_connectors.engines.vllm.interface import (
 from kvparams_connectors.engines.vllm.lookup_store import open_lookup_store
 from kvparams_connectors.engines.vllm.ordering import Tables
 from kvparams_connectors.engines.vllm.orders import StepOrders
+from kvparams_connectors.engines.vllm.resets import PrefixCacheResets
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
@@ -98,6 +99,7 @@ class SchedulerHalf:
         self._tables: Final = BlockTables()
         self._ranks: Final = ranks
         self._holds: Holds | None = None
+        self._resets: Final = PrefixCacheResets()
 
     def bind(self, manager: KVCacheManager) -> None:
         """Who knows the blocks of a request."""
@@ -105,6 +107,7 @@ class SchedulerHalf:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Who keeps blocks from being given to others; without it workers copy before a step ends."""
+        self._resets.bind(pool)
         self._holds = Holds(pool, self._ranks)
         self.book.hold = self._holds.hold
 
@@ -127,6 +130,7 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         """A request has come."""
+        self._notice_reset()
         self._requests[request.request_id] = request
         try:
             handoff, extras = self._read(request)
@@ -162,6 +166,7 @@ class SchedulerHalf:
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
+        self._notice_reset()
         found = self.book.ask(request.request_id, local, request.all_token_ids, request.num_preemptions)
         if request.skip_reading_prefix_cache:  # it wants the logits of its whole prompt; the book hears of preemptions
             return 0, False
@@ -174,6 +179,7 @@ class SchedulerHalf:
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """vLLM's `build_connector_meta`."""
+        self._notice_reset()
         self._tables.follow(output)
         counts = output.num_scheduled_tokens
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -193,8 +199,14 @@ class SchedulerHalf:
         self._tables.forget(request.request_id)
         return self.book.finish(request.request_id, computed=request.num_computed_tokens)
 
+    def _notice_reset(self) -> None:
+        """vLLM has perhaps reset its prefix cache since, and said nothing."""
+        if self._resets.seen():
+            self.reset()
+
     def reset(self) -> None:
         """vLLM resets its caches: see `VLLMSettings.keep_on_reset`."""
+        self._resets.seen()  # it resets its prefix cache, too, and that is the same
         first = not self.book.counts["resets"]
         self.book.counts["resets"] += 1
         if self._keep_on_reset:

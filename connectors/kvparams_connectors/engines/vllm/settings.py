@@ -69,8 +69,9 @@ class VLLMSettings:
     a signed document (`verify_with`): proxies take such names away. True: all hashes are vLLM's own, for nobody but
     proxies reaches this engine, or none of its clients means harm."""
     keep_on_reset: bool = False
-    """vLLM resets its caches when it sleeps and when its weights are changed, and does not say which. Then what is
-    stored may be of other weights, so it is left alone from there on. True: the weights never change, it is used."""
+    """vLLM's caches are reset when it sleeps and when its weights are changed, and nobody says which. Then what is
+    stored may be of other weights, so it is left alone from there on, whether or not the connector was told of the
+    reset. True: the weights never change, it is used. Weights that change without a reset are not noticed."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
