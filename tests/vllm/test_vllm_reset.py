@@ -1,6 +1,7 @@
 """An engine is given other weights while it runs: what is stored of the old ones is not used, and it shows if it is."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,8 @@ def test_kv_of_other_weights_is_not_used(
             assert _answers(engine, prompts) == right
             assert counters(engine)["vllm:kvparams_tokens_loaded_total"] == 2 * stored  # of the new weights
         assert _answers(keeping, prompts) != right  # told that weights never change, it believes what is stored
+        for engine in (told, untold):  # it is in vLLM's own log
+            (line,) = (line for line in engine.log.read_text().splitlines() if "vLLM has reset its caches" in line)
+            assert re.match(
+                r"\(EngineCore pid=\d+\) WARNING .* \[scheduler_half.py:\d+\] vLLM", line
+            )  # in vLLM's own log
