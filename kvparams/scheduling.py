@@ -101,7 +101,7 @@ class RequestFacts(NamedTuple):
     choices: int
     """Answers asked for each prompt (`n`)."""
     token_ids: Sequence[int] | None
-    """The prompt, where it came as token ids of one prompt."""
+    """The prompt, where it came as token ids of one prompt and the engine computes exactly these."""
     cache_salt: str | None
     tenant: str = ""
     """Who asks, where clients have keys; shares of the queue are by tenant."""
@@ -110,7 +110,8 @@ class RequestFacts(NamedTuple):
     tokens: int = 0
     """About how many tokens the prompt has: what limits in tokens count."""
     prompt_scored: bool = False
-    """The answer says something of every token of the prompt, so whoever answers has to compute them all itself."""
+    """Whoever answers has to compute all tokens of the prompt itself: the answer says something of each of them, or the
+    engine takes no KV from others for it (a beam search)."""
     session: str = ""
     """What the client calls the conversation that this is a turn of; empty where it does not say."""
     cached: Mapping[Instance, int] = _NOTHING_CACHED
@@ -120,8 +121,9 @@ class RequestFacts(NamedTuple):
     stored_elsewhere: Mapping[Instance, int] = _NOTHING_CACHED
     """The same for instances that reach another store than most, or none."""
     routing_ids: Sequence[int] | None = None
-    """The prompt as ids by which to find its prefix, where the proxy makes any: its token ids, or pseudo tokens. They
-    may be wrong, so they are for routing alone and stand in no document."""
+    """The prompt as ids by which to find its prefix, where they are not `token_ids`: the client's ids as the engine
+    probably cuts them, or token ids or pseudo tokens that the proxy makes. They may be wrong, so they are for routing
+    alone and stand in no document."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -14,6 +14,7 @@ __all__ = [
     "FullAttentionSpec",
     "MambaSpec",
     "Manager",
+    "NoBlocks",
     "Pool",
     "SlidingWindowSpec",
     "key_of",
@@ -21,6 +22,7 @@ __all__ = [
     "make_config",
     "make_image",
     "make_request",
+    "one_step",
     "saves_of",
 ]
 
@@ -109,6 +111,10 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_id=block, ref_cnt=1) for block in range(10)]
+        self.cached_block_hash_to_block: dict[object, object] = {}
+
+    def reset_prefix_cache(self) -> None:
+        self.cached_block_hash_to_block = {}
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -129,7 +135,9 @@ class Manager:
         return (list(range(10)),)
 
 
-class _Blocks:
+class NoBlocks:
+    """`KVCacheBlocks`, of a request that loads nothing."""
+
     def get_block_ids(self) -> tuple[list[int], ...]:
         return ([],)
 
@@ -140,6 +148,14 @@ def make_image(content: str, offset: int = 10, length: int = 20, *, identifier: 
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
+def one_step(asked: Any) -> Any:
+    """`SchedulerOutput`, of a step that computes the whole prompt of a request."""
+    new = SimpleNamespace(req_id=asked.request_id, num_computed_tokens=0, block_ids=(list(range(10)),))
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[])
+    counts = {asked.request_id: len(PROMPT)}
+    return SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
+
+
 def saves_of(half: SchedulerHalf, asked: Any) -> list[Any]:
     """What is saved when the whole prompt is computed in one step."""
     half.new_request(asked)
@@ -147,12 +163,8 @@ def saves_of(half: SchedulerHalf, asked: Any) -> list[Any]:
     while (found := half.matched(asked, 0)) == (None, False):
         assert time.monotonic() < give_up
     assert found == (0, False)
-    half.allocated(asked, _Blocks(), 0)
-    new = SimpleNamespace(req_id=asked.request_id, num_computed_tokens=0, block_ids=(list(range(10)),))
-    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[])
-    counts = {asked.request_id: len(PROMPT)}
-    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
-    found_saves = half.orders(output).saves  # pyright: ignore[reportArgumentType]
+    half.allocated(asked, NoBlocks(), 0)
+    found_saves = half.orders(one_step(asked)).saves
     half.finished(asked)
     assert not len(half.book)
     return list(found_saves)

@@ -24,12 +24,14 @@ from tests.vllm.half_steps import (
     FullAttentionSpec,
     MambaSpec,
     Manager,
+    NoBlocks,
     Pool,
     key_of,
     make_cache,
     make_config,
     make_image,
     make_request,
+    one_step,
     saves_of,
 )
 
@@ -37,7 +39,7 @@ from tests.vllm.half_steps import (
 @pytest.fixture
 def half(tmp_path: Path) -> Iterator[SchedulerHalf]:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB"})
+    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": True})
     made = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
     made.bind(Manager())
     yield made
@@ -88,6 +90,69 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerHalf, tmp_p
 )
 def test_what_no_key_can_say_is_not_cached(half: SchedulerHalf, more: dict[str, Any]) -> None:
     assert saves_of(half, make_request("r", **more)) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mm_features": [make_image("x", identifier="cat.jpg")]},
+        {"resumable": True},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/nowhere")},
+    ],
+)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_leg_that_is_not_cached_is_answered_all_the_same(
+    half: SchedulerHalf, more: dict[str, Any], phase: str
+) -> None:
+    """A proxy that gets no document back takes the engine for one that does not speak kvparams."""
+    asked = make_request("r", kv_transfer_params={"kvparams": {**_DOCUMENT, "phase": phase}}, **more)
+    half.new_request(asked)
+    assert half.matched(asked, 0) == (0, False)
+    half.allocated(asked, NoBlocks(), 0)
+    assert half.orders(one_step(asked)).saves == []
+    asked.num_preemptions = 1
+    assert half.matched(asked, 0) == (0, False)  # nothing is looked up for it later either
+    asked.num_computed_tokens = 300
+    answer = parse(cast("Any", half.finished(asked))["kvparams"])
+    assert answer.phase == f"{phase}_result"
+    assert not answer.load_keys
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 300
+    assert not len(half.book)
+
+
+def test_images_are_cached_only_where_somebody_vouches_for_their_hashes(tmp_path: Path) -> None:
+    """What vLLM calls a hash may be what a client calls its image, and whoever reaches the engine may say so."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    keys = tmp_path / "signing-keys.json"
+    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 7200)]))
+    signer = Signer(read_keyring(keys), "pool", lambda: time.time() + 30)
+    image = make_image("x")
+    for trusted, signing in ((False, False), (False, True), (True, False)):
+        told: dict[str, object] = {"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": trusted}
+        if signing:
+            told |= {"verify_with": str(keys), "audience": "pool"}
+        half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
+        half.bind(Manager())
+        try:
+            words = {"kvparams": _DOCUMENT}
+            assert bool(saves_of(half, make_request("plain", mm_features=[image]))) is trusted
+            assert bool(saves_of(half, make_request("told", mm_features=[image], kv_transfer_params=words))) is trusted
+            assert bool(saves_of(half, make_request("text"))) is True
+            if signing:
+                signed = signer.sign(parse(_DOCUMENT))
+                assert saves_of(half, make_request("signed", mm_features=[image], kv_transfer_params=signed))
+            named = make_image("x", identifier="cat.jpg")
+            assert saves_of(half, make_request("named", mm_features=[named])) == []
+        finally:
+            half.shutdown()
+
+
+def test_what_clients_do_is_logged_once_in_a_while(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(20):
+        saves_of(half, make_request(f"r{number}", prompt_embeds=object()))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert half.counts()["requests_off"] == 20
 
 
 @pytest.mark.parametrize("digits", [64, 128])
@@ -187,6 +252,45 @@ def test_after_a_reset_nothing_that_is_stored_is_used(half: SchedulerHalf, caplo
     assert key_of(half, make_request("later")) not in (before, after)
     assert half.counts()["resets"] == 2
     assert caplog.text.count("set keep_on_reset") == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_reset_of_vllms_prefix_cache_alone_is_noticed(half: SchedulerHalf, told: bool) -> None:
+    """vLLM tells of it only where it is asked to; either way it is one."""
+    pool: Any = Pool()
+    half.bind_pool(pool)
+    keys = [key_of(half, make_request("before")), key_of(half, make_request("still before"))]
+    for _ in range(2):
+        pool.reset_prefix_cache()
+        if told:
+            half.reset()
+        keys.append(key_of(half, make_request("after")))
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == 3
+    assert half.counts()["resets"] == 2
+
+
+@pytest.mark.parametrize("hook", ["new_request", "matched", "orders"])
+def test_whatever_vllm_asks_first_after_a_reset_notices_it(half: SchedulerHalf, hook: str) -> None:
+    pool: Any = Pool()
+    half.bind_pool(pool)
+    asked = make_request("r")
+    half.new_request(asked)
+    pool.reset_prefix_cache()
+    {
+        "new_request": lambda: half.new_request(make_request("another")),
+        "matched": lambda: half.matched(asked, 0),
+        "orders": lambda: half.orders(one_step(asked)),
+    }[hook]()
+    assert half.counts()["resets"] == 1
+
+
+def test_a_vllm_that_does_not_show_its_resets_is_told_of(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+    pool: Any = Pool()
+    del pool.cached_block_hash_to_block
+    half.bind_pool(pool)
+    assert "does not show when its prefix cache is reset" in caplog.text
+    assert key_of(half, make_request("r"))
 
 
 def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerHalf) -> None:

@@ -130,6 +130,21 @@ def test_blocks_are_kept_by_counting_users() -> None:
         assert pool.get_new_blocks(1) == [block]
 
 
+def test_a_reset_of_the_prefix_cache_begins_a_new_map() -> None:
+    """What `resets.py` relies on; nothing else does."""
+    pool_kind = _class("vllm.v1.core.block_pool:BlockPool")
+    for caching in (True, False):
+        pool = pool_kind(num_gpu_blocks=4, enable_caching=caching, hash_block_size=32)
+        before = pool.cached_block_hash_to_block
+        blocks = pool.get_new_blocks(1)
+        assert not pool.reset_prefix_cache()  # it fails while blocks are used, and what is cached stays
+        assert pool.cached_block_hash_to_block is before
+        pool.free_blocks(blocks)
+        assert pool.cached_block_hash_to_block is before
+        assert pool.reset_prefix_cache()
+        assert pool.cached_block_hash_to_block is not before
+
+
 @pytest.mark.skipif(is_earlier(), reason="windows are refused in words there")
 def test_windows_are_kept_and_failures_told_as_is_relied_on() -> None:
     """Block 0 is the one that holds nothing, a window's table begins with it, and loads fail as a whole."""

@@ -121,6 +121,32 @@ def test_usage_is_what_prefill_computed_and_found(fleets: list[_Fleet]) -> None:
             assert (details.get("cached_tokens") or 0) == cached, fleet.store
 
 
+_CHANGED: Final[dict[str, dict[str, object]]] = {
+    "cut": {"truncate_prompt_tokens": 200},
+    "cut on the right": {"truncate_prompt_tokens": 200, "truncation_side": "right"},
+    "cut to the model's length": {"truncate_prompt_tokens": -1},
+    "not cut": {"truncate_prompt_tokens": 900},
+    "searched with beams": {"use_beam_search": True},
+    "with its prompt": {"echo": True},
+}
+"""Requests whose prompt an engine changes, or perhaps."""
+
+
+@pytest.mark.parametrize("how", _CHANGED)
+def test_a_prompt_that_the_engine_changes_is_answered_as_by_one_engine(
+    fleets: list[_Fleet], bare: Server, how: str
+) -> None:
+    """What is said of its token ids is what the engine computes, or nothing."""
+    chance = random.Random(how)
+    for fleet in fleets:
+        for size in (600, 2600) if _CHANGED[how].get("truncate_prompt_tokens") == -1 else (600,):
+            prompt = chance.choices(range(300, 2000), k=size)
+            asked = {"return_token_ids": True, **_CHANGED[how]}
+            found, expected = (complete(url, prompt, 6, **asked) for url in (fleet.proxy.url, bare.url))
+            assert [one["token_ids"] for one in found["choices"]] == [one["token_ids"] for one in expected["choices"]]
+            assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+
+
 def test_the_check_finds_the_engines_good_and_another_declaration_wrong(fleets: list[_Fleet]) -> None:
     for fleet in fleets:
         good = check([fleet.prefill], [fleet.decode], "store")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def half(tmp_path: Path) -> Iterator[SchedulerHalf]:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB"})
+    settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": True})
     made = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
     made.bind(Manager())
     yield made

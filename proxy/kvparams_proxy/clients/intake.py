@@ -14,6 +14,7 @@ from kvparams.scheduling import RequestFacts
 from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.media import without_names
 from kvparams_proxy.clients.strip_list import CARRIERS, STRIPPED, SUSPICIOUS, steering_hint
 from kvparams_proxy.errors import ProxyError
 
@@ -32,6 +33,10 @@ _RARE: Final = frozenset(
         "prompt_logprobs",
         "echo",
         "prompt_cache_key",
+        "truncate_prompt_tokens",
+        "content_parts",
+        "prompt_embeds",
+        "use_beam_search",
     )
 )
 _BYTES_PER_TOKEN: Final = 4
@@ -94,9 +99,12 @@ def read(
         if model is not None and len(model) > _MAX_MODEL:
             raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
         prompts, token_ids = _PROMPTS[kind](document)
-        rare = _ORDINARY
+        rare, routing_ids = _ORDINARY, None
         if kind == "generate" or not _RARE.isdisjoint(document):
             rare = _rare(kind, document)
+            prompts += rare.more_prompts
+            if token_ids is not None:
+                token_ids, routing_ids = _computed_ids(document, token_ids, prompts)
         _whole(document, "max_tokens", 0 if rare.prompt_only else 1)
         stream = _optional(document, "stream", bool, "true or false") or False
     except ProxyError as error:
@@ -113,7 +121,12 @@ def read(
         before = body
         body, spans = _strip(document, body, spans)
         stripped = body is not before
-    tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
+    if kind != "completions" and (unnamed := without_names(kind, document, body, spans, tenant)):
+        body = edit(body, spans, unnamed)
+        spans = fields(body)
+        stripped = True
+    ids = routing_ids if token_ids is None else token_ids
+    tokens = len(body) // _BYTES_PER_TOKEN if ids is None else len(ids)
     facts = RequestFacts(
         request_id,
         transfer_id,
@@ -128,6 +141,8 @@ def read(
         rare.prompt_scored,
         session or rare.session,
     )
+    if routing_ids is not None:
+        facts = facts._replace(routing_ids=routing_ids)
     return Inbound(
         facts, body, spans, changes, stream, document if keep_document or (keep_streamed and stream) else None, stripped
     )
@@ -143,6 +158,8 @@ class _Rare(NamedTuple):
     """It wants its prompt back, and nothing more (vLLM 0.32.0 completion/protocol.py: echo_without_generation)."""
     session: str = ""
     """OpenAI's `prompt_cache_key`: requests of one key have their beginning in common."""
+    more_prompts: int = 0
+    """Prompts that came as embeddings, beside those in `prompt` (vLLM 0.32.0 renderers/online_renderer.py)."""
 
 
 _ORDINARY: Final = _Rare()
@@ -163,7 +180,32 @@ def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
         raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
     session = _optional(document, "prompt_cache_key", str, "a string") or ""
-    return _Rare(choices, salt, scored or prompt_only, prompt_only, session[:_MAX_SESSION])
+    more_prompts = 0
+    if kind == "completions" and (embeds := document.get("prompt_embeds")) is not None:
+        more_prompts = len(cast("list[object]", embeds)) if isinstance(embeds, list) else 1
+    # vLLM 0.32.0 runs a beam search without kv_transfer_params (completion/protocol.py, to_beam_search_params).
+    beams = kind in ("completions", "chat") and _optional(document, "use_beam_search", bool, "true or false") is True
+    return _Rare(choices, salt, scored or prompt_only or beams, prompt_only, session[:_MAX_SESSION], more_prompts)
+
+
+def _computed_ids(
+    document: Mapping[str, object], ids: Sequence[int], prompts: int
+) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+    """Returns the ids that an engine certainly computes for a prompt of `ids`, and those it probably computes.
+
+    Exactly one of the two is None, or both where the request has further prompts. Engines may be told to cut a prompt
+    (vLLM 0.32.0 renderers/params.py, `_truncation_slice`: to how many tokens -1 stands for and which side goes by
+    default, only the engine knows) or to put media into it (`content_parts` of `/inference/v1/generate`). A document
+    whose prefix is not what the engine computes would be refused, so then it has none.
+    """
+    if prompts > 1:
+        return None, None
+    keep = _whole(document, "truncate_prompt_tokens", -1)
+    if keep is not None and keep < len(ids):
+        if keep > 0:
+            ids = ids[:keep] if document.get("truncation_side") == "right" else ids[-keep:]
+        return None, ids
+    return (None, ids) if document.get("content_parts") else (ids, None)
 
 
 def _invalid(name: str, message: str) -> ProxyError:

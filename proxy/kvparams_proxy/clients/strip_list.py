@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple
 __all__ = [
     "CARRIERS",
     "FORWARDED",
+    "MEDIA_NAME",
     "STEERING",
     "STRIPPED",
     "SUSPICIOUS",
@@ -23,7 +24,7 @@ __all__ = [
     "steering_hint",
 ]
 
-Where = Literal["body", "nvext", "header", "request id"]
+Where = Literal["body", "nvext", "header", "request id", "medium", "features"]
 
 
 class Steering(NamedTuple):
@@ -31,7 +32,8 @@ class Steering(NamedTuple):
 
     where: Where
     """`body`: a member of the body, or of an object of `CARRIERS`; `nvext`: a member of that one; `header`: a header,
-    by its name in lower case; `request id`: a part of X-Request-Id."""
+    by its name in lower case; `request id`: a part of X-Request-Id; `medium`: a member of a part of a message;
+    `features`: a member of that object of `/inference/v1/generate`. `media.py` handles the last two."""
     name: str
     """In headers a `*` at the end stands for anything, in `nvext` one at the start."""
     source: str
@@ -75,6 +77,10 @@ STEERING: Final = (
     Steering("body", "bootstrap_info", _DYNAMO_INSIDE),
     Steering("body", "encoder_result", _DYNAMO_INSIDE),
     Steering("body", "routing", _DYNAMO_INSIDE),
+    Steering("body", "mm_hashes", f"{_SGLANG_NATIVE}: taken for hashes of what is in the media"),
+    Steering("body", "mm_content_hashes", _SGLANG_NATIVE),
+    Steering("medium", "uuid", "vLLM 0.32.0 renderers/chat_utils.py: taken for a hash of what is in the medium"),
+    Steering("features", "mm_hashes", "vLLM 0.32.0 scale_out/token_in_token_out/protocol.py: the same"),
     Steering("nvext", "backend_instance_id", _DYNAMO),
     Steering("nvext", "*worker_id", _DYNAMO),
     Steering("nvext", "*instance_id", _DYNAMO),
@@ -103,6 +109,9 @@ STEERING: Final = (
 
 STRIPPED: Final = frozenset(row.name for row in STEERING if row.where == "body")
 """Members that are taken out of the body and of what is in `CARRIERS`."""
+
+MEDIA_NAME: Final = next(row.name for row in STEERING if row.where == "medium")
+"""The member of a part of a message by which a client names a medium."""
 
 CARRIERS: Final = dict.fromkeys(("vllm_xargs", "sampling_params", "nvext"), ("extra_args",))
 """Members whose own members reach an engine's KV connector too, and which of these is an object that does (vLLM 0.32.0

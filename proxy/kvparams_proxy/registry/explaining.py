@@ -48,7 +48,8 @@ async def explain_route(request: Request) -> Response:
     if explained is None or resources.prefixes is None:
         message = f"the policy {resources.settings.policy} does not look at what engines have cached"
         raise ProxyError(400, "invalid_request_error", message, code="policy")
-    found = "client" if prompt is None and facts.token_ids is not None else None if prompt is None else prompt.source
+    by_client = facts.token_ids is not None or facts.routing_ids is not None
+    found = prompt.source if prompt is not None else "client" if by_client else None
     document = _document(explained, found)
     document["accuracy"] = resources.prefixes.predictions.accuracy
     document["alarm"] = resources.prefixes.predictions.alarmed

@@ -93,8 +93,9 @@ class TokenService:
     def find(self, kind: EndpointKind, inbound: Inbound, found: Found) -> None:
         """Tell `found` once, now or later: None where nobody has said how, or there is not one prompt of text."""
         facts = inbound.facts
-        if facts.token_ids is not None:
-            self._tell(found, facts.token_ids, Source.CLIENT)
+        ids = facts.routing_ids if facts.token_ids is None else facts.token_ids
+        if ids is not None:
+            self._tell(found, ids, Source.CLIENT)
             return
         tokenizer = self._tokenizers.get(facts.model, self._tokenizers.get(None))
         if tokenizer is None or kind not in ("completions", "chat") or facts.prompts != 1:

@@ -22,6 +22,7 @@ from kvparams_connectors.engines.lmcache.interface import (
 )
 from kvparams_connectors.engines.lmcache.settings import PLUGIN, PluginSettings
 from kvparams_connectors.engines.lmcache.traffic import Cargo, Traffic
+from kvparams_connectors.engines.logs import log_as
 from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import Code, KVStore
 from kvparams_connectors.stores.guard.store import open_guarded
@@ -40,7 +41,12 @@ if TYPE_CHECKING:  # LMCache's own classes, as far as they matter here; they com
 
         def __init__(self, config: Config, metadata: Metadata) -> None: ...
 
+    def init_logger(name: str) -> logging.Logger:
+        """lmcache/logging.py: a logger with a handler of its own."""
+        ...
+
 else:
+    from lmcache.logging import init_logger
     from lmcache.v1.storage_backend.connector import ConnectorAdapter
     from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
@@ -61,6 +67,7 @@ class KVParamsAdapter(ConnectorAdapter):
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{PLUGIN}")
+        log_as(init_logger("lmcache.kvparams"))
 
     def can_parse(self, url: str) -> bool:
         """Whether a plugin is ours: `plugin://kvparams` or `plugin://kvparams.ANYTHING`."""

@@ -4,12 +4,14 @@ vLLM makes one in its scheduler and one in each worker, and each is one half. Th
 hook is a line that asks a half.
 """
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from kvparams_connectors.engines.logs import log_as
 from kvparams_connectors.engines.vllm.interface import (
     BlockPool,
     CacheConfig,
@@ -95,6 +97,7 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: EngineConfig, role: Any, kv_cache_config: CacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        log_as(logging.getLogger("vllm"))
         transfer = vllm_config.kv_transfer_config
         settings = VLLMSettings.of(None if transfer is None else transfer.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None

@@ -31,6 +31,7 @@ class Entry:
         prompt: Tokens[int],
         tracked: Tracked,
         life: tuple[Extra, ...],
+        plan: GroupedPlan | None,
     ) -> None:
         """Args:
         handoff: what its document says.
@@ -38,6 +39,7 @@ class Entry:
         prompt: its token ids.
         tracked: what it still wants of the store.
         life: of the weights; nothing for those that the engine has started with.
+        plan: of its prompt; None: the store is left alone, and its answer only says so.
         """
         self.handoff: Final = handoff
         self.prompt: Final = tuple(prompt)
@@ -45,14 +47,16 @@ class Entry:
         self.patient_until: float | None = None
         """It waits until then for promised pages; None: it does not."""
         self.again_at = 0.0
-        self.plan: GroupedPlan | None = None
+        self.plan = plan
+        self.off: Final = plan is None
+        """Whether the store is left alone."""
         self.lookup: Job[Hit] | None = None
         self.hit: Hit | None = None
         self.worth = True
         self.outdated = False
         """What is known of it belongs to a life that is over, or to blocks that it has no more: before an offer the
         store is asked again, and until then nothing of it is saved or promised."""
-        self.pages: Chains = ()
+        self.pages: Chains = () if plan is None else plan.chains
         """Of its tokens, as far as they were needed: what is full of them never changes within a life."""
         self.gaps: Final[set[tuple[int, int]]] = set()
         """Group of layers and end of pages that could not be saved: their blocks were gone already."""

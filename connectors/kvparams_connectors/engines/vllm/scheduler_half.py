@@ -5,17 +5,17 @@ The one rule: no decision is made here.
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from typing import Final
 
 from kvparams.keys import Extra
 from kvparams.params import Endpoint
 from kvparams.trust.gate import Gate
 from kvparams.trust.keyring import KeyringError
+from kvparams_connectors.engines.vllm.content import media_extras, why_off
 from kvparams_connectors.engines.vllm.documents import Handoff, new_incarnation, read_handoff
 from kvparams_connectors.engines.vllm.engine import read_shares
 from kvparams_connectors.engines.vllm.entries import ALL_TOKENS
@@ -28,13 +28,13 @@ from kvparams_connectors.engines.vllm.interface import (
     EngineConfig,
     KVBlocks,
     KVCacheManager,
-    Lora,
     Request,
     SchedulerOutput,
 )
 from kvparams_connectors.engines.vllm.lookup_store import open_lookup_store
 from kvparams_connectors.engines.vllm.ordering import Tables
 from kvparams_connectors.engines.vllm.orders import StepOrders
+from kvparams_connectors.engines.vllm.resets import PrefixCacheResets
 from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
 from kvparams_connectors.engines.vllm.searching import Prefixes
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
@@ -49,9 +49,6 @@ __all__ = ["SchedulerHalf"]
 _LOGGER: Final = logging.getLogger(__name__)
 _LOOKUP_WAIT_S: Final = 0.0004
 """Of a step. vLLM's engine sleeps for 0.001 s where nothing could be scheduled (vllm/v1/engine/core.py, 0.32)."""
-
-_DIGEST: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""BLAKE3 or SHA-256, or SHA-512."""
 
 
 class SchedulerHalf:
@@ -94,6 +91,7 @@ class SchedulerHalf:
             rate = LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
         self.book: Final = Book(prefixes, rules, producer, rate)
         self._keep_on_reset: Final = settings.keep_on_reset
+        self._trust_media_hashes: Final = settings.trust_media_hashes
         self._gate: Final = _gate(settings)
         self._malformed = 0
         self._adapters: Final = Adapters()
@@ -101,6 +99,7 @@ class SchedulerHalf:
         self._tables: Final = BlockTables()
         self._ranks: Final = ranks
         self._holds: Holds | None = None
+        self._resets: Final = PrefixCacheResets()
 
     def bind(self, manager: KVCacheManager) -> None:
         """Who knows the blocks of a request."""
@@ -108,6 +107,7 @@ class SchedulerHalf:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Who keeps blocks from being given to others; without it workers copy before a step ends."""
+        self._resets.bind(pool)
         self._holds = Holds(pool, self._ranks)
         self.book.hold = self._holds.hold
 
@@ -130,6 +130,7 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         """A request has come."""
+        self._notice_reset()
         self._requests[request.request_id] = request
         try:
             handoff, extras = self._read(request)
@@ -140,16 +141,7 @@ class SchedulerHalf:
 
     def _read(self, request: Request) -> tuple[Handoff, tuple[Extra, ...]]:
         """What the request says, and what its KV depends on besides token ids."""
-        off = _off(request)
-        if off is not None:
-            return Handoff(None, None, off), ()
-        extras = _extras(request)
         lora = request.lora_request
-        if lora is not None:
-            try:
-                extras += (Extra(0, ALL_TOKENS, self._adapters.digest(lora.lora_path)),)
-            except (StoreError, OSError) as error:
-                return Handoff(None, None, str(error)), ()
         handoff = read_handoff(
             request.kv_transfer_params,
             request_id=request.request_id,
@@ -158,10 +150,23 @@ class SchedulerHalf:
             lora=None if lora is None else lora.lora_name,
             admit=None if self._gate is None else partial(self._gate.admit, arrived=request.arrival_time),
         )
+        if handoff.off is not None:
+            return handoff, ()
+        vouched = self._gate is not None and handoff.params is not None
+        off = why_off(request, hashes_trusted=vouched or self._trust_media_hashes)
+        if off is not None:
+            return replace(handoff, off=off), ()
+        extras = media_extras(request)
+        if lora is not None:
+            try:
+                extras += (Extra(0, ALL_TOKENS, self._adapters.digest(lora.lora_path)),)
+            except (StoreError, OSError) as error:
+                return replace(handoff, off=str(error)), ()
         return handoff, extras
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
+        self._notice_reset()
         found = self.book.ask(request.request_id, local, request.all_token_ids, request.num_preemptions)
         if request.skip_reading_prefix_cache:  # it wants the logits of its whole prompt; the book hears of preemptions
             return 0, False
@@ -174,6 +179,7 @@ class SchedulerHalf:
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """vLLM's `build_connector_meta`."""
+        self._notice_reset()
         self._tables.follow(output)
         counts = output.num_scheduled_tokens
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -193,8 +199,14 @@ class SchedulerHalf:
         self._tables.forget(request.request_id)
         return self.book.finish(request.request_id, computed=request.num_computed_tokens)
 
+    def _notice_reset(self) -> None:
+        """vLLM has perhaps reset its prefix cache since, and said nothing."""
+        if self._resets.seen():
+            self.reset()
+
     def reset(self) -> None:
         """vLLM resets its caches: see `VLLMSettings.keep_on_reset`."""
+        self._resets.seen()  # it resets its prefix cache, too, and that is the same
         first = not self.book.counts["resets"]
         self.book.counts["resets"] += 1
         if self._keep_on_reset:
@@ -232,41 +244,6 @@ def _gate(settings: VLLMSettings) -> Gate | None:
         return Gate(settings.verify_with, settings.audience, time.time, since=began())
     except KeyringError as error:
         raise StoreError(f"kv_connector_extra_config.verify_with: {error}") from error
-
-
-def _off(request: Request) -> str | None:
-    """Why the KV of a request depends on something that no key says."""
-    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None or not request.prompt_token_ids:
-        return "its prompt holds embeddings, which have no token ids"
-    if request.pooling_params is not None:
-        return "it asks for an embedding, not for tokens"
-    if request.resumable:
-        return "its prompt comes in pieces"
-    if not all(_says_content(feature.identifier, request.lora_request) for feature in request.mm_features):
-        return "it has an image that the client has named itself: what is in it is not known"
-    return None
-
-
-def _says_content(identifier: str, lora: Lora | None) -> bool:
-    """Whether it is what vLLM's hasher makes (vllm/multimodal/hasher.py): a client's `uuid` comes as it is.
-
-    With an adapter for the encoder, too, its name stands before (vllm/v1/engine/input_processor.py).
-    """
-    if lora is not None:
-        identifier = identifier.removeprefix(f"{lora.lora_name}:")
-    return _DIGEST.fullmatch(identifier) is not None
-
-
-def _extras(request: Request) -> tuple[Extra, ...]:
-    """Images and the like, by vLLM's hash of their content."""
-    return tuple(
-        Extra(
-            feature.mm_position.offset,
-            feature.mm_position.offset + feature.mm_position.length,
-            blake2b(feature.identifier.encode(), digest_size=32).digest(),
-        )
-        for feature in request.mm_features
-    )
 
 
 def _visible(name: str) -> str:

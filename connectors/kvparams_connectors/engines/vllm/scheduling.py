@@ -23,6 +23,7 @@ from kvparams_connectors.engines.vllm.requests import Stage, Tracked
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.rates import LoadRate
 from kvparams_connectors.reports import Hit
+from kvparams_connectors.seldom import Seldom
 
 __all__ = ["Book", "Rules", "Running", "Search"]
 
@@ -100,6 +101,7 @@ class Book:
         self._entries: dict[str, Entry] = {}
         self._loads: list[LoadOrder] = []
         self._life: tuple[Extra, ...] = ()
+        self._off_lines: Final = Seldom()
         self.counts: Counter[str] = Counter()
         """What was decided, by name, since the start."""
 
@@ -109,31 +111,41 @@ class Book:
     def begin(self, request_id: str, prompt: Tokens[int], handoff: Handoff, extras: tuple[Extra, ...] = ()) -> None:
         """A request has come: the lookup starts while it waits its turn."""
         rules = self._rules
-        if handoff.off is not None:
-            self.counts["requests_off"] += 1
-            _LOGGER.warning("the store is not used for request %s: %s", request_id, handoff.off)
-            return
-        saves_tail = rules.saves and handoff.prefilling
+        ids = tuple(prompt)
+        plan = None
+        if handoff.off is None:
+            try:
+                plan = self.plan_of(ids, handoff.shared, extras + self._life)
+            except ValueError as error:  # a token id that no key can hold, and no answer either
+                self._tell_off(request_id, str(error))
+                return
+        else:
+            self._tell_off(request_id, handoff.off)
+            if handoff.params is None:
+                return
+        saves = rules.saves and plan is not None
         tracked = Tracked(
-            prompt_tokens=len(prompt), page_tokens=rules.page_tokens, saves=rules.saves, saves_tail=saves_tail
+            prompt_tokens=len(prompt),
+            page_tokens=rules.page_tokens,
+            saves=saves,
+            saves_tail=saves and handoff.prefilling,
         )
-        entry = Entry(handoff, extras, prompt, tracked, self._life)
-        try:
-            entry.plan = self._plan(entry, entry.prompt)
-        except ValueError as error:  # a token id that no key can hold
-            self.counts["requests_off"] += 1
-            _LOGGER.warning("the store is not used for request %s: %s", request_id, error)
-            return
-        self._entries[request_id] = entry
-        if rules.loads:
+        entry = self._entries[request_id] = Entry(handoff, extras, ids, tracked, self._life, plan)
+        if rules.loads and plan is not None:
             if handoff.decoding:
                 entry.patient_until = self._clock() + self._promise_s
-            entry.lookup = self._search.look(entry.plan)
+            entry.lookup = self._search.look(plan)
+
+    def _tell_off(self, request_id: str, why: str) -> None:
+        """The store is left alone for a request; clients decide for how many."""
+        self.counts["requests_off"] += 1
+        level = logging.WARNING if self._off_lines.due() else logging.DEBUG
+        _LOGGER.log(level, "the store is not used for request %s: %s", request_id, why)
 
     def ask(self, request_id: str, local: int, token_ids: Tokens[int], preemptions: int) -> int | None:
         """How many tokens behind the `local` ones the store has; None: ask again."""
         entry = self._entries.get(request_id)
-        if entry is None or not self._rules.loads:
+        if entry is None or entry.off or not self._rules.loads:
             return 0
         tracked = entry.tracked
         if tracked.preempted(preemptions):
@@ -204,7 +216,7 @@ class Book:
             return None
         tracked = entry.tracked
         keys: Tokens[str] = ()
-        whole = computed >= tracked.prompt_tokens and not entry.outdated
+        whole = computed >= tracked.prompt_tokens and not entry.outdated and not entry.off
         if entry.handoff.prefilling and whole and self._rules.saves:
             if entry.plan is None or entry.plan.tokens != tracked.prompt_tokens:
                 entry.plan = self._plan(entry, entry.prompt)

@@ -63,9 +63,15 @@ class VLLMSettings:
     has these keys has signed them, for this pool, not long ago, and not used before. None: all are believed."""
     audience: str | None = None
     """The name of the pool that they must be signed for."""
+    trust_media_hashes: bool = False
+    """vLLM takes what a client calls an image (`uuid`) for a hash of what is in it, and tells a connector nothing of
+    where a hash comes from. So a request with images, audio or video uses the store only if a proxy vouches for it, by
+    a signed document (`verify_with`): proxies take such names away. True: all hashes are vLLM's own, for nobody but
+    proxies reaches this engine, or none of its clients means harm."""
     keep_on_reset: bool = False
-    """vLLM resets its caches when it sleeps and when its weights are changed, and does not say which. Then what is
-    stored may be of other weights, so it is left alone from there on. True: the weights never change, it is used."""
+    """vLLM's caches are reset when it sleeps and when its weights are changed, and nobody says which. Then what is
+    stored may be of other weights, so it is left alone from there on, whether or not the connector was told of the
+    reset. True: the weights never change, it is used. Weights that change without a reset are not noticed."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
@@ -99,6 +105,7 @@ class VLLMSettings:
             seal_keys=given.path("seal_keys"),
             verify_with=given.path("verify_with"),
             audience=given.text("audience"),
+            trust_media_hashes=given.switch("trust_media_hashes", default=False),
             keep_on_reset=given.switch("keep_on_reset", default=False),
         )
         if settings.promise_s > settings.deadline_s:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from kvparams_connectors.engines.logs import log_as
 from kvparams_connectors.engines.vllm_tier.asking import Asking
 from kvparams_connectors.engines.vllm_tier.contract import refuse_others
 from kvparams_connectors.engines.vllm_tier.interface import Request, Spec, TransferJob
@@ -138,6 +139,7 @@ class KVParamsTier(SecondaryTierManager):
     ) -> None:
         """Raises StoreError or SealError, which end the engine before it serves."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_as(logging.getLogger("vllm"))
         told = TierSettings.of(settings)
         self.locality = None if told.locality is None else Locality(told.locality)
         rows: Rows = np.asarray(primary_kv_view).view(np.uint8)

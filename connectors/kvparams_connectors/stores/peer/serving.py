@@ -15,11 +15,11 @@ from contextlib import suppress
 from secrets import token_bytes
 from typing import Final
 
+from kvparams_connectors.seldom import Seldom
 from kvparams_connectors.store import Code, Result, Results
 from kvparams_connectors.stores.memory import Held, MemoryStore
 from kvparams_connectors.stores.peer.channel import Channel
 from kvparams_connectors.stores.peer.handshake import RUN_BYTES, welcome
-from kvparams_connectors.stores.peer.seldom import Seldom
 from kvparams_connectors.stores.peer.wire import (
     REPLY_HEAD,
     REQUEST_HEAD,

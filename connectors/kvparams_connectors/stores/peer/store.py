@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.jobs import Job
+from kvparams_connectors.seldom import Seldom
 from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
@@ -42,7 +43,6 @@ from kvparams_connectors.stores.peer.gathering import Ask, Gatherings
 from kvparams_connectors.stores.peer.located import Located
 from kvparams_connectors.stores.peer.places import Place, place_of
 from kvparams_connectors.stores.peer.reading import Reader
-from kvparams_connectors.stores.peer.seldom import Seldom
 from kvparams_connectors.stores.peer.serving import Server
 from kvparams_connectors.stores.peer.settings import PeerSettings
 from kvparams_connectors.stores.peer.sources import Sources

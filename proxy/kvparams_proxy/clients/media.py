@@ -1,0 +1,142 @@
+"""Names that clients give to images, audio and video: kept from engines, which take such a name for the content.
+
+vLLM 0.32.0 takes a client's `uuid` of a medium for the hash of what is in it (multimodal/processing/inputs.py,
+`get_mm_hashes`): in its processor and encoder caches, in its prefix cache, and in what it tells KV connectors. Whoever
+names a picture by the hash of another one has the other one answered from its own. The same holds of the hashes that
+stand in `features` of `/inference/v1/generate`.
+
+So a `uuid` is taken out, and the engine hashes the content itself. Hashes in `features` must be there, so they are
+bound to the tenant, in a form that no engine takes for a hash of its own.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, cast
+
+from pydantic_core import to_json
+
+from kvparams.jsontext import Field, edit, fields
+from kvparams_proxy.clients.auth import bind_salt
+from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.strip_list import MEDIA_NAME
+from kvparams_proxy.errors import ProxyError
+
+__all__ = ["without_names"]
+
+_WITH_MESSAGES: Final = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
+"""Members of endpoints other than chat that hold messages, or what has content as messages have it (vLLM 0.32.0
+entrypoints: responses, tokenize, pooling)."""
+_CONTENT: Final = ("content", "output")
+"""Where the parts of a message stand; `output`: of a tool, in `/v1/responses`."""
+_MIXED: Final = (dict, str)
+_NOTHING: Final[Mapping[str, bytes | None]] = {}
+
+
+def without_names(
+    kind: EndpointKind, document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], tenant: str
+) -> Mapping[str, bytes | None]:
+    """Returns what changes in a body, as for `kvparams.jsontext.edit`, so that no medium has a name of the client's.
+
+    Args:
+        kind: of the request.
+        document: what the body parses to.
+        body: its text.
+        spans: where its members stand.
+        tenant: who asks; empty where clients have no keys.
+
+    Raises:
+        ProxyError: 400, a medium has a name and nothing else.
+    """
+    if kind == "chat":
+        messages = document["messages"]
+        for message in cast("list[dict[str, object]]", messages):  # most requests have no list in it
+            content = message.get("content")
+            if type(content) is list and any(map(_has_name, cast("list[object]", content))):
+                return {"messages": to_json(_unnamed(messages, "messages"))}
+        return _NOTHING
+    if kind == "generate":
+        return _generate(document, body, spans, tenant)
+    return {
+        name: to_json(_unnamed(document[name], name))
+        for name in _WITH_MESSAGES
+        if name in document and _is_named(document[name])
+    }
+
+
+def _generate(
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], tenant: str
+) -> Mapping[str, bytes | None]:
+    changes: dict[str, bytes | None] = {}
+    parts = _list(document.get("content_parts"))
+    if any(map(_has_name, parts)):
+        changes["content_parts"] = to_json([_part(part, "content_parts") for part in parts])
+    features = document.get("features")
+    hashes = cast("dict[str, object]", features).get("mm_hashes") if type(features) is dict else None
+    if type(hashes) is dict:
+        bound = {modality: _bound(names, tenant) for modality, names in cast("dict[str, object]", hashes).items()}
+        raw = body[spans["features"].value : spans["features"].end]
+        changes["features"] = edit(raw, fields(raw), {"mm_hashes": to_json(bound)})
+    return changes
+
+
+def _bound(names: object, tenant: str) -> object:
+    """Hashes of one modality, bound to the tenant; what is none is left for the engine to refuse."""
+    if type(names) is not list:
+        return names
+    return [bind_salt(tenant, name) if type(name) is str else name for name in cast("list[object]", names)]
+
+
+def _messages(value: object) -> Iterator[Mapping[str, object]]:
+    """Yields the messages of a member: one object, or those in a list of texts and objects. Token ids cost nothing."""
+    if type(value) is dict:
+        yield cast("dict[str, object]", value)
+        return
+    items = _list(value)
+    if items and type(items[0]) in _MIXED:
+        for item in items:
+            if type(item) is dict:
+                yield cast("dict[str, object]", item)
+
+
+def _is_named(value: object) -> bool:
+    for message in _messages(value):
+        for name in _CONTENT:
+            if any(map(_has_name, _list(message.get(name)))):
+                return True
+    return False
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if type(value) is list else []
+
+
+def _has_name(part: object) -> bool:
+    return type(part) is dict and MEDIA_NAME in part
+
+
+def _unnamed(value: object, where: str) -> object:
+    """A member that holds messages, without the names of media in them."""
+    if type(value) is list:
+        return [_unnamed(item, where) for item in cast("list[object]", value)]
+    if type(value) is not dict:
+        return value
+    message = dict(cast("dict[str, object]", value))
+    for name in _CONTENT:
+        if parts := _list(message.get(name)):
+            message[name] = [_part(part, where) for part in parts]
+    return message
+
+
+def _part(part: object, where: str) -> object:
+    """A part of a message without its name."""
+    if not _has_name(part):
+        return part
+    kept = {name: value for name, value in cast("dict[str, object]", part).items() if name != MEDIA_NAME}
+    if all(value is None for name, value in kept.items() if name != "type"):
+        raise ProxyError(
+            400,
+            "invalid_request_error",
+            f"a part in `{where}` has a `{MEDIA_NAME}` and no content: names are not kept here, so send the content",
+            param=where,
+            code="invalid_value",
+        )
+    return kept
