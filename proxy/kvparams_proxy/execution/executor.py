@@ -261,6 +261,10 @@ class Execution:
             self._finish("ok")
         except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
             self._refuse(refusal(error))
+            error.__traceback__ = None
+        finally:
+            if failure is not None:  # its frames hold it, and with it all that the request had
+                failure.__traceback__ = None
 
     def _stranded(self, step: Choose, error: ProxyError) -> BrokenLeg | None:
         """What the plan is told of a choice that found nobody, if it has chosen the other leg's engine already and
@@ -648,9 +652,10 @@ class Execution:
         if self._waiting is not None:
             resources.fleet.give_up(self)
         self._plan.close()
-        if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone
+        if self._exchange is not None:  # it is overdue, or the proxy went wrong: the engine must not go on alone
             exchange, self._exchange = self._exchange, None
             exchange.discard()
+        self._relay = None
         if self._paired is not None:
             self._drop_other()
         resources.watch.stop(self)

@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
             return
-        wrong: Exception | None = None
+        wrong = ""
         try:
             if not self._head_done:
                 self._check_head(data)
@@ -250,7 +250,7 @@ class Connection(asyncio.Protocol):
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 if not self._complete and not self._pieces:
                     raise
-                wrong = error  # behind what came well, which counts however the bytes fall into reads
+                wrong = reason(error)  # behind what came well, which counts however the bytes fall into reads
             pieces = self._pieces
             if not pieces:  # a head, trailers, the framing of chunks: the parser may keep all of it
                 self._bodiless_bytes += len(data)
@@ -271,10 +271,10 @@ class Connection(asyncio.Protocol):
             self._fail(UpstreamError("the proxy failed; its log says why"))
             return
         if self._complete:
-            self._strange = self._strange or wrong is not None
+            self._strange = self._strange or bool(wrong)
             self._end()
-        elif wrong is not None and self._sink is sink:
-            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(wrong)})"))
+        elif wrong and self._sink is sink:
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({wrong})"))
 
     def _check_head(self, data: bytes) -> None:
         """
@@ -288,6 +288,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete a body that only the end delimits; otherwise the answer is cut off."""
         self._pool.forget(self)
+        del self._parser  # it holds this connection
         exchange, self._exchange, self._sink = self._exchange, None, None
         if exchange is None:
             return
