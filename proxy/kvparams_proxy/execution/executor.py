@@ -23,7 +23,7 @@ from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.context import PlanContext
-from kvparams_proxy.execution.corrections import Corrections, is_answer, load_answer, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, is_answer, load_result, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
@@ -496,7 +496,7 @@ class Execution:
             if leg.answers_client:
                 answer = self._send_whole(raw)
             else:
-                document = load_answer(raw) if document is None else document
+                document = load_result(raw) if document is None else document
                 if (reported := error_in(document)) is not None:
                     raise UpstreamRefusal(reported)
                 if leg.resumed is None:  # what the client is told is what its own prompt cost
