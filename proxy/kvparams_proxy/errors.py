@@ -5,6 +5,7 @@ The one rule: the message says what is wrong and what to do; addresses and the i
 
 import json
 from collections.abc import Mapping
+from typing import Final
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import load_object
@@ -12,6 +13,10 @@ from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.execution.privacy import Addresses, error_in, told
 
 __all__ = ["ProxyError", "engine_refusal", "reported_error"]
+
+
+_LONGEST: Final = 64 << 10
+"""Bytes of an engine's error that are read: of a longer one, the client learns the status alone."""
 
 
 class ProxyError(Exception):
@@ -75,7 +80,7 @@ def engine_refusal(
     the status.
     """
     try:
-        document, _ = load_object(raw)
+        document, _ = load_object(raw) if len(raw) <= _LONGEST else ({}, None)
     except JSONTextError:
         document = {}
     return reported_error(role, status, error_in(document) or document, addresses, sent, own_key=own_key)

@@ -3,12 +3,14 @@
 The cases of each group stand in a module of their own, as tables: `upstream_cases.py`, `lifecycle_cases.py`.
 """
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from .clients import Client, post
-from .engines import Script
+from .engines import Script, Seen
 
 __all__ = ["ASKED", "STREAM", "Act", "Case", "Expect", "Group", "Stage", "asks"]
 
@@ -26,6 +28,8 @@ class Stage:
     case: int
     """The number that the case's requests carry: see `engines.trace_of`."""
     within_s: float
+    seen: Callable[[str], Sequence[Seen]]
+    """The requests of this case that engines of a role have begun to work on."""
     clients: list[Client] = field(default_factory=list[Client])
 
     async def connect(self, *, buffer_bytes: int | None = None) -> Client:
@@ -33,6 +37,17 @@ class Stage:
         client = await Client.connect(self.port, buffer_bytes=buffer_bytes)
         self.clients.append(client)
         return client
+
+    async def at_work(self, role: str, number: int = 1) -> None:
+        """Waits until engines of a role work on so many requests of this case."""
+        while len(self.seen(role)) < number:  # noqa: ASYNC110  engines tell nobody
+            await asyncio.sleep(0.01)
+
+    async def abandoned(self, within_s: float) -> None:
+        """Waits until a decode engine has seen its connection close, or the time is over."""
+        end = time.monotonic() + within_s
+        while not any(seen.left_s for seen in self.seen("decode")) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 Act = Callable[[Stage], Awaitable[None]]

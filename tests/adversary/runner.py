@@ -154,7 +154,7 @@ class Arena:
             if case.alone:
                 results.append(await self._run(case))
                 async with asyncio.timeout(case.within_s):  # its scripts go on for a while
-                    while any(self._cases in engine.running for engine in self.engines):  # noqa: ASYNC110
+                    while self._works(self._cases):  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
         return results
 
@@ -164,7 +164,9 @@ class Arena:
         for role, script in (("prefill", case.prefill), ("decode", case.decode)):
             if script is not None:
                 self._scripts[number, role] = script
-        stage = Stage(self.port, number, case.within_s)
+        stage = Stage(
+            self.port, number, case.within_s, lambda role: [seen for seen in self._seen(number) if seen.role == role]
+        )
         began = time.monotonic()
         problems: list[str] = []
         try:
@@ -187,9 +189,9 @@ class Arena:
         """What is wrong with what engines saw."""
         if case.aborts_within_s is not None:
             end = time.monotonic() + case.aborts_within_s + LATE_S
-            while any(seen.left_s is None for seen in self._seen(number)) and time.monotonic() < end:  # noqa: ASYNC110
+            while self._works(number) and time.monotonic() < end:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            if any(seen.left_s is None for seen in self._seen(number)):
+            if self._works(number):
                 return ["an engine goes on for nobody"]
         roles = {seen.role for seen in self._seen(number)}
         if case.reaches == "nobody" and roles:
@@ -197,6 +199,9 @@ class Arena:
         if case.reaches in ("prefill", "decode") and case.reaches not in roles:
             return [f"it did not reach {case.reaches}"]
         return []
+
+    def _works(self, number: int) -> bool:
+        return any(number in engine.running for engine in self.engines)
 
     def _seen(self, number: int) -> list[Seen]:
         return [seen for engine in self.engines for seen in engine.seen if seen.case == number and not seen.release]

@@ -246,6 +246,7 @@ def contents() -> Iterator[Case]:
         "UTF-16": DECODE.decode().encode("utf-16"),
         "bad UTF-8": DECODE.replace(b'"x"', b'"\xff\xfe"'),
         "deep lists": b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "many members": b'{"choices":[' + b"[]," * 1_000_000 + b"0]}",
         "a control character": DECODE.replace(b'"x"', b'"\x01"'),
         "single quotes": DECODE.replace(b'"', b"'"),
     }

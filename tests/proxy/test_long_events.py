@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvparams_proxy.execution.continuation import Recorder
-from kvparams_proxy.execution.corrections import Corrections
+from kvparams_proxy.execution.corrections import Corrections, load_result
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.relay import Relay
 from kvparams_proxy.queue.awaited import Awaited, Owner
@@ -20,15 +20,15 @@ from kvparams_proxy.queue.messages import Part, Work
 from kvparams_proxy.queue.outbox import Letter
 from kvparams_proxy.queue.running import Running
 from kvparams_proxy.sidecar.inprocess import InProcess
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
+from kvparams_proxy.upstream.terms import TURN_BYTES, Collect, Head, UpstreamError
 
 from .test_metrics_stream_events import Client
 from .test_metrics_stream_events import Owner as Listener
 
 FIRST = b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
-READ_BYTES = 256_000
-"""The most that uvloop reads at a time."""
+READ_BYTES = TURN_BYTES
+"""The most that is delivered in one turn."""
 LONGEST_S = 0.06
 """CPU of one read: 20 ms are allowed, and a machine that is busy with other tests takes up to three times as long."""
 TRIES = 3
@@ -95,7 +95,7 @@ def test_an_event_that_never_ends_is_given_up(begun: bool) -> None:
 def test_what_holds_nothing_is_not_held_for_ever(filler: bytes) -> None:
     stream = Stream(begun=False)
     with pytest.raises(UpstreamError, match="nothing but comments"):
-        stream.feed([filler * (READ_BYTES // len(filler))] * 50)
+        stream.feed([filler * (READ_BYTES // len(filler))] * 200)
     assert stream.longest_s < LONGEST_S
 
 
@@ -221,7 +221,7 @@ def test_an_event_that_would_take_long_to_parse_is_given_up(name: str, begun: bo
 
 
 STRANGE = {
-    "numbers": b",".join(b'"m%d":1' % n for n in range(5_000)),
+    "numbers": b",".join(b'"m%d":1' % n for n in range(1_000)),
     "texts": b",".join(b'"m%d":"%b"' % (n, b"a b " * 2_000) for n in range(200)),
     "private ones inside": b'"x":[%b]' % b",".join([b'{"remote_host":1,"a":2}'] * 5_000),
     "private ones in a row": b'"x":{%b}' % b",".join(b'"remote_host":%d' % n for n in range(10_000)),
@@ -231,7 +231,7 @@ STRANGE = {
 @pytest.mark.parametrize("name", STRANGE)
 def test_members_that_clients_do_not_get_cost_one_look_each(name: str) -> None:
     stream = Stream(begun=False)
-    row = b",".join([b'{"kv_transfer_params":1}'] * 5_000)
+    row = b",".join([b'{"kv_transfer_params":1}'] * 500)
     raw = b'data: {"choices":[{"index":0,"text":"a","b":[%b]}],%b}\n\n' % (row, STRANGE[name])
     try:
         stream.feed(cut(raw, READ_BYTES))
@@ -300,8 +300,8 @@ def test_what_was_kept_for_a_slow_client_is_delivered_in_turns() -> None:
         before = sum(reads)
         way.turns.pop(0)()
         turns += 1
-        assert sum(reads) - before <= 256 << 10
-    assert turns >= 32
+        assert sum(reads) - before <= TURN_BYTES
+    assert turns >= 128
     assert got == [b"".join(bytes([number]) * (1 << 20) for number in range(8))]
 
 
@@ -362,3 +362,20 @@ async def test_an_app_that_never_waits_does_not_hold_the_loop(body: bytes) -> No
     if call.task is not None:
         call.task.cancel()
         await asyncio.wait([call.task], timeout=5)
+
+
+def test_the_answer_of_a_prefill_leg_is_read_at_once_or_not_at_all() -> None:
+    """It has the ids of its prompt in it where the client has asked for them, and KV params of any prompt."""
+    blocks = {"remote_block_ids": [list(range(70_000))], "remote_host": "10.0.0.1"}
+    raw = json.dumps({"choices": [{"index": 0, "prompt_token_ids": IDS}], "kv_transfer_params": blocks}).encode()
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        began = time.thread_time()
+        assert load_result(raw)["kv_transfer_params"] == blocks
+        longest_s.append(time.thread_time() - began)
+    assert min(longest_s) < LONGEST_S
+    for name, heavy in HEAVY.items():
+        began = time.thread_time()
+        with pytest.raises(UpstreamError):
+            load_result(b'{"choices":[{"index":0}],"x":%b}' % heavy)
+        assert time.thread_time() - began < LONGEST_S, name

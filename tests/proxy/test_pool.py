@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.terms import TURN_BYTES, UpstreamError, UpstreamLimits
 from tests.proxy.conftest import Awaited
 
 
@@ -188,4 +188,54 @@ async def test_an_exchange_paused_before_it_has_a_connection_reads_nothing(scrip
             exchange.resume()
         await collect.answer
     assert collect.size == 100_000
+    pool.close()
+
+
+class InTurns(Awaited):
+    """Notes how much came in each turn of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(64 << 20)
+        self.pieces: list[int] = []
+        self.paused_at: int | None = None
+        self.handle: Any = None
+
+    def on_body(self, data: bytes) -> None:
+        self.pieces.append(len(data))
+        super().on_body(data)
+        if self.paused_at == len(self.pieces):
+            self.handle.pause()
+
+
+@pytest.mark.parametrize("end", ["kept", "closed", "reset", "garbage"])
+async def test_a_long_answer_is_delivered_in_turns(scripted: Any, end: str) -> None:
+    body = bytes(range(256)) * (12 << 10)  # 3 MiB
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def long(asked: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + body + (b"garbage" if end == "garbage" else b""))
+        await writer.drain()
+        if end != "kept":
+            raise ConnectionResetError
+
+    engine = await scripted(long)
+    pool = Pool(engine.url, UpstreamLimits())
+    for paused_at in (None, 1, 3):
+        sink = InTurns()
+        sink.paused_at = paused_at
+        sink.handle = pool.exchange(pool.request(b"/", b"", b"{}"), sink)
+        if paused_at is not None:
+            async with asyncio.timeout(10):
+                while len(sink.pieces) < paused_at:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            assert len(sink.pieces) == paused_at  # the control: nothing comes while it is paused
+            sink.handle.resume()
+        async with asyncio.timeout(20):
+            _, got = await sink.answer
+        assert got == body
+        assert max(sink.pieces) <= TURN_BYTES
+        assert len(sink.pieces) >= len(body) // TURN_BYTES
+    if end == "kept":
+        assert engine.connections == 1
     pool.close()

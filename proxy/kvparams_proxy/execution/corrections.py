@@ -11,7 +11,15 @@ from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, fields, locate
-from kvparams_proxy.execution.events import AT_ONCE, EventEnds, data_of, split_events
+from kvparams_proxy.execution.events import (
+    AT_ONCE,
+    LARGE_BYTES,
+    EventEnds,
+    check_members,
+    data_of,
+    split_events,
+    without_lists,
+)
 from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
 
@@ -21,6 +29,7 @@ __all__ = [
     "check_no_error",
     "is_answer",
     "load_answer",
+    "load_result",
     "prompt_details",
 ]
 
@@ -177,6 +186,20 @@ def load_answer(raw: bytes) -> dict[str, object]:
     if not isinstance(document, dict):
         raise JSONTextError("not a JSON object")
     return cast("dict[str, object]", document)
+
+
+def load_result(raw: bytes) -> dict[str, object]:
+    """The answer of a prefill leg: one token and KV params, beside the ids of its prompt where the client has asked for
+    them. Those are left out if they are many.
+
+    Raises:
+        JSONTextError: it is not a JSON object.
+        UpstreamError: it is far more than that.
+    """
+    if len(raw) > LARGE_BYTES:
+        raw, _ = without_lists(raw)
+        check_members(raw)
+    return load_answer(raw)
 
 
 def is_answer(raw: bytes) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "LARGE_BYTES",
     "EventBuffer",
     "EventEnds",
+    "check_members",
     "complete_events",
     "data_of",
     "done_end",
@@ -24,9 +25,9 @@ __all__ = [
     "without_lists",
 ]
 
-AT_ONCE: Final = 2_000
-"""The most events of one read that are examined one by one. A read is 256 KiB at most, and events that must be
-examined have more than 128 bytes."""
+AT_ONCE: Final = 600
+"""The most events that are examined one by one in a turn of the event loop. It brings `TURN_BYTES` at most, and events
+that must be examined have more than a hundred bytes."""
 LARGE_BYTES: Final = 64 << 10
 """An event this short costs little to parse, whatever is in it."""
 _RAW_BYTES: Final = 8 << 20
@@ -143,9 +144,19 @@ def data_of(event: bytes) -> bytes:
         if len(event) > LARGE_BYTES and event.count(b"\n") > AT_ONCE:
             raise UpstreamError("an event of its stream has too many lines")
         data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-    if len(data) > LARGE_BYTES and _parse_ns(data) > _PARSE_NS:
-        raise UpstreamError("an event of its stream has too many members to be examined")
+    if len(data) > LARGE_BYTES:
+        check_members(data)
     return data
+
+
+def check_members(raw: bytes) -> None:
+    """Refuses JSON text that would hold the event loop for too long while it is parsed.
+
+    Raises:
+        UpstreamError: it has too many members.
+    """
+    if _parse_ns(raw) > _PARSE_NS:
+        raise UpstreamError("the engine's answer has too many members to be examined")
 
 
 def _parse_ns(data: bytes) -> int:
@@ -173,13 +184,13 @@ def done_end(events: bytes) -> int:
 
 
 def without_lists(events: bytes) -> tuple[bytes, list[bytes]]:
-    """Cuts long lists of token ids out of whole events, so that searching and parsing the rest is cheap.
+    """Cuts long lists of token ids out of whole events, or of an answer: searching and parsing the rest is cheap.
 
     Returns:
-        The events with a placeholder for each list, and the lists for `with_lists`.
+        The text with a placeholder for each list, and the lists for `with_lists`.
 
     Raises:
-        UpstreamError: an event is too long all the same.
+        UpstreamError: it is too long all the same.
     """
     lists: list[bytes] = []
     pieces: list[bytes] = []
@@ -196,7 +207,7 @@ def without_lists(events: bytes) -> tuple[bytes, list[bytes]]:
     if lists:
         events = b"".join((*pieces, events[at:]))
     if len(events) > _BYTES:
-        raise UpstreamError(f"an event is longer than {_BYTES} bytes")
+        raise UpstreamError(f"an event or an answer is longer than {_BYTES} bytes")
     return events, lists
 
 

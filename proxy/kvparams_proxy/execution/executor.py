@@ -23,7 +23,7 @@ from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.context import PlanContext
-from kvparams_proxy.execution.corrections import Corrections, is_answer, load_answer, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, is_answer, load_result, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, evidence, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
@@ -261,6 +261,10 @@ class Execution:
             self._finish("ok")
         except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
             self._refuse(refusal(error))
+            error.__traceback__ = None
+        finally:
+            if failure is not None:  # its frames hold it, and with it all that the request had
+                failure.__traceback__ = None
 
     def _stranded(self, step: Choose, error: ProxyError) -> BrokenLeg | None:
         """What the plan is told of a choice that found nobody, if it has chosen the other leg's engine already and
@@ -492,7 +496,7 @@ class Execution:
             if leg.answers_client:
                 answer = self._send_whole(raw)
             else:
-                document = load_answer(raw) if document is None else document
+                document = load_result(raw) if document is None else document
                 if (reported := error_in(document)) is not None:
                     raise UpstreamRefusal(reported)
                 if leg.resumed is None:  # what the client is told is what its own prompt cost
@@ -660,9 +664,10 @@ class Execution:
         if self._waiting is not None:
             resources.fleet.give_up(self)
         self._plan.close()
-        if self._exchange is not None:  # the proxy itself went wrong: the engine must not go on alone
+        if self._exchange is not None:  # it is overdue, or the proxy went wrong: the engine must not go on alone
             exchange, self._exchange = self._exchange, None
             exchange.discard()
+        self._relay = None
         if self._paired is not None:
             self._drop_other()
         resources.watch.stop(self)

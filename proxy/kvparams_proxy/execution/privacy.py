@@ -92,7 +92,7 @@ _PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,200}")
 _CODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST: Final = 4096
 """Characters of an engine's message that a client may get, and of a member of its own that is searched."""
-_SEARCHED: Final = 16 * _LONGEST
+_SEARCHED: Final = 8 * _LONGEST
 """Bytes of an answer's own members that are searched in all; what goes beyond is kept back."""
 _FEW: Final = 4
 """Members that are looked for one by one."""

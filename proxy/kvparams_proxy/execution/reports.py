@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from kvparams.errors import JSONTextError
 from kvparams.peers import readable
-from kvparams_proxy.execution.corrections import load_answer
+from kvparams_proxy.execution.corrections import load_result
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.telemetry.account import Account
+from kvparams_proxy.upstream.terms import UpstreamError
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefixes import Prefixes
@@ -21,8 +22,8 @@ def report(prefixes: "Prefixes", account: Account, raw: bytes) -> dict[str, obje
         The answer; None where it is none.
     """
     try:
-        document = load_answer(raw)
-    except JSONTextError:
+        document = load_result(raw)
+    except (JSONTextError, UpstreamError):  # whoever owns the request finds out what is wrong with it
         return None
     if error_in(document) is None:
         account.prompt_tokens = account.cached_tokens = None  # of an attempt before

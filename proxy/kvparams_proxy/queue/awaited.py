@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from kvparams_proxy.queue import messages
 from kvparams_proxy.queue.messages import End, Lost, Malformed, Order, Part, Refused, Result, Taken
 from kvparams_proxy.queue.outbox import Fate, Letter
-from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError, UpstreamFull, UpstreamTimeout
+from kvparams_proxy.upstream.terms import TURN_BYTES, Head, Sink, UpstreamError, UpstreamFull, UpstreamTimeout
 
 __all__ = ["Awaited"]
 
@@ -20,8 +20,6 @@ _log: Final = logging.getLogger(__name__)
 _ASK_S: Final = 1.0
 _EARLY: Final = 256
 """Parts that came before one that is missing; a node has 16 on their way."""
-_TURN_BYTES: Final = 256 << 10
-"""Of an answer that are delivered in one turn of the event loop: as much as a read from a socket brings."""
 _PART_BYTES: Final = 256
 """What a part takes in memory beside its body."""
 _TOO_LARGE: Final = (
@@ -267,15 +265,15 @@ class Awaited:
         self._more = False
         turn_bytes = 0
         while self._kept and not self._paused and self._sink is not None:
-            if turn_bytes >= _TURN_BYTES:
+            if turn_bytes >= TURN_BYTES:
                 self._more = True
                 self._owner.call_soon(self._deliver)
                 break
             part = self._kept.popleft()
-            if len(part.body) > _TURN_BYTES:
-                rest = part._replace(head=None, body=part.body[_TURN_BYTES:])
+            if len(part.body) > TURN_BYTES:
+                rest = part._replace(head=None, body=part.body[TURN_BYTES:])
                 self._kept.appendleft(rest)
-                part = part._replace(body=part.body[:_TURN_BYTES], last=False)
+                part = part._replace(body=part.body[:TURN_BYTES], last=False)
             else:
                 self._kept_bytes -= _PART_BYTES
             self._kept_bytes -= len(part.body)

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from starlette.types import ASGIApp, Message, Scope
 
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, reason
+from kvparams_proxy.upstream.terms import TURN_BYTES, Head, Request, Sink, UpstreamError, reason
 
 __all__ = ["Call", "InProcess"]
 
@@ -24,12 +24,8 @@ _GRACE_S: Final = 5.0
 _CLOSING_S: Final = 2 * _GRACE_S
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 """As uvicorn says it: so that frameworks listen for the client's leaving."""
-_TURN_BYTES: Final = 64 << 10
-"""After so many an app that never waits lets others have their turn, as a socket's buffer would make it."""
 _MESSAGE_BYTES: Final = 512
-"""What a message counts for that, beside its body: one that is empty takes time, too."""
-_PIECE_BYTES: Final = 256 << 10
-"""The most of a body that is delivered in one turn: as much as a read from a socket."""
+"""What a message counts for beside its body, where an app never waits: one that is empty takes time, too."""
 _HERE: Final = ("127.0.0.1", 0)
 
 
@@ -232,15 +228,15 @@ class Call:
     async def _send(self, message: Message) -> None:
         body = message.get("body", b"")
         at = 0
-        while len(body) - at > _PIECE_BYTES and self._sink is not None:
-            piece = body[at : at + _PIECE_BYTES]
-            await self._deliver({**message, "body": piece, "more_body": True}, _TURN_BYTES)
-            at += _PIECE_BYTES
+        while len(body) - at > TURN_BYTES and self._sink is not None:
+            piece = body[at : at + TURN_BYTES]
+            await self._deliver({**message, "body": piece, "more_body": True}, TURN_BYTES)
+            at += TURN_BYTES
         await self._deliver({**message, "body": body[at:]} if at else message, len(body) - at)
 
     async def _deliver(self, message: Message, size: int) -> None:
         self._bytes += size + _MESSAGE_BYTES
-        if self._bytes > _TURN_BYTES:
+        if self._bytes > TURN_BYTES:
             self._bytes = 0
             await asyncio.sleep(0)
         while not self._flowing.is_set() and not self._left.is_set():

@@ -12,7 +12,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from kvparams_proxy.upstream.terms import Head, Request, Sink, UpstreamError, UpstreamLimits, reason
+from kvparams_proxy.upstream.terms import TURN_BYTES, Head, Request, Sink, UpstreamError, UpstreamLimits, reason
 
 __all__ = ["Connection", "Exchange"]
 
@@ -149,6 +149,7 @@ class Connection(asyncio.Protocol):
         "_head",
         "_head_done",
         "_keep_alive",
+        "_later",
         "_parser",
         "_paused",
         "_pieces",
@@ -172,6 +173,8 @@ class Connection(asyncio.Protocol):
         self._strange = False
         self._sent_at = 0.0
         self._paused = False
+        self._later = b""
+        """What a read has brought and further turns will deliver; nothing is read meanwhile."""
         self.idle_since = 0.0
         self._reset()
 
@@ -221,7 +224,10 @@ class Connection(asyncio.Protocol):
         """Read from the socket again."""
         if self._paused:
             self._paused = False
-            self.transport.resume_reading()
+            if self._later:
+                asyncio.get_running_loop().call_soon(self._go_on)
+            else:
+                self.transport.resume_reading()
 
     @property
     def peer(self) -> str | None:
@@ -236,12 +242,21 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came and deliver it at once."""
+        """Parse what came and deliver it at once; of much, some in each turn of the event loop."""
+        if self._later:  # of what TLS has decrypted, more may come while nothing is read
+            self._later += data
+            return
+        if len(data) > TURN_BYTES:
+            self._later = data[TURN_BYTES:]
+            if not self._paused:
+                self.transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._go_on)
+            data = data[:TURN_BYTES]
         sink = self._sink
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
             return
-        wrong: Exception | None = None
+        wrong = ""
         try:
             if not self._head_done:
                 self._check_head(data)
@@ -250,7 +265,7 @@ class Connection(asyncio.Protocol):
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 if not self._complete and not self._pieces:
                     raise
-                wrong = error  # behind what came well, which counts however the bytes fall into reads
+                wrong = reason(error)  # behind what came well, which counts however the bytes fall into reads
             pieces = self._pieces
             if not pieces:  # a head, trailers, the framing of chunks: the parser may keep all of it
                 self._bodiless_bytes += len(data)
@@ -271,10 +286,20 @@ class Connection(asyncio.Protocol):
             self._fail(UpstreamError("the proxy failed; its log says why"))
             return
         if self._complete:
-            self._strange = self._strange or wrong is not None
+            self._strange = self._strange or bool(wrong)
             self._end()
-        elif wrong is not None and self._sink is sink:
-            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(wrong)})"))
+        elif wrong and self._sink is sink:
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({wrong})"))
+
+    def _go_on(self) -> None:
+        """Deliver more of what a read has brought, unless the answer is over or nobody takes it now."""
+        later = self._later
+        if not later or self._paused or self._sink is None:
+            return
+        self._later = b""
+        if len(later) <= TURN_BYTES:
+            self.transport.resume_reading()
+        self.data_received(later)
 
     def _check_head(self, data: bytes) -> None:
         """
@@ -288,6 +313,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete a body that only the end delimits; otherwise the answer is cut off."""
         self._pool.forget(self)
+        del self._parser  # it holds this connection
         exchange, self._exchange, self._sink = self._exchange, None, None
         if exchange is None:
             return
@@ -352,7 +378,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         exchange, self._exchange, self._sink = self._exchange, None, None
-        if self._strange or not self._keep_alive or self.transport.is_closing():
+        if self._strange or self._later or not self._keep_alive or self.transport.is_closing():
             self.transport.close()
         else:
             if self._paused:

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import httptools
 
 __all__ = [
+    "TURN_BYTES",
     "BodyBuffer",
     "Collect",
     "Head",
@@ -25,6 +26,8 @@ __all__ = [
     "reason",
 ]
 
+TURN_BYTES: Final = 64 << 10
+"""The most of one answer that is delivered in one turn of the event loop, whatever a read or a message brings."""
 Request = tuple[bytes, bytes]
 """Head and body, as they are sent: putting them together would copy a long body once more."""
 

@@ -1,0 +1,135 @@
+"""What a request had is gone with it, however it ended: nothing waits for the garbage collector."""
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.execution.context import PlanContext
+from kvparams_proxy.execution.executor import Execution
+from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.upstream.connection import Connection, Exchange
+from kvparams_proxy.upstream.terms import Collect
+
+from .stage import until
+from .test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
+
+KINDS = (Execution, PlanContext, Inbound, Relay, Collect, Exchange)
+ERROR = whole(b"no").replace(b"200 OK", b"500 X")
+REFUSAL = whole(b'{"error":{"message":"no","code":400}}').replace(b"200 OK", b"400 X")
+
+
+async def silent(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "well": dict,
+    "prefill fails": lambda: {"prefill": sending(ERROR)},
+    "prefill refuses": lambda: {"prefill": sending(REFUSAL)},
+    "prefill says no JSON": lambda: {"prefill": sending(whole(b"no"))},
+    "prefill says nothing of KV": lambda: {"prefill": sending(whole(b'{"choices":[{"index":0,"text":"x"}]}'))},
+    "prefill closes": lambda: {"prefill": sending(close=True)},
+    "prefill is no HTTP": lambda: {"prefill": sending(b"no\r\n\r\n")},
+    "prefill is silent": lambda: {"prefill": silent},
+    "decode fails": lambda: {"decode": sending(ERROR)},
+    "decode refuses": lambda: {"decode": sending(REFUSAL)},
+    "decode closes": lambda: {"decode": sending(close=True)},
+    "decode is no HTTP": lambda: {"decode": sending(b"no\r\n\r\n")},
+    "decode is silent": lambda: {"decode": silent},
+    "a stream breaks": lambda: {"decode": sending(SSE + chunk(EVENT), close=True)},
+    "a stream ends early": lambda: {"decode": sending(SSE + chunk(EVENT) + b"0\r\n\r\n")},
+    "a stream has an error": lambda: {"decode": sending(SSE + chunk(b'data: {"error":{"message":"no"}}\n\n'))},
+    "a stream is garbage": lambda: {"decode": sending(SSE + chunk(EVENT) + b"zz\r\n")},
+    "a stream goes on": lambda: {"decode": sending(SSE + chunk(EVENT + DONE + EVENT) + b"0\r\n\r\n")},
+    "a stream does not end": lambda: {"decode": sending(SSE + chunk(EVENT + DONE))},
+}
+
+
+@pytest.fixture
+def collector_off() -> Generator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive() -> Counter[str]:
+    """What there is of requests, by type, as far as the collector knows of it."""
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, KINDS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WAYS)
+async def test_nothing_of_a_request_outlives_it(
+    scripted: Any, proxy: Any, collector_off: None, name: str, stream: bool
+) -> None:
+    good = sending(SSE + chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n") if stream else sending(whole(GOOD))
+    scripts = {"prefill": sending(whole(GOOD)), "decode": good, **WAYS[name]()}
+    engines = {role: await scripted(script) for role, script in scripts.items()}
+    limits = {"prefill_timeout_s": 0.3, "decode_timeout_s": 0.3}
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_s=60.0, **limits)
+    await asyncio.sleep(0)
+    before = alive()
+    for _ in range(3):
+        got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
+        assert got.status_code
+    await until(lambda: _gone(before))
+    assert alive() == before
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "stream"])
+@pytest.mark.parametrize("how", ["the client leaves", "the request is overdue"])
+async def test_nothing_of_a_request_outlives_it_where_it_is_cut_off(
+    scripted: Any, proxy: Any, collector_off: None, name: str, how: str
+) -> None:
+    begun = asyncio.Event()
+
+    async def streaming(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE + chunk(EVENT))
+        begun.set()
+        await reader.read()
+
+    async def waiting(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        await reader.read()
+
+    scripts = {"prefill": sending(whole(GOOD)), "decode": sending(whole(GOOD))}
+    scripts["prefill" if name == "prefill" else "decode"] = streaming if name == "stream" else waiting
+    engines = {role: await scripted(script) for role, script in scripts.items()}
+    limit = {} if how == "the client leaves" else {"request_timeout_s": 0.3}
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_s=60.0, **limit)
+    before = alive()
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    body = json.dumps(BODY | {"stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    await asyncio.wait_for(begun.wait(), 10)
+    if how == "the client leaves":
+        writer.transport.abort()
+    else:
+        await asyncio.wait_for(reader.readuntil(b"request_timeout"), 10)
+        writer.close()
+    await until(lambda: _gone(before))
+    assert alive() == before
+
+
+async def test_a_connection_that_an_engine_has_closed_is_gone(scripted: Any, proxy: Any, collector_off: None) -> None:
+    prefill, decode = await scripted(sending(whole(GOOD), close=True)), await scripted(sending(whole(GOOD), close=True))
+    running = await proxy([prefill.url], [decode.url], probe_s=60.0)
+    for _ in range(5):
+        assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
+
+    async def few() -> bool:
+        return sum(isinstance(each, Connection) for each in gc.get_objects()) <= 2  # those of the probes
+
+    await until(few)
+
+
+async def _gone(before: Counter[str]) -> bool:
+    return alive() == before
