@@ -3,12 +3,18 @@
 import asyncio
 import gc
 import json
+import socket
+import struct
 from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 
+from kvparams_proxy.clients.asgi import ASGIExchange
+from kvparams_proxy.clients.body import Body
+from kvparams_proxy.clients.direct import DirectDownstream
+from kvparams_proxy.clients.http1 import HTTPProtocol
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.executor import Execution
@@ -59,9 +65,9 @@ def collector_off() -> Generator[None]:
     gc.enable()
 
 
-def alive() -> Counter[str]:
+def alive(kinds: tuple[type, ...] = KINDS) -> Counter[str]:
     """What there is of requests, by type, as far as the collector knows of it."""
-    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, KINDS))
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -129,6 +135,55 @@ async def test_a_connection_that_an_engine_has_closed_is_gone(scripted: Any, pro
         return sum(isinstance(each, Connection) for each in gc.get_objects()) <= 2  # those of the probes
 
     await until(few)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+TEXT = json.dumps(BODY).encode()
+CLIENTS = (HTTPProtocol, DirectDownstream, ASGIExchange, Body)
+
+
+@pytest.mark.parametrize("how", ["resets", "closes"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1",
+        b"POST /v1/completions HTTP/1.1\r\nhost: p\r\nx:",
+        HEAD % 100_000,
+        HEAD % 100_000 + b"[" * 99_999,
+        HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"2\r\n[[\r\n" * 1000,
+        HEAD.replace(b"completions", b"completions?x=1") % 100_000 + b"[" * 99_999,
+        HEAD.replace(b"host: p", b"host: p\r\nconnection: upgrade\r\nupgrade: h2c") % 100 + b"[" * 99,
+        HEAD % len(TEXT) + TEXT,
+        (HEAD % len(TEXT) + TEXT) * 5,
+        HEAD % len(TEXT) + TEXT + HEAD % 1000 + b"[" * 999,
+        HEAD % 99_000_000,
+        b"GET /health HTTP/1.1\r\nhost: p\r\n\r\n" * 3,
+        b"garbage\r\n\r\n",
+    ],
+)
+async def test_nothing_of_a_client_outlives_its_connection(
+    scripted: Any, proxy: Any, collector_off: None, sent: bytes, how: str
+) -> None:
+    """The direct way and, for a path with a query, the one through ASGI."""
+    prefill, decode = await scripted(sending(whole(GOOD))), await scripted(sending(whole(GOOD)))
+    running = await proxy([prefill.url], [decode.url], probe_s=60.0)
+    await asyncio.sleep(0)
+    before = alive(CLIENTS + KINDS)
+    for _ in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(sent)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        if how == "resets":
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    async def same() -> bool:
+        return alive(CLIENTS + KINDS) == before
+
+    await until(same)
 
 
 async def _gone(before: Counter[str]) -> bool:
