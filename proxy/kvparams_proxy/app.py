@@ -346,6 +346,7 @@ async def _health(request: Request) -> Response:
     200 "ok": of every needed role at least one engine does what it should.
     200 "degraded": of the roles in `degraded_roles` every engine that answers probes has failed legs lately. Requests
     are still given to these engines, so this proxy should still get requests: other proxies know no better.
+    503 "draining": the proxy is about to stop.
     503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
     and decode engines that can be given work may be paired.
     """

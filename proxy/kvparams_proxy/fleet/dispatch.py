@@ -384,7 +384,7 @@ class Dispatcher:
             return unavailable(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
         known = [member for member in self._members.values() if member.instance.role is self.role]
         alive = [member for member in known if member.ready]
-        full = [member for member in alive if not member.draining and not member.usable()]
+        full = [member for member in alive if not (member.draining or member.usable())]
         after = _ABSENT_RETRY_S
         if not known:
             why = f"no {self.role} instance is configured"
@@ -394,8 +394,7 @@ class Dispatcher:
             why = f"the {len(alive)} {self.role} instances that are ready are being drained"
         elif any(member.serves(model) for member in full):
             why = f"the {self.role} instances that are reachable have said that they are busy; try again later"
-            opens_s = min(member.breaker.until for member in full) - self._now()
-            after = max(1, min(60, ceil(opens_s)))
+            after = max(1, min(60, ceil(min(member.breaker.until for member in full) - self._now())))
         else:
             why = f"none of the {len(alive)} {self.role} instances that are ready serves this model"
         return unavailable(why, f"no_{self.role}_instance", after)

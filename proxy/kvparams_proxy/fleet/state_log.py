@@ -108,7 +108,7 @@ class EngineStateLog:
     def look(self, member: Member, why: str, *, answers: bool = True) -> None:
         """Logs the state of a member if it has changed.
 
-        A member that answers and still is given no work is in another state where the reason is another. So is one that is
+        A member that answers and is given no work is in another state where the reason is another. So is one that is
         ready as another incarnation, and one that is draining or leaving, when its last leg has ended.
 
         Args:
