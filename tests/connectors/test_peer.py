@@ -17,7 +17,7 @@ from kvparams_connectors.store import Code, GetOp, KVStore, Result, open_store
 from kvparams_connectors.stores.memory import MemoryStore
 from kvparams_connectors.stores.peer.located import Located
 from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed, Place, place_of
-from kvparams_connectors.stores.peer.settings import PeerSettings
+from kvparams_connectors.stores.peer.settings import PeerSettings, url_of_rank
 from kvparams_connectors.stores.peer.sources import Sources
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.tiered.store import TieredStore
@@ -55,6 +55,28 @@ class TestThroughTheNetwork(StoreConformance):
 
 
 # ---- settings
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "found"),
+    [
+        ("peer://127.0.0.1:7400?size=1MiB&ports=7400-7499", 0, "peer://127.0.0.1:7400?size=1MiB&ports=7400-7499"),
+        ("peer://127.0.0.1:7400?size=1MiB&ports=7400-7499", 3, "peer://127.0.0.1:7403?size=1MiB&ports=7400-7499"),
+        ("peer://[::1]:7400", 1, "peer://[::1]:7401"),
+        ("peer://node-5:7400/", 1, "peer://node-5:7401/"),
+        ("peer://127.0.0.1:0?size=1MiB", 1, "peer://127.0.0.1:0?size=1MiB"),
+        ("peer://127.0.0.1?size=1MiB", 1, "peer://127.0.0.1?size=1MiB"),
+        ("valkey://127.0.0.1:7400", 1, "valkey://127.0.0.1:7400"),
+        ("file:///tmp/kv?size=1MiB", 1, "file:///tmp/kv?size=1MiB"),
+    ],
+)
+def test_engines_of_one_machine_have_ports_of_their_own(url: str, rank: int, found: str) -> None:
+    assert url_of_rank(url, rank) == found
+
+
+def test_a_rank_without_a_port_is_refused() -> None:
+    with pytest.raises(StoreError, match="rank 2 of this machine would listen at port 65537"):
+        url_of_rank("peer://127.0.0.1:65535", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The two legs of a request, spoken to engines directly: what the proxy would say."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -22,11 +22,22 @@ def _body(prompt: Sequence[int], max_tokens: int, params: object) -> dict[str, o
     return {**body, "return_token_ids": True, "kv_transfer_params": params}
 
 
-def prefill(url: str, prompt: Sequence[int], max_tokens: int = 1, **members: object) -> dict[str, Any]:
+def prefill(
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int = 1,
+    *,
+    headers: Mapping[str, str] | None = None,
+    **members: object,
+) -> dict[str, Any]:
     """The document that a prefill engine answers with."""
     params = _document(uuid4().hex, "prefill", **members)
     response = httpx.post(
-        f"{url}/v1/completions", json=_body(prompt, max_tokens, params), timeout=ANSWER_S, verify=NO_CERTIFICATES
+        f"{url}/v1/completions",
+        json=_body(prompt, max_tokens, params),
+        headers=headers,
+        timeout=ANSWER_S,
+        verify=NO_CERTIFICATES,
     )
     assert response.status_code == 200, response.text
     return response.json()["kv_transfer_params"]["kvparams"]

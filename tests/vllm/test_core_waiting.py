@@ -66,6 +66,16 @@ def test_an_answer_that_comes_soon_is_waited_for() -> None:
     assert book.ask("r2", 0, [1] * 20, 0) == 12
 
 
+def test_a_load_of_less_than_a_block_is_left_out_and_counted_once_a_request() -> None:
+    rules = Rules(page_tokens=6, loads=True, saves=True, fails=False, promise_s=1.0, wait_s=_LONG_S, block_tokens=4)
+    book = Book(_Slow(_SOON_S), rules, Endpoint(id="E"))
+    for name, local, offer in (("less", 9, 0), ("none", 12, 0), ("a block", 8, 4), ("nothing of its own", 0, 12)):
+        book.begin(name, [1] * 20, Handoff(None, None))
+        for _ in range(2):  # vLLM may ask again
+            assert book.ask(name, local, [1] * 20, 0) == offer
+    assert book.counts["loads_small"] == 1
+
+
 def test_a_step_waits_once_for_all_its_requests() -> None:
     book = _book(_LONG_S, _WAIT_S)
     since = time.monotonic()

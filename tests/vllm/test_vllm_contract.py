@@ -130,6 +130,14 @@ def test_blocks_are_kept_by_counting_users() -> None:
         assert pool.get_new_blocks(1) == [block]
 
 
+def test_the_rank_of_an_engine_on_its_machine_is_told() -> None:
+    """`ParallelConfig` has it, and it is set before connectors are made."""
+    parallel = _class("vllm.config.parallel:ParallelConfig")
+    assert not parallel().data_parallel_rank_local
+    started = inspect.getsource(_class("vllm.v1.engine.core:EngineCoreProc").run_engine_core)
+    assert "parallel_config.data_parallel_rank_local = local_dp_rank" in started
+
+
 def test_a_reset_of_the_prefix_cache_begins_a_new_map() -> None:
     """What `resets.py` relies on; nothing else does."""
     pool_kind = _class("vllm.v1.core.block_pool:BlockPool")

@@ -100,6 +100,7 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         log_as(logging.getLogger("vllm"))
         transfer = vllm_config.kv_transfer_config
         settings = VLLMSettings.of(None if transfer is None else transfer.kv_connector_extra_config)
+        settings = settings.of_rank(vllm_config.parallel_config.data_parallel_rank_local or 0)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._reported: dict[str, int] = {}

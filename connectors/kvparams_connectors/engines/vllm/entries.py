@@ -53,6 +53,8 @@ class Entry:
         self.lookup: Job[Hit] | None = None
         self.hit: Hit | None = None
         self.worth = True
+        self.small = False
+        """A load of it was left out because it was smaller than a block."""
         self.outdated = False
         """What is known of it belongs to a life that is over, or to blocks that it has no more: before an offer the
         store is asked again, and until then nothing of it is saved or promised."""

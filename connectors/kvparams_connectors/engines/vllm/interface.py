@@ -47,7 +47,8 @@ class _Model(Protocol):
 
 
 class _Parallel(Protocol):
-    """vllm/config/parallel.py, `ParallelConfig`. `rank` is the worker's; the scheduler's is 0."""
+    """vllm/config/parallel.py, `ParallelConfig`. `data_parallel_rank_local` counts the engines that one server has
+    started on this machine (vllm/v1/engine/core.py, `run_engine_core`); None or 0 without data parallelism."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
@@ -57,6 +58,8 @@ class _Parallel(Protocol):
     def decode_context_parallel_size(self) -> int: ...
     @property
     def prefill_context_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_rank_local(self) -> int | None: ...
 
 
 class _Cache(Protocol):

@@ -160,8 +160,7 @@ class Book:
         if found is None:
             return None
         offer = tracked.offer(found, local, len(token_ids))
-        small = local and offer < self._rules.block_tokens
-        if offer and (small or not self._worth(entry, local, local + offer)):
+        if offer and not self._worth(entry, local, local + offer):
             tracked.decline()
             return 0
         return offer
@@ -308,8 +307,17 @@ class Book:
         return plan.promised(params.load_keys)
 
     def _worth(self, entry: Entry, start: int, end: int) -> bool:
-        """Whether loading is faster than computing. What is promised is not recomputed for that: it was asked for."""
+        """Returns whether to load the tokens [start, end). One of the two counters says so where not, once a request.
+
+        What the engine has but for less than a block is computed. So is what would take longer to load; but what is
+        promised is not recomputed for that: it was asked for.
+        """
         plan = entry.plan
+        if start and end - start < self._rules.block_tokens:
+            if not entry.small:
+                self.counts["loads_small"] += 1
+            entry.small = True
+            return False
         if plan is None or entry.handoff.decoding or self._rate is None:
             return True
         if entry.worth:

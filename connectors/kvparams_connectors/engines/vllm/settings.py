@@ -8,7 +8,7 @@ The one rule: a setting that is not known here is refused, with the known ones l
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -16,6 +16,7 @@ from kvparams_connectors.connector_settings import ConnectorSettings
 from kvparams_connectors.engines.values import Values
 from kvparams_connectors.grid import Grid
 from kvparams_connectors.settings import StoreError
+from kvparams_connectors.stores.peer.settings import url_of_rank
 
 __all__ = ["PAGE_TOKENS", "VLLMSettings"]
 
@@ -33,7 +34,8 @@ class VLLMSettings:
     """What was configured; every field is a setting of that name."""
 
     store: str = field(repr=False)
-    """The URL of a store that other processes reach."""
+    """The URL of a store that other processes reach. Of `peer://host:port` each data-parallel rank of a machine has a
+    port of its own: `port` plus its rank on the machine."""
     page_tokens: int = PAGE_TOKENS
     """Tokens of a stored page; the same on all engines that share."""
     model: str | None = None
@@ -113,6 +115,14 @@ class VLLMSettings:
         if (settings.verify_with is None) != (settings.audience is None):
             raise StoreError(f"{_WHERE}: verify_with and audience go together: whose signature, and for which pool")
         return settings
+
+    def of_rank(self, rank: int) -> "VLLMSettings":
+        """Returns the settings of one data-parallel rank, by its number on the machine.
+
+        Raises:
+            StoreError: the store's URL is wrong, or there is no port for it.
+        """
+        return replace(self, store=url_of_rank(self.store, rank))
 
     def connector(self, grid: Grid, page_bytes: int, *, groups: int = 1) -> ConnectorSettings:
         """The same for the store connector. Whether a load is worth its time is decided before it, so not there.

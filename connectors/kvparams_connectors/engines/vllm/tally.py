@@ -14,6 +14,7 @@ COUNTERS: Final = {
     "loads": "Loads that were begun.",
     "loads_short": "Loads that did not reach their end, by rank.",
     "loads_skipped": "Loads that were left out because computing is faster.",
+    "loads_small": "Loads that were left out because the engine lacked less than a block.",
     "lookups_failed": "Lookups that the store did not answer.",
     "promises_broken": "Decode legs whose promised pages did not come in time.",
     "requests_off": "Requests for which the store was left alone.",

@@ -12,7 +12,7 @@ from typing import Final, Literal, cast
 from kvparams_connectors.settings import StoreError, StoreURL, on_loopback
 from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed
 
-__all__ = ["PeerSettings", "Transport", "read_secret"]
+__all__ = ["PeerSettings", "Transport", "read_secret", "url_of_rank"]
 
 Transport = Literal["tcp", "mooncake"]
 
@@ -142,6 +142,26 @@ class PeerSettings:
         )
         _ = made.allowed  # raises
         return made
+
+
+def url_of_rank(text: str, rank: int) -> str:
+    """Returns a store's URL as one of several engines of a machine uses it that are configured alike.
+
+    Args:
+        text: the URL that all have; only a `peer://` one with a port of its own changes.
+        rank: of the engine on its machine, from 0. It listens at the port that the URL names plus this.
+
+    Raises:
+        StoreError: the URL is wrong, or there is no such port.
+    """
+    url = StoreURL.parse(text)
+    place = _PLACE.fullmatch(url.place) if url.scheme == "peer" and rank else None
+    if place is None or not int(place[2] or 0):
+        return text
+    port = int(place[2]) + rank
+    if port > 65535:
+        raise _wrong(f"rank {rank} of this machine would listen at port {port}; name a lower port")
+    return text.replace(f"//{url.place}", f"//{place[1]}:{port}", 1)
 
 
 def read_secret(path: str) -> bytes:
