@@ -58,7 +58,9 @@ class Downstream(Protocol):
 class ASGIDownstream:
     """Writes through `send`, by a task of its own; watches `receive` for the client's leaving by another."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, *, closes: bool = False) -> None:
+        """`closes`: the server is told to close the connection behind the answer."""
+        self._closes = closes
         self._receive = receive
         self._send = send
         self._watcher: Watcher | None = None
@@ -79,6 +81,8 @@ class ASGIDownstream:
     def head(self, status: int, headers: bytes, length: int | None) -> None:
         """See `Downstream.head`."""
         pairs = [tuple(line.split(b": ", 1)) for line in headers.split(b"\r\n") if line]
+        if self._closes:
+            pairs.append((b"connection", b"close"))
         if length is not None:
             pairs.append((b"content-length", b"%d" % length))
         self._put({"type": "http.response.start", "status": status, "headers": pairs})
