@@ -112,7 +112,8 @@ async def leave(beside: Place, client: httpx.AsyncClient, phase: str, number: in
     prompt = f"{phase} {number} {beside.name} " + STORY * (40 if phase == "prefill" else 2)
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": phase == "stream"}
     raw = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    lines = (f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(raw)}")
+    head = "\r\n".join((*lines, "", "")).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", beside.port)
     try:
         async with asyncio.timeout(20):
