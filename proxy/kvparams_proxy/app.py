@@ -46,6 +46,7 @@ from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
+from kvparams_proxy.steprunner import StepRunner
 from kvparams_proxy.telemetry.event_gauges import EventGauges
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
@@ -154,6 +155,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             new_id=_identifiers(),
             asked=Together(loop),
             answered={role: Together(loop) for role in Role},
+            steps=StepRunner(loop),
             watch=watch,
             retries=RetryBudget(),
             releases=releases,

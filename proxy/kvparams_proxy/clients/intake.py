@@ -4,20 +4,29 @@ The one rule: what the proxy itself acts on is checked here, with the member nam
 untouched for the engine to judge.
 """
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
+from kvparams.jsontext import AT_ONCE_BYTES, Field, JSONLimits, edited, fields, load_object, read_object
 from kvparams.scheduling import RequestFacts
-from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams_proxy.clients.long_body import (
+    MAX_PROMPTS,
+    ListReceiver,
+    MessagesReceiver,
+    ObjectReceiver,
+    PromptReceiver,
+    TokenIdsReceiver,
+    has_role,
+    invalid,
+    token_ids,
+)
 from kvparams_proxy.clients.strip_list import CARRIERS, STRIPPED, SUSPICIOUS, steering_hint
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Inbound", "read"]
+__all__ = ["Inbound", "read", "read_steps"]
 
 T = TypeVar("T")
 
@@ -39,7 +48,6 @@ _BYTES_PER_TOKEN: Final = 4
 _ENCODINGS: Final = (None, "float", "base64")
 """vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
 _MAX_CHOICES: Final = 128
-_MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
 _MAX_MODEL: Final = 1024
 _MAX_SESSION: Final = 256
@@ -60,6 +68,20 @@ class Inbound(NamedTuple):
     """The body, parsed, where it is needed after this: what was stripped is still in it."""
     stripped: bool = False
     """Whether anything was."""
+    whole: bool = True
+    """Whether `document` is all that the body says. In one of a long body, members that are long are replaced by
+    something short of their kind."""
+    sampling: Mapping[str, Field] | None = None
+    """Where the members of a `sampling_params` that is long stand in its text."""
+
+
+class _Read(NamedTuple):
+    """A body that is JSON."""
+
+    document: Mapping[str, object]
+    spans: Mapping[str, Field]
+    receiver: ObjectReceiver | None = None
+    """What has received it, where it is long."""
 
 
 def read(
@@ -74,8 +96,8 @@ def read(
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> Inbound:
-    """Check a request's body. The cache salt of one whose client is known is bound to its tenant. `session` is what the
-    client calls its conversation; where it is empty, the body's `prompt_cache_key`.
+    """Check a request's body, at once. The cache salt of one whose client is known is bound to its tenant. `session` is
+    what the client calls its conversation; where it is empty, the body's `prompt_cache_key`.
 
     What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
     runs, it costs room in the processor's caches.
@@ -83,17 +105,83 @@ def read(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    if len(body) > limits.max_bytes:
-        raise ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    read_ = _Read(*_parsed(body, limits))
+    return _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
+
+
+def read_steps(
+    kind: EndpointKind,
+    body: bytes,
+    request_id: str,
+    transfer_id: str,
+    limits: JSONLimits,
+    client: Client | None = None,
+    session: str = "",
+    *,
+    keep_document: bool = False,
+    keep_streamed: bool = False,
+) -> Generator[None, None, Inbound]:
+    """Do the same in steps of bounded work, for a body of any length.
+
+    Raises:
+        ProxyError: as for `read`.
+    """
+    if len(body) <= AT_ONCE_BYTES:
+        read_ = _Read(*_parsed(body, limits))
+    else:
+        receiver = _receiver(kind)
+        try:
+            yield from read_object(body, receiver, limits)
+        except JSONTextError as error:
+            raise _refused(body, limits, error) from error
+        read_ = _Read(receiver.document, receiver.fields, receiver)
+    return _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
+
+
+def _parsed(body: bytes, limits: JSONLimits) -> tuple[Mapping[str, object], Mapping[str, Field]]:
     try:
-        document, spans = load_object(body, limits)
+        return load_object(body, limits)
     except JSONTextError as error:
-        raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
+        raise _refused(body, limits, error) from error
+
+
+def _refused(body: bytes, limits: JSONLimits, error: JSONTextError) -> ProxyError:
+    if len(body) > limits.max_bytes:
+        return ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    return ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json")
+
+
+def _receiver(kind: EndpointKind) -> ObjectReceiver:
+    """Returns what receives a long body of this kind."""
+    special: dict[str, ObjectReceiver | ListReceiver] = {
+        name: ObjectReceiver(special={inner: ObjectReceiver() for inner in path}) for name, path in CARRIERS.items()
+    }
+    if kind == "completions":
+        special["prompt"] = PromptReceiver()
+    elif kind == "chat":
+        special["messages"] = MessagesReceiver()
+    elif kind == "generate":
+        special["token_ids"] = TokenIdsReceiver("token_ids")
+    return ObjectReceiver(_NEEDED, special)
+
+
+def _checked(
+    kind: EndpointKind,
+    body: bytes,
+    read_: _Read,
+    request_id: str,
+    transfer_id: str,
+    client: Client | None,
+    session: str,
+    keep_document: bool,
+    keep_streamed: bool,
+) -> Inbound:
+    document, spans, receiver = read_
     model = _optional(document, "model", str, "a string")
     try:
         if model is not None and len(model) > _MAX_MODEL:
-            raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
-        prompts, token_ids = _PROMPTS[kind](document)
+            raise invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
+        prompts, ids = _prompts(kind, document, receiver)
         rare = _ORDINARY
         if kind == "generate" or not _RARE.isdisjoint(document):
             rare = _rare(kind, document)
@@ -108,19 +196,19 @@ def read(
         tenant, priority = client.tenant, client.priority
         salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
-    stripped = False
+    stripped, sampling = False, None
     if not SUSPICIOUS.isdisjoint(document):
         before = body
-        body, spans = _strip(document, body, spans)
+        body, spans, sampling = _strip(document, body, spans, receiver)
         stripped = body is not before
-    tokens = len(body) // _BYTES_PER_TOKEN if token_ids is None else len(token_ids)
+    tokens = len(body) // _BYTES_PER_TOKEN if ids is None else len(ids)
     facts = RequestFacts(
         request_id,
         transfer_id,
         model,
         prompts,
         rare.choices,
-        token_ids,
+        ids,
         salt,
         tenant,
         priority,
@@ -128,9 +216,21 @@ def read(
         rare.prompt_scored,
         session or rare.session,
     )
-    return Inbound(
-        facts, body, spans, changes, stream, document if keep_document or (keep_streamed and stream) else None, stripped
-    )
+    kept = document if keep_document or (keep_streamed and stream) else None
+    whole = receiver is None or receiver.whole
+    return Inbound(facts, body, spans, changes, stream, kept, stripped, whole, sampling)
+
+
+def _prompts(
+    kind: EndpointKind, document: Mapping[str, object], receiver: ObjectReceiver | None
+) -> tuple[int, Sequence[int] | None]:
+    """How many prompts there are, and the token ids where it is one prompt of ids."""
+    if receiver is not None:
+        for name in ("prompt", "messages", "token_ids"):
+            long = receiver.long.get(name)
+            if isinstance(long, ListReceiver):
+                return long.prompts()
+    return _PROMPTS[kind](document)
 
 
 class _Rare(NamedTuple):
@@ -146,6 +246,8 @@ class _Rare(NamedTuple):
 
 
 _ORDINARY: Final = _Rare()
+_NEEDED: Final = frozenset((*CARRIERS, "messages", "prompt", "token_ids", "stream_options"))
+"""Members whose values are looked at, whatever else there is."""
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
@@ -161,36 +263,32 @@ def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
-        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
+        raise invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
     session = _optional(document, "prompt_cache_key", str, "a string") or ""
     return _Rare(choices, salt, scored or prompt_only, prompt_only, session[:_MAX_SESSION])
-
-
-def _invalid(name: str, message: str) -> ProxyError:
-    return ProxyError(400, "invalid_request_error", message, param=name, code="invalid_value")
 
 
 def _optional(document: Mapping[str, object], name: str, kind: type[T], expected: str) -> T | None:
     value = document.get(name)
     if value is None or type(value) is kind:
         return value  # pyright: ignore[reportReturnType]  a cast here would be called eight times a request
-    raise _invalid(name, f"`{name}` must be {expected}")
+    raise invalid(name, f"`{name}` must be {expected}")
 
 
 def _whole(document: Mapping[str, object], name: str, least: int, most: int = 2**31 - 1) -> int | None:
     value = _optional(document, name, int, "a whole number")
     if value is not None and not least <= value <= most:
-        raise _invalid(name, f"`{name}` must be a whole number from {least} to {most}")
+        raise invalid(name, f"`{name}` must be a whole number from {least} to {most}")
     return value
 
 
 def _chat(document: Mapping[str, object]) -> tuple[int, None]:
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "`messages` must be a list of at least one message")
+        raise invalid("messages", "`messages` must be a list of at least one message")
     for index, message in enumerate(cast("list[object]", messages)):
-        if not isinstance(message, dict) or type(cast("dict[str, object]", message).get("role")) is not str:
-            raise _invalid(f"messages[{index}]", "each message must be an object with a `role`")
+        if not has_role(message):
+            raise invalid(f"messages[{index}]", "each message must be an object with a `role`")
     return 1, None
 
 
@@ -199,49 +297,38 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     prompt = document.get("prompt")
     if type(prompt) is str:
         if not prompt:
-            raise _invalid("prompt", "`prompt` is empty")
+            raise invalid("prompt", "`prompt` is empty")
         return 1, None
     if not isinstance(prompt, list) or not prompt:
-        raise _invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
+        raise invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
     items = cast("list[object]", prompt)
     if type(items[0]) is int:
-        return 1, _token_ids(items, "prompt")
-    if len(items) > _MAX_PROMPTS:
-        raise _invalid("prompt", f"at most {_MAX_PROMPTS} prompts fit in one request")
+        return 1, token_ids(items, "prompt")
+    if len(items) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts fit in one request")
     kind = type(items[0])
     for index, item in enumerate(items):
         if type(item) is not kind or kind not in (str, list) or not item:
-            raise _invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
+            raise invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
         if kind is list:
-            _token_ids(cast("list[object]", item), f"prompt[{index}]")
+            token_ids(cast("list[object]", item), f"prompt[{index}]")
     if len(items) == 1 and kind is list:
-        return 1, _token_ids(cast("list[object]", items[0]), "prompt[0]")
+        return 1, token_ids(cast("list[object]", items[0]), "prompt[0]")
     return len(items), None
-
-
-def _token_ids(items: list[object], name: str) -> Sequence[int]:
-    if len(items) > MAX_TOKENS:
-        raise _invalid(name, f"`{name}` must hold at most {MAX_TOKENS} token ids")
-    if set(map(type, items)) != {int}:
-        raise _invalid(name, f"`{name}` must hold whole numbers only: token ids")
-    try:
-        return array("I", cast("list[int]", items))
-    except OverflowError as error:
-        raise _invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
 
 
 def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     _optional(document, "sampling_params", dict, "an object")
     ids = document.get("token_ids")
     if not isinstance(ids, list) or not ids:
-        raise _invalid("token_ids", "`token_ids` must be a list of at least one token id")
-    return 1, _token_ids(cast("list[object]", ids), "token_ids")
+        raise invalid("token_ids", "`token_ids` must be a list of at least one token id")
+    return 1, token_ids(cast("list[object]", ids), "token_ids")
 
 
 def _other(document: Mapping[str, object]) -> tuple[int, None]:
     """It is for the engine to judge, unless its answer would not be JSON."""
     if document.get("encoding_format") not in _ENCODINGS:
-        raise _invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
+        raise invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
     return 1, None
 
 
@@ -255,35 +342,52 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
 
 
 def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
-) -> tuple[bytes, Mapping[str, Field]]:
-    """The body without what only the proxy may say."""
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], receiver: ObjectReceiver | None
+) -> tuple[bytes, Mapping[str, Field], Mapping[str, Field] | None]:
+    """The body without what only the proxy may say, where its members stand, and those of a long `sampling_params`."""
     changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
+    sampling: Mapping[str, Field] | None = None
     for name, path in CARRIERS.items():
         inner = document.get(name)
         if isinstance(inner, str | list):  # an object to no engine that is known; text of one, perhaps, to another
             changes[name] = None
         elif isinstance(inner, dict):
-            before = body[spans[name].value : spans[name].end]
-            after = _strip_inside(before, path, hints=name == "nvext")
+            start, end = spans[name].value, spans[name].end
+            before, long = body[start:end], _long_object(receiver, name)
+            after, inside = _strip_inside(before, path, long, start, hints=name == "nvext")
             if after != before:
                 changes[name] = after
+            if long is not None and name == "sampling_params":
+                sampling = inside
     if not changes:
-        return body, spans
-    body = edit(body, spans, changes)
-    return body, fields(body)
+        return body, spans, sampling
+    return *edited(body, spans, changes), sampling
 
 
-def _strip_inside(raw: bytes, path: tuple[str, ...], *, hints: bool = False) -> bytes:
-    """The object `raw` without what is stripped, in itself and in the object that `path` leads to; `hints`: it is
-    `nvext`."""
-    spans = fields(raw)
+def _strip_inside(
+    raw: bytes, path: tuple[str, ...], long: ObjectReceiver | None, start: int, *, hints: bool = False
+) -> tuple[bytes, Mapping[str, Field]]:
+    """The object `raw` without what is stripped, in itself and in the object that `path` leads to, and where its
+    members stand. `long`: what has received it, at `start` of the body, if it is long; `hints`: it is `nvext`."""
+    if long is None:
+        spans = fields(raw)
+    else:
+        spans = {name: Field(*(place - start for place in field)) for name, field in long.fields.items()}
     changes: dict[str, bytes | None] = {name: None for name in spans if name in STRIPPED}
     if hints:
         changes.update((name, None) for name in steering_hint(spans))
     if path and (field := spans.get(path[0])) is not None:
         inner = raw[field.value : field.end]
-        changed = _strip_inside(inner, path[1:]) if inner[0] == 0x7B else None if inner[0] in b'"[' else inner
+        if inner[0] == 0x7B:
+            changed, _ = _strip_inside(inner, path[1:], _long_object(long, path[0]), start + field.value)
+        else:
+            changed = None if inner[0] in b'"[' else inner
         if changed != inner:
             changes[path[0]] = changed
-    return edit(raw, spans, changes) if changes else raw
+    return edited(raw, spans, changes) if changes else (raw, spans)
+
+
+def _long_object(receiver: ObjectReceiver | None, name: str) -> ObjectReceiver | None:
+    """What has received this member, if it is a long object."""
+    long = None if receiver is None else receiver.long.get(name)
+    return long if isinstance(long, ObjectReceiver) else None

@@ -18,7 +18,7 @@ from kvparams.plan import Sent
 from kvparams_proxy.execution.corrections import split_events
 from kvparams_proxy.execution.privacy import error_in
 
-__all__ = ["Recorder", "resumable", "resumed_body"]
+__all__ = ["Recorder", "is_text", "resumable", "resumed_body"]
 
 _IDS: Final = rb'"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[0-9,\s]*\])'
 _STRIPPED: Final = re.compile(rb",\s*" + _IDS + rb"|" + _IDS + rb"\s*,?")
@@ -75,10 +75,10 @@ def resumable(document: Mapping[str, object], stream: bool, prompts: int, choice
         return False
     if any(type(document.get(name)) is int for name in _LOGPROBS):  # 0 asks for those of the tokens chosen
         return False
-    return _REASONING.isdisjoint(document) and all(map(_is_text, _list(document.get("messages"))))
+    return _REASONING.isdisjoint(document) and all(map(is_text, _list(document.get("messages"))))
 
 
-def _is_text(message: object) -> bool:
+def is_text(message: object) -> bool:
     """Whether a message is nothing but text: an image is not in the token ids."""
     content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
     parts = [cast("dict[str, object]", part) for part in _list(content) if isinstance(part, dict)]
