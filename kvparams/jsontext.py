@@ -12,20 +12,9 @@ from typing import Final, cast
 from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
-from kvparams.jsonreader import (
-    DEFAULT_LIMITS,
-    DOUBLE_DIGITS,
-    STEP_BYTES,
-    Build,
-    ContainerReader,
-    Field,
-    JSONLimits,
-    Receiver,
-    check_finite,
-    not_json,
-    skip_space,
-    string_end,
-)
+from kvparams.jsonreader import ContainerReader, check_finite, may_overflow
+from kvparams.jsonreceivers import Build, Receiver
+from kvparams.jsonscan import DEFAULT_LIMITS, STEP_BYTES, Field, JSONLimits, not_json, skip_space, string_end
 
 __all__ = [
     "AT_ONCE_BYTES",
@@ -328,8 +317,7 @@ def _flat_list_end(raw: bytes, at: int) -> int:
 
 def _check_numbers(raw: bytes, start: int, end: int) -> None:
     """Refuse numbers in `raw[start:end]`, a number or a list of such, that a double can only hold as infinity."""
-    exponent = raw.find(b"e", start, end) >= 0 or raw.find(b"E", start, end) >= 0
-    if exponent or (end - start >= DOUBLE_DIGITS and raw.find(b".", start, end) >= 0):
+    if may_overflow(raw, start, end):
         text = raw[start:end]
         check_finite(text, from_json(text))
 

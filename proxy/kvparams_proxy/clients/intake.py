@@ -8,16 +8,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
+from kvparams.jsonreceivers import ShortMembers
 from kvparams.jsontext import AT_ONCE_BYTES, Field, JSONLimits, edited, fields, load_object, read_object
 from kvparams.scheduling import RequestFacts
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.long_body import (
     MAX_PROMPTS,
-    ListReceiver,
     MessagesReceiver,
-    ObjectReceiver,
     PromptReceiver,
+    PromptsReceiver,
     TokenIdsReceiver,
     has_role,
     invalid,
@@ -80,7 +80,7 @@ class _Read(NamedTuple):
 
     document: Mapping[str, object]
     spans: Mapping[str, Field]
-    receiver: ObjectReceiver | None = None
+    receiver: ShortMembers | None = None
     """What has received it, where it is long."""
 
 
@@ -151,10 +151,10 @@ def _refused(body: bytes, limits: JSONLimits, error: JSONTextError) -> ProxyErro
     return ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json")
 
 
-def _receiver(kind: EndpointKind) -> ObjectReceiver:
+def _receiver(kind: EndpointKind) -> ShortMembers:
     """Returns what receives a long body of this kind."""
-    special: dict[str, ObjectReceiver | ListReceiver] = {
-        name: ObjectReceiver(special={inner: ObjectReceiver() for inner in path}) for name, path in CARRIERS.items()
+    special: dict[str, ShortMembers | PromptsReceiver] = {
+        name: ShortMembers(special={inner: ShortMembers() for inner in path}) for name, path in CARRIERS.items()
     }
     if kind == "completions":
         special["prompt"] = PromptReceiver()
@@ -162,7 +162,7 @@ def _receiver(kind: EndpointKind) -> ObjectReceiver:
         special["messages"] = MessagesReceiver()
     elif kind == "generate":
         special["token_ids"] = TokenIdsReceiver("token_ids")
-    return ObjectReceiver(_NEEDED, special)
+    return ShortMembers(_NEEDED, special)
 
 
 def _checked(
@@ -222,13 +222,13 @@ def _checked(
 
 
 def _prompts(
-    kind: EndpointKind, document: Mapping[str, object], receiver: ObjectReceiver | None
+    kind: EndpointKind, document: Mapping[str, object], receiver: ShortMembers | None
 ) -> tuple[int, Sequence[int] | None]:
     """How many prompts there are, and the token ids where it is one prompt of ids."""
     if receiver is not None:
         for name in ("prompt", "messages", "token_ids"):
             long = receiver.long.get(name)
-            if isinstance(long, ListReceiver):
+            if isinstance(long, PromptsReceiver):
                 return long.prompts()
     return _PROMPTS[kind](document)
 
@@ -342,7 +342,7 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
 
 
 def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], receiver: ObjectReceiver | None
+    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], receiver: ShortMembers | None
 ) -> tuple[bytes, Mapping[str, Field], Mapping[str, Field] | None]:
     """The body without what only the proxy may say, where its members stand, and those of a long `sampling_params`."""
     changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
@@ -365,7 +365,7 @@ def _strip(
 
 
 def _strip_inside(
-    raw: bytes, path: tuple[str, ...], long: ObjectReceiver | None, start: int, *, hints: bool = False
+    raw: bytes, path: tuple[str, ...], long: ShortMembers | None, start: int, *, hints: bool = False
 ) -> tuple[bytes, Mapping[str, Field]]:
     """The object `raw` without what is stripped, in itself and in the object that `path` leads to, and where its
     members stand. `long`: what has received it, at `start` of the body, if it is long; `hints`: it is `nvext`."""
@@ -387,7 +387,7 @@ def _strip_inside(
     return edited(raw, spans, changes) if changes else (raw, spans)
 
 
-def _long_object(receiver: ObjectReceiver | None, name: str) -> ObjectReceiver | None:
+def _long_object(receiver: ShortMembers | None, name: str) -> ShortMembers | None:
     """What has received this member, if it is a long object."""
     long = None if receiver is None else receiver.long.get(name)
-    return long if isinstance(long, ObjectReceiver) else None
+    return long if isinstance(long, ShortMembers) else None

@@ -1,24 +1,23 @@
 """What is kept of a long request body while it is read in steps: as much as its checks need, and no more.
 
 A prompt of ids becomes an array as it comes. Of messages only their verdict is kept: whether each has a role, and
-whether there is more than text in them. A member that is long stands in the document as a short one of its kind.
+whether there is more than text in them.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, cast
 
-from kvparams.jsonreader import STEP_BYTES, Field, Receiver
+from kvparams.jsonreceivers import OPEN_LIST, OPEN_OBJECT, ListReceiver, Receiver
 from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.continuation import is_text
 
 __all__ = [
     "MAX_PROMPTS",
-    "ListReceiver",
     "MessagesReceiver",
-    "ObjectReceiver",
     "PromptReceiver",
+    "PromptsReceiver",
     "TokenIdsReceiver",
     "has_role",
     "invalid",
@@ -26,12 +25,6 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 1024
-_MOST_KEPT: Final = 256 << 10
-"""Bytes of text whose values are kept, of all members together."""
-_SHORT: Final = 1024
-"""Bytes of a member that is kept in any case."""
-_OBJECT: Final = 0x7B
-_LIST: Final = 0x5B
 
 
 def invalid(name: str, message: str) -> ProxyError:
@@ -60,17 +53,16 @@ def token_ids(items: list[object], name: str, before: int = 0) -> "array[int]":
         raise invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
 
 
-class ListReceiver(Receiver):
-    """Receives a long list, and tells what a request may be refused for."""
+class PromptsReceiver(ListReceiver):
+    """Receives the prompts of a request, and tells what it may be refused for."""
 
-    __slots__ = ("problem", "stand_in")
+    __slots__ = ("problem",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, stand_in: object = None) -> None:
+        """See `ListReceiver`."""
+        super().__init__(stand_in)
         self.problem: ProxyError | None = None
         """The first thing that is wrong. The text is read to its end all the same."""
-        self.stand_in: list[object] = [{"role": "user"}]
-        """A short list that stands for it in the document."""
 
     def prompts(self) -> tuple[int, Sequence[int] | None]:
         """Returns how many prompts there are, and the token ids where it is one prompt of ids.
@@ -83,69 +75,7 @@ class ListReceiver(Receiver):
         return 1, None
 
 
-class ObjectReceiver(Receiver):
-    """Receives a long object. What is short in it is kept, within a bound."""
-
-    __slots__ = ("_kept", "_needed", "_special", "document", "fields", "long", "whole")
-
-    def __init__(
-        self, needed: frozenset[str] = frozenset(), special: "Mapping[str, ObjectReceiver | ListReceiver] | None" = None
-    ) -> None:
-        """
-        Args:
-            needed: names of members that are kept in any case, if they are no long containers.
-            special: what receives the member of this name where it is a long container of the right kind.
-        """
-        super().__init__()
-        self.spans = self.fields = dict[str, Field]()
-        """Where its members stand in the body."""
-        self._needed = needed
-        self._special = special or {}
-        self._kept = 0
-        self.document: dict[str, object] = {}
-        """The members in the order of the text; long ones are replaced by something short of their kind."""
-        self.long: dict[str, ObjectReceiver | ListReceiver] = {}
-        """What has received the members that were long."""
-        self.whole = True
-        """Whether nothing was replaced."""
-
-    def members(self, members: dict[str, object]) -> None:
-        """See `Receiver.members`."""
-        for name, value in members.items():
-            field = self.fields[name]
-            size = field.end - field.start
-            if size > _SHORT and name not in self._needed:
-                self._kept += min(size, STEP_BYTES)
-                if self._kept > _MOST_KEPT:
-                    self.document[name] = _in_place_of(value)
-                    self.whole = False
-                    continue
-            if size > STEP_BYTES:  # of a long string it is only the beginning
-                self.whole = False
-            self.document[name] = value
-
-    def nested(self, name: str | None, opening: int) -> Receiver | None:
-        """See `Receiver.nested`."""
-        name = cast("str", name)
-        self.whole = False
-        receiver = self._special.get(name)
-        if isinstance(receiver, ObjectReceiver if opening == _OBJECT else ListReceiver):
-            self.long[name] = receiver
-            self.document[name] = receiver.document if isinstance(receiver, ObjectReceiver) else receiver.stand_in
-            return receiver
-        self.document[name] = _in_place_of({} if opening == _OBJECT else [])
-        return None
-
-
-def _in_place_of(value: object) -> object:
-    if isinstance(value, str):
-        return value[:_SHORT]
-    if isinstance(value, list):
-        return [None]
-    return {"": None} if isinstance(value, dict) else value
-
-
-class TokenIdsReceiver(ListReceiver):
+class TokenIdsReceiver(PromptsReceiver):
     """Receives a list of token ids."""
 
     __slots__ = ("_name", "ids")
@@ -175,12 +105,12 @@ class TokenIdsReceiver(ListReceiver):
             self.problem = invalid(self._name, f"`{self._name}` must be a list of at least one token id")
 
     def prompts(self) -> tuple[int, Sequence[int] | None]:
-        """See `ListReceiver.prompts`."""
+        """See `PromptsReceiver.prompts`."""
         super().prompts()
         return 1, self.ids
 
 
-class PromptReceiver(ListReceiver):
+class PromptReceiver(PromptsReceiver):
     """Receives the `prompt` of a completion: a list of token ids, of texts, or of lists of token ids."""
 
     __slots__ = ("_count", "_ids", "_kind")
@@ -209,7 +139,7 @@ class PromptReceiver(ListReceiver):
 
     def nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.nested`."""
-        kind = list if opening == _LIST else dict
+        kind = list if opening == OPEN_LIST else dict
         if self._kind is None:
             self._kind = kind
         if self._kind is int:
@@ -232,7 +162,7 @@ class PromptReceiver(ListReceiver):
         return self.problem is None
 
     def prompts(self) -> tuple[int, Sequence[int] | None]:
-        """See `ListReceiver.prompts`."""
+        """See `PromptsReceiver.prompts`."""
         super().prompts()
         if self._kind is int or (self._kind is list and self._count == 1):
             return self._ids.prompts()
@@ -241,13 +171,13 @@ class PromptReceiver(ListReceiver):
         return self._count, None
 
 
-class MessagesReceiver(ListReceiver):
+class MessagesReceiver(PromptsReceiver):
     """Receives the `messages` of a chat."""
 
     __slots__ = ("_count",)
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({"role": "user"})
         self._count = 0
 
     def values(self, values: list[object]) -> None:
@@ -262,7 +192,7 @@ class MessagesReceiver(ListReceiver):
     def nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.nested`."""
         self._count += 1
-        if opening == _OBJECT:
+        if opening == OPEN_OBJECT:
             return _MessageReceiver(self, self._count - 1)
         self.no_role(self._count - 1)
         return None
@@ -296,7 +226,7 @@ class _MessageReceiver(Receiver):
 
     def nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.nested`."""
-        return _PartsReceiver(self._messages) if name == "content" and opening == _LIST else None
+        return _PartsReceiver(self._messages) if name == "content" and opening == OPEN_LIST else None
 
     def closed(self) -> None:
         """See `Receiver.closed`."""
@@ -320,7 +250,7 @@ class _PartsReceiver(Receiver):
 
     def nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.nested`."""
-        return _PartReceiver(self._messages) if opening == _OBJECT else None
+        return _PartReceiver(self._messages) if opening == OPEN_OBJECT else None
 
 
 class _PartReceiver(Receiver):
