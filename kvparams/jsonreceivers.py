@@ -9,14 +9,14 @@ from typing import Final, cast
 from kvparams.errors import JSONTextError
 from kvparams.jsonscan import STEP_BYTES, Field
 
-__all__ = ["OPEN_LIST", "OPEN_OBJECT", "Build", "ListReceiver", "Receiver", "ShortMembers"]
+__all__ = ["OPEN_LIST", "OPEN_OBJECT", "SHORT_BYTES", "Build", "ListReceiver", "Receiver", "ShortMembers"]
 
 OPEN_LIST: Final = 0x5B
 OPEN_OBJECT: Final = 0x7B
 _MOST_KEPT: Final = 256 << 10
 """Bytes of text whose values `ShortMembers` keeps, of all members together."""
-_SHORT: Final = 1024
-"""Bytes of a member that is kept beside those."""
+SHORT_BYTES: Final = 1024
+"""Of a member that `ShortMembers` keeps beside those."""
 
 
 class Receiver:
@@ -136,7 +136,7 @@ class ShortMembers(Receiver):
             size = field.end - field.start
             if size > STEP_BYTES:  # of a long string it is only the beginning
                 self.whole = False
-            if size > _SHORT and name not in self._needed:
+            if size > SHORT_BYTES and name not in self._needed:
                 self._kept += min(size, STEP_BYTES)
                 if self._kept > _MOST_KEPT:
                     self.whole = False
@@ -172,7 +172,7 @@ class ListReceiver(Receiver):
 def _in_place_of(value: object) -> object:
     """Returns something short of the same kind, which is as true."""
     if isinstance(value, str):
-        return value[:_SHORT]
+        return value[:SHORT_BYTES]
     if isinstance(value, list):
         return [None]
     return {"": None} if isinstance(value, dict) else value

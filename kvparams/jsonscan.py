@@ -14,6 +14,7 @@ __all__ = [
     "LONGEST_TOKEN",
     "NEAR",
     "STEP_BYTES",
+    "UNLIMITED",
     "Field",
     "JSONLimits",
     "begins_with_numbers",
@@ -47,6 +48,8 @@ class JSONLimits:
 
 
 DEFAULT_LIMITS: Final = JSONLimits()
+UNLIMITED: Final = JSONLimits(2**62, 2**62, 2**62, 2**62, 2**62)
+"""For text that was read before, or whose length is bounded already."""
 
 
 class Field(NamedTuple):

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from kvparams.errors import JSONTextError
 from kvparams.jsonreader import ContainerReader, check_finite, may_overflow
 from kvparams.jsonreceivers import Build, Receiver
-from kvparams.jsonscan import DEFAULT_LIMITS, STEP_BYTES, Field, JSONLimits, not_json, skip_space, string_end
+from kvparams.jsonscan import DEFAULT_LIMITS, STEP_BYTES, UNLIMITED, Field, JSONLimits, not_json, skip_space, string_end
 
 __all__ = [
     "AT_ONCE_BYTES",
@@ -22,6 +22,7 @@ __all__ = [
     "Field",
     "JSONLimits",
     "edit",
+    "edit_pieces",
     "edited",
     "fields",
     "load_object",
@@ -33,7 +34,6 @@ __all__ = [
 AT_ONCE_BYTES: Final = 4 << 10
 """`load_object` reads a text of this length within some 3 ms, whatever is in it; `read_object` is for longer ones."""
 
-_SPACE: Final = b" \t\r\n"
 _MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[ \t\r\n]*(["{\[]|[^,}\]\s]+)')
 """One member up to the first byte of a string or container, or to the end of any other value."""
 _GAP: Final = re.compile(rb"[ \t\r\n]*+")
@@ -49,8 +49,6 @@ _KINDS: Final = {
     b"-": "a number",
 }
 """What a JSON document is that begins so, but for objects."""
-_ACCEPTED: Final = JSONLimits(2**62, 2**62, 2**62, 2**62, 2**62)
-"""For text that was read before."""
 
 
 def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
@@ -136,7 +134,7 @@ def _read(raw: bytes, start: int, receiver: Receiver, limits: JSONLimits, step_b
 
 def fields(raw: bytes) -> dict[str, Field]:
     """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
-    return _named(raw, _walk(raw, _ACCEPTED))
+    return _named(raw, _walk(raw, UNLIMITED))
 
 
 def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:
@@ -182,9 +180,17 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         changes: by member name the new value as JSON text, or None to remove the member. A name that is not there is
             added at the end. Names must not need escaping.
     """
+    pieces = edit_pieces(raw, spans, changes)
+    return raw if pieces is None else b"".join(pieces)
+
+
+def edit_pieces(
+    raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | None]
+) -> list[bytes | memoryview] | None:
+    """What `edit` gives, in pieces, or None where nothing changes. The pieces of a long text are no copies."""
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
-    removed = not spans
+    kept, ends = len(spans), False
     for name, value in changes.items():
         field = spans.get(name)
         if field is None:
@@ -193,32 +199,41 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         elif value is not None:
             cuts.append((field.value, field.end, value))
         else:
-            removed = True
-            cuts.append((field.start, _behind_comma(raw, field.end), b""))
-    if not cuts and spans:  # nothing but additions, to an object with members
-        return b"%b,%b}" % (raw[: raw.rindex(b"}")], b",".join(added)) if added else raw
+            kept -= 1
+            end = _behind_comma(raw, field.end)
+            ends = ends or end == field.end
+            cuts.append((field.start, end, b""))
+    if not cuts and not added:
+        return None
     if len(cuts) > 1:
         cuts.sort()
-    pieces: list[bytes] = []
+    if ends:
+        _cut_comma(raw, cuts)
+    text = memoryview(raw) if len(raw) > _LONG else raw
+    pieces: list[bytes | memoryview] = []
     at = 0
     for start, end, value in cuts:
-        pieces.append(raw[at:start])
+        pieces.append(text[at:start])
         pieces.append(value)
         at = end
-    pieces.append(raw[at : raw.rindex(b"}")])
-    if not removed:  # what is added follows some other member
-        if added:
-            pieces.append(b",")
-            pieces.append(b",".join(added))
-        pieces.append(b"}")
-        return b"".join(pieces)
-    _trim(pieces)
+    pieces.append(text[at : raw.rindex(b"}")])
     if added:
-        if pieces[-1].rstrip(_SPACE)[-1:] != b"{":
+        if kept:
             pieces.append(b",")
         pieces.append(b",".join(added))
     pieces.append(b"}")
-    return b"".join(pieces)
+    return pieces
+
+
+def _cut_comma(raw: bytes, cuts: list[tuple[int, int, bytes]]) -> None:
+    """The last member is removed, and perhaps those in front of it: with them goes the comma before."""
+    start, end, _ = cuts.pop()
+    while cuts and cuts[-1][1] == start:
+        start = cuts.pop()[0]
+    before = start - 1
+    while raw[before] <= 0x20:
+        before -= 1
+    cuts.append((before if raw[before] == 0x2C else start, end, b""))
 
 
 def edited(
@@ -244,14 +259,6 @@ def edited(
         after[name] = Field(start, value, value + len(text))
         start = value + len(text) + 1
     return made, after
-
-
-def _trim(pieces: list[bytes]) -> None:
-    """Take away the comma that is left at the end where the last member was removed."""
-    while len(pieces) > 1 and not pieces[-1].strip(_SPACE):
-        pieces.pop()
-    last = pieces[-1].rstrip(_SPACE)
-    pieces[-1] = last[:-1] if last.endswith(b",") else last
 
 
 def _parse(raw: bytes, limits: JSONLimits) -> object:

@@ -144,7 +144,7 @@ class Pace:
                 return  # who knows which of both took so long
             alone = expected(what)
             late = seconds > (_LATE + speed.doubt) * alone
-            # An engine begins to fetch when it is given the leg at the earliest, when the leg's turn comes at the latest.
+            # An engine begins to fetch when the leg is given to it, or when its turn comes, or in between.
             longest = max(0.0, now - alone - given.since - given.link_s)
             shortest = min(longest, seconds - alone) if late else 0.0
             predicted = given.fetch_s - given.link_s

@@ -39,6 +39,7 @@ from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.loopclock import LoopClock
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.admin import admin_routes
 from kvparams_proxy.registry.entries import EVENTS_NEED
@@ -108,6 +109,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
+        clock = LoopClock(loop)
         prefixes = make_prefixes(loop.time)
         fleet = Fleet(
             (),
@@ -122,13 +124,13 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         )
         modes.on_change(fleet.need)
         registry = Registry(fleet, settings.rules, settings.beside, partial(_switch, settings, modes))
-        pools = Pools(partial(_reached, reach, registry, settings.upstream))
+        pools = Pools(partial(_reached, reach, registry, settings.upstream, clock))
         fleet.listen(pools)
         addresses = Addresses()
         fleet.listen(addresses)
         events = _cache_events(loop, prefixes)
         fleet.listen(events if events is not None else Unheard(loop.call_soon, _unheard(settings.policy, prefixes)))
-        watch = Watch(loop)
+        watch = Watch(loop, clock)
         metrics = Metrics()
         releases = Releases(fleet, pools, watch, loop.time, signer)
         journal = None if settings.log_requests == "off" else Journal(loop, settings.log_requests)
@@ -170,7 +172,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         }
         async with (
             supplied(registry, settings.instances, settings.providers),
-            Prober(fleet, settings.probe_s, pools, Bootstraps(dialects, settings.upstream)),
+            Prober(fleet, settings.probe_s, pools, Bootstraps(dialects, settings.upstream, clock), clock),
             _following(keys, "client keys"),
             _following(signing, "signing keys"),
         ):
@@ -188,6 +190,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
         fleet.close()
         pools.close()
         lag.close()
+        clock.close()
         if events is not None:
             events.close()
         if tokens is not None:
@@ -233,11 +236,13 @@ def _tokens(
     return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))
 
 
-def _reached(reach: Reach | None, registry: Registry, limits: UpstreamLimits, instance: Instance) -> Upstream:
+def _reached(
+    reach: Reach | None, registry: Registry, limits: UpstreamLimits, clock: LoopClock, instance: Instance
+) -> Upstream:
     if reach is not None and (upstream := reach(instance)) is not None:
         return upstream
     access = registry.access(instance.id)
-    return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key)
+    return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key, clock=clock)
 
 
 @asynccontextmanager

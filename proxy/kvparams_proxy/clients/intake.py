@@ -135,7 +135,10 @@ def read_steps(
         except JSONTextError as error:
             raise _refused(body, limits, error) from error
         read_ = _Read(receiver.document, receiver.fields, receiver)
-    return _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
+        yield
+    inbound = _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
+    yield  # copying a long body takes milliseconds, and whoever gets it may do so again
+    return inbound
 
 
 def _parsed(body: bytes, limits: JSONLimits) -> tuple[Mapping[str, object], Mapping[str, Field]]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.connection import Connection, Exchange
 from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
@@ -31,6 +32,7 @@ class Pool:
         *,
         server_name: str | None = None,
         key: Secret | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
@@ -39,6 +41,7 @@ class Pool:
             tls: for https; the system's trust by default.
             server_name: what the engine's certificate must say, where that is not the host in its URL.
             key: the engine's own; it goes with every request.
+            clock: what the time to connect is measured by, if not the loop's own.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
@@ -62,7 +65,8 @@ class Pool:
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self.now: Final = self._loop.time
+        self._clock = clock or WallClock(self._loop)
+        self.now: Final = self._clock.time
 
     def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
         """A POST. `headers` are whole lines, each ending in CRLF."""
@@ -116,14 +120,7 @@ class Pool:
 
     async def _connect(self, exchange: Exchange) -> None:
         try:
-            async with asyncio.timeout(self.limits.connect_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self),
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=self._server_name,
-                )
+            connection = await self._connected_in_time()
         except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
             exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
             return
@@ -137,6 +134,27 @@ class Pool:
             exchange.run_on(connection)
         else:
             self.put_back(connection)
+
+    async def _connected_in_time(self) -> Connection:
+        """
+        Raises:
+            OSError, UnicodeError: there is no connection.
+            TimeoutError: it takes too long.
+        """
+        async with asyncio.timeout(None) as limit:
+            timer = LoopTimer(self._loop, self._clock, self.limits.connect_s, partial(limit.reschedule, 0.0))
+            try:
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
+                )
+                return connection
+            finally:
+                timer.cancel()
+        raise AssertionError  # a time-out raises
 
     def put_back(self, connection: Connection) -> None:
         """For the connection: it is idle."""
