@@ -19,9 +19,9 @@ from kvparams.jsontext import locate
 from kvparams.trust.pinning import declared
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["Addresses", "Refusal", "answer_changes", "error_in", "told", "without_private"]
+__all__ = ["PRIVATE", "PUBLIC", "Addresses", "Refusal", "answer_changes", "error_in", "told", "without_private"]
 
-_PRIVATE: Final = frozenset(
+PRIVATE: Final = frozenset(
     (
         "kv_transfer_params",
         "ec_transfer_params",
@@ -45,7 +45,7 @@ _PRIVATE: Final = frozenset(
 """Members that say where KV or engines are. Sources: vLLM 0.32.0 (at the top of an answer), TensorRT-LLM 1.3
 openai_protocol.py (in each choice), Dynamo 1.2 (`nvext.worker_id`), SGLang 0.5.23 (its bootstrap)."""
 
-_PUBLIC: Final = frozenset(
+PUBLIC: Final = frozenset(
     (
         "id",
         "object",
@@ -64,7 +64,7 @@ _PUBLIC: Final = frozenset(
 """Members of the API that hold nothing of an engine, or are looked at by name."""
 
 _MEMBER: Final = re.compile(
-    rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % b"|".join(name.encode() for name in sorted(_PRIVATE))
+    rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % b"|".join(name.encode() for name in sorted(PRIVATE))
 )
 """A quote in a JSON string is escaped, so this is never found in one."""
 _COMMA: Final = re.compile(rb"[ \t\r\n]*,")
@@ -185,9 +185,9 @@ def answer_changes(
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
-    strange: Collection[str] = () if _PUBLIC.issuperset(document) else document.keys() - _PUBLIC
+    strange: Collection[str] = () if PUBLIC.issuperset(document) else document.keys() - PUBLIC
     for name in strange:
-        if name in _PRIVATE:
+        if name in PRIVATE:
             changes[name] = None
             continue
         value = _value(raw, document, name)
