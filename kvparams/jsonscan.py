@@ -43,7 +43,7 @@ class JSONLimits:
     """Objects and lists in all. Each costs time and memory far beyond its two bytes."""
     max_strings: int = 200_000
     """Strings in all, keys included."""
-    max_members: int = 10_000
+    max_members: int = 4_096
     """Members of an object whose members are told apart in the raw bytes: the outermost one."""
 
 

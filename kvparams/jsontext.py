@@ -21,6 +21,7 @@ __all__ = [
     "DEFAULT_LIMITS",
     "Field",
     "JSONLimits",
+    "cut",
     "edit",
     "edit_pieces",
     "edited",
@@ -28,7 +29,9 @@ __all__ = [
     "load_object",
     "loads",
     "locate",
+    "moved",
     "read_object",
+    "removal_cuts",
 ]
 
 AT_ONCE_BYTES: Final = 4 << 10
@@ -39,6 +42,7 @@ _MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[
 _GAP: Final = re.compile(rb"[ \t\r\n]*+")
 _LONG: Final = 64 << 10
 """Bytes: longer text is read by pieces, so that it may not hold too many parts."""
+_NO_CUT: Final = (2**62, 2**62)
 _KINDS: Final = {
     b"[": "a list",
     b'"': "a string",
@@ -190,7 +194,7 @@ def edit_pieces(
     """What `edit` gives, in pieces, or None where nothing changes. The pieces of a long text are no copies."""
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
-    kept, ends = len(spans), False
+    removed: list[str] = []
     for name, value in changes.items():
         field = spans.get(name)
         if field is None:
@@ -199,16 +203,13 @@ def edit_pieces(
         elif value is not None:
             cuts.append((field.value, field.end, value))
         else:
-            kept -= 1
-            end = _behind_comma(raw, field.end)
-            ends = ends or end == field.end
-            cuts.append((field.start, end, b""))
-    if not cuts and not added:
+            removed.append(name)
+    if removed:
+        cuts += [(start, end, b"") for start, end in removal_cuts(raw, spans, removed)]
+    elif not cuts and not added:
         return None
     if len(cuts) > 1:
         cuts.sort()
-    if ends:
-        _cut_comma(raw, cuts)
     text = memoryview(raw) if len(raw) > _LONG else raw
     pieces: list[bytes | memoryview] = []
     at = 0
@@ -218,22 +219,11 @@ def edit_pieces(
         at = end
     pieces.append(text[at : raw.rindex(b"}")])
     if added:
-        if kept:
+        if len(spans) > len(removed):
             pieces.append(b",")
         pieces.append(b",".join(added))
     pieces.append(b"}")
     return pieces
-
-
-def _cut_comma(raw: bytes, cuts: list[tuple[int, int, bytes]]) -> None:
-    """The last member is removed, and perhaps those in front of it: with them goes the comma before."""
-    start, end, _ = cuts.pop()
-    while cuts and cuts[-1][1] == start:
-        start = cuts.pop()[0]
-    before = start - 1
-    while raw[before] <= 0x20:
-        before -= 1
-    cuts.append((before if raw[before] == 0x2C else start, end, b""))
 
 
 def edited(
@@ -259,6 +249,68 @@ def edited(
         after[name] = Field(start, value, value + len(text))
         start = value + len(text) + 1
     return made, after
+
+
+def removal_cuts(raw: bytes, spans: Mapping[str, Field], names: Iterable[str]) -> list[tuple[int, int]]:
+    """What to cut out of `raw` so that an object in it has these members no longer, in the order of the text.
+
+    Args:
+        raw: the text.
+        spans: where the members of the object stand in it.
+        names: those to remove; one that is not there is no fault.
+    """
+    cuts: list[tuple[int, int]] = []
+    ends = False
+    for name in names:
+        field = spans.get(name)
+        if field is not None:
+            end = _behind_comma(raw, field.end)
+            ends = ends or end == field.end
+            cuts.append((field.start, end))
+    cuts.sort()
+    if ends:  # with the last member goes the comma before, and with those in front of it as well
+        start, end = cuts.pop()
+        while cuts and cuts[-1][1] == start:
+            start = cuts.pop()[0]
+        before = start - 1
+        while raw[before] <= 0x20:
+            before -= 1
+        cuts.append((before if raw[before] == 0x2C else start, end))
+    return cuts
+
+
+def cut(raw: bytes, cuts: Iterable[tuple[int, int]]) -> bytes:
+    """`raw` without these parts, which are in order."""
+    text = memoryview(raw)
+    pieces: list[memoryview] = []
+    at = 0
+    for start, end in cuts:
+        pieces.append(text[at:start])
+        at = end
+    pieces.append(text[at:])
+    return b"".join(pieces)
+
+
+def moved(spans: Mapping[str, Field], cuts: Iterable[tuple[int, int]], origin: int = 0) -> dict[str, Field]:
+    """Where members stand after these parts, in order, were cut out, counted from `origin` of the new text. Those that
+    were cut out stand nowhere."""
+    after: dict[str, Field] = {}
+    coming = iter(cuts)
+    start, end = next(coming, _NO_CUT)
+    gone = origin
+
+    def place(at: int) -> int:
+        nonlocal start, end, gone
+        while end <= at:
+            gone += end - start
+            start, end = next(coming, _NO_CUT)
+        return at - gone
+
+    for name, field in spans.items():
+        begin = place(field.start)
+        if not start <= field.start < end:
+            after[name] = Field(begin, place(field.value), place(field.end))
+    return after
 
 
 def _parse(raw: bytes, limits: JSONLimits) -> object:

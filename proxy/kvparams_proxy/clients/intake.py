@@ -9,7 +9,17 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
 from kvparams.jsonreceivers import ShortMembers
-from kvparams.jsontext import AT_ONCE_BYTES, Field, JSONLimits, edited, fields, load_object, read_object
+from kvparams.jsontext import (
+    AT_ONCE_BYTES,
+    Field,
+    JSONLimits,
+    cut,
+    fields,
+    load_object,
+    moved,
+    read_object,
+    removal_cuts,
+)
 from kvparams.scheduling import RequestFacts
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
@@ -105,8 +115,14 @@ def read(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    read_ = _Read(*_parsed(body, limits))
-    return _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
+    steps = _checked(
+        kind, body, _parsed(body, limits), request_id, transfer_id, client, session, keep_document, keep_streamed
+    )
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def read_steps(
@@ -127,7 +143,7 @@ def read_steps(
         ProxyError: as for `read`.
     """
     if len(body) <= AT_ONCE_BYTES:
-        read_ = _Read(*_parsed(body, limits))
+        read_ = _parsed(body, limits)
     else:
         receiver = _receiver(kind)
         try:
@@ -136,14 +152,16 @@ def read_steps(
             raise _refused(body, limits, error) from error
         read_ = _Read(receiver.document, receiver.fields, receiver)
         yield
-    inbound = _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
-    yield  # copying a long body takes milliseconds, and whoever gets it may do so again
+    inbound = yield from _checked(
+        kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed
+    )
+    yield  # whoever gets it copies it
     return inbound
 
 
-def _parsed(body: bytes, limits: JSONLimits) -> tuple[Mapping[str, object], Mapping[str, Field]]:
+def _parsed(body: bytes, limits: JSONLimits) -> _Read:
     try:
-        return load_object(body, limits)
+        return _Read(*load_object(body, limits))
     except JSONTextError as error:
         raise _refused(body, limits, error) from error
 
@@ -178,7 +196,7 @@ def _checked(
     session: str,
     keep_document: bool,
     keep_streamed: bool,
-) -> Inbound:
+) -> Generator[None, None, Inbound]:
     document, spans, receiver = read_
     model = _optional(document, "model", str, "a string")
     try:
@@ -202,7 +220,7 @@ def _checked(
     stripped, sampling = False, None
     if not SUSPICIOUS.isdisjoint(document):
         before = body
-        body, spans, sampling = _strip(document, body, spans, receiver)
+        body, spans, sampling = yield from _strip(read_, body)
         stripped = body is not before
     tokens = len(body) // _BYTES_PER_TOKEN if ids is None else len(ids)
     facts = RequestFacts(
@@ -344,50 +362,62 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
 """For each kind of request, how many prompts there are, and the token ids where it is one prompt of ids."""
 
 
-def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field], receiver: ShortMembers | None
-) -> tuple[bytes, Mapping[str, Field], Mapping[str, Field] | None]:
-    """The body without what only the proxy may say, where its members stand, and those of a long `sampling_params`."""
-    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
-    sampling: Mapping[str, Field] | None = None
+class _Stripped(NamedTuple):
+    """A body without what only the proxy may say."""
+
+    body: bytes
+    spans: Mapping[str, Field]
+    sampling: Mapping[str, Field] | None
+    """Where the members of a long `sampling_params` stand in its text."""
+
+
+def _strip(read_: _Read, body: bytes) -> Generator[None, None, _Stripped]:
+    """Strips a body, in steps: each of them may copy it, or pass through all of its members."""
+    document, spans, receiver = read_
+    gone = [name for name in STRIPPED if name in document]
+    cuts: list[tuple[int, int]] = []
     for name, path in CARRIERS.items():
         inner = document.get(name)
         if isinstance(inner, str | list):  # an object to no engine that is known; text of one, perhaps, to another
-            changes[name] = None
+            gone.append(name)
         elif isinstance(inner, dict):
-            start, end = spans[name].value, spans[name].end
-            before, long = body[start:end], _long_object(receiver, name)
-            after, inside = _strip_inside(before, path, long, start, hints=name == "nvext")
-            if after != before:
-                changes[name] = after
-            if long is not None and name == "sampling_params":
-                sampling = inside
-    if not changes:
-        return body, spans, sampling
-    return *edited(body, spans, changes), sampling
-
-
-def _strip_inside(
-    raw: bytes, path: tuple[str, ...], long: ShortMembers | None, start: int, *, hints: bool = False
-) -> tuple[bytes, Mapping[str, Field]]:
-    """The object `raw` without what is stripped, in itself and in the object that `path` leads to, and where its
-    members stand. `long`: what has received it, at `start` of the body, if it is long; `hints`: it is `nvext`."""
+            cuts += _cuts_inside(body, spans[name], path, _long_object(receiver, name), hints=name == "nvext")
+            yield
+    cuts += removal_cuts(body, spans, gone)
+    cuts.sort()
+    after, places = body, spans
+    if cuts:
+        after = cut(body, cuts)
+        yield
+        places = moved(spans, cuts)
+        yield
+    long = _long_object(receiver, "sampling_params")
     if long is None:
-        spans = fields(raw)
+        return _Stripped(after, places, None)
+    return _Stripped(after, places, moved(long.fields, cuts, places["sampling_params"].value))
+
+
+def _cuts_inside(
+    body: bytes, place: Field, path: tuple[str, ...], long: ShortMembers | None, *, hints: bool = False
+) -> list[tuple[int, int]]:
+    """What to cut out of the object at `place`, and of the object in it that `path` leads to. `long`: what has received
+    it, if it is long; `hints`: it is `nvext`."""
+    if long is not None:
+        spans = long.fields
     else:
-        spans = {name: Field(*(place - start for place in field)) for name, field in long.fields.items()}
-    changes: dict[str, bytes | None] = {name: None for name in spans if name in STRIPPED}
+        inside = fields(body[place.value : place.end])
+        spans = {name: Field(*(place.value + at for at in field)) for name, field in inside.items()}
+    gone = [name for name in spans if name in STRIPPED]
     if hints:
-        changes.update((name, None) for name in steering_hint(spans))
-    if path and (field := spans.get(path[0])) is not None:
-        inner = raw[field.value : field.end]
-        if inner[0] == 0x7B:
-            changed, _ = _strip_inside(inner, path[1:], _long_object(long, path[0]), start + field.value)
-        else:
-            changed = None if inner[0] in b'"[' else inner
-        if changed != inner:
-            changes[path[0]] = changed
-    return edited(raw, spans, changes) if changes else (raw, spans)
+        gone += steering_hint(spans)
+    cuts: list[tuple[int, int]] = []
+    if path and (inner := spans.get(path[0])) is not None:
+        first = body[inner.value]
+        if first == 0x7B:
+            cuts = _cuts_inside(body, inner, path[1:], _long_object(long, path[0]))
+        elif first in b'"[':
+            gone.append(path[0])
+    return cuts + removal_cuts(body, spans, gone)
 
 
 def _long_object(receiver: ShortMembers | None, name: str) -> ShortMembers | None:

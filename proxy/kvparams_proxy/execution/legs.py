@@ -5,7 +5,7 @@ The one rule: the client's words go out as they came in, but for these changes.
 
 from typing import Final, cast
 
-from kvparams.jsontext import edit, fields
+from kvparams.jsontext import edit, edited
 from kvparams.plan import Leg
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
@@ -42,6 +42,5 @@ def leg_request(endpoint: Endpoint, inbound: Inbound, leg: Leg, recorder: Record
         changes = {**_IDS, **changes}
     if leg.resumed is not None and inbound.document is not None:
         path = _RESUMED_AT
-        body = edit(body, spans, resumed_body(inbound.document, leg.resumed, chat=endpoint.kind == "chat"))
-        spans = fields(body)
+        body, spans = edited(body, spans, resumed_body(inbound.document, leg.resumed, chat=endpoint.kind == "chat"))
     return path, edit(body, spans, changes)
