@@ -298,7 +298,7 @@ class Generating:
 def _routed(inbound: Inbound, prompt: Prompt) -> Inbound:
     """With ids to route by: they also say how long the prompt is."""
     facts = inbound.facts
-    return inbound._replace(facts=facts._replace(routing_ids=prompt.ids, tokens=len(prompt.ids) or facts.tokens))
+    return inbound._replace(facts=facts._replace(routing_ids=prompt.ids, tokens=prompt.tokens or facts.tokens))
 
 
 def _set(done: asyncio.Future[None]) -> None:

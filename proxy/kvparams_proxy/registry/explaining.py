@@ -41,7 +41,7 @@ async def explain_route(request: Request) -> Response:
     prompt = await _prompt(resources, endpoint, inbound)
     facts = inbound.facts
     if prompt is not None:
-        facts = facts._replace(routing_ids=prompt.ids, tokens=len(prompt.ids) or facts.tokens)
+        facts = facts._replace(routing_ids=prompt.ids, tokens=prompt.tokens or facts.tokens)
     role = Role.PREFILL if resources.fleet.there(Role.PREFILL, facts.model) else Role.AGGREGATED
     explained = resources.fleet.explain(role, facts)
     if explained is None or resources.prefixes is None:

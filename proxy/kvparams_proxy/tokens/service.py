@@ -54,6 +54,13 @@ class Prompt(NamedTuple):
 
     ids: Sequence[int]
     source: Source
+    more: int = 0
+    """How many there are behind these."""
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return len(self.ids) + self.more
 
 
 class Work(Protocol):
@@ -163,11 +170,12 @@ class TokenService:
             self._by_bytes(kind, inbound, found)
 
     def _by_bytes(self, kind: EndpointKind, inbound: Inbound, found: Found) -> None:
-        self._tell(found, pseudo_tokens(kind, inbound.body, inbound.spans), Source.BYTES)
+        ids, tokens = pseudo_tokens(kind, inbound.body, inbound.spans)
+        self._tell(found, ids, Source.BYTES, tokens - len(ids))
 
-    def _tell(self, found: Found, ids: Sequence[int], source: Source) -> None:
+    def _tell(self, found: Found, ids: Sequence[int], source: Source, more: int = 0) -> None:
         self.found[source] += 1
-        found(Prompt(ids, source))
+        found(Prompt(ids, source, more))
 
 
 def _begun(tokenizer: Tokenizer, kind: EndpointKind, document: Mapping[str, object]) -> Work | None:
