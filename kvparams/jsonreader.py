@@ -116,6 +116,7 @@ class ContainerReader:
         "_raw",
         "_reach",
         "_step_bytes",
+        "_strict",
         "_strings",
         "_whole",
         "_window",
@@ -131,6 +132,7 @@ class ContainerReader:
         receiver: Receiver | None = None,
         *,
         depth: int = 1,
+        strict: bool = True,
         step_bytes: int = STEP_BYTES,
     ) -> None:
         """
@@ -140,10 +142,12 @@ class ContainerReader:
             limits: those of depth, containers and strings are kept here.
             receiver: receives the parts; None to check them only.
             depth: of this container in the document.
+            strict: whether to refuse doubled keys and infinities, and keep the limits of containers and strings.
             step_bytes: about how much text one step reads.
         """
         self._raw = raw
         self._limits = limits
+        self._strict = strict
         self._max_open = min(limits.max_depth, _PARSER_DEPTH) + 1 - depth
         self._step_bytes = max(step_bytes, LONGEST_ESCAPE)
         self._containers = self._strings = 0
@@ -231,7 +235,7 @@ class ContainerReader:
         return False
 
     def _check_strings(self) -> None:
-        if self._strings > self._limits.max_strings:
+        if self._strict and self._strings > self._limits.max_strings:
             raise JSONTextError(f"more than {self._limits.max_strings} strings")
 
     def _closed(self, container: _Container) -> bool:
@@ -282,13 +286,16 @@ class ContainerReader:
         raw, window = self._raw, self._window
         values, end = window.values(at, most) if at >= window.at and at + self._reach // 2 < window.end else ([], at)
         if not values:
-            self._window = Window(raw, at, self._reach)
+            self._window = Window(raw, at, self._reach, strict=self._strict)
             values, end = self._window.values(at, most)
         if not values:  # what is in it may be long as well: less is tried next
             self._work += self._reach // _BYTES_PER_PART
             self._reach = max(self._reach // 2, NEAR)
             return values, end
         self._reach = min(self._reach * 2, self._step_bytes)
+        if not self._strict:
+            self._work += len(values) + (end - at) // _BYTES_PER_PART
+            return values, end
         self._measure(values, depth)
         self._window.check_pairs(values, at, end)
         return values, end
@@ -328,10 +335,11 @@ class ContainerReader:
         if not fields:
             self._name(container, at)
             return
-        members = cast("dict[str, object]", _parsed(b"{%b}", raw, at, end))
+        members = cast("dict[str, object]", self._parsed(b"{%b}", at, end))
         if len(members) != len(fields):
             raise _doubled(raw, fields)
-        container.add(members)
+        if self._strict:
+            container.add(members)
         self._strings += strings
         self._work += strings
         receiver = container.receiver
@@ -347,8 +355,9 @@ class ContainerReader:
         end = string_end(self._raw, at, at + LONGEST_TOKEN)
         if not end:
             raise too_long("a name", self._raw, at)
-        name = str(_parsed(b"%b", self._raw, at, end))
-        container.add({name: None})
+        name = str(self._parsed(b"%b", at, end))
+        if self._strict:
+            container.add({name: None})
         self._strings += 1
         container.name, container.start = name, at
         self.at = end
@@ -360,7 +369,7 @@ class ContainerReader:
         if end == at:
             self._value(container, at, byte)
             return
-        values = cast("list[object]", _parsed(b"[%b]", self._raw, at, end))
+        values = cast("list[object]", self._parsed(b"[%b]", at, end))
         self._strings += strings
         self._work += strings
         if container.receiver is not None:
@@ -384,12 +393,12 @@ class ContainerReader:
                 self._expects = _IN_STRING
                 return
         self.at = end
-        self._told(container, [_parsed(b"%b", raw, at, end)])
+        self._told(container, [self._parsed(b"%b", at, end)])
 
     def _string_piece(self, at: int) -> None:
         raw = self._raw
         end, last = piece_end(raw, at, self._step_bytes)
-        piece = str(_parsed(b'"%b"', raw, at, end))
+        piece = str(self._parsed(b'"%b"', at, end))
         if self._whole or not self._pieces:
             self._pieces.append(piece)
         self.at = end
@@ -408,6 +417,17 @@ class ContainerReader:
             else:
                 receiver.members({container.name: values[0]})
 
+    def _parsed(self, form: bytes, at: int, end: int) -> object:
+        """What `raw[at:end]` says, in `form`."""
+        text = self._raw[at:end]
+        try:
+            found = cast("object", from_json(form % text, allow_inf_nan=False))
+        except ValueError as error:
+            raise not_json(_POSITION.sub("", str(error)), at) from error
+        if self._strict:
+            check_finite(text, found)
+        return found
+
     def _ended(self, container: _Container) -> None:
         """So is the part of a container that it belongs to."""
         receiver, name = container.receiver, container.name
@@ -419,16 +439,6 @@ class ContainerReader:
     def _check_members(self, spans: dict[str, Field]) -> None:
         if len(spans) > self._limits.max_members:
             raise JSONTextError(f"more than {self._limits.max_members} members")
-
-
-def _parsed(form: bytes, raw: bytes, at: int, end: int) -> object:
-    text = raw[at:end]
-    try:
-        found = cast("object", from_json(form % text, allow_inf_nan=False))
-    except ValueError as error:
-        raise not_json(_POSITION.sub("", str(error)), at) from error
-    check_finite(text, found)
-    return found
 
 
 def may_overflow(raw: bytes, start: int, end: int) -> bool:

@@ -68,7 +68,7 @@ def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
     if raw.startswith((b"{", b"["), start):
         _check_size(raw, limits)
         built = Build(raw[start])
-        for _ in _read(raw, start, built, limits, STEP_BYTES):
+        for _ in _read(raw, start, built, limits, True, STEP_BYTES):
             pass
         return built.value
     document = _parse(raw, limits)
@@ -106,12 +106,18 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
 
 
 def read_object(
-    raw: bytes, receiver: Receiver, limits: JSONLimits = DEFAULT_LIMITS, *, step_bytes: int = STEP_BYTES
+    raw: bytes,
+    receiver: Receiver,
+    limits: JSONLimits = DEFAULT_LIMITS,
+    *,
+    strict: bool = True,
+    step_bytes: int = STEP_BYTES,
 ) -> Iterator[None]:
     """Read one JSON object as `load_object` does, in steps of bounded work: one for each item of what is returned. What
     is wanted of the object is told to `receiver` on the way.
 
-    Beyond what `load_object` refuses, a name, a number or white space may not be longer than 64 KiB.
+    Beyond what `load_object` refuses, a name, a number or white space may not be longer than 64 KiB. Where it is not
+    `strict`, doubled keys and infinities are not looked for, and containers and strings not counted.
 
     Raises:
         JSONTextError: as for `load_object`.
@@ -124,12 +130,14 @@ def read_object(
         if kind is None:
             raise JSONTextError(f"not valid JSON: {_encoding(raw) or 'expected an object'}")
         raise JSONTextError(f"the document must be a JSON object, not {kind}")
-    yield from _read(raw, start, receiver, limits, step_bytes)
+    yield from _read(raw, start, receiver, limits, strict, step_bytes)
 
 
-def _read(raw: bytes, start: int, receiver: Receiver, limits: JSONLimits, step_bytes: int) -> Iterator[None]:
+def _read(
+    raw: bytes, start: int, receiver: Receiver, limits: JSONLimits, strict: bool, step_bytes: int
+) -> Iterator[None]:
     """Read the container that opens at `start`, behind which there is nothing."""
-    reader = ContainerReader(raw, start, limits, receiver, step_bytes=step_bytes)
+    reader = ContainerReader(raw, start, limits, receiver, strict=strict, step_bytes=step_bytes)
     yield from reader.steps()
     end = skip_space(raw, reader.at)
     if end < len(raw):

@@ -21,9 +21,11 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 class Window:
     """A part of the text, decoded, in which short values are read one after another."""
 
-    __slots__ = ("_ascii", "_index", "_place", "_raw", "_text", "at", "end")
+    __slots__ = ("_ascii", "_decode", "_index", "_place", "_raw", "_text", "at", "end")
 
-    def __init__(self, raw: bytes, at: int, most_bytes: int) -> None:
+    def __init__(self, raw: bytes, at: int, most_bytes: int, *, strict: bool = True) -> None:
+        """`strict`: whether doubled keys and infinities are refused."""
+        self._decode = (_STRICT if strict else _LENIENT).raw_decode
         self._raw = raw
         self.at = self._place = at
         end = min(at + most_bytes, len(raw))
@@ -49,7 +51,7 @@ class Window:
             begin = self._index = self._index + len(self._raw[self._place : at].decode())
             self._place = at
         values: list[object] = []
-        decode, comma = _DECODER.raw_decode, _NEXT.match
+        decode, comma = self._decode, _NEXT.match
         end = next_ = begin
         try:
             while len(values) < most:
@@ -107,4 +109,5 @@ def _constant(text: str) -> object:
 
 _CLOSED: Final = frozenset((str, list, dict))
 """What shows in the text where it ends."""
-_DECODER: Final = JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+_STRICT: Final = JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+_LENIENT: Final = JSONDecoder(parse_constant=_constant)

@@ -89,7 +89,12 @@ class StepRunner:
         """Whether the allowance of this turn is in use; then the next turn is asked for."""
 
     def run(
-        self, steps: Generator[None, None, T], done: Callable[[T], None], failed: Callable[[Exception], None]
+        self,
+        steps: Generator[None, None, T],
+        done: Callable[[T], None],
+        failed: Callable[[Exception], None],
+        *,
+        at_once: bool = True,
     ) -> Work:
         """Do the work, now or later.
 
@@ -97,6 +102,7 @@ class StepRunner:
             steps: does one step of bounded time at each `next`.
             done: hears what the work has returned, at once if it is short.
             failed: hears what it, or `done`, has raised.
+            at_once: whether to begin in this turn, if it has time left.
 
         Returns:
             A handle to cancel it.
@@ -105,7 +111,8 @@ class StepRunner:
         if not self._used:
             self._used = True
             self._loop.call_soon(self._turn)
-            work.advance(perf_counter() + self._turn_s)
+            if at_once:
+                work.advance(perf_counter() + self._turn_s)
         if not work.over:
             self._waiting.append(work)
         return work

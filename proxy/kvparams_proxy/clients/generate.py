@@ -38,6 +38,8 @@ _BOTH: Final = (Role.AGGREGATED,)
 _HEEDED: Final = FORWARDED | {b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"}
 """Headers that matter."""
 _MOST_SESSION: Final = 256
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer body has taken milliseconds of this turn already."""
 
 
 class Admission(NamedTuple):
@@ -231,7 +233,7 @@ class _LongBody:
         """Read it, now or later. Most are read within the time that is there in any turn of the loop."""
         generate = self._generate
         steps = generate.reading(read_steps, self._admission, body)
-        work = generate.steps.run(steps, self._read, self._failed)
+        work = generate.steps.run(steps, self._read, self._failed, at_once=len(body) < _COSTLY_BYTES)
         if not work.over:
             self._work = work
             self._downstream.watch(self)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Final, cast
 
+from pydantic_core import to_json
+
 from kvparams.errors import JSONTextError
 from kvparams.jsonreader import ContainerReader
 from kvparams.jsonreceivers import OPEN_OBJECT, Build, ListReceiver, Receiver, ShortMembers
@@ -95,16 +97,26 @@ class Answer:
         """
         receiver = _AnswerReceiver()
         try:
-            yield from read_object(self.raw, receiver, _LIMITS)
-            field = receiver.fields.get("kv_transfer_params")
-            if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
-                raise JSONTextError("its kv_transfer_params are too long")
+            yield from read_object(self.raw, receiver, _LIMITS, strict=False)
+            _check_params(receiver)
+            yield
             self.changes = yield from _changes(self.raw, receiver, request_id, addresses)
             self._document = receiver.document
             self.fields = receiver.fields
         except JSONTextError as error:
             self._error = error
         return self
+
+
+def _check_params(receiver: ShortMembers) -> None:
+    """Refuse `kv_transfer_params` that cannot be handed on."""
+    field = receiver.fields.get("kv_transfer_params")
+    if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
+        raise JSONTextError("its kv_transfer_params are too long")
+    try:
+        to_json(receiver.document.get("kv_transfer_params"))
+    except ValueError as error:
+        raise JSONTextError("its kv_transfer_params are nested too deep, or no text") from error
 
 
 class _AnswerReceiver(ShortMembers):

@@ -55,6 +55,8 @@ __all__ = ["Execution"]
 _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 _ANSWERED: Final = LegAnswer({})
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer answer has taken milliseconds of this turn already."""
 _LAST_WORD_S: Final = 0.5
 """For an engine that sees its client leave to close the connection, or to show that it had answered already."""
 
@@ -385,7 +387,7 @@ class Execution:
             self._refuse(refusal(fault))
 
         steps = Answer(raw).read(self.facts.request_id, self._resources.addresses)
-        work = self._resources.steps.run(steps, read, failed)
+        work = self._resources.steps.run(steps, read, failed, at_once=len(raw) < _COSTLY_BYTES)
         if not work.over:
             keep(work)
 

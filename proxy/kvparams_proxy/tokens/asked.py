@@ -142,7 +142,7 @@ def read_tokens(raw: bytes) -> "array[int] | None":
     beside it."""
     answer = ShortMembers(special={"tokens": (tokens := TokenIdsReceiver("tokens"))})
     try:
-        for _ in read_object(raw, answer, UNLIMITED):
+        for _ in read_object(raw, answer, UNLIMITED, strict=False):
             pass
         if answer.long:
             return tokens.ids if tokens.problem is None else None

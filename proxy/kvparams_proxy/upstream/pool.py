@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.connection import Connection, Exchange
-from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
+from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
 
 __all__ = ["Pool"]
 
@@ -68,7 +68,7 @@ class Pool:
         self._clock = clock or WallClock(self._loop)
         self.now: Final = self._clock.time
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
         """A POST. `headers` are whole lines, each ending in CRLF."""
         prefix = self._prefixes.get(path)
         if prefix is None:
@@ -76,7 +76,8 @@ class Pool:
                 b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b"
                 % (path, self._authority, self._own)
             )
-        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, len(body)), body
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, size), body
 
     def get(self, path: bytes) -> Request:
         """A GET."""

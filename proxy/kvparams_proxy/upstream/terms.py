@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import httptools
 
 __all__ = [
+    "Body",
     "Collect",
     "Head",
     "Request",
@@ -22,10 +23,18 @@ __all__ = [
     "UpstreamRefusal",
     "UpstreamTimeout",
     "reason",
+    "whole",
 ]
 
-Request = tuple[bytes, bytes]
+Body = bytes | tuple[bytes | memoryview, ...]
+"""A long one may be in pieces, which are parts of the client's body: nobody copies it then."""
+Request = tuple[bytes, Body]
 """Head and body, as they are sent: putting them together would copy a long body once more."""
+
+
+def whole(body: Body) -> bytes:
+    """A body in one piece."""
+    return body if isinstance(body, bytes) else b"".join(body)
 
 
 @dataclass(frozen=True, slots=True)
