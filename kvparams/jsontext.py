@@ -1,57 +1,58 @@
 """JSON text as it comes from strangers: refused when it is not plain, and editable without being re-encoded.
 
 `loads` reads any document, `load_object` reads an object and says where its members stand in the raw bytes, `edit`
-replaces, removes and adds members in place. The one rule: bytes that nobody asked to change leave as they came.
+replaces, removes and adds members in place. `read_object` reads an object of any size in steps of bounded work. The one
+rule: bytes that nobody asked to change leave as they came.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, cast
 
 from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
+from kvparams.jsonreader import ContainerReader, check_finite, may_overflow
+from kvparams.jsonreceivers import Build, Receiver
+from kvparams.jsonscan import DEFAULT_LIMITS, STEP_BYTES, UNLIMITED, Field, JSONLimits, not_json, skip_space, string_end
 
-__all__ = ["DEFAULT_LIMITS", "Field", "JSONLimits", "edit", "fields", "load_object", "loads", "locate"]
+__all__ = [
+    "AT_ONCE_BYTES",
+    "DEFAULT_LIMITS",
+    "Field",
+    "JSONLimits",
+    "cut",
+    "edit",
+    "edit_pieces",
+    "edited",
+    "fields",
+    "load_object",
+    "loads",
+    "locate",
+    "moved",
+    "read_object",
+    "removal_cuts",
+]
 
+AT_ONCE_BYTES: Final = 4 << 10
+"""`load_object` reads a text of this length within some 3 ms, whatever is in it; `read_object` is for longer ones."""
 
-@dataclass(frozen=True, slots=True)
-class JSONLimits:
-    """How much text is read at all."""
-
-    max_bytes: int = 16 << 20
-    """Longer text is refused before it is parsed."""
-    max_depth: int = 64
-    """Objects and lists inside each other; the parser itself stops at about 200."""
-    max_containers: int = 20_000
-    """Objects and lists in all. Each costs time and memory far beyond its two bytes."""
-    max_strings: int = 200_000
-    """Strings in all, keys included."""
-
-
-DEFAULT_LIMITS: Final = JSONLimits()
-
-_SPACE: Final = b" \t\r\n"
 _MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[ \t\r\n]*(["{\[]|[^,}\]\s]+)')
 """One member up to the first byte of a string or container, or to the end of any other value."""
-_GAP: Final = re.compile(rb"[ \t\r\n]*")
-_BRACKET: Final = re.compile(rb"[\[\]{}]")
-_NUMBER: Final = re.compile(rb"-?[0-9][0-9.eE+-]*")
-_ROOMY: Final = 64 << 10
-"""Shorter text cannot hold enough to matter, and is not counted."""
-_PARSED_DEPTH: Final = 256
-"""More than the parser lets through."""
-_DOUBLE_DIGITS: Final = 300
-"""A number without an exponent needs more digits than this to overflow a double."""
-
-
-class Field(NamedTuple):
-    """Where one member of an object stands: `raw[start:end]` is `"name": value`, `raw[value:end]` the value alone."""
-
-    start: int
-    value: int
-    end: int
+_GAP: Final = re.compile(rb"[ \t\r\n]*+")
+_LONG: Final = 64 << 10
+"""Bytes: longer text is read by pieces, so that it may not hold too many parts."""
+_NO_CUT: Final = (2**62, 2**62)
+_KINDS: Final = {
+    b"[": "a list",
+    b'"': "a string",
+    b"t": "true",
+    b"f": "false",
+    b"n": "null",
+    **{b"%d" % digit: "a number" for digit in range(10)},
+    b"-": "a number",
+}
+"""What a JSON document is that begins so, but for objects."""
 
 
 def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
@@ -63,12 +64,19 @@ def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
     Raises:
         JSONTextError: with the reason in words.
     """
+    start = skip_space(raw, 0) if len(raw) > _LONG else len(raw)
+    if raw.startswith((b"{", b"["), start):
+        _check_size(raw, limits)
+        built = Build(raw[start])
+        for _ in _read(raw, start, built, limits, True, STEP_BYTES):
+            pass
+        return built.value
     document = _parse(raw, limits)
     start = _skip(raw, 0)
     if raw[start] in b"{[":
-        _check_container(raw, start, limits.max_depth)
+        ContainerReader(raw, start, limits).finish()
     elif raw[start] != 0x22:
-        _check_numbers(raw, 0, len(raw))
+        check_finite(raw, document)
     return document
 
 
@@ -78,20 +86,67 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
     Raises:
         JSONTextError: as for `loads`, and when the document is not an object.
     """
+    if len(raw) > _LONG:
+        built, stand = Build(0x7B), dict[str, Field]()
+        built.spans = stand
+        for _ in read_object(raw, built, limits):
+            pass
+        return cast("dict[str, object]", built.value), stand
     document = _parse(raw, limits)
     if not isinstance(document, dict):
         raise JSONTextError(f"the document must be a JSON object, not {_kind(document)}")
     members = cast("dict[str, object]", document)
-    spans = _walk(raw, limits.max_depth)
+    spans = _walk(raw, limits)
     if len(spans) != len(members):
         _named(raw, spans)
         raise JSONTextError("the members of the object could not be told apart")  # a guard: parser and walker disagree
+    if len(spans) > limits.max_members:
+        raise JSONTextError(f"more than {limits.max_members} members")
     return members, dict(zip(members, spans, strict=True))  # both in the order of the text
+
+
+def read_object(
+    raw: bytes,
+    receiver: Receiver,
+    limits: JSONLimits = DEFAULT_LIMITS,
+    *,
+    strict: bool = True,
+    step_bytes: int = STEP_BYTES,
+) -> Iterator[None]:
+    """Read one JSON object as `load_object` does, in steps of bounded work: one for each item of what is returned. What
+    is wanted of the object is told to `receiver` on the way.
+
+    Beyond what `load_object` refuses, a name, a number or white space may not be longer than 64 KiB. Where it is not
+    `strict`, doubled keys and infinities are not looked for, and containers and strings not counted.
+
+    Raises:
+        JSONTextError: as for `load_object`.
+    """
+    _check_size(raw, limits)
+    start = skip_space(raw, 0)
+    first = raw[start : start + 1]
+    if first != b"{":
+        kind = _KINDS.get(first)
+        if kind is None:
+            raise JSONTextError(f"not valid JSON: {_encoding(raw) or 'expected an object'}")
+        raise JSONTextError(f"the document must be a JSON object, not {kind}")
+    yield from _read(raw, start, receiver, limits, strict, step_bytes)
+
+
+def _read(
+    raw: bytes, start: int, receiver: Receiver, limits: JSONLimits, strict: bool, step_bytes: int
+) -> Iterator[None]:
+    """Read the container that opens at `start`, behind which there is nothing."""
+    reader = ContainerReader(raw, start, limits, receiver, strict=strict, step_bytes=step_bytes)
+    yield from reader.steps()
+    end = skip_space(raw, reader.at)
+    if end < len(raw):
+        raise not_json("something stands behind the document", end)
 
 
 def fields(raw: bytes) -> dict[str, Field]:
     """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
-    return _named(raw, _walk(raw, _PARSED_DEPTH))
+    return _named(raw, _walk(raw, UNLIMITED))
 
 
 def locate(raw: bytes, document: Mapping[str, object], name: str) -> Field:
@@ -137,9 +192,17 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         changes: by member name the new value as JSON text, or None to remove the member. A name that is not there is
             added at the end. Names must not need escaping.
     """
+    pieces = edit_pieces(raw, spans, changes)
+    return raw if pieces is None else b"".join(pieces)
+
+
+def edit_pieces(
+    raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | None]
+) -> list[bytes | memoryview] | None:
+    """What `edit` gives, in pieces, or None where nothing changes. The pieces of a long text are no copies."""
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
-    removed = not spans
+    removed: list[str] = []
     for name, value in changes.items():
         field = spans.get(name)
         if field is None:
@@ -148,51 +211,127 @@ def edit(raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | N
         elif value is not None:
             cuts.append((field.value, field.end, value))
         else:
-            removed = True
-            cuts.append((field.start, _behind_comma(raw, field.end), b""))
-    if not cuts and spans:  # nothing but additions, to an object with members
-        return b"%b,%b}" % (raw[: raw.rindex(b"}")], b",".join(added)) if added else raw
+            removed.append(name)
+    if removed:
+        cuts += [(start, end, b"") for start, end in removal_cuts(raw, spans, removed)]
+    elif not cuts and not added:
+        return None
     if len(cuts) > 1:
         cuts.sort()
-    pieces: list[bytes] = []
+    text = memoryview(raw) if len(raw) > _LONG else raw
+    pieces: list[bytes | memoryview] = []
     at = 0
     for start, end, value in cuts:
-        pieces.append(raw[at:start])
+        pieces.append(text[at:start])
         pieces.append(value)
         at = end
-    pieces.append(raw[at : raw.rindex(b"}")])
-    if not removed:  # what is added follows some other member
-        if added:
-            pieces.append(b",")
-            pieces.append(b",".join(added))
-        pieces.append(b"}")
-        return b"".join(pieces)
-    _trim(pieces)
+    pieces.append(text[at : raw.rindex(b"}")])
     if added:
-        if pieces[-1].rstrip(_SPACE)[-1:] != b"{":
+        if len(spans) > len(removed):
             pieces.append(b",")
         pieces.append(b",".join(added))
     pieces.append(b"}")
+    return pieces
+
+
+def edited(
+    raw: bytes, spans: Mapping[str, Field], changes: Mapping[str, bytes | None]
+) -> tuple[bytes, dict[str, Field]]:
+    """What `edit` makes of `raw`, and where the members stand in that: without walking it once more."""
+    after: dict[str, Field] = {}
+    moved = 0
+    for name, (start, value, end) in spans.items():
+        start, value = start + moved, value + moved
+        if name not in changes:
+            after[name] = Field(start, value, end + moved)
+        elif (text := changes[name]) is None:
+            moved -= _behind_comma(raw, end) - (start - moved)
+        else:
+            moved += len(text) - (end + moved - value)
+            after[name] = Field(start, value, value + len(text))
+    made = edit(raw, spans, changes)
+    added = [(name, text) for name, text in changes.items() if text is not None and name not in spans]
+    start = len(made) - 1 - sum(len(name.encode()) + len(text) + 4 for name, text in added) + bool(added)
+    for name, text in added:
+        value = start + len(name.encode()) + 3
+        after[name] = Field(start, value, value + len(text))
+        start = value + len(text) + 1
+    return made, after
+
+
+def removal_cuts(raw: bytes, spans: Mapping[str, Field], names: Iterable[str]) -> list[tuple[int, int]]:
+    """What to cut out of `raw` so that an object in it has these members no longer, in the order of the text.
+
+    Args:
+        raw: the text.
+        spans: where the members of the object stand in it.
+        names: those to remove; one that is not there is no fault.
+    """
+    cuts: list[tuple[int, int]] = []
+    ends = False
+    for name in names:
+        field = spans.get(name)
+        if field is not None:
+            end = _behind_comma(raw, field.end)
+            ends = ends or end == field.end
+            cuts.append((field.start, end))
+    cuts.sort()
+    if ends:  # with the last member goes the comma before, and with those in front of it as well
+        start, end = cuts.pop()
+        while cuts and cuts[-1][1] == start:
+            start = cuts.pop()[0]
+        before = start - 1
+        while raw[before] <= 0x20:
+            before -= 1
+        cuts.append((before if raw[before] == 0x2C else start, end))
+    return cuts
+
+
+def cut(raw: bytes, cuts: Iterable[tuple[int, int]]) -> bytes:
+    """`raw` without these parts, which are in order."""
+    text = memoryview(raw)
+    pieces: list[memoryview] = []
+    at = 0
+    for start, end in cuts:
+        pieces.append(text[at:start])
+        at = end
+    pieces.append(text[at:])
     return b"".join(pieces)
 
 
-def _trim(pieces: list[bytes]) -> None:
-    """Take away the comma that is left at the end where the last member was removed."""
-    while len(pieces) > 1 and not pieces[-1].strip(_SPACE):
-        pieces.pop()
-    last = pieces[-1].rstrip(_SPACE)
-    pieces[-1] = last[:-1] if last.endswith(b",") else last
+def moved(spans: Mapping[str, Field], cuts: Iterable[tuple[int, int]], origin: int = 0) -> dict[str, Field]:
+    """Where members stand after these parts, in order, were cut out, counted from `origin` of the new text. Those that
+    were cut out stand nowhere."""
+    after: dict[str, Field] = {}
+    coming = iter(cuts)
+    start, end = next(coming, _NO_CUT)
+    gone = origin
+
+    def place(at: int) -> int:
+        nonlocal start, end, gone
+        while end <= at:
+            gone += end - start
+            start, end = next(coming, _NO_CUT)
+        return at - gone
+
+    for name, field in spans.items():
+        begin = place(field.start)
+        if not start <= field.start < end:
+            after[name] = Field(begin, place(field.value), place(field.end))
+    return after
 
 
 def _parse(raw: bytes, limits: JSONLimits) -> object:
-    if len(raw) > limits.max_bytes:
-        raise JSONTextError(f"the text is {len(raw)} bytes long; at most {limits.max_bytes} are accepted")
-    if len(raw) > _ROOMY:
-        _check_crowd(raw, limits)
+    _check_size(raw, limits)
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise JSONTextError(f"not valid JSON: {_encoding(raw) or error}") from error
+
+
+def _check_size(raw: bytes, limits: JSONLimits) -> None:
+    if len(raw) > limits.max_bytes:
+        raise JSONTextError(f"the text is {len(raw)} bytes long; at most {limits.max_bytes} are accepted")
 
 
 def _encoding(raw: bytes) -> str | None:
@@ -202,23 +341,7 @@ def _encoding(raw: bytes) -> str | None:
     return "it begins with a byte order mark (EF BB BF); none is accepted" if raw.startswith(b"\xef\xbb\xbf") else None
 
 
-def _check_crowd(raw: bytes, limits: JSONLimits) -> None:
-    """Refuse text with very many parts before it is parsed."""
-    if raw.count(b'"') - raw.count(b'\\"') > 2 * limits.max_strings:
-        raise JSONTextError(f"more than {limits.max_strings} strings")
-    if raw.count(b"{") + raw.count(b"[") <= limits.max_containers:
-        return
-    containers = at = 0
-    while at < len(raw):  # brackets in strings do not count
-        quote = raw.find(b'"', at)
-        stop = len(raw) if quote < 0 else quote
-        containers += raw.count(b"{", at, stop) + raw.count(b"[", at, stop)
-        if containers > limits.max_containers:
-            raise JSONTextError(f"more than {limits.max_containers} objects and lists")
-        at = stop if quote < 0 else _string_end(raw, quote)
-
-
-def _walk(raw: bytes, max_depth: int) -> list[Field]:
+def _walk(raw: bytes, limits: JSONLimits) -> list[Field]:
     """The members of the object `raw`; doubled keys inside them, overflowing numbers and too much depth are refused."""
     found: list[Field] = []
     at = raw.index(b"{") + 1
@@ -229,7 +352,7 @@ def _walk(raw: bytes, max_depth: int) -> list[Field]:
         if first == 0x22:
             at = _string_end(raw, value)
         elif first == 0x7B or first == 0x5B:
-            at = _flat_list_end(raw, value) or _check_container(raw, value, max_depth - 1)
+            at = _flat_list_end(raw, value) or ContainerReader(raw, value, limits, depth=2).finish()
         elif at - value > 3 and first not in b"tfn":
             _check_numbers(raw, value, at)
         # a third of the cost of Field(...)
@@ -248,37 +371,6 @@ def _named(raw: bytes, spans: Iterable[Field]) -> dict[str, Field]:
     return found
 
 
-def _check_container(raw: bytes, at: int, max_depth: int) -> int:
-    """Walk the container that opens at `at` and return the position behind it; refuse as `loads` says."""
-    keys: list[set[str] | None] = []  # one per open container: the keys of an object, None for a list
-    size = len(raw)
-    while at < size:
-        quote = raw.find(b'"', at)
-        stop = size if quote < 0 else quote
-        if stop - at > 3:
-            _check_numbers(raw, at, stop)
-        for found in _BRACKET.finditer(raw, at, stop):
-            position = found.start()
-            bracket = raw[position]
-            if bracket == 0x7B:
-                keys.append(set())
-            elif bracket == 0x5B:
-                keys.append(None)
-            else:
-                keys.pop()
-                if not keys:
-                    return position + 1
-            if len(keys) > max_depth:
-                raise JSONTextError(f"nested deeper than {max_depth} levels")
-        at = size if quote < 0 else _string_end(raw, quote)
-        if keys and (seen := keys[-1]) is not None and raw[_skip(raw, at)] == 0x3A:
-            key = _key(raw, quote, at)
-            if key in seen:
-                raise JSONTextError(f"the key {key[:64]!r} stands twice in one object")
-            seen.add(key)
-    raise JSONTextError("walked text that is not JSON")
-
-
 def _flat_list_end(raw: bytes, at: int) -> int:
     """The end of a list without strings or containers in it (token ids are such), or 0. At the speed of memchr."""
     if raw[at] != 0x5B:
@@ -286,18 +378,15 @@ def _flat_list_end(raw: bytes, at: int) -> int:
     end = raw.find(b"]", at)
     if raw.find(b'"', at, end) >= 0 or raw.find(b"{", at, end) >= 0 or raw.find(b"[", at + 1, end) >= 0:
         return 0
-    _check_numbers(raw, at, end)
+    _check_numbers(raw, at, end + 1)
     return end + 1
 
 
 def _check_numbers(raw: bytes, start: int, end: int) -> None:
-    """Refuse numbers in `raw[start:end]`, which holds no string, that a double can only hold as infinity."""
-    exponent = raw.find(b"e", start, end) >= 0 or raw.find(b"E", start, end) >= 0
-    if not exponent and (end - start < _DOUBLE_DIGITS or raw.find(b".", start, end) < 0):
-        return
-    for found in _NUMBER.finditer(raw, start, end):
-        if from_json(found.group()) in (float("inf"), float("-inf")):
-            raise JSONTextError("a number is too large for a double; infinities are not JSON")
+    """Refuse numbers in `raw[start:end]`, a number or a list of such, that a double can only hold as infinity."""
+    if may_overflow(raw, start, end):
+        text = raw[start:end]
+        check_finite(text, from_json(text))
 
 
 def _skip(raw: bytes, at: int) -> int:
@@ -313,18 +402,10 @@ def _behind_comma(raw: bytes, at: int) -> int:
 
 
 def _string_end(raw: bytes, at: int) -> int:
-    """The position behind the closing quote of the string that opens at `at`. At the speed of memchr."""
-    end = raw.find(b'"', at + 1)
-    while end > 0 and raw[end - 1] == 0x5C:  # perhaps an escaped quote: an odd number of backslashes before it
-        slashes = end - 1
-        while raw[slashes - 1] == 0x5C:
-            slashes -= 1
-        if (end - slashes) % 2 == 0:
-            break
-        end = raw.find(b'"', end + 1)
-    if end < 0:
+    end = string_end(raw, at, len(raw))
+    if not end:
         raise JSONTextError("walked text that is not JSON")
-    return end + 1
+    return end
 
 
 def _key(raw: bytes, start: int, end: int) -> str:

@@ -143,10 +143,13 @@ class Pace:
             if not speed.seen:
                 return  # who knows which of both took so long
             alone = expected(what)
-            took = max(0.0, now - alone - given.since - given.link_s)  # or less, where it was not waited for
             late = seconds > (_LATE + speed.doubt) * alone
-            if late or took < given.fetch_s - given.link_s:
-                speed.fetched(fetched, took)
+            # An engine begins to fetch when the leg is given to it, or when its turn comes, or in between.
+            longest = max(0.0, now - alone - given.since - given.link_s)
+            shortest = min(longest, seconds - alone) if late else 0.0
+            predicted = given.fetch_s - given.link_s
+            if not shortest <= predicted <= longest:
+                speed.fetched(fetched, shortest if predicted < shortest else longest)
             if late:
                 self._learn()
                 return

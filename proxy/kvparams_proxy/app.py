@@ -42,6 +42,7 @@ from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_pair
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.loopclock import LoopClock
 from kvparams_proxy.memory import MemoryTrimmer
 from kvparams_proxy.modes import Modes
 from kvparams_proxy.registry.admin import admin_routes
@@ -50,6 +51,7 @@ from kvparams_proxy.registry.providers import supplied
 from kvparams_proxy.registry.sources import Registry
 from kvparams_proxy.settings import DEFAULT_MODES, Settings, known_dialects
 from kvparams_proxy.signing import FollowedSigner
+from kvparams_proxy.steprunner import StepRunner
 from kvparams_proxy.telemetry.event_gauges import EventGauges
 from kvparams_proxy.telemetry.exposition import Exposition
 from kvparams_proxy.telemetry.gauges import Gauges
@@ -114,6 +116,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:  # what was opened is closed, in whatever place the start fails
+            clock = LoopClock(loop)
+            stack.callback(clock.close)
             prefixes = make_prefixes(loop.time)
             fleet = Fleet(
                 (),
@@ -128,11 +132,11 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             )
             modes.on_change(fleet.need)
             registry = Registry(fleet, settings.rules, settings.beside, partial(_switch, settings, modes))
-            pools = Pools(partial(_reached, reach, registry, settings.upstream))
+            pools = Pools(partial(_reached, reach, registry, settings.upstream, clock))
             fleet.listen(pools)
             addresses = Addresses()
             fleet.listen(addresses)
-            watch = Watch(loop)
+            watch = Watch(loop, clock)
             metrics = Metrics()
             releases = Releases(fleet, pools, watch, loop.time, signer)
             spans = make_spans()
@@ -176,6 +180,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
                 asked=Together(loop),
                 answered={role: Together(loop) for role in Role},
                 running=set(),
+                steps=StepRunner(loop),
                 watch=watch,
                 retries=RetryBudget(),
                 releases=releases,
@@ -190,8 +195,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
                 for each in ENDPOINTS
             }
             await stack.enter_async_context(supplied(registry, settings.instances, settings.providers))
-            bootstraps = Bootstraps(dialects, settings.upstream)
-            await stack.enter_async_context(Prober(fleet, settings.probe_s, pools, bootstraps))
+            bootstraps = Bootstraps(dialects, settings.upstream, clock)
+            await stack.enter_async_context(Prober(fleet, settings.probe_s, pools, bootstraps, clock))
             await stack.enter_async_context(_following(keys, "client keys"))
             await stack.enter_async_context(_following(signing, "signing keys"))
             stack.push_async_callback(_end_running, resources)
@@ -251,11 +256,13 @@ def _tokens(
     return TokenService(loop, settings.tokenizers, AskedEngines(lambda: fleet.members, pools, watch))
 
 
-def _reached(reach: Reach | None, registry: Registry, limits: UpstreamLimits, instance: Instance) -> Upstream:
+def _reached(
+    reach: Reach | None, registry: Registry, limits: UpstreamLimits, clock: LoopClock, instance: Instance
+) -> Upstream:
     if reach is not None and (upstream := reach(instance)) is not None:
         return upstream
     access = registry.access(instance.id)
-    return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key)
+    return Pool(instance.url, limits, access.tls, server_name=access.server_name, key=access.key, clock=clock)
 
 
 @asynccontextmanager

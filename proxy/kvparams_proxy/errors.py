@@ -5,18 +5,18 @@ The one rule: the message says what is wrong and what to do; addresses and the i
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import load_object
+from kvparams.jsontext import JSONLimits, load_object
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.execution.privacy import Addresses, error_in, told
 
 __all__ = ["ProxyError", "engine_refusal", "reported_error"]
 
-
-_LONGEST: Final = 64 << 10
-"""Bytes of an engine's error that are read: of a longer one, the client learns the status alone."""
+_LIMITS: Final = JSONLimits(max_bytes=64 << 10, max_containers=1_000, max_strings=4_000)
+"""Of an engine's error that is read; of a longer one the client learns the status."""
 
 
 class ProxyError(Exception):
@@ -79,10 +79,9 @@ def engine_refusal(
     credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
     the status.
     """
-    try:
-        document, _ = load_object(raw) if len(raw) <= _LONGEST else ({}, None)
-    except JSONTextError:
-        document = {}
+    document: Mapping[str, object] = {}
+    with suppress(JSONTextError):
+        document, _ = load_object(raw, _LIMITS)
     return reported_error(role, status, error_in(document) or document, addresses, sent, own_key=own_key)
 
 

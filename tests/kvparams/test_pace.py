@@ -192,17 +192,47 @@ def fetched(pace: Pace, clock: Clock, tokens: int, seconds: float, *, waits: flo
 
 @pytest.mark.parametrize("waits", [0.0, 0.3])
 def test_what_fetching_takes_is_learnt_apart_from_computing(waits: float) -> None:
+    """Every other leg waits: it does not say when its fetch began, and says nothing against what the others say."""
     clock, die = Clock(), Random(6)
     pace = Pace(clock)
     for context in (1000, 2000, 9000, 30_000) * 10:  # 10,000 tokens/s, whatever is in front
         ran(pace, clock, 1, context, context / 10_000)
     before = pace.speed.seconds(1000, 11_000)
-    for _ in range(60):
+    for number in range(60):
         tokens = die.randrange(5_000, 40_000)
-        fetched(pace, clock, tokens, 0.2 + 1e-4 * tokens, waits=waits)
+        fetched(pace, clock, tokens, 0.2 + 1e-4 * tokens, waits=waits * (number % 2))
     assert pace.speed.fetch_s(10_000) == pytest.approx(1.2, rel=0.1)
     assert pace.speed.fetch_s(40_000) == pytest.approx(4.2, rel=0.1)
     assert pace.speed.seconds(1000, 11_000) == pytest.approx(before, rel=0.02)
+
+
+def test_where_every_leg_waits_a_fetch_is_taken_for_no_longer_than_it_is_and_no_shorter_than_what_was_seen() -> None:
+    clock, die = Clock(), Random(6)
+    pace = Pace(clock)
+    ran(pace, clock, 40, 1000, 0.1)
+    for _ in range(60):
+        tokens = die.randrange(5_000, 40_000)
+        fetched(pace, clock, tokens, 0.2 + 1e-4 * tokens, waits=0.3)
+    assert 0.9 * 0.9 < pace.speed.fetch_s(10_000) < 1.2 * 1.1
+    assert 3.9 * 0.9 < pace.speed.fetch_s(40_000) < 4.2 * 1.1
+
+
+@pytest.mark.parametrize("queued", [1, 2, 6, 20])
+@pytest.mark.parametrize("fetch_s", [0.01, 0.5])
+def test_waiting_for_its_turn_is_not_charged_to_a_fetch(queued: int, fetch_s: float) -> None:
+    """An engine that begins to fetch what a leg needs only when the leg's turn has come: so does one that is full."""
+    clock = Clock()
+    pace = Pace(clock)
+    ran(pace, clock, 40, 1000, 0.1)
+    for _ in range(40):
+        for leg in range(queued):
+            pace.begin(leg, pace.speed.seconds(1000, 2000), pace.fetch_s(1000))
+        for leg in range(queued):
+            clock.now += fetch_s + 0.1
+            pace.end(leg, 1000, 2000, 1000)
+        clock.now += 1.0
+    assert pace.speed.fetch_s(1000) == pytest.approx(fetch_s, rel=0.2, abs=0.03)
+    assert pace.speed.seconds(1000, 2000) == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_fetch_that_nobody_waited_for_took_no_longer_than_that() -> None:

@@ -31,6 +31,7 @@ from kvparams_proxy.clients.strip_list import CARRIERS, FORWARDED, STEERING, STR
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.legs import leg_request
 from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.upstream.terms import whole
 from tests.kvparams.planning import Table
 
 COMPLETIONS = ENDPOINTS[0]
@@ -80,12 +81,12 @@ def legs(endpoint: Endpoint, body: bytes, dialect: Dialect, request_id: str = "r
     inbound = read(endpoint.kind, body, request_id, "tra", JSONLimits())
     cut = one_token(endpoint.kind, inbound.body, inbound.spans)
     if endpoint.role is not None:
-        return [leg_request(endpoint, inbound, leg, None)[1] for leg in _alone(endpoint, inbound)]
+        return [whole(leg_request(endpoint, inbound, leg, None)[1]) for leg in _alone(endpoint, inbound)]
     table = Table(dialect, one_token=cut)
     table.found = PLACE
     made = PrefillThenDecode().legs(inbound.facts, table)
     sent = table.run(made, lambda leg: LegAnswer({} if leg.answers_client else HANDOFF | {"kvparams": RESULT}))
-    return [leg_request(endpoint, inbound, leg, None)[1] for leg in sent]
+    return [whole(leg_request(endpoint, inbound, leg, None)[1]) for leg in sent]
 
 
 def _alone(endpoint: Endpoint, inbound: Any) -> Any:

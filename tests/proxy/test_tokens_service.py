@@ -23,7 +23,7 @@ from kvparams_proxy.clients.intake import Inbound, read
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.tokens.asked import AskedEngines, read_tokens, tokenize_body
-from kvparams_proxy.tokens.by_bytes import pseudo_tokens
+from kvparams_proxy.tokens.by_bytes import BYTES_PER_TOKEN, MOST_TOKENS, pseudo_tokens
 from kvparams_proxy.tokens.choices import By, TokenizerError
 from kvparams_proxy.tokens.files import load_tokenizer
 from kvparams_proxy.tokens.lane import Lane
@@ -242,7 +242,9 @@ def test_a_question_about_several_prompts_is_not_asked() -> None:
 
 def _pseudo(kind: EndpointKind, **body: object) -> list[int]:
     inbound = _inbound(kind, **body)
-    return list(pseudo_tokens(kind, inbound.body, inbound.spans))
+    ids, tokens = pseudo_tokens(kind, inbound.body, inbound.spans)
+    assert tokens == len(ids)
+    return list(ids)
 
 
 @given(text=st.text(min_size=1), more=st.text())
@@ -258,6 +260,22 @@ def test_a_further_message_adds_pseudo_tokens_behind_the_others(texts: list[str]
     then = _pseudo("chat", messages=[*said, USER], tools=tools, max_tokens=7)
     assert then[: len(first)] == first
     assert len(then) > len(first)
+
+
+@pytest.mark.parametrize("tools", [None, "x" * 70_000])
+def test_of_a_long_prompt_the_first_pseudo_tokens_are_made_and_all_counted(tools: str | None) -> None:
+    """Routing looks at no more, and a copy of a long body takes long."""
+    given = {"tools": [tools]} if tools else {}
+    for characters in (BYTES_PER_TOKEN * MOST_TOKENS - 100_000, BYTES_PER_TOKEN * MOST_TOKENS + 100_000):
+        inbound = _inbound("chat", messages=[{"role": "user", "content": "y" * characters}], **given)
+        ids, tokens = pseudo_tokens("chat", inbound.body, inbound.spans)
+        text = b"".join(
+            inbound.body[inbound.spans[n].value : inbound.spans[n].end].rstrip(b'}] "')
+            for n in ("tools", "messages")
+            if n in inbound.spans
+        )
+        assert tokens == len(text) // BYTES_PER_TOKEN
+        assert ids.tobytes() == text[: BYTES_PER_TOKEN * min(tokens, MOST_TOKENS)]
 
 
 def test_pseudo_tokens_differ_where_the_texts_do() -> None:

@@ -78,15 +78,18 @@ _OPENAI: Final = {**_SAMPLING, **_WHOLE}
 _OPENAI_GONE: Final = _ANSWER | _STREAM
 
 
-def one_token(kind: EndpointKind, body: bytes, spans: Mapping[str, Field]) -> dict[str, bytes | None]:
-    """What changes in a client's body, as for `kvparams.jsontext.edit`, so that its prompt alone is computed."""
+def one_token(
+    kind: EndpointKind, body: bytes, spans: Mapping[str, Field], sampling: Mapping[str, Field] | None = None
+) -> dict[str, bytes | None]:
+    """What changes in a client's body, as for `kvparams.jsontext.edit`, so that its prompt alone is computed.
+    `sampling`: where the members of `sampling_params` stand in its text, if that is known already."""
     if kind == "generate":
         changes = _changes(_WHOLE, _STREAM, spans)
         field = spans.get("sampling_params")
         inner = b"{}"
         if field is not None and body[field.value] == 0x7B:  # it may be null
             inner = body[field.value : field.end]
-        inside = fields(inner)
+        inside = fields(inner) if sampling is None else sampling
         changes["sampling_params"] = edit(inner, inside, _changes(_SAMPLING, _ANSWER, inside))
         return changes
     changes = _changes(_OPENAI, _OPENAI_GONE, spans)

@@ -5,12 +5,14 @@ the body is read.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from kvparams.jsontext import AT_ONCE_BYTES
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.interface import DisaggregatedRequestManager
 from kvparams.scheduling import Role
@@ -19,18 +21,20 @@ from kvparams_proxy.clients.body import Body, BodyBudget, too_large
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.gathering import whole_body
-from kvparams_proxy.clients.intake import Inbound, read
+from kvparams_proxy.clients.intake import Inbound, read, read_steps
 from kvparams_proxy.clients.strip_list import FORWARDED, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.modes import Modes
+from kvparams_proxy.steprunner import StepRunner, Work
 from kvparams_proxy.telemetry.account import Refusal
 from kvparams_proxy.tokens.service import Prompt
 
 __all__ = ["Admission", "Generate", "Generating", "require_client"]
 
-
+T = TypeVar("T")
+_log: Final = logging.getLogger(__name__)
 _BOTH: Final = (Role.AGGREGATED,)
 _HEEDED: Final = FORWARDED | {
     *(b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"),
@@ -44,6 +48,8 @@ browser send any other type without asking first."""
 _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
 _MOST_SESSION: Final = 256
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer body has taken milliseconds of this turn already."""
 
 
 class Admission(NamedTuple):
@@ -132,44 +138,68 @@ class Generate:
     def begin(
         self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
     ) -> None:
-        """Refuse the request or have it executed; `done` hears of its end."""
-        resources = self._resources
-        request_id, transfer_id, forwarded, authorization, client, error, session = admission
+        """Refuse the request or have it executed, now or later; `done` hears of its end."""
+        if len(body) > AT_ONCE_BYTES and admission.error is None:
+            _LongBody(self, admission, downstream, done).begin(body)
+            return
         try:
-            if error is not None:
-                raise error
-            settings = resources.settings
-            inbound = read(
-                self._endpoint.kind,
-                body,
-                request_id,
-                transfer_id,
-                settings.body,
-                client,
-                session,
-                keep_document=resources.tokens is not None,
-                keep_streamed=settings.continuation,
-            )
-            if inbound.stripped:
-                resources.metrics.stripped["body"] += 1
-            if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
-                message = f"the model {model[:200]!r} is not served here; see /v1/models"
-                unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
-                unknown.model = model
-                raise unknown
+            if admission.error is not None:
+                raise admission.error
+            self.execute(admission, self.reading(read, admission, body), downstream, done)
         except ProxyError as refused:
             self.refuse(admission, refused, downstream)
             if done is not None:
                 done()
-            return
-        trace = None
+
+    @property
+    def steps(self) -> StepRunner:
+        """What does long work."""
+        return self._resources.steps
+
+    def reading(self, how: Callable[..., T], admission: Admission, body: bytes) -> T:
+        """Read a body with `read` or `read_steps`.
+
+        Raises:
+            ProxyError: it is refused.
+        """
+        resources = self._resources
+        return how(
+            self._endpoint.kind,
+            body,
+            admission.request_id,
+            admission.transfer_id,
+            resources.settings.body,
+            admission.client,
+            admission.session,
+            keep_document=resources.tokens is not None,
+            keep_streamed=resources.settings.continuation,
+        )
+
+    def execute(
+        self, admission: Admission, inbound: Inbound, downstream: Downstream, done: Callable[[], None] | None
+    ) -> None:
+        """Have a request executed whose body was read.
+
+        Raises:
+            ProxyError: its model is not served here.
+        """
+        resources = self._resources
+        continues = resources.settings.continuation
+        if inbound.stripped:
+            resources.metrics.stripped["body"] += 1
+        if (model := inbound.facts.model) is not None and not resources.fleet.know_model(model):
+            message = f"the model {model[:200]!r} is not served here; see /v1/models"
+            unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+            unknown.model = model
+            raise unknown
+        trace, forwarded, authorization = None, admission.forwarded, admission.authorization
         if resources.tracer is not None:
             trace, forwarded = resources.tracer.begin(forwarded)
         upstream = b"".join(forwarded)
 
         def execute(prompt: Prompt | None) -> None:
             routed = inbound if prompt is None else _routed(inbound, prompt)
-            if routed.document is not None and not (settings.continuation and routed.stream):  # it is not continued
+            if routed.document is not None and not (continues and routed.stream):  # it is not continued
                 routed = routed._replace(document=None)
             manager = self._manager(routed)
             execution = Execution(
@@ -204,6 +234,58 @@ class Generate:
         trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
         path = self._endpoint.path.encode()
         resources.ledger.refused(Refusal(admission.request_id, path, error, tenant, error.model, trace))
+
+
+class _LongBody:
+    """A request whose body is being read in steps: a `downstream.Watcher`."""
+
+    __slots__ = ("_admission", "_done", "_downstream", "_generate", "_work")
+
+    def __init__(
+        self, generate: Generate, admission: Admission, downstream: Downstream, done: Callable[[], None] | None
+    ) -> None:
+        self._generate = generate
+        self._admission = admission
+        self._downstream = downstream
+        self._done = done
+        self._work: Work | None = None
+
+    def begin(self, body: bytes) -> None:
+        """Read it, now or later. Most are read within the time that is there in any turn of the loop."""
+        generate = self._generate
+        steps = generate.reading(read_steps, self._admission, body)
+        work = generate.steps.run(steps, self._read, self._failed, at_once=len(body) < _COSTLY_BYTES)
+        if not work.over:
+            self._work = work
+            self._downstream.watch(self)
+
+    def _read(self, inbound: Inbound) -> None:
+        self._work = None
+        self._generate.execute(self._admission, inbound, self._downstream, self._done)
+
+    def _failed(self, error: Exception) -> None:
+        self._work = None
+        if isinstance(error, ProxyError):
+            self._generate.refuse(self._admission, error, self._downstream)
+        else:
+            _log.error("a request ended with a fault of the proxy", exc_info=error)
+            self._downstream.drop()
+        if self._done is not None:
+            self._done()
+
+    def client_gone(self) -> None:
+        """See `Watcher`. What is read of the body is dropped."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            if self._done is not None:
+                self._done()
+
+    def client_slow(self) -> None:
+        """See `Watcher`. Nothing is written yet."""
+
+    def client_ready(self) -> None:
+        """See `Watcher`."""
 
 
 class Generating:
@@ -248,7 +330,7 @@ class Generating:
 def _routed(inbound: Inbound, prompt: Prompt) -> Inbound:
     """With ids to route by: they also say how long the prompt is."""
     facts = inbound.facts
-    return inbound._replace(facts=facts._replace(routing_ids=prompt.ids, tokens=len(prompt.ids) or facts.tokens))
+    return inbound._replace(facts=facts._replace(routing_ids=prompt.ids, tokens=prompt.tokens or facts.tokens))
 
 
 def _set(done: asyncio.Future[None]) -> None:

@@ -4,21 +4,41 @@ The one rule: what the proxy itself acts on is checked here, with the member nam
 untouched for the engine to judge.
 """
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import Field, JSONLimits, edit, fields, load_object
+from kvparams.jsonreceivers import ShortMembers
+from kvparams.jsontext import (
+    AT_ONCE_BYTES,
+    Field,
+    JSONLimits,
+    cut,
+    edit,
+    fields,
+    load_object,
+    moved,
+    read_object,
+    removal_cuts,
+)
 from kvparams.scheduling import RequestFacts
-from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
-from kvparams_proxy.clients.media import without_names
+from kvparams_proxy.clients.long_body import (
+    MAX_PROMPTS,
+    MessagesReceiver,
+    PromptReceiver,
+    PromptsReceiver,
+    TokenIdsReceiver,
+    has_role,
+    invalid,
+    token_ids,
+)
+from kvparams_proxy.clients.media import long_names, without_names
 from kvparams_proxy.clients.strip_list import CARRIERS, STRIPPED, SUSPICIOUS, steering_hint
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Inbound", "read"]
+__all__ = ["Inbound", "read", "read_steps"]
 
 T = TypeVar("T")
 
@@ -44,7 +64,6 @@ _BYTES_PER_TOKEN: Final = 4
 _ENCODINGS: Final = (None, "float", "base64")
 """vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
 _MAX_CHOICES: Final = 128
-_MAX_PROMPTS: Final = 1024
 _MAX_SALT: Final = 256
 _MAX_MODEL: Final = 1024
 _MAX_SESSION: Final = 256
@@ -65,6 +84,20 @@ class Inbound(NamedTuple):
     """The body, parsed, where it is needed after this: what was stripped is still in it."""
     stripped: bool = False
     """Whether anything was."""
+    whole: bool = True
+    """Whether `document` is all that the body says. In one of a long body, members that are long are replaced by
+    something short of their kind."""
+    sampling: Mapping[str, Field] | None = None
+    """Where the members of a `sampling_params` that is long stand in its text."""
+
+
+class _Read(NamedTuple):
+    """A body that is JSON."""
+
+    document: Mapping[str, object]
+    spans: Mapping[str, Field]
+    receiver: ShortMembers | None = None
+    """What has received it, where it is long."""
 
 
 def read(
@@ -79,8 +112,8 @@ def read(
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> Inbound:
-    """Check a request's body. The cache salt of one whose client is known is bound to its tenant. `session` is what the
-    client calls its conversation; where it is empty, the body's `prompt_cache_key`.
+    """Check a request's body, at once. The cache salt of one whose client is known is bound to its tenant. `session` is
+    what the client calls its conversation; where it is empty, the body's `prompt_cache_key`.
 
     What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
     runs, it costs room in the processor's caches.
@@ -88,23 +121,100 @@ def read(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    if len(body) > limits.max_bytes:
-        raise ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    steps = _checked(
+        kind, body, _parsed(body, limits), request_id, transfer_id, client, session, keep_document, keep_streamed
+    )
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def read_steps(
+    kind: EndpointKind,
+    body: bytes,
+    request_id: str,
+    transfer_id: str,
+    limits: JSONLimits,
+    client: Client | None = None,
+    session: str = "",
+    *,
+    keep_document: bool = False,
+    keep_streamed: bool = False,
+) -> Generator[None, None, Inbound]:
+    """Do the same in steps of bounded work, for a body of any length.
+
+    Raises:
+        ProxyError: as for `read`.
+    """
+    if len(body) <= AT_ONCE_BYTES:
+        read_ = _parsed(body, limits)
+    else:
+        receiver = _receiver(kind)
+        try:
+            yield from read_object(body, receiver, limits)
+        except JSONTextError as error:
+            raise _refused(body, limits, error) from error
+        read_ = _Read(receiver.document, receiver.fields, receiver)
+        yield
+    inbound = yield from _checked(
+        kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed
+    )
+    yield  # whoever gets it copies it
+    return inbound
+
+
+def _parsed(body: bytes, limits: JSONLimits) -> _Read:
     try:
-        document, spans = load_object(body, limits)
+        return _Read(*load_object(body, limits))
     except JSONTextError as error:
-        raise ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json") from error
+        raise _refused(body, limits, error) from error
+
+
+def _refused(body: bytes, limits: JSONLimits, error: JSONTextError) -> ProxyError:
+    if len(body) > limits.max_bytes:
+        return ProxyError(413, "invalid_request_error", f"the body is larger than {limits.max_bytes} bytes")
+    return ProxyError(400, "invalid_request_error", f"the body was refused: {error}", code="invalid_json")
+
+
+def _receiver(kind: EndpointKind) -> ShortMembers:
+    """Returns what receives a long body of this kind."""
+    special: dict[str, ShortMembers | PromptsReceiver] = {
+        name: ShortMembers(special={inner: ShortMembers() for inner in path}) for name, path in CARRIERS.items()
+    }
+    if kind == "completions":
+        special["prompt"] = PromptReceiver()
+    elif kind == "chat":
+        special["messages"] = MessagesReceiver()
+    elif kind == "generate":
+        special["token_ids"] = TokenIdsReceiver("token_ids")
+    return ShortMembers(_NEEDED, special)
+
+
+def _checked(
+    kind: EndpointKind,
+    body: bytes,
+    read_: _Read,
+    request_id: str,
+    transfer_id: str,
+    client: Client | None,
+    session: str,
+    keep_document: bool,
+    keep_streamed: bool,
+) -> Generator[None, None, Inbound]:
+    document, spans, receiver = read_
     model = _optional(document, "model", str, "a string")
     try:
         if model is not None and len(model) > _MAX_MODEL:
-            raise _invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
-        prompts, token_ids = _PROMPTS[kind](document)
+            raise invalid("model", f"`model` must have at most {_MAX_MODEL} characters")
+        prompts, ids = _prompts(kind, document, receiver)
         rare, routing_ids = _ORDINARY, None
         if kind == "generate" or not _RARE.isdisjoint(document):
             rare = _rare(kind, document)
             prompts += rare.more_prompts
-            if token_ids is not None:
-                token_ids, routing_ids = _computed_ids(document, token_ids, prompts)
+            if ids is not None:
+                ids, routing_ids = _computed_ids(document, ids, prompts)
         _whole(document, "max_tokens", 0 if rare.prompt_only else 1)
         stream = _optional(document, "stream", bool, "true or false") or False
     except ProxyError as error:
@@ -116,24 +226,30 @@ def read(
         tenant, priority = client.tenant, client.priority
         salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
-    stripped = False
+    stripped, sampling = False, None
     if not SUSPICIOUS.isdisjoint(document):
         before = body
-        body, spans = _strip(document, body, spans)
+        body, spans, sampling = yield from _strip(read_, body)
         stripped = body is not before
-    if kind != "completions" and (unnamed := without_names(kind, document, body, spans, tenant)):
-        body = edit(body, spans, unnamed)
-        spans = fields(body)
-        stripped = True
-    ids = routing_ids if token_ids is None else token_ids
-    tokens = len(body) // _BYTES_PER_TOKEN if ids is None else len(ids)
+    if kind != "completions":
+        before = body
+        if receiver is None:
+            changes_of_names = without_names(kind, document, body, spans, tenant)
+            if changes_of_names:
+                body = edit(body, spans, changes_of_names)
+                spans = fields(body)
+        else:
+            body, spans = yield from long_names(kind, body, spans, tenant)
+        stripped = stripped or body is not before
+    known = routing_ids if ids is None else ids
+    tokens = len(body) // _BYTES_PER_TOKEN if known is None else len(known)
     facts = RequestFacts(
         request_id,
         transfer_id,
         model,
         prompts,
         rare.choices,
-        token_ids,
+        ids,
         salt,
         tenant,
         priority,
@@ -143,9 +259,21 @@ def read(
     )
     if routing_ids is not None:
         facts = facts._replace(routing_ids=routing_ids)
-    return Inbound(
-        facts, body, spans, changes, stream, document if keep_document or (keep_streamed and stream) else None, stripped
-    )
+    kept = document if keep_document or (keep_streamed and stream) else None
+    whole = receiver is None or receiver.whole
+    return Inbound(facts, body, spans, changes, stream, kept, stripped, whole, sampling)
+
+
+def _prompts(
+    kind: EndpointKind, document: Mapping[str, object], receiver: ShortMembers | None
+) -> tuple[int, Sequence[int] | None]:
+    """How many prompts there are, and the token ids where it is one prompt of ids."""
+    if receiver is not None:
+        for name in ("prompt", "messages", "token_ids"):
+            long = receiver.long.get(name)
+            if isinstance(long, PromptsReceiver):
+                return long.prompts()
+    return _PROMPTS[kind](document)
 
 
 class _Rare(NamedTuple):
@@ -163,6 +291,8 @@ class _Rare(NamedTuple):
 
 
 _ORDINARY: Final = _Rare()
+_NEEDED: Final = frozenset((*CARRIERS, "messages", "prompt", "token_ids", "stream_options"))
+"""Members whose values are looked at, whatever else there is."""
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
@@ -178,7 +308,7 @@ def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
     if salt is not None and not 0 < len(salt) <= _MAX_SALT:
-        raise _invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
+        raise invalid("cache_salt", f"`cache_salt` must have 1 to {_MAX_SALT} characters")
     session = _optional(document, "prompt_cache_key", str, "a string") or ""
     more_prompts = 0
     if kind == "completions" and (embeds := document.get("prompt_embeds")) is not None:
@@ -208,31 +338,27 @@ def _computed_ids(
     return (None, ids) if document.get("content_parts") else (ids, None)
 
 
-def _invalid(name: str, message: str) -> ProxyError:
-    return ProxyError(400, "invalid_request_error", message, param=name, code="invalid_value")
-
-
 def _optional(document: Mapping[str, object], name: str, kind: type[T], expected: str) -> T | None:
     value = document.get(name)
     if value is None or type(value) is kind:
         return value  # pyright: ignore[reportReturnType]  a cast here would be called eight times a request
-    raise _invalid(name, f"`{name}` must be {expected}")
+    raise invalid(name, f"`{name}` must be {expected}")
 
 
 def _whole(document: Mapping[str, object], name: str, least: int, most: int = 2**31 - 1) -> int | None:
     value = _optional(document, name, int, "a whole number")
     if value is not None and not least <= value <= most:
-        raise _invalid(name, f"`{name}` must be a whole number from {least} to {most}")
+        raise invalid(name, f"`{name}` must be a whole number from {least} to {most}")
     return value
 
 
 def _chat(document: Mapping[str, object]) -> tuple[int, None]:
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "`messages` must be a list of at least one message")
+        raise invalid("messages", "`messages` must be a list of at least one message")
     for index, message in enumerate(cast("list[object]", messages)):
-        if not isinstance(message, dict) or type(cast("dict[str, object]", message).get("role")) is not str:
-            raise _invalid(f"messages[{index}]", "each message must be an object with a `role`")
+        if not has_role(message):
+            raise invalid(f"messages[{index}]", "each message must be an object with a `role`")
     return 1, None
 
 
@@ -241,49 +367,38 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     prompt = document.get("prompt")
     if type(prompt) is str:
         if not prompt:
-            raise _invalid("prompt", "`prompt` is empty")
+            raise invalid("prompt", "`prompt` is empty")
         return 1, None
     if not isinstance(prompt, list) or not prompt:
-        raise _invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
+        raise invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
     items = cast("list[object]", prompt)
     if type(items[0]) is int:
-        return 1, _token_ids(items, "prompt")
-    if len(items) > _MAX_PROMPTS:
-        raise _invalid("prompt", f"at most {_MAX_PROMPTS} prompts fit in one request")
+        return 1, token_ids(items, "prompt")
+    if len(items) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts fit in one request")
     kind = type(items[0])
     for index, item in enumerate(items):
         if type(item) is not kind or kind not in (str, list) or not item:
-            raise _invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
+            raise invalid(f"prompt[{index}]", "prompts of one request must be all strings or all lists, none empty")
         if kind is list:
-            _token_ids(cast("list[object]", item), f"prompt[{index}]")
+            token_ids(cast("list[object]", item), f"prompt[{index}]")
     if len(items) == 1 and kind is list:
-        return 1, _token_ids(cast("list[object]", items[0]), "prompt[0]")
+        return 1, token_ids(cast("list[object]", items[0]), "prompt[0]")
     return len(items), None
-
-
-def _token_ids(items: list[object], name: str) -> Sequence[int]:
-    if len(items) > MAX_TOKENS:
-        raise _invalid(name, f"`{name}` must hold at most {MAX_TOKENS} token ids")
-    if set(map(type, items)) != {int}:
-        raise _invalid(name, f"`{name}` must hold whole numbers only: token ids")
-    try:
-        return array("I", cast("list[int]", items))
-    except OverflowError as error:
-        raise _invalid(name, f"`{name}`: a token id is from 0 to 4294967295") from error
 
 
 def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     _optional(document, "sampling_params", dict, "an object")
     ids = document.get("token_ids")
     if not isinstance(ids, list) or not ids:
-        raise _invalid("token_ids", "`token_ids` must be a list of at least one token id")
-    return 1, _token_ids(cast("list[object]", ids), "token_ids")
+        raise invalid("token_ids", "`token_ids` must be a list of at least one token id")
+    return 1, token_ids(cast("list[object]", ids), "token_ids")
 
 
 def _other(document: Mapping[str, object]) -> tuple[int, None]:
     """It is for the engine to judge, unless its answer would not be JSON."""
     if document.get("encoding_format") not in _ENCODINGS:
-        raise _invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
+        raise invalid("encoding_format", '`encoding_format` must be "float" or "base64" here')
     return 1, None
 
 
@@ -296,36 +411,65 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
 """For each kind of request, how many prompts there are, and the token ids where it is one prompt of ids."""
 
 
-def _strip(
-    document: Mapping[str, object], body: bytes, spans: Mapping[str, Field]
-) -> tuple[bytes, Mapping[str, Field]]:
-    """The body without what only the proxy may say."""
-    changes: dict[str, bytes | None] = {name: None for name in STRIPPED if name in document}
+class _Stripped(NamedTuple):
+    """A body without what only the proxy may say."""
+
+    body: bytes
+    spans: Mapping[str, Field]
+    sampling: Mapping[str, Field] | None
+    """Where the members of a long `sampling_params` stand in its text."""
+
+
+def _strip(read_: _Read, body: bytes) -> Generator[None, None, _Stripped]:
+    """Strips a body, in steps: each of them may copy it, or pass through all of its members."""
+    document, spans, receiver = read_
+    gone = [name for name in STRIPPED if name in document]
+    cuts: list[tuple[int, int]] = []
     for name, path in CARRIERS.items():
         inner = document.get(name)
         if isinstance(inner, str | list):  # an object to no engine that is known; text of one, perhaps, to another
-            changes[name] = None
+            gone.append(name)
         elif isinstance(inner, dict):
-            before = body[spans[name].value : spans[name].end]
-            after = _strip_inside(before, path, hints=name == "nvext")
-            if after != before:
-                changes[name] = after
-    if not changes:
-        return body, spans
-    body = edit(body, spans, changes)
-    return body, fields(body)
+            cuts += _cuts_inside(body, spans[name], path, _long_object(receiver, name), hints=name == "nvext")
+            yield
+    cuts += removal_cuts(body, spans, gone)
+    cuts.sort()
+    after, places = body, spans
+    if cuts:
+        after = cut(body, cuts)
+        yield
+        places = moved(spans, cuts)
+        yield
+    long = _long_object(receiver, "sampling_params")
+    if long is None:
+        return _Stripped(after, places, None)
+    return _Stripped(after, places, moved(long.fields, cuts, places["sampling_params"].value))
 
 
-def _strip_inside(raw: bytes, path: tuple[str, ...], *, hints: bool = False) -> bytes:
-    """The object `raw` without what is stripped, in itself and in the object that `path` leads to; `hints`: it is
-    `nvext`."""
-    spans = fields(raw)
-    changes: dict[str, bytes | None] = {name: None for name in spans if name in STRIPPED}
+def _cuts_inside(
+    body: bytes, place: Field, path: tuple[str, ...], long: ShortMembers | None, *, hints: bool = False
+) -> list[tuple[int, int]]:
+    """What to cut out of the object at `place`, and of the object in it that `path` leads to. `long`: what has received
+    it, if it is long; `hints`: it is `nvext`."""
+    if long is not None:
+        spans = long.fields
+    else:
+        inside = fields(body[place.value : place.end])
+        spans = {name: Field(*(place.value + at for at in field)) for name, field in inside.items()}
+    gone = [name for name in spans if name in STRIPPED]
     if hints:
-        changes.update((name, None) for name in steering_hint(spans))
-    if path and (field := spans.get(path[0])) is not None:
-        inner = raw[field.value : field.end]
-        changed = _strip_inside(inner, path[1:]) if inner[0] == 0x7B else None if inner[0] in b'"[' else inner
-        if changed != inner:
-            changes[path[0]] = changed
-    return edit(raw, spans, changes) if changes else raw
+        gone += steering_hint(spans)
+    cuts: list[tuple[int, int]] = []
+    if path and (inner := spans.get(path[0])) is not None:
+        first = body[inner.value]
+        if first == 0x7B:
+            cuts = _cuts_inside(body, inner, path[1:], _long_object(long, path[0]))
+        elif first in b'"[':
+            gone.append(path[0])
+    return cuts + removal_cuts(body, spans, gone)
+
+
+def _long_object(receiver: ShortMembers | None, name: str) -> ShortMembers | None:
+    """What has received this member, if it is a long object."""
+    long = None if receiver is None else receiver.long.get(name)
+    return long if isinstance(long, ShortMembers) else None

@@ -9,18 +9,19 @@ So a `uuid` is taken out, and the engine hashes the content itself. Hashes in `f
 bound to the tenant, in a form that no engine takes for a hash of its own.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Generator, Iterator, Mapping
 from typing import Final, cast
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
-from kvparams.jsontext import Field, edit, fields
+from kvparams.jsontext import Field, cut, edit, fields, moved
 from kvparams_proxy.clients.auth import bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.strip_list import MEDIA_NAME
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["without_names"]
+__all__ = ["long_names", "without_names"]
 
 _WITH_MESSAGES: Final = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 """Members of endpoints other than chat that hold messages, or what has content as messages have it (vLLM 0.32.0
@@ -29,6 +30,17 @@ _CONTENT: Final = ("content", "output")
 """Where the parts of a message stand; `output`: of a tool, in `/v1/responses`."""
 _MIXED: Final = (dict, str)
 _NOTHING: Final[Mapping[str, bytes | None]] = {}
+_NAMED: Final = re.compile(
+    rb'(?<!\\)"(?:u|\\u0075){2}(?:i|\\u0069)(?:d|\\u0064)"[ \t\r\n]*:[ \t\r\n]*'
+    rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|null|true|false|-?[0-9][0-9.eE+-]*+)[ \t\r\n]*'
+)
+"""A member `uuid`, its letters written as they are or as escapes, with a value that is no container. A quote within a
+string follows a backslash, so this is never found inside one."""
+_WINDOW_BYTES: Final = 64 << 10
+_LONGEST_NAME: Final = 4096
+"""A name may reach so far from one window into the next."""
+_MOST_FEATURES: Final = 8 << 20
+"""Bytes of `features` in which hashes are bound to the tenant: to walk through them takes some milliseconds."""
 
 
 def without_names(
@@ -60,6 +72,77 @@ def without_names(
         for name in _WITH_MESSAGES
         if name in document and _is_named(document[name])
     }
+
+
+def long_names(
+    kind: EndpointKind, body: bytes, spans: Mapping[str, Field], tenant: str
+) -> Generator[None, None, tuple[bytes, Mapping[str, Field]]]:
+    """Does the same to a long body, whose messages are not parsed: in steps, by cutting the names out of the text.
+
+    Returns:
+        The body and where its members stand, both as they were where there is nothing to change.
+
+    Raises:
+        ProxyError: 400, a name is too long, or the features of a medium are.
+    """
+    cuts: list[tuple[int, int]] = []
+    for name in ("messages",) if kind == "chat" else ("content_parts",) if kind == "generate" else _WITH_MESSAGES:
+        if (field := spans.get(name)) is not None:
+            yield from _find_names(body, field, cuts)
+    if cuts:
+        cuts.sort()
+        spans = moved(spans, cuts)
+        body = cut(body, cuts)
+        yield
+    features = spans.get("features") if kind == "generate" else None
+    if features is None or body[features.value] != 0x7B:
+        return body, spans
+    if features.end - features.value > _MOST_FEATURES:
+        raise _refused("features", f"`features` must have at most {_MOST_FEATURES} bytes")
+    raw = body[features.value : features.end]
+    inside = fields(raw)
+    yield
+    hashes = inside.get("mm_hashes")
+    if hashes is None:
+        return body, spans
+    if hashes.end - hashes.value > _WINDOW_BYTES:
+        raise _refused("features", "`features.mm_hashes` is too long")
+    found: object = from_json(raw[hashes.value : hashes.end])
+    if type(found) is not dict:
+        return body, spans
+    bound = {modality: _bound(names, tenant) for modality, names in cast("dict[str, object]", found).items()}
+    body = edit(body, spans, {"features": edit(raw, inside, {"mm_hashes": to_json(bound)})})
+    yield
+    return body, fields(body)
+
+
+def _find_names(body: bytes, field: Field, cuts: list[tuple[int, int]]) -> Generator[None]:
+    """Adds to `cuts` where names stand in a member, with the comma that goes with each, window by window."""
+    at = field.value
+    while at < field.end:
+        end = min(field.end, at + _WINDOW_BYTES)
+        stop = min(field.end, end + _LONGEST_NAME)
+        for found in _NAMED.finditer(body, at, stop):
+            if found.start() >= end:
+                break
+            start, behind = found.span()
+            if behind >= stop < field.end:
+                raise _refused("messages", f"a `{MEDIA_NAME}` must have at most {_LONGEST_NAME} characters")
+            if body[behind] == 0x2C:
+                behind += 1
+            else:  # it is the last member: the comma before it goes
+                while body[start - 1] in b" \t\r\n":
+                    start -= 1
+                if body[start - 1] == 0x2C and not (cuts and cuts[-1][1] == start):
+                    start -= 1
+            cuts.append((start, behind))
+            end = max(end, behind)
+        at = end
+        yield
+
+
+def _refused(name: str, message: str) -> ProxyError:
+    return ProxyError(400, "invalid_request_error", message, param=name, code="invalid_value")
 
 
 def _generate(

@@ -109,7 +109,7 @@ class PlanContext:
     def one_token(self) -> Mapping[str, bytes | None]:
         """See `Context.one_token`."""
         inbound = self._inbound
-        return one_token(self._endpoint.kind, inbound.body, inbound.spans)
+        return one_token(self._endpoint.kind, inbound.body, inbound.spans, inbound.sampling)
 
     def now(self) -> float:
         """See `Context.now`."""

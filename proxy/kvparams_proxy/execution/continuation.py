@@ -19,7 +19,7 @@ from kvparams_proxy.execution.events import AT_ONCE, ELIDED, data_of, split_even
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.upstream.terms import UpstreamError
 
-__all__ = ["Recorder", "resumable", "resumed_body"]
+__all__ = ["Recorder", "is_text", "resumable", "resumed_body"]
 
 _IDS: Final = b'token_ids"'
 _VALUE: Final = re.compile(
@@ -78,10 +78,10 @@ def resumable(document: Mapping[str, object], stream: bool, prompts: int, choice
         return False
     if any(type(document.get(name)) is int for name in _LOGPROBS):  # 0 asks for those of the tokens chosen
         return False
-    return _REASONING.isdisjoint(document) and all(map(_is_text, _list(document.get("messages"))))
+    return _REASONING.isdisjoint(document) and all(map(is_text, _list(document.get("messages"))))
 
 
-def _is_text(message: object) -> bool:
+def is_text(message: object) -> bool:
     """Whether a message is nothing but text: an image is not in the token ids."""
     content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
     parts = [cast("dict[str, object]", part) for part in _list(content) if isinstance(part, dict)]

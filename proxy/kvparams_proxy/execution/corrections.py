@@ -4,13 +4,13 @@ Decode counts transferred KV as cached; only prefill knows what was. And KV para
 every other byte leaves as the engine wrote it.
 """
 
-from collections.abc import Mapping
-from typing import Final, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
 
 from pydantic_core import from_json, to_json
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import Field, edit, fields, locate
+from kvparams.jsontext import Field, edit, edit_pieces, fields, locate
 from kvparams_proxy.execution.events import (
     AT_ONCE,
     LARGE_BYTES,
@@ -22,6 +22,9 @@ from kvparams_proxy.execution.events import (
 )
 from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
+
+if TYPE_CHECKING:
+    from kvparams_proxy.execution.answers import Answer
 
 __all__ = [
     "Corrections",
@@ -91,6 +94,29 @@ class Corrections:
                 change = {"prompt_tokens_details": to_json(wanted)}
                 changes["usage"] = edit(inside, fields(inside), change)
         return edit(raw, spans, changes) if changes else raw
+
+    def pieces(self, answer: "Answer") -> Sequence[bytes | memoryview]:
+        """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
+
+        Raises:
+            as `whole`.
+        """
+        if answer.fields is None:
+            return (self.whole(answer.raw),)
+        document, raw = answer.document, answer.raw
+        if (error := error_in(document)) is not None:
+            raise UpstreamRefusal(error)
+        if self._choices and not _chosen(document.get("choices")):
+            raise UpstreamError("the engine's answer has no content")
+        changes = dict(answer.changes)
+        usage = document.get("usage")
+        if isinstance(usage, dict):
+            self.usage = cast("dict[str, object]", usage)
+            wanted, place = self.prompt_tokens_details, answer.fields["usage"]
+            if wanted is not _ITS_OWN and self.usage.get("prompt_tokens_details") != wanted:
+                inside = raw[place.value : place.end]
+                changes["usage"] = edit(inside, fields(inside), {"prompt_tokens_details": to_json(wanted)})
+        return edit_pieces(raw, answer.fields, changes) or (raw,)
 
     def events(self, raw: bytes) -> bytes:
         """Complete server-sent events, corrected.

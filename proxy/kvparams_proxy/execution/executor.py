@@ -6,11 +6,11 @@ or to forget. The one rule: nobody else in the proxy starts, aborts or ends a le
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from kvparams.codec import carrier
 from kvparams.errors import JSONTextError
@@ -22,8 +22,9 @@ from kvparams_proxy.clients.downstream import Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.answers import LONG_BYTES, Answer
 from kvparams_proxy.execution.context import PlanContext
-from kvparams_proxy.execution.corrections import Corrections, is_answer, load_result, prompt_details
+from kvparams_proxy.execution.corrections import Corrections, prompt_details
 from kvparams_proxy.execution.failures import BrokenLeg, broken, evidence, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
@@ -31,6 +32,7 @@ from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.execution.relay import Relay
 from kvparams_proxy.execution.reports import report
 from kvparams_proxy.execution.resources import Resources
+from kvparams_proxy.steprunner import Work
 from kvparams_proxy.telemetry.account import Account
 from kvparams_proxy.telemetry.metrics import failure_kind
 from kvparams_proxy.telemetry.tracing import Trace
@@ -55,6 +57,8 @@ _JSON: Final = b"content-type: application/json\r\n"
 _ANSWERED: Final = LegAnswer({})
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer answer has taken milliseconds of this turn already."""
 _LAST_WORD_S: Final = 0.5
 """For an engine that sees its client leave to close the connection, or to show that it had answered already; and to end
 its response behind the last event of its stream."""
@@ -93,6 +97,7 @@ class Execution:
         "_manager",
         "_paired",
         "_plan",
+        "_reading",
         "_recorder",
         "_relay",
         "_resources",
@@ -139,6 +144,8 @@ class Execution:
         self._leg: Leg | None = None
         self._paired: Paired | None = None
         self._relay: Relay | None = None
+        self._reading: Work | None = None
+        """Of the leg's answer, where that is long; of a prefill beside it, see `Paired`."""
         self._leg_began = 0.0
         self._corrections = Corrections(inbound.facts.request_id, resources.addresses, choices=endpoint.choices)
         self._recorder = recorder_for(endpoint, inbound)
@@ -180,7 +187,8 @@ class Execution:
         names, the answer is heard out if it is on its way: to give the KV back."""
         self._gone = True
         exchange, leg = self._exchange, self._leg
-        if exchange is None or self._paired is not None:
+        read = self._reading is not None and leg is not None and leg.answers_client
+        if exchange is None or self._paired is not None or read:
             self._finish("gone")
         elif leg is not None and self._leaves_kv(leg) and exchange.end_sending():
             self._resources.watch.start(self, _LAST_WORD_S)
@@ -344,10 +352,16 @@ class Execution:
     def _reusable(self, leg: Leg) -> bool:
         return self._resources.dialects[leg.instance.dialect].reusable
 
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
     def _end_leg(self) -> Leg:
         """The leg is over, however it went: its load is given back."""
         leg: Leg = self._leg  # pyright: ignore[reportAssignmentType]
         self._leg = self._relay = None
+        self._stop_reading()
         resources = self._resources
         resources.watch.stop(self)
         self._exchange = None
@@ -389,34 +403,75 @@ class Execution:
     def _collected(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """A leg whose answer is wanted whole has ended. One that went well is acted on beside others of its kind."""
         if error is not None or self._leg is None:
-            self._whole(head, raw, error)
+            self._whole(head, Answer(raw), error)
+        elif len(raw) > LONG_BYTES and head.status == 200:
+            self._read(raw, partial(self._whole, head))
         else:
-            self._resources.answered[self._leg.instance.role].soon(partial(self._whole, head, raw, None))
+            self._resources.answered[self._leg.instance.role].soon(partial(self._whole, head, Answer(raw)))
+
+    def _read(self, raw: bytes, then: Callable[[Answer], None], paired: Paired | None = None) -> None:
+        """Read a long answer, and go on with it unless its leg is given up meanwhile. `paired`: it is of that leg."""
+
+        def keep(work: Work | None) -> None:
+            if paired is None:
+                self._reading = work
+            else:
+                paired.reading = work
+
+        def read(answer: Answer) -> None:
+            keep(None)
+            then(answer)
+
+        def failed(fault: Exception) -> None:
+            keep(None)
+            self._refuse(refusal(fault))
+
+        steps = Answer(raw).read(self.facts.request_id, self._resources.addresses)
+        work = self._resources.steps.run(steps, read, failed, at_once=len(raw) < _COSTLY_BYTES)
+        if not work.over:
+            keep(work)
 
     def _keep(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """The same of one beside which its prefill runs: if it went well, it is held until that has. What is no answer
         is not: its engine may never have met the prefill that would be waited for."""
-        if self._paired is not None and error is None and head.status == 200 and is_answer(raw):
-            self._paired.kept = head, raw
+        if error is None and head.status == 200:
+            keep = partial(self._keep_answer, head)
+            if len(raw) > LONG_BYTES:
+                self._read(raw, keep)
+            else:
+                keep(Answer(raw))
         else:
-            self._whole(head, raw, error)
+            self._whole(head, Answer(raw), error)
+
+    def _keep_answer(self, head: Head, answer: Answer) -> None:
+        if self._paired is not None and answer.has_choice:
+            self._paired.kept = head, answer
+        else:
+            self._whole(head, answer)
 
     def _prefill_ended(self, paired: Paired, head: Head, raw: bytes, error: UpstreamError | None) -> None:
         """A prefill leg has ended beside which its decode leg runs, or has run."""
+        if error is None and head.status == 200 and len(raw) > LONG_BYTES:
+            self._read(raw, partial(self._prefill_answered, paired, head), paired)
+        else:
+            self._prefill_answered(paired, head, Answer(raw), error)
+
+    def _prefill_answered(self, paired: Paired, head: Head, answer: Answer, error: UpstreamError | None = None) -> None:
         leg = paired.pair.prefill
-        document = None
         if self._resources.prefixes is not None and error is None and head.status == 200:
-            document = self._report(self._resources.prefixes, leg, raw)
+            self._report(self._resources.prefixes, leg, answer)
         self._end_paired(paired)
         try:
-            if not self._failed(leg, head, raw, error):
-                self._whole_ended(leg, head, raw, paired, document=document)
+            if not self._failed(leg, head, answer.raw, error):
+                self._whole_ended(leg, head, answer, paired)
         except Exception as fault:  # noqa: BLE001  as below
             self._refuse(refusal(fault))
 
     def _end_paired(self, paired: Paired) -> None:
         """A prefill leg is over, however it went: its load is given back."""
         self._paired = None
+        if paired.reading is not None:
+            paired.reading.cancel()
         resources, instance = self._resources, paired.pair.prefill.instance
         resources.watch.stop(paired)
         self._context.give_back(instance)
@@ -440,7 +495,7 @@ class Execution:
         settings = self._resources.settings
         self._resources.watch.start(self, settings.client_timeout_s if self._slow else settings.decode_timeout_s)
         if paired.kept is not None:
-            self._whole(*paired.kept, None)
+            self._whole(*paired.kept)
         elif self._relay is not None:
             wrong = self._relay.release()
             if self._exchange is not None and wrong is not None:
@@ -455,25 +510,23 @@ class Execution:
         if self._exchange is not None:
             self._exchange.pause()
 
-    def _whole(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+    def _whole(self, head: Head, answer: Answer, error: UpstreamError | None = None) -> None:
         if self._life.state == "done":  # it was overdue between the end of its leg and this turn
             return
-        document = None
         if self._resources.prefixes is not None and error is None and head.status == 200 and self._leg is not None:
-            document = self._report(self._resources.prefixes, self._leg, raw)
+            self._report(self._resources.prefixes, self._leg, answer)
         leg = self._end_leg()
         try:
-            if not self._failed(leg, head, raw, error):
-                self._whole_ended(leg, head, raw, document=document)
+            if not self._failed(leg, head, answer.raw, error):
+                self._whole_ended(leg, head, answer)
         except Exception as fault:  # noqa: BLE001  nobody else would answer the client
             self._refuse(refusal(fault))
 
-    def _report(self, prefixes: "Prefixes", leg: Leg, raw: bytes) -> dict[str, object] | None:
+    def _report(self, prefixes: "Prefixes", leg: Leg, answer: Answer) -> None:
         """A leg has ended well; what a prefill engine had cached counts before its load is given back. One that goes on
-        with a broken stream has another prompt than the one that was looked up. The answer, if it was read."""
-        if leg.instance.role is Role.DECODE or leg.resumed is not None:
-            return None
-        return report(prefixes, self._account, raw)
+        with a broken stream has another prompt than the one that was looked up."""
+        if leg.instance.role is not Role.DECODE and leg.resumed is None:
+            report(prefixes, self._account, answer)
 
     def _report_stream(self, prefixes: "Prefixes") -> None:
         """The same of a stream, whose last event counts tokens if the client asked for that."""
@@ -483,20 +536,12 @@ class Execution:
                 account.counted(self._corrections.usage)
             account.decision = prefixes.reported(self.facts, account.prompt_tokens, account.cached_tokens)
 
-    def _whole_ended(
-        self,
-        leg: Leg,
-        head: Head,
-        raw: bytes,
-        paired: Paired | None = None,
-        document: dict[str, object] | None = None,
-    ) -> None:
-        """`document` is what `raw` says, where it was read already."""
+    def _whole_ended(self, leg: Leg, head: Head, answer: Answer, paired: Paired | None = None) -> None:
         try:
             if leg.answers_client:
-                answer = self._send_whole(raw)
+                outcome = self._send_whole(answer)
             else:
-                document = load_result(raw) if document is None else document
+                document = answer.document
                 if (reported := error_in(document)) is not None:
                     raise UpstreamRefusal(reported)
                 if leg.resumed is None:  # what the client is told is what its own prompt cost
@@ -504,7 +549,7 @@ class Execution:
                     self._account.prefilled(document)
                 if paired is None:
                     self._life.enter("result", leg.instance.id)
-                answer = LegAnswer(carrier(document.get("kv_transfer_params")))
+                outcome = LegAnswer(carrier(document.get("kv_transfer_params")))
         except UpstreamError as refused:
             self._failed(leg, head, b"", refused)
             return
@@ -524,9 +569,9 @@ class Execution:
         if paired is not None:
             self._answer(paired)
         elif self._gone:
-            self._last_word(answer)
+            self._last_word(outcome)
         else:
-            self._go(answer)
+            self._go(outcome)
 
     def _last_word(self, answer: LegAnswer) -> None:
         """The client left as its prefill ended: the plan learns what is held for it, and takes no further step."""
@@ -558,6 +603,10 @@ class Execution:
         """For the relay: the leg has ended. `whole` is an answer that is no stream."""
         self._account.answer_bytes += sent_bytes
         self._account.stream_events += sent_events
+        if error is None and head.status == 200 and len(whole) > LONG_BYTES:
+            self._relay = None
+            self._read(whole, partial(self._whole, head))
+            return
         if self._resources.prefixes is not None and error is None:
             self._report_stream(self._resources.prefixes)
         leg = self._end_leg()
@@ -568,7 +617,7 @@ class Execution:
                 self._resources.fleet.succeeded(leg.instance)
                 self._go(_ANSWERED)
             else:  # a whole document, from an endpoint that has no streams
-                self._whole_ended(leg, head, whole)
+                self._whole_ended(leg, head, Answer(whole))
         except Exception as fault:  # noqa: BLE001  as above
             self._refuse(refusal(fault))
 
@@ -621,12 +670,16 @@ class Execution:
             return None
         return self._context.producer if self._paired is None else self._paired.pair.prefill.instance
 
-    def _send_whole(self, raw: bytes) -> LegAnswer:
-        body = self._corrections.whole(raw)
+    def _send_whole(self, answer: Answer) -> LegAnswer:
+        pieces = self._corrections.pieces(answer)
+        size = sum(map(len, pieces))
         self.stream_begun()
-        self._downstream.head(200, _JSON + self._answer_headers(), len(body))
-        self._downstream.body(body)
-        self._account.answer_bytes += len(body)
+        self._downstream.head(200, _JSON + self._answer_headers(), size)
+        if size > LONG_BYTES:  # the head goes alone: it would be put together with the first piece
+            self._downstream.body(b"")
+        for piece in cast("Sequence[bytes]", pieces):
+            self._downstream.body(piece)
+        self._account.answer_bytes += size
         return _ANSWERED
 
     # the end
@@ -670,6 +723,7 @@ class Execution:
         self._relay = None
         if self._paired is not None:
             self._drop_other()
+        self._stop_reading()
         resources.watch.stop(self)
         if self._total is not None:
             resources.watch.stop(self._total)

@@ -5,16 +5,19 @@ The one rule: the client's words go out as they came in, but for these changes.
 
 from typing import Final, cast
 
-from kvparams.jsontext import edit, fields
+from kvparams.jsontext import edit, edit_pieces, edited
 from kvparams.plan import Leg
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.continuation import Recorder, resumable, resumed_body
+from kvparams_proxy.upstream.terms import Body
 
 __all__ = ["leg_request", "recorder_for"]
 
 _RESUMED_AT: Final = b"/v1/completions"
 """A stream is continued as a completion of token ids, whatever it was."""
+_LONG_BYTES: Final = 256 << 10
+"""A longer body is not copied for a leg."""
 _IDS: Final = {"return_token_ids": b"true"}
 
 
@@ -33,7 +36,7 @@ def recorder_for(endpoint: Endpoint, inbound: Inbound) -> Recorder | None:
     )
 
 
-def leg_request(endpoint: Endpoint, inbound: Inbound, leg: Leg, recorder: Recorder | None) -> tuple[bytes, bytes]:
+def leg_request(endpoint: Endpoint, inbound: Inbound, leg: Leg, recorder: Recorder | None) -> tuple[bytes, Body]:
     """The path and the body of one leg."""
     body, spans = inbound.body, inbound.spans
     path = endpoint.path.encode()
@@ -42,6 +45,8 @@ def leg_request(endpoint: Endpoint, inbound: Inbound, leg: Leg, recorder: Record
         changes = {**_IDS, **changes}
     if leg.resumed is not None and inbound.document is not None:
         path = _RESUMED_AT
-        body = edit(body, spans, resumed_body(inbound.document, leg.resumed, chat=endpoint.kind == "chat"))
-        spans = fields(body)
-    return path, edit(body, spans, changes)
+        body, spans = edited(body, spans, resumed_body(inbound.document, leg.resumed, chat=endpoint.kind == "chat"))
+    if len(body) <= _LONG_BYTES:
+        return path, edit(body, spans, changes)
+    pieces = edit_pieces(body, spans, changes)
+    return path, (body,) if pieces is None else tuple(pieces)

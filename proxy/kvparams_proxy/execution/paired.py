@@ -7,6 +7,8 @@ from collections.abc import Callable
 from time import perf_counter
 
 from kvparams.plan import Pair
+from kvparams_proxy.execution.answers import Answer
+from kvparams_proxy.steprunner import Work
 from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamTimeout
 
@@ -16,15 +18,17 @@ __all__ = ["Paired"]
 class Paired:
     """One of them, as long as it runs."""
 
-    __slots__ = ("_ended", "began", "exchange", "kept", "pair")
+    __slots__ = ("_ended", "began", "exchange", "kept", "pair", "reading")
 
     def __init__(self, pair: Pair, ended: Callable[["Paired", Head, bytes, UpstreamError | None], None]) -> None:
         self.pair = pair
         self._ended = ended
         self.began = perf_counter()
         self.exchange: Handle | None = None
-        self.kept: tuple[Head, bytes] | None = None
+        self.kept: tuple[Head, Answer] | None = None
         """Decode's whole answer, where it is here already."""
+        self.reading: Work | None = None
+        """Of its own answer, where that is long."""
 
     def sink(self, limit_bytes: int) -> Collect:
         """For its answer."""

@@ -19,9 +19,19 @@ from kvparams.jsontext import Field, fields, locate
 from kvparams.trust.pinning import declared
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["PUBLIC", "Addresses", "Refusal", "answer_changes", "error_in", "places", "told", "without_private"]
+__all__ = [
+    "PRIVATE",
+    "PUBLIC",
+    "Addresses",
+    "Refusal",
+    "answer_changes",
+    "error_in",
+    "places",
+    "told",
+    "without_private",
+]
 
-_PRIVATE: Final = frozenset(
+PRIVATE: Final = frozenset(
     (
         "kv_transfer_params",
         "ec_transfer_params",
@@ -63,7 +73,7 @@ PUBLIC: Final = frozenset(
 )
 """Members of the API that hold nothing of an engine, or are looked at by name."""
 
-_FIRST: Final = rf'[ \t\r\n]*"(?:{"|".join(sorted(_PRIVATE))})"[ \t\r\n]*:[ \t\r\n]*'
+_FIRST: Final = rf'[ \t\r\n]*"(?:{"|".join(sorted(PRIVATE))})"[ \t\r\n]*:[ \t\r\n]*'
 _TEXT_FIRST: Final = re.compile(_FIRST)
 _TEXT_MEMBER: Final = re.compile(f"([{{,]){_FIRST}")
 """A quote in a JSON string is escaped, so this is never found in one."""
@@ -196,7 +206,7 @@ def answer_changes(
     spans = places(raw, document, strange)
     left_bytes = _SEARCHED
     for name in strange:
-        if name in _PRIVATE:
+        if name in PRIVATE:
             changes[name] = None
             continue
         value = raw[spans[name].value : spans[name].end]

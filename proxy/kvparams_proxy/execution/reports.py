@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING
 
 from kvparams.errors import JSONTextError
 from kvparams.peers import readable
-from kvparams_proxy.execution.corrections import load_result
+from kvparams_proxy.execution.answers import Answer
 from kvparams_proxy.execution.privacy import error_in
 from kvparams_proxy.telemetry.account import Account
-from kvparams_proxy.upstream.terms import UpstreamError
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefixes import Prefixes
@@ -15,19 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 
-def report(prefixes: "Prefixes", account: Account, raw: bytes) -> dict[str, object] | None:
-    """Tell it, and the request's account why the leg went where it did, unless the answer is an error or none.
-
-    Returns:
-        The answer; None where it is none.
-    """
+def report(prefixes: "Prefixes", account: Account, answer: Answer) -> None:
+    """Tell it, and the request's account why the leg went where it did, unless the answer is an error or none."""
     try:
-        document = load_result(raw)
-    except (JSONTextError, UpstreamError):  # whoever owns the request finds out what is wrong with it
-        return None
+        document = answer.document
+    except JSONTextError:  # whoever owns the request finds out what is wrong with it
+        return
     if error_in(document) is None:
         account.prompt_tokens = account.cached_tokens = None  # of an attempt before
         account.prefilled(document)
         told = readable(document.get("kv_transfer_params"))
         account.decision = prefixes.reported(account.facts, account.prompt_tokens, account.cached_tokens, told)
-    return document

@@ -14,6 +14,7 @@ from kvparams_proxy.execution.releases import Releases
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.settings import Settings
+from kvparams_proxy.steprunner import StepRunner
 from kvparams_proxy.telemetry.ledger import Ledger
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.tracing import Tracer
@@ -48,6 +49,8 @@ class Resources:
     """... and where they go on with the answers of engines of that role."""
     running: "set[Execution]"
     """The executions that have not ended."""
+    steps: StepRunner
+    """Does long work, such as reading a long body, a little in each turn of the event loop."""
     watch: Watch
     retries: RetryBudget
     releases: Releases

@@ -7,6 +7,8 @@ import asyncio
 import logging
 from typing import Final, Protocol
 
+from kvparams_proxy.loopclock import Clock, WallClock
+
 __all__ = ["Expiring", "Watch"]
 
 TICK_S: Final = 0.05
@@ -24,14 +26,16 @@ class Expiring(Protocol):
 class Watch:
     """Knows until when everything that is watched has time."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock | None = None) -> None:
+        """`clock`: what time-outs are measured by, if not the loop's own."""
         self._loop = loop
+        self._clock = clock or WallClock(loop)
         self._deadlines: dict[Expiring, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, what: Expiring, limit_s: float) -> None:
         """`what` has `limit_s` seconds from now on, whatever it had before."""
-        self._deadlines[what] = self._loop.time() + limit_s
+        self._deadlines[what] = self._clock.time() + limit_s
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._sweep)
 
@@ -40,7 +44,7 @@ class Watch:
         self._deadlines.pop(what, None)
 
     def _sweep(self) -> None:
-        now = self._loop.time()
+        now = self._clock.time()
         try:
             for what in [what for what, deadline in self._deadlines.items() if deadline <= now]:
                 self.stop(what)

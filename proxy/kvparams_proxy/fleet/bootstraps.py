@@ -3,22 +3,24 @@
 The one rule: they are asked by probes, never for a request, and are shown nothing of ours: they want no key.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
 from kvparams.dialects import Bootstrap, Dialect, HandoffMissing, Place
+from kvparams.errors import JSONTextError
+from kvparams.jsontext import JSONLimits, loads
 from kvparams.scheduling import Instance, Role
+from kvparams_proxy.loopclock import Clock
 from kvparams_proxy.upstream.connection import Exchange
 from kvparams_proxy.upstream.pool import Pool
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamLimits
 
 __all__ = ["BootstrapServer", "Bootstraps", "bootstrap_url"]
 
-_MAX_BYTES: Final = 1 << 20
-"""Of an answer: some thousand workers."""
+_LIMITS: Final = JSONLimits(max_bytes=256 << 10, max_containers=4_000, max_strings=16_000)
+"""Of an answer: some thousand workers, read within some milliseconds."""
 _CONNECTIONS: Final = 2
 
 Found = Callable[[Place | None, str], None]
@@ -36,8 +38,9 @@ def bootstrap_url(instance: Instance, bootstrap: Bootstrap) -> str:
 class Bootstraps:
     """Knows which instances have one."""
 
-    def __init__(self, dialects: Mapping[str, Dialect], limits: UpstreamLimits) -> None:
-        """`dialects` by name, as instances name them."""
+    def __init__(self, dialects: Mapping[str, Dialect], limits: UpstreamLimits, clock: Clock | None = None) -> None:
+        """`dialects` by name, as instances name them; `clock`: see `Pool`."""
+        self._clock = clock
         self._dialects = dialects
         self._limits = replace(limits, connections=_CONNECTIONS)
 
@@ -46,16 +49,16 @@ class Bootstraps:
         dialect = self._dialects.get(instance.dialect)
         if dialect is None or dialect.bootstrap is None or instance.role is not Role.PREFILL:
             return None
-        return BootstrapServer(dialect.bootstrap, bootstrap_url(instance, dialect.bootstrap), self._limits)
+        return BootstrapServer(dialect.bootstrap, bootstrap_url(instance, dialect.bootstrap), self._limits, self._clock)
 
 
 class BootstrapServer:
     """One of them."""
 
-    def __init__(self, bootstrap: Bootstrap, url: str, limits: UpstreamLimits) -> None:
+    def __init__(self, bootstrap: Bootstrap, url: str, limits: UpstreamLimits, clock: Clock | None = None) -> None:
         self._bootstrap = bootstrap
         self._url = url
-        self._pool = Pool(url, limits)
+        self._pool = Pool(url, limits, clock=clock)
 
     def ask(self, found: Found) -> Exchange:
         """Ask it; `found` hears once, unless the exchange is discarded."""
@@ -64,7 +67,7 @@ class BootstrapServer:
             found(*self._read(head, raw, error))
 
         request = self._pool.get(self._bootstrap.path.encode())
-        return self._pool.exchange(request, Collect(_MAX_BYTES, answered))
+        return self._pool.exchange(request, Collect(_LIMITS.max_bytes, answered))
 
     def close(self) -> None:
         """It is asked no more."""
@@ -77,8 +80,8 @@ class BootstrapServer:
         if head.status != 200:
             return None, f"{where} answers {head.status} to GET {self._bootstrap.path}"
         try:
-            return self._bootstrap.place(self._url, json.loads(raw)), ""
+            return self._bootstrap.place(self._url, loads(raw, _LIMITS)), ""
         except HandoffMissing as refused:
             return None, f"{refused} ({self._url})"
-        except (ValueError, RecursionError):
+        except JSONTextError:
             return None, f"{where} answers no JSON"

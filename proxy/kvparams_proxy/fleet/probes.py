@@ -17,6 +17,7 @@ from kvparams.versions import NoCommonVersion, engine_speaks
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
 from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
@@ -54,8 +55,17 @@ class Prober:
     Use it as an async context: the first round is done on entry.
     """
 
-    def __init__(self, fleet: Fleet, every_s: float, pools: Pools, bootstraps: Bootstraps | None = None) -> None:
-        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        every_s: float,
+        pools: Pools,
+        bootstraps: Bootstraps | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe. `clock`: what
+        the time of a probe is measured by, if not the loop's own."""
+        self._clock = clock
         self._fleet = fleet
         self._bootstraps = bootstraps
         self._every_s = every_s
@@ -96,7 +106,7 @@ class Prober:
             probe.end()
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
-        return _Probe(self._fleet, self._pools, member, self._every_s, loop, self._bootstraps)
+        return _Probe(self._fleet, self._pools, member, self._every_s, loop, self._bootstraps, self._clock)
 
     def _close(self) -> None:
         self._fleet.unlisten(self)
@@ -111,6 +121,7 @@ class _Probe:
     __slots__ = (
         "_apart_s",
         "_bootstrap",
+        "_clock",
         "_due",
         "_every_s",
         "_exchange",
@@ -131,7 +142,9 @@ class _Probe:
         every_s: float,
         loop: asyncio.AbstractEventLoop,
         bootstraps: Bootstraps | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or WallClock(loop)
         self._fleet = fleet
         self._pools = pools
         self._member = member
@@ -143,7 +156,7 @@ class _Probe:
         self._due = 0.0
         self._keyed = False
         self._exchange: Handle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | LoopTimer | None = None
         """For the time-out of the probe that runs, or for the next one."""
 
     def begin(self, apart_s: float) -> asyncio.Future[None]:
@@ -167,7 +180,7 @@ class _Probe:
         if pool is None or self._member.left:
             self._first.cancel()
             return
-        self._timer = self._loop.call_later(min(self._every_s, _LONGEST_S), self._expire)
+        self._timer = LoopTimer(self._loop, self._clock, min(self._every_s, _LONGEST_S), self._expire)
         self._keyed = pool.keyed
         self._exchange = pool.exchange(pool.get(_PATH), Collect(_MAX_BYTES, self._answered))
 

@@ -31,7 +31,7 @@ from kvparams_proxy.queue.outbox import Fate, Letter, Outbox
 from kvparams_proxy.queue.reading import Acknowledged
 from kvparams_proxy.queue.topology import Names, declare_results, declare_work
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull
+from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError, UpstreamFull, whole
 
 __all__ = ["QueueUpstream"]
 
@@ -93,9 +93,9 @@ class QueueUpstream:
         """That to the broker."""
         return int(not self._link.away_s)
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
         """See `Upstream.request`."""
-        return path + b"\r\n" + headers, body
+        return path + b"\r\n" + headers, whole(body)
 
     def get(self, path: bytes) -> Request:
         """See `Upstream.get`. It is answered here."""
@@ -115,7 +115,7 @@ class QueueUpstream:
             self._loop.call_soon(awaited.finish, UpstreamFull("too much waits for the broker", connected=False))
         else:
             path, _, lines = head.partition(b"\r\n")
-            work = write_work(Work(id, path.decode("latin-1"), lines, body))
+            work = write_work(Work(id, path.decode("latin-1"), lines, whole(body)))
             letter = Letter(self._names.work, work, awaited.posted, bounded=True, expires_ms=int(self.wait_s * 1000))
             awaited.letter = letter
             self._outbox.put(letter)

@@ -15,7 +15,7 @@ from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.body import Body
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint
 from kvparams_proxy.clients.gathering import whole_body
-from kvparams_proxy.clients.intake import Inbound, read
+from kvparams_proxy.clients.intake import Inbound, read_steps
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.tokens.service import Prompt
@@ -42,7 +42,7 @@ async def explain_route(request: Request) -> Response:
     prompt = await _prompt(resources, endpoint, inbound)
     facts = inbound.facts
     if prompt is not None:
-        facts = facts._replace(routing_ids=prompt.ids, tokens=len(prompt.ids) or facts.tokens)
+        facts = facts._replace(routing_ids=prompt.ids, tokens=prompt.tokens or facts.tokens)
     role = Role.PREFILL if resources.fleet.there(Role.PREFILL, facts.model) else Role.AGGREGATED
     explained = resources.fleet.explain(role, facts)
     if explained is None or resources.prefixes is None:
@@ -65,7 +65,14 @@ async def _inbound(resources: Resources, endpoint: Endpoint, request: Request) -
     tenant = request.query_params.get("tenant")
     client = None if tenant is None else Client("", tenant, 0, bind_salt(tenant, None))
     name = resources.new_id()
-    return read(endpoint.kind, body, name, name, limits, client, keep_document=resources.tokens is not None)
+    kept = resources.tokens is not None
+    steps = read_steps(endpoint.kind, body, name, name, limits, client, keep_document=kept)
+    read: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
+    work = resources.steps.run(steps, read.set_result, read.set_exception)
+    try:
+        return await read
+    finally:
+        work.cancel()
 
 
 async def _prompt(resources: Resources, endpoint: Endpoint, inbound: Inbound) -> Prompt | None:

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from starlette.types import ASGIApp, Message, Scope
 
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.terms import TURN_BYTES, Head, Request, Sink, UpstreamError, reason
+from kvparams_proxy.upstream.terms import TURN_BYTES, Body, Head, Request, Sink, UpstreamError, reason, whole
 
 __all__ = ["Call", "InProcess"]
 
@@ -54,8 +54,9 @@ class InProcess:
         self._calls: set[Call] = set()
         self._closed = False
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
         """A POST. `headers` are whole lines, each ending in CRLF."""
+        body = whole(body)
         head = b"POST %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%bcontent-length: %d\r\n"
         return head % (path, self._own, headers, len(body)), body
 
@@ -70,7 +71,7 @@ class InProcess:
             self._loop.call_soon(call.finish, UpstreamError("the engine has been removed", connected=False))
             return call
         self._calls.add(call)
-        call.begin(self._app, self._scope(request[0]), request[1], self._context.copy())
+        call.begin(self._app, self._scope(request[0]), whole(request[1]), self._context.copy())
         return call
 
     def forget(self, call: "Call") -> None:

@@ -8,11 +8,17 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Final, cast
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
+from kvparams.errors import JSONTextError
+from kvparams.jsonreceivers import SHORT_BYTES, ShortMembers
+from kvparams.jsonscan import UNLIMITED, Field
+from kvparams.jsontext import read_object
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.intake import Inbound
+from kvparams_proxy.clients.long_body import TokenIdsReceiver, token_ids
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.upstream.interface import Handle
@@ -26,6 +32,8 @@ _TIMEOUT_S: Final = 0.5
 _MOST: Final = 32
 """Questions at a time."""
 _ANSWER_BYTES: Final = 8 << 20
+_REWRITTEN: Final = ("chat_template_kwargs", "documents", "reasoning_effort")
+"""Members of a chat whose values are written anew, into the first one."""
 _MEMBERS: Final = {
     "completions": ("model", "prompt", "add_special_tokens"),
     "chat": (
@@ -111,9 +119,11 @@ def tokenize_body(kind: EndpointKind, inbound: Inbound) -> bytes | None:
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
         return None
     body, spans = inbound.body, inbound.spans
+    if not inbound.whole and any(_is_long(spans.get(name)) for name in _REWRITTEN):
+        return None
     members = {name: body[spans[name].value : spans[name].end] for name in names if name in spans}
     if kind == "chat":
-        further = {name: document[name] for name in ("documents", "reasoning_effort") if document.get(name) is not None}
+        further = {name: document[name] for name in _REWRITTEN[1:] if document.get(name) is not None}
         given = document.get("chat_template_kwargs")
         if further and isinstance(given, dict | None):
             effort = document.get("reasoning_effort")
@@ -122,13 +132,23 @@ def tokenize_body(kind: EndpointKind, inbound: Inbound) -> bytes | None:
     return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
 
 
+def _is_long(field: Field | None) -> bool:
+    """Whether a member's value is not what stands in the document of a body that was read in steps."""
+    return field is not None and field.end - field.start > SHORT_BYTES
+
+
 def read_tokens(raw: bytes) -> "array[int] | None":
-    """The ids in an answer of `/tokenize`; None where it is none."""
+    """The ids in an answer of `/tokenize`; None where it is none. No part of it takes long, so that other threads run
+    beside it."""
+    answer = ShortMembers(special={"tokens": (tokens := TokenIdsReceiver("tokens"))})
     try:
-        answer: object = from_json(raw)
-        ids = cast("dict[str, object]", answer).get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(ids, list) or set(map(type, cast("list[object]", ids))) - {int}:
+        for _ in read_object(raw, answer, UNLIMITED, strict=False):
+            pass
+        if answer.long:
+            return tokens.ids if tokens.problem is None else None
+        ids = answer.document.get("tokens")
+        if not isinstance(ids, list):
             return None
-        return array("I", cast("list[int]", ids))
-    except (ValueError, OverflowError):
+        return token_ids(cast("list[object]", ids), "tokens") if ids else array("I")
+    except (JSONTextError, ProxyError):
         return None

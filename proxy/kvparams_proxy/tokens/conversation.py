@@ -29,6 +29,8 @@ _TEXT_KEYS: Final = {
 """Where the text of a part stands, by its type."""
 _SKIPPED: Final = ("text", "refusal")
 """Of these types a part without text is left out."""
+_MOST_ARGUMENTS: Final = 128 << 10
+"""Characters of a call's arguments: the parser lets no other thread run meanwhile."""
 _BILLING: Final = "x-anthropic-billing-header"
 """A first line of system text that vLLM takes away, since it changes with every request."""
 _ARGUMENTS: Final = frozenset(
@@ -170,6 +172,8 @@ def _calls(calls: object) -> list[dict[str, object]]:
 def _arguments(arguments: object) -> dict[str, object]:
     """Always an object: what is none is an empty one."""
     if isinstance(arguments, str):
+        if len(arguments) > _MOST_ARGUMENTS:
+            raise NotText("the arguments of a call are too long")
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

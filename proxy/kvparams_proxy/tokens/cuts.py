@@ -37,6 +37,9 @@ _LONG: Final = 1024
 _LEAST: Final = 128
 """Characters between two cuts at least: a part costs an entry, whoever encodes it again some 30 microseconds."""
 
+_SEARCHED: Final = 1 << 16
+"""Characters that are searched at a time."""
+
 
 class Added(Protocol):
     """An added token, as `tokenizers.AddedToken` has it."""
@@ -116,21 +119,37 @@ class Cuts:
     def _between_words(self, text: str, edges: list[int], end: int, size: int) -> None:
         """Add cuts behind the last one, as long as what follows it up to `end` is longer than `size`, if any."""
         while size and end - edges[-1] > size:
-            found = _WORDS.search(text, edges[-1] + size, end)
+            found = next(_find_all(_WORDS, text, edges[-1] + size, end, 1), None)
             if found is None:
                 return
             edges.append(found.start())
 
     def _places(self, text: str, behind: int) -> Iterator[int]:
         safe, late = self._safe, self._late
-        for found in () if self._raw is None else self._raw.finditer(text, behind):
+        for found in () if self._raw is None else _find_all(self._raw, text, behind, len(text), self.margin):
             if late is not None:
-                yield from (inner.start() for inner in late.finditer(text, behind, found.start()) if inner[0] in safe)
+                yield from self._late_places(late, text, behind, found.start())
             if found[0] in safe:
                 yield found.start()
             behind = found.end()
         if late is not None:
-            yield from (inner.start() for inner in late.finditer(text, behind) if inner[0] in safe)
+            yield from self._late_places(late, text, behind, len(text))
+
+    def _late_places(self, late: "re.Pattern[str]", text: str, start: int, end: int) -> Iterator[int]:
+        return (found.start() for found in _find_all(late, text, start, end, self.margin) if found[0] in self._safe)
+
+
+def _find_all(pattern: "re.Pattern[str]", text: str, at: int, end: int, most: int) -> Iterator["re.Match[str]"]:
+    """Finds what `pattern.finditer(text, at, end)` does, without one search through a long text: no other thread runs
+    during a search. `most`: characters that a match, with what it looks at behind itself, has at most."""
+    while at < end:
+        stop = min(at + _SEARCHED, end)
+        found = pattern.search(text, at, min(stop + most, end))
+        if found is None or found.start() >= stop:
+            at = stop
+        else:
+            yield found
+            at = found.end()
 
 
 def _cut(text: str, edges: list[int]) -> list[str]:

@@ -196,10 +196,12 @@ class Connection(asyncio.Protocol):
         self._reset()
         self._sent_at = self._pool.now()
         head, body = request
-        if len(body) < _SHORT_BYTES:
+        if not isinstance(body, bytes):
+            self.transport.writelines((head, *body))
+        elif len(body) < _SHORT_BYTES:
             self.transport.write(head + body)  # one buffer is written at once; of several, a list is kept
         else:
-            self.transport.writelines(request)
+            self.transport.writelines((head, body))
 
     def close(self) -> None:
         """Close at once; whoever waits has been told."""

@@ -6,7 +6,7 @@ within `exchange`, and nothing after it.
 
 from typing import Protocol
 
-from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError
+from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError
 
 __all__ = ["Handle", "Upstream"]
 
@@ -60,7 +60,7 @@ class Upstream(Protocol):
         """Idle ones included."""
         ...
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
         """A POST, as `exchange` takes it. `headers` are whole lines, each ending in CRLF."""
         ...
 

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.connection import Connection, Exchange
-from kvparams_proxy.upstream.terms import Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
+from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError, UpstreamFull, UpstreamLimits, reason
 
 __all__ = ["Pool"]
 
@@ -31,6 +32,7 @@ class Pool:
         *,
         server_name: str | None = None,
         key: Secret | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
@@ -39,6 +41,7 @@ class Pool:
             tls: for https; the system's trust by default.
             server_name: what the engine's certificate must say, where that is not the host in its URL.
             key: the engine's own; it goes with every request.
+            clock: what the time to connect is measured by, if not the loop's own.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
@@ -62,9 +65,10 @@ class Pool:
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self.now: Final = self._loop.time
+        self._clock = clock or WallClock(self._loop)
+        self.now: Final = self._clock.time
 
-    def request(self, path: bytes, headers: bytes, body: bytes) -> Request:
+    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
         """A POST. `headers` are whole lines, each ending in CRLF."""
         prefix = self._prefixes.get(path)
         if prefix is None:
@@ -72,7 +76,8 @@ class Pool:
                 b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b"
                 % (path, self._authority, self._own)
             )
-        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, len(body)), body
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, size), body
 
     def get(self, path: bytes) -> Request:
         """A GET."""
@@ -116,14 +121,7 @@ class Pool:
 
     async def _connect(self, exchange: Exchange) -> None:
         try:
-            async with asyncio.timeout(self.limits.connect_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self),
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=self._server_name,
-                )
+            connection = await self._connected_in_time()
         except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
             exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
             return
@@ -137,6 +135,27 @@ class Pool:
             exchange.run_on(connection)
         else:
             self.put_back(connection)
+
+    async def _connected_in_time(self) -> Connection:
+        """
+        Raises:
+            OSError, UnicodeError: there is no connection.
+            TimeoutError: it takes too long.
+        """
+        async with asyncio.timeout(None) as limit:
+            timer = LoopTimer(self._loop, self._clock, self.limits.connect_s, partial(limit.reschedule, 0.0))
+            try:
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
+                )
+                return connection
+            finally:
+                timer.cancel()
+        raise AssertionError  # a time-out raises
 
     def put_back(self, connection: Connection) -> None:
         """For the connection: it is idle."""

@@ -13,6 +13,7 @@ import httptools
 
 __all__ = [
     "TURN_BYTES",
+    "Body",
     "BodyBuffer",
     "Collect",
     "Head",
@@ -24,12 +25,20 @@ __all__ = [
     "UpstreamRefusal",
     "UpstreamTimeout",
     "reason",
+    "whole",
 ]
 
 TURN_BYTES: Final = 64 << 10
 """The most of one answer that is delivered in one turn of the event loop, whatever a read or a message brings."""
-Request = tuple[bytes, bytes]
+Body = bytes | tuple[bytes | memoryview, ...]
+"""A long one may be in pieces, which are parts of the client's body: nobody copies it then."""
+Request = tuple[bytes, Body]
 """Head and body, as they are sent: putting them together would copy a long body once more."""
+
+
+def whole(body: Body) -> bytes:
+    """A body in one piece."""
+    return body if isinstance(body, bytes) else b"".join(body)
 
 
 @dataclass(frozen=True, slots=True)
