@@ -1,7 +1,8 @@
 """Runs long work in steps: a few milliseconds of it in each turn of the event loop, whatever else has to be done.
 
 Work that is done within the first turn's share is done at once, so what is ordinary is not delayed. All work shares one
-allowance for each turn and takes turns, so several long pieces hold up the event loop no more than one.
+allowance for each turn, so several long pieces hold up the event loop no more than one. New work goes first for a
+moment, and what it does not complete then takes turns with the rest: ordinary work does not wait for long work.
 """
 
 import asyncio
@@ -16,6 +17,10 @@ __all__ = ["StepRunner", "Work"]
 T = TypeVar("T")
 _TURN_S: Final = 0.004
 """Of each turn of the event loop. One step may take as long besides."""
+_FIRST_SHARE: Final = 0.25
+"""Of the allowance: what each piece of new work may use before it has to wait."""
+_NEW_SHARE: Final = 0.75
+"""... and all of it together, where other work waits."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -78,12 +83,14 @@ class Work:
 class StepRunner:
     """Runs work on one event loop, in whose thread everything here is called."""
 
-    __slots__ = ("_loop", "_turn_s", "_used", "_waiting")
+    __slots__ = ("_loop", "_new", "_turn_s", "_used", "_waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, turn_s: float = _TURN_S) -> None:
         """`turn_s`: seconds of each turn of the loop."""
         self._loop = loop
         self._turn_s = turn_s
+        self._new: deque[Work] = deque()
+        """Work of which nothing is done yet."""
         self._waiting: deque[Work] = deque()
         self._used = False
         """Whether the allowance of this turn is in use; then the next turn is asked for."""
@@ -108,24 +115,33 @@ class StepRunner:
             A handle to cancel it.
         """
         work = Work(steps, done, failed)
+        if self._used or not at_once:
+            self._new.append(work)
+        else:
+            work.advance(perf_counter() + self._turn_s)
+            if not work.over:
+                self._waiting.append(work)
         if not self._used:
             self._used = True
             self._loop.call_soon(self._turn)
-            if at_once:
-                work.advance(perf_counter() + self._turn_s)
-        if not work.over:
-            self._waiting.append(work)
         return work
 
     def _turn(self) -> None:
-        waiting = self._waiting
-        if not waiting:
+        new, waiting = self._new, self._waiting
+        if not new and not waiting:
             self._used = False
             return
         self._loop.call_soon(self._turn)
-        until = perf_counter() + self._turn_s
+        began = perf_counter()
+        until = began + self._turn_s
+        latest = began + self._turn_s * _NEW_SHARE if waiting else until
+        while new and (now := perf_counter()) < latest:
+            self._advance(new, now + self._turn_s * _FIRST_SHARE)
         while waiting and perf_counter() < until:
-            work = waiting.popleft()
-            work.advance(until)
-            if not work.over:
-                waiting.append(work)
+            self._advance(waiting, until)
+
+    def _advance(self, works: deque[Work], until: float) -> None:
+        work = works.popleft()
+        work.advance(until)
+        if not work.over:
+            self._waiting.append(work)

@@ -5,6 +5,7 @@ Every one of them is refused in words before an engine hears of it; those at the
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from .cases import ASKED, STREAM, Act, Case, Expect, Stage, asks
@@ -245,9 +246,9 @@ def _large() -> Iterator[Case]:
         text = before + piece * ((LARGE - 200) // len(piece)) + after
         expect = Expect(frozenset((200, 400)))
         act = asks_raw(with_member(text), COMPLETIONS)
-        yield Case(f"body: 15 MiB of {name}", "body", act, expect, within_s=30.0)
+        yield Case(f"body: 15 MiB of {name}", "body", act, expect, within_s=20.0, alone=True)
         open_ended = with_member(before + piece * ((LARGE - 200) // len(piece)))[:-1]
-        yield refused(f"15 MiB of {name}, not closed", open_ended, within_s=30.0)
+        yield replace(refused(f"15 MiB of {name}, not closed", open_ended, within_s=20.0), alone=True)
     yield refused("16 MiB and a byte", b'"' + b"x" * (16 * MIB - 1) + b'"', status=413)
     ids = b'{"model":"stub","max_tokens":4,"prompt":[%b]}'
     yield served("2,000,000 token ids", ids % (b"7," * 1_999_999 + b"7"), within_s=30.0)

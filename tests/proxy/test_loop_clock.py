@@ -1,4 +1,4 @@
-"""Time in which the proxy itself was busy is not an engine's: neither probes, nor legs, nor connections time out by it."""
+"""Time in which the proxy itself was busy is not an engine's: probes, legs and connections do not time out by it."""
 
 import asyncio
 import socket
