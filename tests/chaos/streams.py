@@ -58,7 +58,8 @@ async def ask(port: int, what: Question, deadline_s: float, salt: str | None = N
     """Ask for a stream; `salt` keeps its KV apart from everybody else's. Never raises for what a server does."""
     asked = Asked(time.monotonic())
     raw = json.dumps(what.body if salt is None else {**what.body, "cache_salt": salt}).encode()
-    head = f"POST {what.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
+    lines = "host: x\r\nconnection: close\r\ncontent-type: application/json"
+    head = f"POST {what.path} HTTP/1.1\r\n{lines}\r\ncontent-length: {len(raw)}\r\n\r\n"
     got = b""
     writer: asyncio.StreamWriter | None = None
     try:

@@ -78,7 +78,8 @@ def request(dice: random.Random, corpus: Sequence[bytes]) -> bytes:
     raw = b""
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         body = spoiled_json(dice, corpus) if dice.random() < 0.8 else dice.choice(corpus)
-        lines = [f"{dice.choice(('POST', 'POST', 'POST', 'GET', 'PUT', 'x'))} {dice.choice(PATHS)} HTTP/1.1", "host: p"]
+        lines = [f"{dice.choice(('POST', 'POST', 'POST', 'GET', 'PUT', 'x'))} {dice.choice(PATHS)} HTTP/1.1"]
+        lines += ["host: p", *["content-type: application/json"] * (dice.random() < 0.9)]
         lines += [line.format(evil=EVIL) for line in dice.sample(HEADERS, dice.choice((0, 0, 1, 2)))]
         if dice.random() < 0.15:
             lines.append("transfer-encoding: chunked")

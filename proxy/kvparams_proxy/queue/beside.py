@@ -90,7 +90,11 @@ def run(arguments: argparse.Namespace, role: Role, remote: Role) -> int:
         return 2
     (local,) = asked.settings.instances
     if role is Role.DECODE:
-        return start("sidecar", asked._replace(direct=False), make=partial(decode_node, broker, pool, engine=local))
+        return start(
+            "sidecar",
+            asked._replace(server=replace(asked.server, direct=False)),
+            make=partial(decode_node, broker, pool, engine=local),
+        )
     instances, modes = (local, queue_instance(local.dialect)), (Mode("queue_mediated"),)
     settings = replace(asked.settings, instances=instances, beside=local.id, modes=modes, keep_modes=True)
     make = partial(create_app, reach=reach_queue(broker, pool, settings))

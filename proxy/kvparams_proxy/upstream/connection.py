@@ -260,7 +260,7 @@ class Connection(asyncio.Protocol):
             return
         wrong = ""
         try:
-            if not self._head_done:
+            if not self._head_done and self._bodiless_bytes + len(data) > self._pool.limits.head_bytes:
                 self._check_head(data)
             try:
                 self._parser.feed_data(data)
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
             ValueError: the head that `data` belongs to is too long, however its bytes fall into reads.
         """
         left_bytes = self._pool.limits.head_bytes - self._bodiless_bytes
-        if len(data) > left_bytes and _HEAD_END.search(data, 0, left_bytes) is None:
+        if _HEAD_END.search(data, 0, max(0, left_bytes)) is None:
             raise ValueError("its headers are too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
