@@ -20,7 +20,7 @@ from .cases import Case, Expect, Stage
 from .clients import Answer, Client
 from .engines import Engine, Script, Seen
 
-__all__ = ["FLAGS", "Arena", "Result", "Usage"]
+__all__ = ["FLAGS", "SERVED", "Arena", "Result", "Usage"]
 
 LANES: Final = 24
 """Cases at a time."""
@@ -73,7 +73,7 @@ class Arena:
     @classmethod
     @asynccontextmanager
     async def running(
-        cls, logs: Path, command: Sequence[str] = SERVED, flags: Sequence[str] = ()
+        cls, logs: Path, command: Sequence[str] = SERVED, flags: Sequence[str] = (), ready: int = 4
     ) -> "AsyncGenerator[Arena]":
         """Starts the engines in this loop and the proxy as a process.
 
@@ -81,6 +81,7 @@ class Arena:
             logs: a directory for what the proxy writes.
             command: what starts it: it takes the flags of `kvparams proxy`.
             flags: beside `FLAGS`, and after them.
+            ready: how many engines it uses.
         """
         scripts: dict[tuple[int, str], Script] = {}
         engines = [Engine(role, lambda case, role: scripts.get((case, role))) for role in ("prefill", "decode") * 2]
@@ -93,7 +94,7 @@ class Arena:
             try:
                 await asyncio.to_thread(processes.wait_ready, server)
                 arena = cls(server, engines, scripts)
-                await arena.until_ready()
+                await arena.until_ready(ready)
                 yield arena
             finally:
                 await asyncio.to_thread(processes.stop, server)
@@ -102,10 +103,10 @@ class Arena:
 
     # what the proxy says of itself
 
-    async def until_ready(self) -> None:
-        """Waits until all engines may be chosen."""
+    async def until_ready(self, engines: int) -> None:
+        """Waits until so many engines may be chosen."""
         async with asyncio.timeout(30):
-            while await self.metric("kvparams_proxy_ready") < len(self.engines):  # noqa: ASYNC110
+            while await self.metric("kvparams_proxy_ready") < engines:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     async def metric(self, name: str) -> float:

@@ -6,15 +6,23 @@ from dataclasses import replace
 
 from kvparams.breaker import BreakerLimits
 from kvparams_proxy.command import ProxyCommand, asked_for, start
+from kvparams_proxy.sidecar.command import SidecarCommand
 
 NEVER = BreakerLimits(consecutive=1_000_000, window=1_000_000, failures=1_000_000)
 
 
 def main() -> int:
-    """Serves until told to stop."""
-    command, parser = ProxyCommand(), argparse.ArgumentParser()
-    command.add_arguments(parser)
-    asked = asked_for("proxy", parser.parse_args())
+    """Serves until told to stop. As a `sidecar` it is beside the first decode engine that is given."""
+    words, parser = sys.argv[1:], argparse.ArgumentParser()
+    if words[:1] == ["sidecar"]:
+        decode = [word for word in words if word.startswith("--decode=")]
+        others = [word for word in words[1:] if word not in decode]
+        sidecar = SidecarCommand()
+        sidecar.add_arguments(parser)
+        engine = f"--engine={decode[0].removeprefix('--decode=')}"
+        return sidecar.run(parser.parse_args(["--role", "decode", engine, *others]))
+    ProxyCommand().add_arguments(parser)
+    asked = asked_for("proxy", parser.parse_args(words))
     if asked is None:
         return 2
     return start("proxy", asked._replace(settings=replace(asked.settings, breaker=NEVER)))
