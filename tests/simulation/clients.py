@@ -50,7 +50,13 @@ class Client:
     def begin(self) -> None:
         """Connect and ask."""
         world = self.world
-        self._socket = world.open(self)
+        socket = world.open(self)
+        if socket is None:
+            world.note(self.name, "finds nobody there")
+            self.done = True
+            world.client_done()
+            return
+        self._socket = socket
         self._socket.high_water = self.script.high_water
         self._connected = True
         world.note(self.name, "connects")
@@ -164,7 +170,8 @@ class Client:
         slow = self.script.slow
         if not self.script.garbage and not self._closing and (slow is None or slow[1] is not None):
             asked = self.script.asks[: self._next]
-            if len(self.verdicts) < len(asked):
+            closing = self.world.stopping and self.verdicts  # each connection is answered once more
+            if len(self.verdicts) < len(asked) and not closing:
                 self.world.wrong(
                     f"{self.name} is cut off before it has an answer to {asked[len(self.verdicts)].prompt}"
                 )
