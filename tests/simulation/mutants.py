@@ -121,7 +121,6 @@ RELEASES = frozenset(
 _CACHE = "only bounds a cache: what was forgotten is made again"
 _FAULT = "only where the proxy itself has a fault; nothing that engines and clients do leads there"
 _SERVER = "uvicorn ends the task as soon as the answer is complete or the client has left; for servers that do not"
-_READING = "either of the two places is enough: the other reads on when the last answer is complete"
 _TURN_LATER = "the end of the connection says the same a turn later"
 _ABORTED = "nothing is received behind an abort, and the exchange has let go of its sink"
 _LOST = "nothing follows the loss of a connection"
@@ -154,28 +153,20 @@ EQUIVALENT: dict[str, str] = {
     "kvparams.fairqueue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
     "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
     "app:_following: task.cancel()": f"{_LIMIT}there is no file of client keys",
-    "app:create_app: await spans.close()": f"{_LIMIT}there are no traces",
-    "app:create_app: tokens.close()": f"{_LIMIT}there is no tokenizer",
-    "app:create_app: events.close()": f"{_LIMIT}no engine tells of its cache",
     "connection:Exchange.end_sending: self._retry = False": f"{_LIMIT}it takes a kept connection that is closed just "
     "when a client leaves; tests/proxy/test_pool.py holds it",
-    "direct:DirectProtocol._refuse: self.transport.close()": "the timer of the connection ends it some seconds later; "
-    "tests/proxy/test_leaving.py holds that it ends at once",
     "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
-    "direct:DirectDownstream.complete: self.drop()": _FAULT,
+    "direct:DirectDownstream.whole: self.drop()": _FAULT,
     "direct:DirectDownstream.watch: self.client_gone()": _TURN_LATER,
     "direct:DirectDownstream.drop: self.client_gone()": _TURN_LATER,
-    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading()": _READING,
-    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading() #1": _READING,
     "downstream:ASGIDownstream.watch: watcher.client_gone()": "it is made and watched in one turn",
     "downstream:ASGIDownstream.close: self._writer.cancel()": _SERVER,
     "downstream:ASGIDownstream.close: self._reader.cancel()": _SERVER,
-    "generate:Generating.__call__: downstream.close()": _SERVER,
-    "generate:Generating.__call__: downstream.drop()": "only where the server cancels its tasks",
+    "generate:Generating._serve: downstream.close()": _SERVER,
+    "generate:Generating._serve: downstream.drop()": "only where the server cancels its tasks",
     "metrics:Metrics.keep: del self._legs_of[id]": "only bounds the memory for names of instances that have left",
     "pool:Pool._connect: self.put_back(connection)": "whoever gives up cancels the task",
     "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",
-    "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": f"{_LIMIT}bodies are too small to be held",
     "probes:Prober.__aenter__: self._close()": _START,
     "probes:_Probe.end: self._first.cancel()": _START,
     "probes:_Probe._ask: self._first.cancel()": _START,
