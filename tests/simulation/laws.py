@@ -82,6 +82,9 @@ def between_turns(world: "World") -> Iterator[str]:
         if timer.cancelled() or timer.when() < now or member.left:
             yield f"the breaker of {member.instance.id} has a timer that is over"
     yield from _failing_pairs(fleet)
+    limits = world.connections.limits
+    if (open_ := len(_inside(world.connections, "_open"))) > min(limits.total, limits.per_address or limits.total):
+        yield f"clients have {open_} connections, of {limits}"
     for since in world.running.values():
         if now - since > _LONGEST_S:
             yield f"a request runs for {now - since:.0f} s"
@@ -271,6 +274,9 @@ def after_the_end(world: "World") -> Iterator[str]:
     lines: Lines = _inside(_inside(world.resources.ledger, "_readers")[1], "_writer")
     logged = lines.text.count("\n")
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
+    garbage += sum(world.connections.refused.values())
+    if counted := _inside(world.connections, "_by_address"):
+        yield f"connections are counted by address: {counted}"
     if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:
         yield f"{world.begun} requests have begun, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
 

@@ -186,6 +186,10 @@ class Scenario(NamedTuple):
     operations: tuple[Operation, ...]
     stop: Stop | None = None
     """None: the proxy stops when everything is over."""
+    clients_at_once: int | None = None
+    """How many connections clients may have; None for more than there ever are."""
+    one_address: bool = False
+    """Whether that is the limit of one address, from which all of them come."""
 
     @property
     def calm(self) -> bool:
@@ -195,6 +199,7 @@ class Scenario(NamedTuple):
             and not self.turns_away
             and not self.operations
             and not self.stop
+            and not self.clients_at_once
             and self.legs is None
             and self.connections > 8
         )
@@ -236,7 +241,11 @@ def draw(seed: int, modes: Mapping[str, int] = MODES) -> Scenario:
     if drawn.queued:
         return _queued(random, _beside(random, drawn, Role.PREFILL))
     if drawn.beside is None:
-        return drawn._replace(stop=_stop(Random(f"stop {seed}")))
+        drawn = drawn._replace(stop=_stop(Random(f"stop {seed}")))
+        room = Random(f"room {seed}")
+        if drawn.stop is None and room.random() < 0.05:
+            return drawn._replace(clients_at_once=room.choice((1, 2, 3)), one_address=room.random() < 0.3)
+        return drawn
     return _beside(random, drawn, drawn.beside)
 
 

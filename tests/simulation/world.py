@@ -272,9 +272,7 @@ class World:
         factory = self._listener.factory
         if factory is None:
             return None
-        socket = self.network.open(factory())
-        socket.peer = client
-        return socket
+        return self.network.open(factory(), client)
 
     # the run
 
@@ -426,7 +424,9 @@ class World:
 
         app.router.lifespan_context = counted
         stop = scenario.stop or Stop(0.0, 0.0, 120.0, None)
-        self._server = Server(app, ServerSettings(ConnectionLimits(1000), stop.drain_delay_s, stop.grace_s))
+        most = scenario.clients_at_once
+        room = ConnectionLimits(1000, most) if scenario.one_address else ConnectionLimits(most or 1000)
+        self._server = Server(app, ServerSettings(room, stop.drain_delay_s, stop.grace_s))
         await self._server.run(cast("Any", self._listener))
         for each in reached:
             await each.ended()
