@@ -157,6 +157,29 @@ EQUIVALENT: dict[str, str] = {
     "when a client leaves; tests/proxy/test_pool.py holds it",
     "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
     "direct:DirectDownstream.whole: self.drop()": _FAULT,
+    "direct:DirectDownstream.refuse: self._body.release()": "its end releases it too; a little later",
+    "asgi:ASGIExchange.refuse: self._transport.abort()": f"{_LIMIT}nobody sends a body that goes wrong behind the first "
+    "byte of its answer",
+    "asgi:ASGIExchange.refuse: self.end()": "whoever refuses a request ends its connection next, unless the app has a "
+    "fault",
+    "asgi:ASGIExchange.client_slow: self._flow.clear()": f"{_LIMIT}nobody counts what waits in a transport; "
+    "tests/proxy/test_leaving.py holds it",
+    "asgi:ASGIExchange.run: self._transport.abort()": _FAULT,
+    "body:BodyBudget.give_back: self._freed(size)": f"{_LIMIT}bodies are too small to be trimmed; "
+    "tests/proxy/test_client_memory.py holds it",
+    "connections:Connections.close_idle: connection.shed()": f"{_LIMIT}no connection is idle for more than a moment; "
+    "tests/proxy/test_shutdown.py holds it",
+    "connections:Connections.close: connection.close()": "whatever is left is aborted two seconds later",
+    "connections:Connections._refuse: connection.abort()": f"{_LIMIT}fewer than 64 are refused at a time; "
+    "tests/proxy/test_client_connections.py holds it",
+    "connections:Connections._make_room: self.remove(connection)": f"{_LIMIT}as above, of idle ones; "
+    "tests/proxy/test_client_connections.py holds it",
+    "connections:Connections._make_room: connection.shed()": f"{_LIMIT}as the last",
+    "http1:HTTPProtocol.shed: self.transport.close()": f"{_LIMIT}as the last",
+    "http1:HTTPProtocol.connection_lost: self._queue.clear()": "the connection itself is let go, and the queue with it",
+    "http1:HTTPProtocol.close: self.transport.close()": "whatever is left is aborted two seconds later",
+    "http1:HTTPProtocol._end: self._queue.clear()": "nothing is served on a connection that is closing, and its loss "
+    "empties the queue",
     "direct:DirectDownstream.watch: self.client_gone()": _TURN_LATER,
     "direct:DirectDownstream.drop: self.client_gone()": _TURN_LATER,
     "downstream:ASGIDownstream.watch: watcher.client_gone()": "it is made and watched in one turn",
