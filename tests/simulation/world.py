@@ -122,6 +122,8 @@ class World:
         self._started = False
         self._server: Server
         self._listener = Listener()
+        self._deaf_at = float("inf")
+        """When the proxy has ceased to accept connections."""
         self.resources: Resources
         self.running: dict[int, float] = {}
         """Since when each request runs."""
@@ -272,6 +274,8 @@ class World:
         factory = self._listener.factory
         if factory is None:
             return None
+        if self.now > self._deaf_at:
+            self.wrong("connections are accepted although the proxy stops")
         return self.network.open(factory(), client)
 
     # the run
@@ -359,6 +363,8 @@ class World:
         """The proxy is told to stop."""
         self.note("proxy", "stops")
         self.stopping = True
+        if self.scenario.stop is not None:
+            self._deaf_at = self.now + self.scenario.stop.drain_delay_s + 0.01
         self._server.stop()
 
     def _stopped(self, main: asyncio.Task[None]) -> None:
