@@ -153,6 +153,16 @@ class Connection:
         self.told.append("abort")
 
 
+async def test_of_a_flood_only_some_are_told_why_they_are_refused() -> None:
+    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(1))
+    served, flood = Connection(), [Connection() for _ in range(70)]
+    assert connections.add(served)
+    assert not any(connections.add(each) for each in flood)
+    assert [each.told for each in flood] == [[]] * 64 + [["abort"]] * 6
+    assert len(connections) == 65
+    connections.close()
+
+
 async def test_the_longest_idle_makes_room_and_counts_are_exact() -> None:
     connections = Connections(asyncio.get_running_loop(), ConnectionLimits(3, 2))
     first, second, third = Connection("a", idle=True, since_s=2), Connection("a"), Connection("b", idle=True, since_s=1)

@@ -59,9 +59,12 @@ async def test_a_connection_is_kept_whose_stream_ended_well(scripted: Any, proxy
 
 
 @pytest.mark.parametrize("beat", [b"", b"1\r\n\n\r\n"], ids=["silence", "blank lines"])
+@pytest.mark.parametrize("limit_s", [None, 0.1], ids=["no limit", "the request's limit"])
 async def test_an_engine_that_does_not_end_its_response_is_not_waited_for(
-    scripted: Any, proxy: Any, beat: bytes
+    scripted: Any, proxy: Any, beat: bytes, limit_s: float | None
 ) -> None:
+    """The client has everything: neither that engine nor the limit of the whole request adds an error."""
+
     async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(SSE + chunk(EVENT) + chunk(DONE))
         while not writer.is_closing() and not reader.at_eof():
@@ -70,7 +73,7 @@ async def test_an_engine_that_does_not_end_its_response_is_not_waited_for(
         raise ConnectionResetError
 
     prefill, decode = await scripted(sending(whole(GOOD))), await scripted(script)
-    running = await proxy([prefill.url], [decode.url])
+    running = await proxy([prefill.url], [decode.url], request_timeout_s=limit_s)
     began = time.monotonic()
     got = await running.client.post("/v1/completions", json=STREAM)
     assert (got.status_code, got.content) == (200, EVENT + DONE)

@@ -42,6 +42,8 @@ class Client:
         self._touched = 0
         self._slow_until: float | None = None
         self._connected = False
+        self._asked_late = False
+        """Whether its last request was sent after the proxy had been told to stop."""
         self._closing = False
         """Whether the proxy has been asked to close, and has no reason left not to."""
 
@@ -50,7 +52,13 @@ class Client:
     def begin(self) -> None:
         """Connect and ask."""
         world = self.world
-        self._socket = world.open(self)
+        socket = world.open(self)
+        if socket is None:
+            world.note(self.name, "finds nobody there")
+            self.done = True
+            world.client_done()
+            return
+        self._socket = socket
         self._socket.high_water = self.script.high_water
         self._connected = True
         world.note(self.name, "connects")
@@ -65,6 +73,7 @@ class Client:
         closing = None if self.script.closes is None else asks[self.script.closes]
         data = b"".join(_request(ask, closes=ask is closing) for ask in asks[self._next : until])
         first = self._next == 0
+        self._asked_late = self.world.stopping
         self._next = until
         self.world.note(self.name, f"sends {', '.join(ask.prompt for ask in asks[until - 1 : until])}")
         leave = self.script.leave
@@ -164,7 +173,9 @@ class Client:
         slow = self.script.slow
         if not self.script.garbage and not self._closing and (slow is None or slow[1] is not None):
             asked = self.script.asks[: self._next]
-            if len(self.verdicts) < len(asked):
+            shed = self.world.stopping or self.world.connections.shed  # what is idle is closed, as a request comes
+            closing = shed and self.verdicts
+            if len(self.verdicts) < len(asked) and not closing:
                 self.world.wrong(
                     f"{self.name} is cut off before it has an answer to {asked[len(self.verdicts)].prompt}"
                 )
@@ -195,6 +206,8 @@ class Client:
         verdict = self._judge(ask, reply)
         self.verdicts.append(verdict)
         self.world.note(self.name, f"has {verdict} for {ask.prompt}")
+        if self._asked_late and reply.headers.get(b"connection") != b"close":
+            self.world.wrong(f"{self.name} is not told that its connection ends, although the proxy stops")
         self._closing = len(self.verdicts) - 1 == self.script.closes
         if self._closing:
             self.world.loop.call_later(_CLOSING_S, self._last)

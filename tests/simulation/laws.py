@@ -21,7 +21,7 @@ from .replaced import Lines
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["after_the_end", "at_rest", "between_turns", "unsettled", "while_running"]
+__all__ = ["after_being_cut", "after_the_end", "at_rest", "between_turns", "unsettled", "while_running"]
 
 _LONGEST_S = 30.0
 """More than all time-outs of a request together."""
@@ -82,6 +82,9 @@ def between_turns(world: "World") -> Iterator[str]:
         if timer.cancelled() or timer.when() < now or member.left:
             yield f"the breaker of {member.instance.id} has a timer that is over"
     yield from _failing_pairs(fleet)
+    limits = world.connections.limits
+    if (open_ := len(_inside(world.connections, "_open"))) > min(limits.total, limits.per_address or limits.total):
+        yield f"clients have {open_} connections, of {limits}"
     for since in world.running.values():
         if now - since > _LONGEST_S:
             yield f"a request runs for {now - since:.0f} s"
@@ -212,7 +215,23 @@ def at_rest(world: "World") -> Iterator[str]:
     if resources.metrics.retries > allowed:
         yield f"{resources.metrics.retries} further attempts, of {allowed:g}"
     yield from _kv(world)
+    yield from _nothing_held(world)
     yield from queue_laws.at_rest(world)
+
+
+def _nothing_held(world: "World") -> Iterator[str]:
+    """Of requests that are over the proxy holds nothing; an ASGI task may wait for its client to take the answer."""
+    if running := world.resources.running:
+        yield f"{len(running)} executions are said to run"
+    if (held := world.bodies.held_bytes) and not world.connections.tasks:
+        yield f"{held} bytes of bodies are held for nobody"
+
+
+def after_being_cut(world: "World") -> Iterator[str]:
+    """After the proxy has stopped while requests ran."""
+    yield from _kv(world)
+    if watched := _inside(world.resources.watch, "_deadlines"):
+        yield f"{len(watched)} time-outs are watched"
 
 
 def _kv(world: "World") -> Iterator[str]:
@@ -233,7 +252,7 @@ def _kv(world: "World") -> Iterator[str]:
         names = ", ".join(f"{held.key} of {held.prompt}" for held in stranded)
         yield f"KV is held for nobody: {names}; the proxy knows of {orphaned}"
     well = not world.troubles and not scenario.operations and scenario.connections > 8 and scenario.engine_idle_s > 1
-    if orphaned and well and scenario.lease_ms is None:
+    if orphaned and well and scenario.stop is None and scenario.lease_ms is None:
         yield f"{orphaned} transfers are orphaned although every engine is well"
 
 
@@ -248,12 +267,16 @@ def after_the_end(world: "World") -> Iterator[str]:
     for left in world.loop.left():
         if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World", *_BROKER)):
             yield f"a callback is left: {left}"
+    yield from _nothing_held(world)
     if len(world.connections) or world.connections.tasks:
         yield "the server still counts connections or tasks"
     outcomes = sum(world.resources.metrics.outcomes.values())
     lines: Lines = _inside(_inside(world.resources.ledger, "_readers")[1], "_writer")
     logged = lines.text.count("\n")
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
+    garbage += sum(world.connections.refused.values())
+    if counted := _inside(world.connections, "_by_address"):
+        yield f"connections are counted by address: {counted}"
     if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:
         yield f"{world.begun} requests have begun, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
 

@@ -72,6 +72,7 @@ MODULES = (
     "kvparams_proxy.fleet.probes",
     "kvparams_proxy.execution.relay",
     "kvparams_proxy.execution.releases",
+    "kvparams_proxy.server",
     "kvparams_proxy.fleet.slowstart",
     "kvparams_proxy.fleet.waiting",
     "kvparams_proxy.execution.watch",
@@ -84,11 +85,14 @@ RELEASES = frozenset(
         "abort",
         "add_done_callback",
         "answered",
+        "callback",
         "cancel",
         "clear",
         "client_gone",
         "client_ready",
         "close",
+        "close_idle",
+        "cut",
         "discard",
         "drop",
         "end",
@@ -104,6 +108,7 @@ RELEASES = frozenset(
         "on_done",
         "pop",
         "popleft",
+        "push_async_callback",
         "put_back",
         "release",
         "released",
@@ -121,7 +126,6 @@ RELEASES = frozenset(
 _CACHE = "only bounds a cache: what was forgotten is made again"
 _FAULT = "only where the proxy itself has a fault; nothing that engines and clients do leads there"
 _SERVER = "uvicorn ends the task as soon as the answer is complete or the client has left; for servers that do not"
-_READING = "either of the two places is enough: the other reads on when the last answer is complete"
 _TURN_LATER = "the end of the connection says the same a turn later"
 _ABORTED = "nothing is received behind an abort, and the exchange has let go of its sink"
 _LOST = "nothing follows the loss of a connection"
@@ -153,29 +157,61 @@ EQUIVALENT: dict[str, str] = {
     "dispatch:Dispatcher.released: self._room.freed()": "it only measures, for Retry-After",
     "kvparams.fairqueue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
     "kvparams.fairqueue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
+    "app:create_app: stack.push_async_callback(spans.close)": f"{_LIMIT}there are no traces",
+    "app:create_app: stack.callback(tokens.close)": f"{_LIMIT}there is no tokenizer",
+    "app:create_app: stack.callback(events.close)": f"{_LIMIT}no engine tells of its cache",
+    "app:create_app: stack.callback(LoopLag(loop, metrics.turn_lag).close)": "it is not made at all without it",
+    "app:create_app: stack.callback(trimmer.close)": f"{_LIMIT}bodies are too small to be trimmed",
+    "server:_until_signal: server.stop()": f"{_LIMIT}there are no signals; tests/proxy/test_shutdown.py holds it",
+    "server:_until_signal: started.cancel()": f"{_LIMIT}there are no signals, and no start that fails",
+    "server:Server.run: listener.close()": "the listener is closed already, unless the start fails",
+    "server:Server._serve: accepting.close()": "it is closed already, unless the server itself is cancelled",
+    "server:Server._drain: connections.close_idle()": f"{_LIMIT}no connection is idle for more than a moment; "
+    "tests/proxy/test_shutdown.py holds it",
+    "server:Server.run: connections.cut()": f"{_LIMIT}nobody's body is awaited as the proxy stops; "
+    "tests/proxy/test_shutdown.py holds it",
+    "connections:Connections.cut: connection.cut()": f"{_LIMIT}as the last",
+    "server:Server.run: connections.close()": f"{_LIMIT}whatever is left is aborted two seconds later",
     "app:_following: task.cancel()": f"{_LIMIT}there is no file of client keys",
-    "app:create_app: await spans.close()": f"{_LIMIT}there are no traces",
-    "app:create_app: tokens.close()": f"{_LIMIT}there is no tokenizer",
-    "app:create_app: events.close()": f"{_LIMIT}no engine tells of its cache",
     "connection:Exchange.end_sending: self._retry = False": f"{_LIMIT}it takes a kept connection that is closed just "
     "when a client leaves; tests/proxy/test_pool.py holds it",
-    "direct:DirectProtocol._refuse: self.transport.close()": "the timer of the connection ends it some seconds later; "
-    "tests/proxy/test_leaving.py holds that it ends at once",
     "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
-    "direct:DirectDownstream.complete: self.drop()": _FAULT,
+    "direct:DirectDownstream.whole: self.drop()": _FAULT,
+    "direct:DirectDownstream.refuse: self._body.release()": "its end releases it too; a little later",
+    "asgi:ASGIExchange.refuse: self._transport.abort()": f"{_LIMIT}nobody sends a body that goes wrong behind the "
+    "first byte of its answer",
+    "asgi:ASGIExchange.refuse: self.end()": "whoever refuses a request ends its connection next, unless the app has a "
+    "fault",
+    "asgi:ASGIExchange.client_slow: self._flow.clear()": f"{_LIMIT}nobody counts what waits in a transport; "
+    "tests/proxy/test_leaving.py holds it",
+    "asgi:ASGIExchange.run: self._transport.abort()": _FAULT,
+    "body:BodyBudget.give_back: self._freed(size)": f"{_LIMIT}bodies are too small to be trimmed; "
+    "tests/proxy/test_client_memory.py holds it",
+    "connections:Connections.close_idle: connection.shed()": f"{_LIMIT}no connection is idle for more than a moment; "
+    "tests/proxy/test_shutdown.py holds it",
+    "connections:Connections.close: connection.close()": "whatever is left is aborted two seconds later",
+    "connections:Connections._refuse: connection.abort()": f"{_LIMIT}fewer than 64 are refused at a time; "
+    "tests/proxy/test_client_connections.py holds it",
+    "connections:Connections._make_room: self.remove(connection)": f"{_LIMIT}as above, of idle ones; "
+    "tests/proxy/test_client_connections.py holds it",
+    "connections:Connections._make_room: connection.shed()": f"{_LIMIT}as the last",
+    "http1:HTTPProtocol.shed: self.transport.close()": f"{_LIMIT}as the last",
+    "http1:HTTPProtocol.connection_lost: self._queue.clear()": "the connection itself is let go, and the queue with it",
+    "http1:HTTPProtocol._fail: self._end(linger=True)": "the end of the refusal has ended the connection already",
+    "connections:Connections.close: task.cancel()": "its connection is aborted next, which ends it",
+    "http1:HTTPProtocol.close: self.transport.close()": "whatever is left is aborted two seconds later",
+    "http1:HTTPProtocol._end: self._queue.clear()": "nothing is served on a connection that is closing, and its loss "
+    "empties the queue",
     "direct:DirectDownstream.watch: self.client_gone()": _TURN_LATER,
     "direct:DirectDownstream.drop: self.client_gone()": _TURN_LATER,
-    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading()": _READING,
-    "direct:DirectProtocol.on_response_complete: self.flow.resume_reading() #1": _READING,
     "downstream:ASGIDownstream.watch: watcher.client_gone()": "it is made and watched in one turn",
     "downstream:ASGIDownstream.close: self._writer.cancel()": _SERVER,
     "downstream:ASGIDownstream.close: self._reader.cancel()": _SERVER,
-    "generate:Generating.__call__: downstream.close()": _SERVER,
-    "generate:Generating.__call__: downstream.drop()": "only where the server cancels its tasks",
+    "generate:Generating._serve: downstream.close()": _SERVER,
+    "generate:Generating._serve: downstream.drop()": "only where the server cancels its tasks",
     "metrics:Metrics.keep: del self._legs_of[id]": "only bounds the memory for names of instances that have left",
     "pool:Pool._connect: self.put_back(connection)": "whoever gives up cancels the task",
     "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",
-    "direct:DirectProtocol.on_message_complete: self.flow.resume_reading()": f"{_LIMIT}bodies are too small to be held",
     "probes:Prober.__aenter__: self._close()": _START,
     "probes:_Probe.end: self._first.cancel()": _START,
     "probes:_Probe._ask: self._first.cancel()": _START,

@@ -276,9 +276,11 @@ class Network:
             raise
         return made[0], made[0].protocol
 
-    def open(self, protocol: asyncio.Protocol) -> Socket:
-        """A connection; its peer is to be set before the loop turns."""
+    def open(self, protocol: asyncio.Protocol, peer: Peer | None = None) -> Socket:
+        """A connection; its peer is to be set before the loop turns, or here where the proxy may speak first."""
         socket = Socket(self._loop, protocol, self._delay)
+        if peer is not None:
+            socket.peer = peer
         self.sockets.append(socket)
         protocol.connection_made(cast("asyncio.Transport", socket))
         return socket

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 from kvparams.managers.local_remote import LOCAL
 from kvparams.scheduling import Role
 
-__all__ = ["MODES", "QUEUED", "SPLIT", "Ask", "Client", "Leave", "Operation", "Queue", "Scenario", "draw"]
+__all__ = ["MODES", "QUEUED", "SPLIT", "Ask", "Client", "Leave", "Operation", "Queue", "Scenario", "Stop", "draw"]
 
 _KINDS = {
     "calm": 1,
@@ -127,6 +127,16 @@ class Queue(NamedTuple):
     """What the broker takes at most."""
 
 
+class Stop(NamedTuple):
+    """The proxy is told to stop while its clients are there."""
+
+    at_s: float
+    drain_delay_s: float
+    grace_s: float
+    again_s: float | None
+    """How long after that it is told a second time, which ends what still runs."""
+
+
 class Scenario(NamedTuple):
     """One run."""
 
@@ -174,12 +184,24 @@ class Scenario(NamedTuple):
     queue: Queue
     clients: tuple[Client, ...]
     operations: tuple[Operation, ...]
+    stop: Stop | None = None
+    """None: the proxy stops when everything is over."""
+    clients_at_once: int | None = None
+    """How many connections clients may have; None for more than there ever are."""
+    one_address: bool = False
+    """Whether that is the limit of one address, from which all of them come."""
 
     @property
     def calm(self) -> bool:
         """Whether every answer must be the whole one."""
         return (
-            not self.rate and not self.turns_away and not self.operations and self.legs is None and self.connections > 8
+            not self.rate
+            and not self.turns_away
+            and not self.operations
+            and not self.stop
+            and not self.clients_at_once
+            and self.legs is None
+            and self.connections > 8
         )
 
     @property
@@ -218,7 +240,20 @@ def draw(seed: int, modes: Mapping[str, int] = MODES) -> Scenario:
         return _aggregated(drawn)
     if drawn.queued:
         return _queued(random, _beside(random, drawn, Role.PREFILL))
-    return drawn if drawn.beside is None else _beside(random, drawn, drawn.beside)
+    if drawn.beside is None:
+        drawn = drawn._replace(stop=_stop(Random(f"stop {seed}")))
+        room = Random(f"room {seed}")
+        if drawn.stop is None and room.random() < 0.05:
+            return drawn._replace(clients_at_once=room.choice((1, 2, 3)), one_address=room.random() < 0.3)
+        return drawn
+    return _beside(random, drawn, drawn.beside)
+
+
+def _stop(random: Random) -> Stop | None:
+    if random.random() >= 0.1:
+        return None
+    again_s = random.choice((None, None, random.random() * 0.1))
+    return Stop(random.random() * 0.3, random.choice((0.0, 0.1)), random.choice((0.0, 0.05, 1.0, 120.0)), again_s)
 
 
 def _aggregated(drawn: Scenario) -> Scenario:

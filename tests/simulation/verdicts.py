@@ -33,6 +33,8 @@ def judge(world: "World", ask: Ask, reply: Reply) -> tuple[str, str | None]:
         return "whole", "it names an engine's address"
     if ask.way in ("health", "models", "metrics"):
         return "whole", None if reply.body else "it is empty"
+    if b'"too_many_connections"' in reply.body and world.scenario.clients_at_once is not None:
+        return "an error", None
     if ask.own_id and reply.headers.get(b"x-request-id") != f"id-{ask.prompt[:-1]}".encode():
         return "whole", "it has another request's id"
     expected = text(answer_ids(tokenize(ask.prompt), ask.tokens))

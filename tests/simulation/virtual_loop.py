@@ -11,7 +11,7 @@ from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Stuck", "VirtualLoop"]
+__all__ = ["Listener", "Stuck", "VirtualLoop"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,17 @@ class Dial(Protocol):
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         """Connect."""
         ...
+
+
+class Listener:
+    """The proxy's own: it makes a protocol for each connection of a client until it is closed."""
+
+    factory: Callable[[], asyncio.Protocol] | None = None
+    """None while no connection is accepted."""
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        self.factory = None
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -96,6 +107,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, protocol_factory: Callable[[], asyncio.Protocol], host: str, port: int, **_: Any
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         return await self.network.dial(protocol_factory, port)
+
+    async def create_server(  # pyright: ignore[reportIncompatibleMethodOverride]  only this way is used
+        self, protocol_factory: Callable[[], asyncio.Protocol], *, sock: Listener, **_: Any
+    ) -> Listener:
+        sock.factory = protocol_factory
+        return sock
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -6,9 +6,10 @@ The one rule: all of the proxy's own code runs; only sockets, the clock and the 
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -18,17 +19,17 @@ from kvparams.scheduling import Instance, Role
 from kvparams_proxy import app as proxy_app
 from kvparams_proxy.clients.auth import Client as KnownClient
 from kvparams_proxy.clients.auth import bind_salt
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.connections import ConnectionLimits, Connections
 from kvparams_proxy.clients.direct import DIRECT
-from kvparams_proxy.clients.http1 import HTTPProtocol, Service
-from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.clients.http1 import HTTPProtocol
 from kvparams_proxy.execution.resources import Resources
 from kvparams_proxy.queue.beside import queue_instance, reach_queue
 from kvparams_proxy.registry.modes import read_mode
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.server import Server, ServerSettings
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.sidecar.inprocess import InProcess
-from kvparams_proxy.telemetry.account import Refusal
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.terms import UpstreamLimits
 
@@ -42,8 +43,8 @@ from .legs import Held, Leg
 from .network import Network, Socket
 from .nodes import POOL, PREFILL, Nodes
 from .replaced import Budget
-from .scenario import MODES, Operation, Scenario, draw
-from .virtual_loop import Stuck, VirtualLoop
+from .scenario import MODES, Operation, Scenario, Stop, draw
+from .virtual_loop import Listener, Stuck, VirtualLoop
 
 __all__ = ["Run", "World", "run"]
 
@@ -119,7 +120,10 @@ class World:
         self._staying = len(self.clients)
         self._at_leave = [operation for operation in scenario.operations if operation.at_s is None]
         self._started = False
-        self._stop: asyncio.Future[None] = self.loop.create_future()
+        self._server: Server
+        self._listener = Listener()
+        self._deaf_at = float("inf")
+        """When the proxy has ceased to accept connections."""
         self.resources: Resources
         self.running: dict[int, float] = {}
         """Since when each request runs."""
@@ -127,8 +131,8 @@ class World:
         self.ended = 0
         self.ended_at = self.loop.time()
         """The last one."""
-        self._service: Service
-        self.connections = Connections(self.loop, ConnectionLimits(1000))
+        self.connections: Connections
+        self.bodies: BodyBudget
 
     # what engines and clients use
 
@@ -265,11 +269,14 @@ class World:
         """One of them has what it wanted, or does not want it."""
         self._staying -= 1
 
-    def open(self, client: Client) -> Socket:
-        """A connection to the proxy."""
-        socket = self.network.open(HTTPProtocol(self._service))
-        socket.peer = client
-        return socket
+    def open(self, client: Client) -> Socket | None:
+        """A connection to the proxy; None where it accepts none any more."""
+        factory = self._listener.factory
+        if factory is None:
+            return None
+        if self.now > self._deaf_at:
+            self.wrong("connections are accepted although the proxy stops")
+        return self.network.open(factory(), client)
 
     # the run
 
@@ -315,6 +322,7 @@ class World:
         if not self._started:
             self.wrong("the proxy does not start")
             return
+        self.connections = cast("partial[HTTPProtocol]", self._listener.factory).args[0].connections
         for client in self.clients:
             loop.call_later(client.script.begins_s, client.begin)
         for operation in self.scenario.operations:
@@ -322,23 +330,44 @@ class World:
                 self.quiet_at = max(self.quiet_at, self.now + operation.at_s)
                 loop.call_later(operation.at_s, self._operate, operation)
         end = self.now + _LONGEST_S
-        while self._staying and self.now < end:
+        stop = self.scenario.stop
+        if stop is not None:
+            loop.call_later(stop.at_s, self._tell)
+            if stop.again_s is not None:
+                loop.call_later(stop.at_s + stop.again_s, self._server.stop)
+        while (self._staying or (stop is not None and not main.done())) and self.now < end:
             loop.run_until(self.now + 0.1)
-            self._hold(laws.between_turns)
+            if not self.stopping:
+                self._hold(laws.between_turns)
         for client in self.clients:
             if not client.done:
                 self.wrong(f"{client.name} waits for an answer for ever")
+        if stop is not None:
+            loop.run_until(self.now + 1.0)  # the last sweep of what has a time-out
+            self._stopped(main)
+            self._hold(laws.unsettled)
+            self._hold(laws.after_being_cut)
+            return
         while laws.unsettled(self) and self.now < end:
             loop.run_until(self.now + 0.1)
             self._hold(laws.between_turns)
         loop.run_until(self.now + 0.01)  # what is on its way arrives
         self._hold(laws.unsettled)
         self._hold(laws.at_rest)
-        self.note("proxy", "stops")
-        self.stopping = True
-        self._stop.set_result(None)
+        self._tell()
         # nodes, and an app that does nothing, are waited for
         loop.run_until(self.now + (20.0 if self.nodes is not None else 3.0 if self.scenario.inside else 0.06))
+        self._stopped(main)
+
+    def _tell(self) -> None:
+        """The proxy is told to stop."""
+        self.note("proxy", "stops")
+        self.stopping = True
+        if self.scenario.stop is not None:
+            self._deaf_at = self.now + self.scenario.stop.drain_delay_s + 0.01
+        self._server.stop()
+
+    def _stopped(self, main: asyncio.Task[None]) -> None:
         if not main.done():
             self.wrong("the proxy does not stop")
         elif main.exception() is not None:
@@ -384,24 +413,31 @@ class World:
             return reached[-1]
 
         app = proxy_app.create_app(settings, reach)
-        async with app.router.lifespan_context(app) as found:
-            state = cast("dict[str, Any]", found)
-            self.resources = state["resources"]
-            for way in (DIRECT, "generate"):
-                state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
-            self._service = Service(self.loop, app, state, state[DIRECT], self.connections, self._not_a_request)
-            if nodes is not None:
-                nodes.begin()
-            self._started = True
-            await self._stop
-        self.connections.close()
+        lifespan = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def counted(of: Any) -> AsyncGenerator[Mapping[str, Any]]:
+            async with lifespan(of) as found:
+                state = cast("dict[str, Any]", found)
+                self.resources = state["resources"]
+                self.bodies = next(iter(state["generate"].values())).bodies
+                for way in (DIRECT, "generate"):
+                    state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
+                if nodes is not None:
+                    nodes.begin()
+                self._started = True
+                yield state
+
+        app.router.lifespan_context = counted
+        stop = scenario.stop or Stop(0.0, 0.0, 120.0, None)
+        most = scenario.clients_at_once
+        room = ConnectionLimits(1000, most) if scenario.one_address else ConnectionLimits(most or 1000)
+        self._server = Server(app, ServerSettings(room, stop.drain_delay_s, stop.grace_s))
+        await self._server.run(cast("Any", self._listener))
         for each in reached:
             await each.ended()
         if nodes is not None:
             await nodes.close()
-
-    def _not_a_request(self, error: ProxyError) -> None:
-        self.resources.metrics.refused(Refusal("", b"", error))
 
     def _instance(self, engine: Engine, role: Role | None = None) -> Instance:
         url = f"http://{engine.host}:{engine.port}"

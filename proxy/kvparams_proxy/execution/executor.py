@@ -390,7 +390,7 @@ class Execution:
         else:
             limit_s = self._resources.settings.request_timeout_s
             said = f"the request took longer than {limit_s:g} s, which is the limit here (--request-timeout)"
-            self._refuse(ProxyError(504, "timeout", said, code="request_timeout"))
+            self._end_early(ProxyError(504, "timeout", said, code="request_timeout"))
 
     def _left_s(self, relay: Relay) -> float:
         """Before the engine whose stream this is has been silent for too long: asked here, not at every event."""
@@ -686,9 +686,16 @@ class Execution:
 
     def cut(self) -> None:
         """Ends the request because the proxy shuts down: the client is told so, and what is held is given back."""
-        self._refuse(
+        self._end_early(
             ProxyError(503, "service_unavailable", _SHUTTING_DOWN, code="shutting_down", retry_after_s=_RETRY_S)
         )
+
+    def _end_early(self, error: ProxyError) -> None:
+        """Ends a request that runs for too long: with `error`, unless its client has the last event already."""
+        if self._relay is not None and self._relay.complete and self._exchange is not None:
+            self._exchange.abort(UpstreamTimeout("did not end its response"))  # to the relay its stream ended well
+        else:
+            self._refuse(error)
 
     def _refuse(self, error: ProxyError) -> None:
         """Answer with an error: in the stream, if the client has a part of it already."""
