@@ -36,6 +36,23 @@ async def test_idle_sockets_do_not_use_up_descriptors(stub: StubEngines) -> None
 
 
 @pytest.mark.slow
+async def test_an_engine_is_not_gone_because_no_file_may_be_opened(stub: StubEngines) -> None:
+    """More streams than there are descriptors for: some are refused in words, no engine is, and all is well after."""
+    stub.delays.itl_ms = 20
+    stream = {**BODY, "stream": True, "max_tokens": 50}
+    async with serving(stub, "--log-requests", "off", "--max-connections", "100", files=80) as served:
+        got = await asyncio.gather(*(served.client.post("/v1/completions", json=stream) for _ in range(40)))
+        assert {each.status_code for each in got} <= {200, 503}
+        assert any(each.status_code == 503 for each in got)
+        assert await served.metric("kvparams_proxy_ready") == 4
+        assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
+        served.process.terminate()
+        output = await served.output()
+    assert "as many files open as it may" in output
+    assert "is not ready" not in output
+
+
+@pytest.mark.slow
 async def test_connections_that_are_busy_are_not_given_up_for_others(stub: StubEngines) -> None:
     """All that there may be are streaming: another one is told to come again, and they go on."""
     stub.delays.itl_ms = 50

@@ -1,5 +1,6 @@
 """The proxy in an engine's server: whose requests it takes, and how it lives with the app around which it is."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -221,3 +222,35 @@ def test_settings_must_say_which_engine_it_is() -> None:
     both = Instance("both", "1", Role.AGGREGATED, "http://x:1", "store")
     with pytest.raises(ValueError, match="role is aggregated splits no requests"):
         DisaggregatedServerMixin(ActedApp("prefill"), Settings((both, there), beside="both"))
+
+
+@pytest.mark.parametrize("piece", ["in one packet", "in two"])
+async def test_a_request_in_the_body_of_an_upgrade_is_nobodys(start: StartMixin, piece: str) -> None:
+    """uvicorn takes what follows such a head for the next request: it must not be served, in whatever packet it is."""
+    engine = Recorded()
+    client = await start(engine)
+    inner = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+    outer = inner.replace(
+        b"content-length: 2", b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d" % len(inner)
+    )
+    head = outer[:-2]
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    if piece == "in one packet":
+        writer.write(head + inner)
+    else:
+        writer.write(head)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.write(inner)
+    async with asyncio.timeout(10):
+        said = await reader.read()
+    writer.close()
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.count(b"HTTP/1.1 ") == 1
+    assert not [each for each in engine.asked if each[0] == "POST"]
+    health = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)  # the control: a harmless one
+    writer.write(health)
+    async with asyncio.timeout(10):
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()

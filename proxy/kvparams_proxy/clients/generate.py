@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
@@ -45,6 +45,8 @@ _JSON: Final = b"application/json"
 _NOT_JSON: Final = "the Content-Type must be application/json"
 """vLLM 0.32.0 asks the same (entrypoints/openai/utils.py, validate_json_request): a page of another site can make a
 browser send any other type without asking first."""
+_UPGRADE: Final = "this server leaves out the body of a request that asks for an upgrade; send it without Upgrade"
+"""uvicorn 0.34 to 0.54 with httptools (uvicorn's issue 2722, httptools' 124)."""
 _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
 _MOST_SESSION: Final = 256
@@ -124,7 +126,7 @@ class Generate:
             try:
                 client = require_client(self._keys, authorization)
             except ProxyError as unauthorized:
-                error = unauthorized
+                error = unauthorized.with_traceback(None)  # which would hold this very frame
             authorization = None  # it is a key of ours
         transfer = self._resources.new_id()
         request = transfer
@@ -139,12 +141,15 @@ class Generate:
         self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
     ) -> None:
         """Refuse the request or have it executed, now or later; `done` hears of its end."""
-        if len(body) > AT_ONCE_BYTES and admission.error is None:
+        if admission.error is not None:  # raised once more, it would hold what it is raised through
+            self.refuse(admission, admission.error, downstream)
+            if done is not None:
+                done()
+            return
+        if len(body) > AT_ONCE_BYTES:
             _LongBody(self, admission, downstream, done).begin(body)
             return
         try:
-            if admission.error is not None:
-                raise admission.error
             self.execute(admission, self.reading(read, admission, body), downstream, done)
         except ProxyError as refused:
             self.refuse(admission, refused, downstream)
@@ -299,24 +304,27 @@ class Generating:
         generate: Generate = scope["state"]["generate"][self._path]
         admission = generate.admit(scope["headers"])
         gathered = Body(generate.max_bytes, generate.bodies)
+        headers = dict(cast("Iterable[tuple[bytes, bytes]]", scope["headers"]))
+        upgrade, length = b"upgrade" in headers, headers.get(b"content-length")
+        body = b""
         try:
-            await self._serve(generate, admission, gathered, receive, send)
+            if admission.error is None:
+                body = await whole_body(receive, gathered)
+                if upgrade and length is not None and int(length) != len(body):
+                    raise ProxyError(400, "invalid_request_error", _UPGRADE)
+        except ProxyError as error:
+            admission = admission._replace(error=error.with_traceback(None))
+        except ConnectionError:  # the client left while it was sending
+            gathered.release()
+            return
+        try:
+            # What follows an upgrade on its connection is nobody's request: it may be the body that was left out.
+            await self._answer(generate, admission, body, ASGIDownstream(receive, send, closes=upgrade))
         finally:
             gathered.release()
 
-    async def _serve(
-        self, generate: Generate, admission: Admission, gathered: Body, receive: Receive, send: Send
-    ) -> None:
-        body = b""
-        if admission.error is None:
-            try:
-                body = await whole_body(receive, gathered)
-            except ProxyError as error:
-                admission = admission._replace(error=error)
-            except ConnectionError:  # the client left while it was sending
-                return
+    async def _answer(self, generate: Generate, admission: Admission, body: bytes, downstream: ASGIDownstream) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        downstream = ASGIDownstream(receive, send)
         try:
             generate.begin(admission, body, downstream, partial(_set, done))
             await done

@@ -5,6 +5,8 @@ new one is made and nobody notices.
 """
 
 import asyncio
+import errno
+import logging
 import ssl
 from collections import deque
 from functools import partial
@@ -19,6 +21,8 @@ from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError, Up
 __all__ = ["Pool"]
 
 _MOST_PEERS: Final = 16
+_SAY_AGAIN_S: Final = 10.0
+_log: Final = logging.getLogger(__name__)
 
 
 class Pool:
@@ -64,6 +68,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._said_s = -_SAY_AGAIN_S
         self._loop = asyncio.get_running_loop()
         self._clock = clock or WallClock(self._loop)
         self.now: Final = self._clock.time
@@ -123,7 +128,7 @@ class Pool:
         try:
             connection = await self._connected_in_time()
         except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
-            exchange.finish(UpstreamError(f"no connection to the engine ({reason(error)})", connected=False))
+            exchange.finish(self._no_connection(error))
             return
         if connection.transport.is_closing():  # lost already: nobody would say so again
             exchange.finish(UpstreamError("no connection to the engine (closed at once)", connected=False))
@@ -135,6 +140,17 @@ class Pool:
             exchange.run_on(connection)
         else:
             self.put_back(connection)
+
+    def _no_connection(self, error: Exception) -> UpstreamError:
+        """Returns what becomes of an exchange for which no connection could be made. That no file may be opened any
+        more is this process's own matter, and no reason to think an engine gone."""
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            return UpstreamError(f"no connection to the engine ({reason(error)})", connected=False)
+        now = self._loop.time()
+        if now - self._said_s > _SAY_AGAIN_S:
+            self._said_s = now
+            _log.warning("no connection to an engine: this process has as many files open as it may (ulimit -n)")
+        return UpstreamFull("the proxy has no file descriptor left", connected=False)
 
     async def _connected_in_time(self) -> Connection:
         """
