@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.corrections import Corrections, is_answer, prompt_details
+from kvparams_proxy.execution.answers import Answer
+from kvparams_proxy.execution.corrections import Corrections, prompt_details
 from kvparams_proxy.execution.events import complete_events
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import UpstreamError
@@ -119,7 +120,7 @@ def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     ],
 )
 def test_an_answer_is_what_whole_lets_through(raw: bytes, wanted: bool) -> None:
-    assert is_answer(raw) is wanted
+    assert Answer(raw).has_choice is wanted
     try:
         Corrections("r", Addresses(), choices=True).whole(raw)
     except (JSONTextError, UpstreamError):

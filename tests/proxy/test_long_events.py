@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvparams_proxy.execution.continuation import Recorder
-from kvparams_proxy.execution.corrections import Corrections, load_result
+from kvparams_proxy.execution.corrections import Corrections
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.relay import Relay
 from kvparams_proxy.queue.awaited import Awaited, Owner
@@ -362,20 +362,3 @@ async def test_an_app_that_never_waits_does_not_hold_the_loop(body: bytes) -> No
     if call.task is not None:
         call.task.cancel()
         await asyncio.wait([call.task], timeout=5)
-
-
-def test_the_answer_of_a_prefill_leg_is_read_at_once_or_not_at_all() -> None:
-    """It has the ids of its prompt in it where the client has asked for them, and KV params of any prompt."""
-    blocks = {"remote_block_ids": [list(range(70_000))], "remote_host": "10.0.0.1"}
-    raw = json.dumps({"choices": [{"index": 0, "prompt_token_ids": IDS}], "kv_transfer_params": blocks}).encode()
-    longest_s: list[float] = []
-    for _ in range(TRIES):
-        began = time.thread_time()
-        assert load_result(raw)["kv_transfer_params"] == blocks
-        longest_s.append(time.thread_time() - began)
-    assert min(longest_s) < LONGEST_S
-    for name, heavy in HEAVY.items():
-        began = time.thread_time()
-        with pytest.raises(UpstreamError):
-            load_result(b'{"choices":[{"index":0}],"x":%b}' % heavy)
-        assert time.thread_time() - began < LONGEST_S, name

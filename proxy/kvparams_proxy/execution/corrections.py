@@ -13,12 +13,9 @@ from kvparams.errors import JSONTextError
 from kvparams.jsontext import Field, edit, edit_pieces, fields, locate
 from kvparams_proxy.execution.events import (
     AT_ONCE,
-    LARGE_BYTES,
     EventEnds,
-    check_members,
     data_of,
     split_events,
-    without_lists,
 )
 from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
@@ -30,9 +27,7 @@ __all__ = [
     "Corrections",
     "check_event",
     "check_no_error",
-    "is_answer",
     "load_answer",
-    "load_result",
     "prompt_details",
 ]
 
@@ -212,29 +207,6 @@ def load_answer(raw: bytes) -> dict[str, object]:
     if not isinstance(document, dict):
         raise JSONTextError("not a JSON object")
     return cast("dict[str, object]", document)
-
-
-def load_result(raw: bytes) -> dict[str, object]:
-    """The answer of a prefill leg: one token and KV params, beside the ids of its prompt where the client has asked for
-    them. Those are left out if they are many.
-
-    Raises:
-        JSONTextError: it is not a JSON object.
-        UpstreamError: it is far more than that.
-    """
-    if len(raw) > LARGE_BYTES:
-        raw, _ = without_lists(raw)
-        check_members(raw)
-    return load_answer(raw)
-
-
-def is_answer(raw: bytes) -> bool:
-    """Whether it has what a client asks for: JSON, no error, and a choice."""
-    try:
-        document = load_answer(raw)
-    except JSONTextError:
-        return False
-    return error_in(document) is None and _chosen(document.get("choices"))
 
 
 def prompt_details(answer: Mapping[str, object]) -> object:

@@ -16,7 +16,6 @@ from kvparams_proxy.execution.corrections import (
     Corrections,
     check_event,
     check_no_error,
-    is_answer,
     load_answer,
 )
 from kvparams_proxy.execution.events import LARGE_BYTES, EventBuffer, done_end, with_lists, without_lists
@@ -246,9 +245,7 @@ class Relay:
 
     def _worth_waiting(self) -> bool:
         """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
-        if self._streaming:
-            return bool(self._begins(self._held))
-        return not self._streams and is_answer(self._whole.peek())
+        return self._streaming and bool(self._begins(self._held))
 
     def _send(self, events: bytes) -> None:
         """
