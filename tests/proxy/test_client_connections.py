@@ -40,10 +40,19 @@ async def test_an_engine_is_not_gone_because_no_file_may_be_opened(stub: StubEng
     """More streams than there are descriptors for: some are refused in words, no engine is, and all is well after."""
     stub.delays.itl_ms = 20
     stream = {**BODY, "stream": True, "max_tokens": 50}
+    raw = json.dumps(stream).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: %b\r\n"
+    head += b"content-length: %d\r\n\r\n"
     async with serving(stub, "--log-requests", "off", "--max-connections", "100", files=80) as served:
-        got = await asyncio.gather(*(served.client.post("/v1/completions", json=stream) for _ in range(40)))
-        assert {each.status_code for each in got} <= {200, 503}
-        assert any(each.status_code == 503 for each in got)
+        clients = [await connect(served.port) for _ in range(40)]
+        await served.client.get("/health")  # answered behind them: all of them have been accepted
+        for _, writer in clients:
+            writer.write(head % (b"application/json", len(raw)) + raw)
+        async with asyncio.timeout(30):
+            said = await asyncio.gather(*(reader.read() for reader, _ in clients))
+        for _, writer in clients:
+            writer.close()
+        assert {each[:12] for each in said} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
         assert await served.metric("kvparams_proxy_ready") == 4
         assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
         served.process.terminate()
