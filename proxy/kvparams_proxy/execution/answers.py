@@ -29,6 +29,7 @@ _MOST_VALUES: Final = 200_000
 _MOST_PARAMS_BYTES: Final = 1 << 20
 _MOST_OF_ITS_OWN: Final = 64
 """Members that are not of the API: each has to be searched for addresses."""
+_MOST_CUTS: Final = 4096
 _SEARCHED_BYTES: Final = 64 << 10
 _OVERLAP: Final = 512
 _LOOKED_AT: Final = 16 << 10
@@ -209,7 +210,11 @@ def _without_private(raw: bytes, field: Field) -> Generator[None, None, bytes | 
 
 def private_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tuple[int, int]]]:
     """Where members stand in `raw[at:end]`, JSON text, that say where KV or engines are: with one comma each, so that
-    without them it is JSON as well."""
+    without them it is JSON as well.
+
+    Raises:
+        JSONTextError: there are too many.
+    """
     cuts: list[tuple[int, int]] = []
     while at < end:
         stop = min(at + _SEARCHED_BYTES, end)
@@ -229,6 +234,8 @@ def private_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tu
                     break
                 at = yield from _value_end(raw, too.end())
         cuts.append((start, at))
+        if len(cuts) > _MOST_CUTS:
+            raise JSONTextError("it has too many members that say where KV or engines are")
         yield
     return cuts
 
