@@ -1,7 +1,7 @@
 """`python -m demo`: two prefill and two decode engines, a store and a proxy, against one engine that does all the work.
 
 The engines are the reference engine's, or vLLM's (`--engine vllm`). The exit status is 0 only if every answer was the
-same, KV was used, and with the reference engine both negative controls came out as they must.
+same, every prompt was handed over, and the negative controls came out as they must.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from demo.folder import own_folder
 from demo.processes import ProcessError, Processes
 from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
-from demo.vllm_demo import NIXL, start_vllm_fleet
+from demo.vllm_demo import NIXL, run_controls, start_vllm_fleet
 from kvparams.errors import KVParamsError
 from kvparams_connectors.settings import StoreURL, shown
 from kvparams_connectors.store import open_store
@@ -144,12 +144,15 @@ async def _run(arguments: argparse.Namespace, directory: Path, display: Display)
 async def _run_vllm(arguments: argparse.Namespace, directory: Path, display: Display) -> None:
     with Processes(directory) as processes:
         wanted, port = cast("str", arguments.store), cast("int | None", arguments.port)
-        fleet = start_vllm_fleet(processes, directory, wanted, port, display, cast("int | None", arguments.each))
+        each = cast("int | None", arguments.each)
+        controls = not arguments.serve
+        started = start_vllm_fleet(processes, directory, wanted, port, display, each, controls=controls)
         async with new_client() as client:
             if arguments.serve:
-                await _serve(client, fleet, display)
+                await _serve(client, started.fleet, display)
                 return
-            await hold_conversations(client, fleet, display, cast("int", arguments.turns))
+            await hold_conversations(client, started.fleet, display, cast("int", arguments.turns))
+            await run_controls(client, started, display)
         display.step("stopping everything")
     display.step("nothing is left running")
 

@@ -3,19 +3,23 @@
 The one rule: an answer that is not whole is an error, never a short text.
 """
 
+import asyncio
 import json
 import ssl
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, cast
 
 import httpx
 
-__all__ = ["NO_CERTIFICATES", "AnswerError", "Reply", "ask", "ask_stream", "new_client", "scrape"]
+__all__ = ["NO_CERTIFICATES", "AnswerError", "Reply", "ask", "ask_stream", "new_client", "scrape", "settled"]
 
 JSON = dict[str, object]
 
 _TIMEOUT_S: Final = 60.0
+_SETTLED_S: Final = 30.0
+_PAUSE_S: Final = 0.05
 NO_CERTIFICATES: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Trusts nobody: engines here are spoken to in plain http, and httpx would read every certificate for each client."""
 
@@ -81,6 +85,8 @@ async def ask(client: httpx.AsyncClient, url: str, path: str, body: JSON) -> Rep
         index = cast("int", choice["index"])
         reply.texts[index] = cast("str", message["content"])
         reply.finish[index] = choice["finish_reason"]
+        if ids := cast("list[int] | None", choice.get("token_ids")):
+            reply.token_ids[index] = ids
     reply.usage = cast("JSON", document["usage"])
     reply.kv_transfer_params = cast("JSON | None", document.get("kv_transfer_params"))
     return reply
@@ -123,6 +129,20 @@ def _take(reply: Reply, event: JSON, started: float) -> None:
         if ids := cast("list[int] | None", choice.get("token_ids")):
             reply.token_ids.setdefault(index, []).extend(ids)
         reply.finish[index] = choice.get("finish_reason")
+
+
+async def settled(
+    client: httpx.AsyncClient, url: str, more: JSON, so: Callable[[Mapping[str, float]], bool]
+) -> dict[str, float]:
+    """What a server has counted when its counters are `so`, or as they are after 30 s. Some count only when they do
+    something else, so small completions with the members `more` are asked of it meanwhile."""
+    until_s = time.monotonic() + _SETTLED_S
+    while True:
+        found = await scrape(client, url)
+        if so(found) or time.monotonic() > until_s:
+            return found
+        await ask(client, url, "/v1/completions", {**more, "prompt": "Go on", "max_tokens": 1, "min_tokens": 0})
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def scrape(client: httpx.AsyncClient, url: str) -> dict[str, float]:

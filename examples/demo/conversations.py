@@ -3,41 +3,20 @@
 The one rule: requests go one after the other, so that what the engines count belongs to the request in the table.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import httpx
 
-from demo.client import JSON, ask_stream, scrape
+from demo.client import JSON, ask_stream, scrape, settled
+from demo.counts import REFERENCE, Counts
 from demo.display import Display
 from demo.processes import Server
 from demo.texts import CONVERSATIONS, Conversation
 
-__all__ = ["REFERENCE", "VLLM", "Counts", "Fleet", "hold_conversations"]
+__all__ = ["Fleet", "hold_conversations"]
 
 _LIMITS: Final[JSON] = {"seed": 12957, "max_tokens": 64, "min_tokens": 48}
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Where engines count the KV that they had from outside."""
-
-    metric: str
-    label: str
-    """Stands among the metric's."""
-    per_unit: int
-    unit: str
-
-    def of(self, counters: Mapping[str, float]) -> float:
-        """That sum, in units, of what `scrape` gives."""
-        found = (n for name, n in counters.items() if name.startswith(self.metric) and self.label in name)
-        return sum(found) / self.per_unit
-
-
-REFERENCE: Final = Counts("reference_engine:kv_bytes_loaded_total", "", 1024, "KiB")
-VLLM: Final = Counts("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"', 1, "tok")
-"""Source: vLLM 0.32.0 v1/metrics/loggers.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +61,25 @@ class _Dialogue:
 
 async def hold_conversations(client: httpx.AsyncClient, fleet: Fleet, display: Display, turns: int) -> None:
     """Hold all conversations, `turns` turns each, and print a row per request."""
-    display.header(fleet.counts.unit)
+    counts = fleet.counts
+    display.header(counts.unit)
     dialogues = [_Dialogue(conversation) for conversation in CONVERSATIONS]
-    different = 0
+    different = handed_over = 0
     for turn in range(turns):
         for conversation, dialogue in zip(CONVERSATIONS, dialogues, strict=True):
             dialogue.user(conversation.turns[turn])
             body = dialogue.body(fleet.more)
-            before = await _loaded(client, fleet, fleet.prefill), await _loaded(client, fleet, fleet.decode)
+            prefill, decode = (
+                await _Seen.of(client, fleet.prefill, counts),
+                await _Seen.of(client, fleet.decode, counts),
+            )
             ours = await ask_stream(client, fleet.proxy.url, dialogue.path, body)
-            after = await _loaded(client, fleet, fleet.prefill), await _loaded(client, fleet, fleet.decode)
+            to_prefill = await _Seen.of(client, fleet.prefill, counts) - prefill
+            to_decode = await _Seen.of(client, fleet.decode, counts) - decode
             theirs = await ask_stream(client, fleet.single.url, dialogue.path, body)
             equal = ours.outcome == theirs.outcome
             different += not equal
+            handed_over += to_decode.loaded > 0 and to_decode.computed <= counts.most_computed
             prompt, cached = ours.count("prompt_tokens"), ours.count("cached_tokens")
             display.row(
                 conversation.name,
@@ -106,18 +91,39 @@ async def hold_conversations(client: httpx.AsyncClient, fleet: Fleet, display: D
                 prompt - cached,
                 ours.count("completion_tokens"),
                 1000 * ours.ttft_s,
-                after[0] - before[0],
-                after[1] - before[1],
+                to_prefill.loaded,
+                to_decode.loaded,
+                to_decode.computed,
                 "yes" if equal else "NO",
             )
             dialogue.assistant(ours.text)
     print(flush=True)
     total = turns * len(CONVERSATIONS)
     display.check(not different, f"{total - different} of {total} answers have the tokens of one engine")
-    used = await _loaded(client, fleet, fleet.decode)
-    display.check(used > 0, "KV computed by prefill engines was used by decode engines")
+    for decode_engine in fleet.decode if counts.later else ():
+        found = await settled(client, decode_engine.url, fleet.more, lambda found: not counts.undelivered(found))
+        if missing := counts.undelivered(found):
+            display.check(False, f"the store delivered all that {decode_engine.name} counted on but {missing} tokens")
+    display.check(
+        handed_over == total,
+        f"{handed_over} of {total} prompts were handed to decode, which computed at most {counts.most_computed} of "
+        "their tokens itself",
+    )
 
 
-async def _loaded(client: httpx.AsyncClient, fleet: Fleet, servers: tuple[Server, ...]) -> float:
-    """How much KV these engines have had from outside since they started, in the fleet's unit."""
-    return sum([fleet.counts.of(await scrape(client, server.url)) for server in servers])
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What engines have counted since they started."""
+
+    loaded: float
+    """KV from outside, in the fleet's unit."""
+    computed: int
+    """Prompt tokens."""
+
+    @classmethod
+    async def of(cls, client: httpx.AsyncClient, servers: tuple[Server, ...], counts: Counts) -> "_Seen":
+        found = [await scrape(client, server.url) for server in servers]
+        return cls(sum(map(counts.loaded, found)), sum(map(counts.computed, found)))
+
+    def __sub__(self, before: "_Seen") -> "_Seen":
+        return _Seen(self.loaded - before.loaded, self.computed - before.computed)

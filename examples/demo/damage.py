@@ -24,8 +24,13 @@ _LARGEST_PAGE: Final = 1 << 20
 _NEEDLE_BYTES: Final = 64
 
 
-def flip_stored_byte(store_url: str, key: str) -> None:
+def flip_stored_byte(store_url: str, key: str, *, layers: int = ModelShape().layers) -> None:
     """Flip one bit of one stored V element of the page `key`: a number below 1 becomes an enormous one.
+
+    Args:
+        store_url: of the store that has it.
+        key: of the page, whose elements have 32 bits.
+        layers: that it is of.
 
     Raises:
         LookupError: the page is not stored, or not to be found in the file.
@@ -33,7 +38,7 @@ def flip_stored_byte(store_url: str, key: str) -> None:
     page = _read(store_url, key)
     if page is None:
         raise LookupError(f"{key} is not stored")
-    at = _exponent_of_v(page)
+    at = _exponent_of_v(page, layers)
     start = at - at % _NEEDLE_BYTES
     url = StoreURL.parse(store_url)
     if url.scheme != "file":
@@ -50,8 +55,11 @@ def flip_stored_byte(store_url: str, key: str) -> None:
 
 
 @contextmanager
-def forged_peer(store_url: str, result: KVTransferParams, key: str) -> Generator[KVTransferParams]:
+def forged_peer(
+    store_url: str, result: KVTransferParams, key: str, *, layers: int = ModelShape().layers
+) -> Generator[KVTransferParams]:
     """Prefill's answer, with a peer in the place of the engine that made the pages: it has them too, `key` damaged.
+    Arguments as for `flip_stored_byte`.
 
     Raises:
         LookupError: a page is not there.
@@ -69,7 +77,7 @@ def forged_peer(store_url: str, result: KVTransferParams, key: str) -> Generator
                 raise LookupError(f"{one} is not to be read from {result.producer.id}: {found.code.value}")
             page = room[: found.nbytes]
             if one == key:
-                page[_exponent_of_v(bytes(page))] ^= 0x40
+                page[_exponent_of_v(bytes(page), layers)] ^= 0x40
             forger.put([PutOp(one, (page,))]).result()
         producer = result.producer.model_copy(update={"address": forger.address})
         yield result.model_copy(update={"producer": producer})
@@ -82,13 +90,12 @@ def is_stored(store_url: str, key: str) -> bool:
     return _read(store_url, key) is not None
 
 
-def _exponent_of_v(page: bytes) -> int:
+def _exponent_of_v(page: bytes, layers: int) -> int:
     """Where the exponent of a stored V element below 1 stands."""
-    shape = ModelShape()
     values = array("f", page[HEADER_BYTES:])
     # The last part is V of the last layer. It depends on the context, so the bytes around it stand in one page only;
     # V of the first layer depends on the token alone and stands in every page that has the token.
-    last = len(values) - len(values) // (2 * shape.layers)
+    last = len(values) - len(values) // (2 * layers)
     element = next(at for at in range(last, len(values)) if 0.5 <= abs(values[at]) < 1)
     return HEADER_BYTES + 4 * element + 3
 

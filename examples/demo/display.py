@@ -20,6 +20,7 @@ _COLUMNS: Final = (
     ("TTFT ms", 8),
     ("KV to P", 11),
     ("KV to D", 11),
+    ("D new", 5),
     ("equal", 5),
 )
 

@@ -4,10 +4,14 @@ The one rule: the engines are vLLM as it is published; nothing of it is patched,
 """
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import httpx
 
 from demo.client import JSON
-from demo.conversations import VLLM, Fleet
+from demo.control import damage_unchecked, damage_verified, not_handed_over
+from demo.conversations import Fleet
+from demo.counts import VLLM
 from demo.display import Display
 from demo.processes import ProcessError, Processes, Server
 from demo.stores import KINDS, start_store
@@ -23,7 +27,7 @@ from demo.vllm_engines import (
 )
 from kvparams_connectors.settings import shown
 
-__all__ = ["NIXL", "start_vllm_fleet"]
+__all__ = ["NIXL", "Started", "run_controls", "start_vllm_fleet"]
 
 NIXL: Final = "nixl"
 """In the place of a store: the engines move KV between them, with vLLM's own NixlConnector."""
@@ -37,9 +41,26 @@ _READY_S: Final = 600.0
 _PATIENCE_S: Final = 15.0
 
 
+class Started(NamedTuple):
+    """What was started."""
+
+    fleet: Fleet
+    store: str | None
+    """The URL of the store; None: the engines move KV between them."""
+    careless: Server | None
+    """A decode engine that uses what the store gives as it is. It stores nothing, so it harms nobody."""
+
+
 def start_vllm_fleet(
-    processes: Processes, directory: Path, wanted: str, port: int | None, display: Display, each: int | None = None
-) -> Fleet:
+    processes: Processes,
+    directory: Path,
+    wanted: str,
+    port: int | None,
+    display: Display,
+    each: int | None = None,
+    *,
+    controls: bool = True,
+) -> Started:
     """Make the model, start everything and wait until it is ready.
 
     Args:
@@ -49,6 +70,7 @@ def start_vllm_fleet(
         port: the proxy's; None is a free one.
         display: shows how it goes.
         each: engines of each role; None is as many as memory allows, one or two.
+        controls: start what `run_controls` needs, too.
 
     Raises:
         ProcessError: something is not installed, does not fit, ended, or was not ready in time.
@@ -56,8 +78,12 @@ def start_vllm_fleet(
     display.step("making a tiny model with random weights: answers mean nothing, but depend on every token")
     model = make_model(directory / "model")
     free = free_bytes()
-    if free < 3 * ENGINE_BYTES:
-        raise ProcessError(f"{free >> 20} MiB of memory are free; three vLLM engines need {3 * ENGINE_BYTES >> 20}")
+    moving = wanted == NIXL
+    least = 3 if moving or not controls else 4
+    if free < least * ENGINE_BYTES:
+        raise ProcessError(
+            f"{free >> 20} MiB of memory are free; {least} vLLM engines need {least * ENGINE_BYTES >> 20}"
+        )
     each = each or (2 if free >= _ROOMY_BYTES else 1)
     store = wanted if wanted not in KINDS else start_store(wanted, processes, directory)
     display.step(
@@ -65,7 +91,7 @@ def start_vllm_fleet(
     )
 
     def transfer(name: str, role: str) -> Transfer:
-        return nixl_transfer(name, role) if wanted == NIXL else store_transfer(name, role, store)
+        return nixl_transfer(name, role) if moving else store_transfer(name, role, store)
 
     prefill = tuple(
         start_vllm(processes, f"p{at}", model, transfer(f"p{at}", "kv_producer"), core=0) for at in range(each)
@@ -74,11 +100,29 @@ def start_vllm_fleet(
         start_vllm(processes, f"d{at}", model, transfer(f"d{at}", "kv_consumer"), core=1) for at in range(each)
     )
     single = start_vllm(processes, "single", model, core=1)
-    _wait(processes, (*prefill, *decode, single), display)
-    proxy = processes.proxy(prefill, decode, connector=NIXL if wanted == NIXL else "store", port=port)
+    careless = None
+    if controls and not moving:
+        unchecked = store_transfer("careless", "kv_consumer", store, verify=False)
+        careless = start_vllm(processes, "careless", model, unchecked, core=0)
+    _wait(processes, (*prefill, *decode, single, *([careless] if careless else [])), display)
+    proxy = processes.proxy(prefill, decode, connector=NIXL if moving else "store", port=port)
     processes.wait_ready(proxy)
     display.step(f"{proxy.name} is ready at {proxy.url}")
-    return Fleet(prefill, decode, single, proxy, VLLM, _MORE)
+    fleet = Fleet(prefill, decode, single, proxy, VLLM, _MORE)
+    return Started(fleet, None if moving else store, careless)
+
+
+async def run_controls(client: httpx.AsyncClient, started: Started, display: Display) -> None:
+    """Show that what was proved can be disproved: a prompt that nobody hands over, and stored KV that is damaged."""
+    fleet, store, careless = started
+    prefill, decode = fleet.prefill[0], fleet.decode[-1]
+    display.step("negative control: decode is asked without a prefill engine")
+    await not_handed_over(client, decode, display, counts=VLLM, more=_MORE)
+    if store is None or careless is None:
+        return
+    display.step("negative control: one stored byte is flipped between prefill and decode")
+    await damage_verified(client, prefill, decode, fleet.single, store, display, counts=VLLM, more=_MORE)
+    await damage_unchecked(client, prefill, careless, fleet.single, store, display, counts=VLLM, more=_MORE)
 
 
 def _wait(processes: Processes, servers: tuple[Server, ...], display: Display) -> None:

@@ -72,21 +72,25 @@ def free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def store_transfer(name: str, role: str, store: str) -> Transfer:
+def store_transfer(name: str, role: str, store: str, *, verify: bool = True) -> Transfer:
     """Our connector, through a store.
 
     Args:
         name: of the engine.
         role: `kv_producer` or `kv_consumer`.
-        store: its URL.
+        store: its URL. Peers have a port each, which the scheduler and the worker of an engine both have to know.
+        verify: whether the engine looks at what it loads.
     """
+    if store.startswith("peer://"):
+        _, _, told = store.partition("?")
+        store = f"peer://{_HERE}:{free_port() if role == 'kv_producer' else 0}?{told}"
     settings = {
         "kv_connector": "KVParamsConnector",
         "kv_connector_module_path": "kvparams_connectors.engines.vllm.connector",
         "kv_role": role,
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store},
+        "kv_connector_extra_config": {"store": store, "verify": verify},
     }
     return json.dumps(settings), {}
 

@@ -15,6 +15,7 @@ import pytest
 
 from demo.client import ask, new_client
 from demo.control import damage_unchecked, damage_verified
+from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.processes import ProcessError, Processes, Server, free_port
 from demo.stores import KINDS
@@ -121,6 +122,24 @@ def test_an_engine_whose_port_is_taken_says_so_in_one_line(capfd: pytest.Capture
         assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 1
     wanted = f"reference_engine: cannot listen on 127.0.0.1 port {port}: .*; choose another --port\n"
     assert re.fullmatch(wanted, capfd.readouterr().err)
+
+
+@pytest.mark.slow
+async def test_a_prompt_that_decode_computes_itself_is_noticed(processes: Processes, tmp_path: Path) -> None:
+    """Although its answer is right, and other decode engines use what prefill has computed."""
+    url = f"file://{tmp_path}/kv?size=32MiB"
+    prefill = processes.engine("p0", "prefill", url)
+    decode = processes.engine("d0", "decode", url), processes.engine("d1", "decode", f"file://{tmp_path}/o?size=32MiB")
+    single = processes.engine("single")
+    proxy = processes.proxy([prefill], decode)
+    processes.wait_ready(prefill, *decode, single, proxy)
+    display = Display()
+    async with new_client() as client:
+        await hold_conversations(client, Fleet((prefill,), decode, single, proxy), display, 1)
+    processes.stop(prefill, *decode, single, proxy)
+
+    (failure,) = display.failures
+    assert re.match("[12] of 3 prompts were handed to decode", failure)
 
 
 @pytest.mark.slow
