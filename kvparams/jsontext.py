@@ -64,9 +64,11 @@ def loads(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> object:
     Raises:
         JSONTextError: with the reason in words.
     """
-    start = skip_space(raw, 0) if len(raw) > _LONG else len(raw)
-    if raw.startswith((b"{", b"["), start):
+    start = len(raw)
+    if len(raw) > _LONG:
         _check_size(raw, limits)
+        start = _skip(raw, 0)
+    if raw.startswith((b"{", b"["), start):
         built = Build(raw[start])
         for _ in _read(raw, start, built, limits, True, STEP_BYTES):
             pass
@@ -116,14 +118,17 @@ def read_object(
     """Read one JSON object as `load_object` does, in steps of bounded work: one for each item of what is returned. What
     is wanted of the object is told to `receiver` on the way.
 
-    Beyond what `load_object` refuses, a name, a number or white space may not be longer than 64 KiB. Where it is not
+    Beyond what `load_object` refuses, a name or a number may not be longer than 64 KiB. Where it is not
     `strict`, doubled keys and infinities are not looked for, and containers and strings not counted.
 
     Raises:
         JSONTextError: as for `load_object`.
     """
     _check_size(raw, limits)
-    start = skip_space(raw, 0)
+    start = 0
+    while (end := skip_space(raw, start)) > start:
+        start = end
+        yield
     first = raw[start : start + 1]
     if first != b"{":
         kind = _KINDS.get(first)
@@ -139,7 +144,10 @@ def _read(
     """Read the container that opens at `start`, behind which there is nothing."""
     reader = ContainerReader(raw, start, limits, receiver, strict=strict, step_bytes=step_bytes)
     yield from reader.steps()
-    end = skip_space(raw, reader.at)
+    end = reader.at
+    while (behind := skip_space(raw, end)) > end:
+        end = behind
+        yield
     if end < len(raw):
         raise not_json("something stands behind the document", end)
 

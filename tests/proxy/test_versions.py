@@ -12,6 +12,7 @@ import pytest
 from kvparams import parse
 from kvparams.scheduling import Role
 
+from .test_broken_engines import DONE, SSE, chunk, sending
 from .test_fleet import fleet, take
 from .test_legs import ANSWER, CLIENT, answering
 from .test_probes import probed
@@ -81,9 +82,10 @@ def test_an_engine_that_speaks_another_version_is_another_incarnation() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_a_later_engine_adds_is_handed_on_and_does_no_harm(scripted: Any, proxy: Any, stream: bool) -> None:
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": {"kvparams": RESULT}}))
-    decode = await scripted(
-        answering(ANSWER | {"kv_transfer_params": {"kvparams": RESULT | {"phase": "decode_result"}}})
-    )
+    said = ANSWER | {"kv_transfer_params": {"kvparams": RESULT | {"phase": "decode_result"}}}
+    event = b"data: %b\n\n" % json.dumps(said).encode()
+    streaming = sending(SSE + chunk(event) + chunk(DONE) + b"0\r\n\r\n")
+    decode = await scripted(streaming if stream else answering(said))
     running = await proxy([prefill.url], [decode.url], "store")
     got = await running.client.post("/v1/completions", json=CLIENT | {"stream": stream})
     assert got.status_code == 200
