@@ -13,6 +13,8 @@ __all__ = ["OPEN_LIST", "OPEN_OBJECT", "SHORT_BYTES", "Build", "ListReceiver", "
 
 OPEN_LIST: Final = 0x5B
 OPEN_OBJECT: Final = 0x7B
+_MEMBER_VALUES: Final = 8
+"""What a member counts for: it takes as long as so many numbers."""
 _MOST_KEPT: Final = 256 << 10
 """Bytes of text whose values `ShortMembers` keeps, of all members together."""
 SHORT_BYTES: Final = 1024
@@ -66,7 +68,8 @@ class Build(Receiver):
         """
         Args:
             opening: the byte that opens it.
-            most_values: more values than this, at any depth, are refused; None for no bound of its own.
+            most_values: more values than this, at any depth, are refused, a member counting as eight; None for no
+                bound of its own.
             left: how many there may still be, shared with the container around it.
         """
         super().__init__()
@@ -75,7 +78,7 @@ class Build(Receiver):
 
     def members(self, members: dict[str, object]) -> None:
         """See `Receiver.members`."""
-        self._count(len(members))
+        self._count(_MEMBER_VALUES * len(members))
         cast("dict[str, object]", self.value).update(members)
 
     def values(self, values: list[object]) -> None:

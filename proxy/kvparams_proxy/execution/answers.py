@@ -48,7 +48,7 @@ _SUSPECTS: Final = (b'_params"', b'"remote_', b'"bootstrap_')
 class Answer:
     """One of them."""
 
-    __slots__ = ("_document", "_error", "_read", "changes", "fields", "raw")
+    __slots__ = ("_document", "_error", "changes", "fields", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw: Final = raw
@@ -66,11 +66,18 @@ class Answer:
         Raises:
             JSONTextError: it is not a JSON object.
         """
-        if self._error is not None:
-            raise self._error
+        self.check()
         if self._document is None:
             self._document = load_answer(self.raw)
         return self._document
+
+    def check(self) -> None:
+        """
+        Raises:
+            JSONTextError: it was read in steps, and is not a JSON object, or none that can be used.
+        """
+        if self._error is not None:
+            raise self._error
 
     @property
     def has_choice(self) -> bool:

@@ -96,6 +96,7 @@ class Corrections:
         Raises:
             as `whole`.
         """
+        answer.check()
         if answer.fields is None:
             return (self.whole(answer.raw),)
         document, raw = answer.document, answer.raw
