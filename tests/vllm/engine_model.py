@@ -144,6 +144,7 @@ class EngineModel:
         rules = Rules(page_tokens=PAGE, loads=True, saves=True, fails=fails, promise_s=1.0, block_tokens=BLOCK)
         self.book = Book(_Search(self), rules, Endpoint(id="E"), clock=lambda: self.now)
         self.blocks: list[_Block] = [_Block(block) for block in range(blocks)]
+        self.cached_block_hash_to_block: object = None  # of vLLM's pool, which nobody looks at here
         self.held = Holds(self, 1)
         self.book.hold = self.held.hold if holding else lambda blocks: 1 << 40
         self.transfers = Transfers([self], BLOCK, clock=lambda: self.now, aside=self.aside)

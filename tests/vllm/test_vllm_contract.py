@@ -132,9 +132,10 @@ def test_blocks_are_kept_by_counting_users() -> None:
 
 def test_the_rank_of_an_engine_on_its_machine_is_told() -> None:
     """`ParallelConfig` has it, and it is set before connectors are made."""
-    parallel = _class("vllm.config.parallel:ParallelConfig")
+    parallel: Any = _class("vllm.config.parallel:ParallelConfig")
     assert not parallel().data_parallel_rank_local
-    started = inspect.getsource(_class("vllm.v1.engine.core:EngineCoreProc").run_engine_core)
+    engine: Any = _class("vllm.v1.engine.core:EngineCoreProc")
+    started = inspect.getsource(engine.run_engine_core)
     assert "parallel_config.data_parallel_rank_local = local_dp_rank" in started
 
 
