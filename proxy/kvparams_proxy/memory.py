@@ -7,7 +7,7 @@ from typing import Final
 
 __all__ = ["MemoryTrimmer"]
 
-_WORTH_BYTES: Final = 4 << 20
+_WORTH_BYTES: Final = 1 << 20
 """Freed since the last time."""
 _APART_S: Final = 1.0
 

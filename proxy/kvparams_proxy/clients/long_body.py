@@ -71,7 +71,7 @@ class PromptsReceiver(ListReceiver):
             ProxyError: something is wrong with them.
         """
         if self.problem is not None:
-            raise self.problem
+            raise invalid(self.problem.param or "", self.problem.message)  # one that is kept must not hold its frames
         return 1, None
 
 
@@ -92,7 +92,8 @@ class TokenIdsReceiver(PromptsReceiver):
             try:
                 self.ids.extend(token_ids(values, self._name, len(self.ids)))
             except ProxyError as error:
-                self.problem = error
+                self.problem = error.with_traceback(None)
+                self.problem.__cause__ = self.problem.__context__ = None
 
     def nested(self, name: str | None, opening: int) -> None:
         """See `Receiver.nested`."""

@@ -53,7 +53,7 @@ class Answer:
     def __init__(self, raw: bytes) -> None:
         self.raw: Final = raw
         self._document: Mapping[str, object] | None = None
-        self._error: JSONTextError | None = None
+        self._error: str | None = None
         self.fields: Mapping[str, Field] | None = None
         """Where its members stand, if it was read in steps."""
         self.changes: Mapping[str, bytes | None] = {}
@@ -77,7 +77,7 @@ class Answer:
             JSONTextError: it was read in steps, and is not a JSON object, or none that can be used.
         """
         if self._error is not None:
-            raise self._error
+            raise JSONTextError(self._error)  # one that is kept would hold the frames it was raised through
 
     @property
     def has_choice(self) -> bool:
@@ -113,7 +113,7 @@ class Answer:
             self._document = receiver.document
             self.fields = receiver.fields
         except JSONTextError as error:
-            self._error = error
+            self._error = str(error)
         return self
 
 
