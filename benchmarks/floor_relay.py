@@ -30,11 +30,8 @@ class _Engine:
         self.idle: list[_Upstream] = []
 
     def send(self, client: "_Client", body: bytes, *, relay: bool) -> None:
-        wire = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-            client.path,
-            len(body),
-            body,
-        )
+        head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        wire = head % (client.path, len(body)) + body
         if self.idle:
             self.idle.pop().send(client, wire, relay)
         else:

@@ -4,6 +4,7 @@ Sources: RFC 9110 and RFC 9112; the sections stand beside the tables.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from .cases import ASKED, Act, Case, Expect, Stage
@@ -55,6 +56,11 @@ def refused(name: str, act: Act, *statuses: int, within_s: float = 5.0, answers:
     """Returns a case that is answered with one of `statuses` and reaches no engine, after which the connection ends."""
     expect = Expect(frozenset(statuses), answers=answers, closed=True)
     return Case(f"edge: {name}", "edge", act, expect, within_s=within_s, reaches=NOBODY)
+
+
+def declined(name: str, act: Act, *statuses: int) -> Case:
+    """Returns a case that is refused as by `refused`; what was read completely need not end the connection."""
+    return replace(refused(name, act, *statuses), expect=Expect(frozenset(statuses)))
 
 
 def served(name: str, act: Act, *, answers: int = 1, within_s: float = 10.0, ends: bool = False) -> Case:
@@ -368,7 +374,7 @@ def _chunks() -> Iterator[Case]:
         )
     yield refused("a chunk longer than it says", chunks(b"5\r\n", BODY, b"\r\n", end), 400)
     yield refused("garbage behind a chunk", chunks(whole[:-2], b"xx", end), 400)
-    yield refused("16 MiB and more in chunks", chunks(*([b"40000\r\n", b" " * 0x40000, b"\r\n"] * 65), end), 413)
+    yield declined("16 MiB and more in chunks", chunks(*([b"40000\r\n", b" " * 0x40000, b"\r\n"] * 65), end), 413)
 
 
 def _types() -> Iterator[Case]:
@@ -386,8 +392,8 @@ def _types() -> Iterator[Case]:
         "application/json, text/plain",
     ):
         lines = (f"content-type: {media}", f"content-length: {len(BODY)}")
-        yield refused(f"type {media!r}", sends(lambda n, given=lines: head(n, *given) + BODY), 415)
-    yield refused("no type", sends(lambda n: head(n, f"content-length: {len(BODY)}") + BODY), 415)
+        yield declined(f"type {media!r}", sends(lambda n, given=lines: head(n, *given) + BODY), 415)
+    yield declined("no type", sends(lambda n: head(n, f"content-length: {len(BODY)}") + BODY), 415)
     for media in (
         "application/json",
         "application/json; charset=utf-8",
@@ -397,7 +403,7 @@ def _types() -> Iterator[Case]:
         lines = (f"content-type: {media}", f"content-length: {len(BODY)}")
         yield served(f"type {media!r}", sends(lambda n, given=lines: head(n, *given) + BODY))
     for coding in ("gzip", "br", "deflate", "zstd", "gzip, identity"):
-        yield refused(
+        yield declined(
             f"content-encoding {coding}", sends(lambda n, c=coding: typed(n, f"content-encoding: {c}") + BODY), 415
         )
     yield served("content-encoding identity", sends(lambda n: typed(n, "content-encoding: identity") + BODY))

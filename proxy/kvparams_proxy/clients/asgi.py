@@ -23,7 +23,18 @@ _LINE: Final = frozenset(b"\r\n\0")
 class ASGIExchange(ResponseWriter):
     """One request and its response, as the app receives and sends it."""
 
-    __slots__ = ("_bodiless", "_body", "_delivered", "_event", "_expects", "_flow", "_left", "_started", "_whole")
+    __slots__ = (
+        "_bodiless",
+        "_body",
+        "_delivered",
+        "_event",
+        "_expects",
+        "_flow",
+        "_left",
+        "_refused",
+        "_started",
+        "_whole",
+    )
 
     def __init__(self, owner: Owner, *, keep_alive: bool, http_1_0: bool, expects: bool, bodiless: bool) -> None:
         """
@@ -41,7 +52,7 @@ class ASGIExchange(ResponseWriter):
         """Whether the app has the end of the body."""
         self._expects = expects
         self._bodiless = bodiless
-        self._started = False
+        self._started = self._refused = False
         self._left: int | None = None
         """How much of the body is still to be sent, where its length was said."""
         self._event = asyncio.Event()
@@ -71,7 +82,7 @@ class ASGIExchange(ResponseWriter):
         if self._started:
             self._transport.abort()
             return
-        self._started = True
+        self._started = self._refused = True
         body = error.body()
         self.head(error.status, b"content-type: application/json\r\n" + error.headers(), len(body))
         self.body(body)
@@ -130,7 +141,7 @@ class ASGIExchange(ResponseWriter):
             RuntimeError: the messages are not in order, or the body is not as long as was said.
         """
         await self._flow.wait()
-        if self.disconnected:
+        if self.disconnected or self._refused:
             return
         kind = message["type"]
         if kind == "http.response.start" and not self._started:

@@ -644,10 +644,12 @@ class Execution:
         if leg.answers_client and self._context.claimed:  # nobody else may fetch it, whether the client stays or not
             self._context.abandon(gone=False)
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
+        # What an engine forbids may be this request alone (vLLM 0.32.0: scale-out endpoints); probes find wrong keys.
+        forbidden = error is None and head.status in (401, 403)
         limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
         full = isinstance(error, UpstreamFull)  # that is not broken
         other = pool is not None and pool.shared and (error is None or error.connected)  # the next one is not this one
-        if failure.another and not limited and not full and not other:
+        if failure.another and not (limited or full or other or forbidden):
             connected, busy = error is None or error.connected, failure.error.status in (429, 503)
             beside = None if busy else self._handed_over(leg, head)
             why = evidence(head, error)
