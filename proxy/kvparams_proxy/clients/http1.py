@@ -395,6 +395,8 @@ class HTTPProtocol(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
+                if self._deaf:
+                    return
                 data = memoryview(data)[upgrade.args[0] :]
                 self._without_upgrade()
                 if data and not self._deaf:
@@ -562,6 +564,8 @@ class HTTPProtocol(asyncio.Protocol):
 
     def _fail(self, error: ProxyError) -> None:
         """Ends a request whose head or framing is wrong, and the connection with it."""
+        if self._deaf:
+            return
         current = self._current
         if current is not None and self._receiving is current and not current.complete:
             current.refuse(error)
