@@ -137,6 +137,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             addresses = Addresses()
             fleet.listen(addresses)
             watch = Watch(loop, clock)
+            steps = StepRunner(loop)
             metrics = Metrics()
             releases = Releases(fleet, pools, watch, loop.time, signer)
             spans = make_spans()
@@ -180,7 +181,8 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
                 asked=Together(loop),
                 answered={role: Together(loop) for role in Role},
                 running=set(),
-                steps=StepRunner(loop),
+                steps=steps,
+                clock=clock,
                 watch=watch,
                 retries=RetryBudget(),
                 releases=releases,
@@ -196,7 +198,7 @@ def create_app(settings: Settings, reach: Reach | None = None) -> Starlette:
             }
             await stack.enter_async_context(supplied(registry, settings.instances, settings.providers))
             bootstraps = Bootstraps(dialects, settings.upstream, clock)
-            await stack.enter_async_context(Prober(fleet, settings.probe_s, pools, bootstraps, clock))
+            await stack.enter_async_context(Prober(fleet, settings.probe_s, pools, bootstraps, clock, steps))
             await stack.enter_async_context(_following(keys, "client keys"))
             await stack.enter_async_context(_following(signing, "signing keys"))
             stack.push_async_callback(_end_running, resources)

@@ -14,7 +14,7 @@ from kvparams.jsontext import (
     Field,
     JSONLimits,
     cut,
-    edit,
+    edited,
     fields,
     load_object,
     moved,
@@ -189,6 +189,7 @@ def _receiver(kind: EndpointKind) -> ShortMembers:
         special["messages"] = MessagesReceiver()
     elif kind == "generate":
         special["token_ids"] = TokenIdsReceiver("token_ids")
+        special["features"] = ShortMembers()
     return ShortMembers(_NEEDED, special)
 
 
@@ -226,20 +227,19 @@ def _checked(
         tenant, priority = client.tenant, client.priority
         salt = client.salt if rare.salt is None else bind_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
-    stripped, sampling = False, None
-    if not SUSPICIOUS.isdisjoint(document):
+    stripped, sampling, features = False, None, None
+    if receiver is not None or not SUSPICIOUS.isdisjoint(document):
         before = body
-        body, spans, sampling = yield from _strip(read_, body)
+        body, spans, sampling, features = yield from _strip(read_, body)
         stripped = body is not before
     if kind != "completions":
         before = body
         if receiver is None:
             changes_of_names = without_names(kind, document, body, spans, tenant)
             if changes_of_names:
-                body = edit(body, spans, changes_of_names)
-                spans = fields(body)
+                body, spans = edited(body, spans, changes_of_names)
         else:
-            body, spans = yield from long_names(kind, body, spans, tenant)
+            body, spans = yield from long_names(kind, body, spans, tenant, features)
         stripped = stripped or body is not before
     known = routing_ids if ids is None else ids
     tokens = len(body) // _BYTES_PER_TOKEN if known is None else len(known)
@@ -418,6 +418,8 @@ class _Stripped(NamedTuple):
     spans: Mapping[str, Field]
     sampling: Mapping[str, Field] | None
     """Where the members of a long `sampling_params` stand in its text."""
+    features: Mapping[str, Field] | None
+    """The same of long `features`."""
 
 
 def _strip(read_: _Read, body: bytes) -> Generator[None, None, _Stripped]:
@@ -440,10 +442,12 @@ def _strip(read_: _Read, body: bytes) -> Generator[None, None, _Stripped]:
         yield
         places = moved(spans, cuts)
         yield
-    long = _long_object(receiver, "sampling_params")
-    if long is None:
-        return _Stripped(after, places, None)
-    return _Stripped(after, places, moved(long.fields, cuts, places["sampling_params"].value))
+    inside: list[Mapping[str, Field] | None] = []
+    for name in ("sampling_params", "features"):
+        long = _long_object(receiver, name)
+        inside.append(None if long is None else moved(long.fields, cuts, places[name].value))
+        yield
+    return _Stripped(after, places, *inside)
 
 
 def _cuts_inside(

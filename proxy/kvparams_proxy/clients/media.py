@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from pydantic_core import from_json, to_json
 
-from kvparams.jsontext import Field, cut, edit, fields, moved
+from kvparams.jsontext import Field, cut, edit, edited, fields, moved
 from kvparams_proxy.clients.auth import bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.strip_list import MEDIA_NAME
@@ -39,8 +39,6 @@ string follows a backslash, so this is never found inside one."""
 _WINDOW_BYTES: Final = 64 << 10
 _LONGEST_NAME: Final = 4096
 """A name may reach so far from one window into the next."""
-_MOST_FEATURES: Final = 8 << 20
-"""Bytes of `features` in which hashes are bound to the tenant: to walk through them takes some milliseconds."""
 
 
 def without_names(
@@ -75,15 +73,26 @@ def without_names(
 
 
 def long_names(
-    kind: EndpointKind, body: bytes, spans: Mapping[str, Field], tenant: str
+    kind: EndpointKind,
+    body: bytes,
+    spans: Mapping[str, Field],
+    tenant: str,
+    features: Mapping[str, Field] | None = None,
 ) -> Generator[None, None, tuple[bytes, Mapping[str, Field]]]:
     """Does the same to a long body, whose messages are not parsed: in steps, by cutting the names out of the text.
+
+    Args:
+        kind: of the request.
+        body: its text.
+        spans: where its members stand.
+        tenant: who asks.
+        features: where the members of `features` stand in its text, if that is long.
 
     Returns:
         The body and where its members stand, both as they were where there is nothing to change.
 
     Raises:
-        ProxyError: 400, a name is too long, or the features of a medium are.
+        ProxyError: 400, a name is too long, or the hashes of media are.
     """
     cuts: list[tuple[int, int]] = []
     for name in ("messages",) if kind == "chat" else ("content_parts",) if kind == "generate" else _WITH_MESSAGES:
@@ -94,14 +103,11 @@ def long_names(
         spans = moved(spans, cuts)
         body = cut(body, cuts)
         yield
-    features = spans.get("features") if kind == "generate" else None
-    if features is None or body[features.value] != 0x7B:
+    place = spans.get("features") if kind == "generate" else None
+    if place is None or body[place.value] != 0x7B:
         return body, spans
-    if features.end - features.value > _MOST_FEATURES:
-        raise _refused("features", f"`features` must have at most {_MOST_FEATURES} bytes")
-    raw = body[features.value : features.end]
-    inside = fields(raw)
-    yield
+    raw = body[place.value : place.end]
+    inside = fields(raw) if features is None else features
     hashes = inside.get("mm_hashes")
     if hashes is None:
         return body, spans
@@ -111,9 +117,10 @@ def long_names(
     if type(found) is not dict:
         return body, spans
     bound = {modality: _bound(names, tenant) for modality, names in cast("dict[str, object]", found).items()}
-    body = edit(body, spans, {"features": edit(raw, inside, {"mm_hashes": to_json(bound)})})
     yield
-    return body, fields(body)
+    raw = edit(raw, inside, {"mm_hashes": to_json(bound)})
+    yield
+    return edited(body, spans, {"features": raw})
 
 
 def _find_names(body: bytes, field: Field, cuts: list[tuple[int, int]]) -> Generator[None]:
@@ -122,6 +129,10 @@ def _find_names(body: bytes, field: Field, cuts: list[tuple[int, int]]) -> Gener
     while at < field.end:
         end = min(field.end, at + _WINDOW_BYTES)
         stop = min(field.end, end + _LONGEST_NAME)
+        if not _may_name(body, at, stop):
+            at = end
+            yield
+            continue
         for found in _NAMED.finditer(body, at, stop):
             if found.start() >= end:
                 break
@@ -139,6 +150,15 @@ def _find_names(body: bytes, field: Field, cuts: list[tuple[int, int]]) -> Gener
             end = max(end, behind)
         at = end
         yield
+
+
+def _may_name(body: bytes, start: int, end: int) -> bool:
+    """Whether there may be a name in `body[start:end]`: the pattern takes long to find none, as in a long picture."""
+    if body.find(b'"', start, end) < 0:
+        return False
+    if body.find(b'uuid"', start, end) >= 0:
+        return True
+    return body.find(b"\\", start, end) >= 0 and body.find(b"\\u00", start, end) >= 0
 
 
 def _refused(name: str, message: str) -> ProxyError:

@@ -321,7 +321,7 @@ class Execution:
                 self._corrections,
                 limit_bytes,
                 self,
-                resources.loop.time,
+                resources.clock.time,
                 recorder,
                 done=endpoint.done,
                 choices=endpoint.choices,
@@ -396,7 +396,7 @@ class Execution:
         """Before the engine whose stream this is has been silent for too long: asked here, not at every event."""
         if relay.complete:
             return 0.0
-        return relay.heard_s + self._resources.settings.decode_timeout_s - self._context.now()
+        return relay.heard_s + self._resources.settings.decode_timeout_s - self._resources.clock.time()
 
     # what becomes of a leg
 

@@ -7,6 +7,7 @@ buffer.
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
 from kvparams.errors import JSONTextError
@@ -42,6 +43,8 @@ _ROLE_ONLY: Final = re.compile(
     rb'"delta"~:~\{~"role"~:~"assistant"~(?:,~"[a-z_]+"~:~(?:""|null|\[~\])~)*\}'.replace(b"~", rb"[ \t\r\n]*")
 )
 """In an event of a chat that announces an answer and has nothing of it."""
+_MOST_ERROR_BYTES: Final = 8 << 10
+"""Of an answer in place of a stream, in which an error is looked for."""
 _HELD_BYTES: Final = 8 << 20
 """The most that is held before the first event with content: one event of any length, and what came before it."""
 
@@ -333,10 +336,10 @@ def _says_something(events: bytes | bytearray) -> bool:
 def _no_stream(whole: bytes) -> UpstreamError:
     """Returns what is wrong with an answer to a client that has asked for a stream. OpenAI's clients read no event in
     it, and would take it for an empty answer."""
-    try:
-        reported = error_in(load_answer(whole))
-    except JSONTextError:
-        reported = None
+    reported = None
+    if len(whole) <= _MOST_ERROR_BYTES:
+        with suppress(JSONTextError):
+            reported = error_in(load_answer(whole))
     if reported is not None:
         return UpstreamRefusal(reported)
     return UpstreamError("the engine's answer is no stream, and a stream was asked for")

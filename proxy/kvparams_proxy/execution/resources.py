@@ -13,6 +13,7 @@ from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.releases import Releases
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.loopclock import Clock
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.steprunner import StepRunner
 from kvparams_proxy.telemetry.ledger import Ledger
@@ -51,6 +52,8 @@ class Resources:
     """The executions that have not ended."""
     steps: StepRunner
     """Does long work, such as reading a long body, a little in each turn of the event loop."""
+    clock: Clock
+    """What time-outs of engines are measured by."""
     watch: Watch
     retries: RetryBudget
     releases: Releases

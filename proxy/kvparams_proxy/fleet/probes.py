@@ -7,17 +7,25 @@ for each member at most one probe runs, and none after the member or the prober 
 """
 
 import asyncio
-import json
+import logging
+from collections.abc import Generator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self, cast
 
+from pydantic_core import from_json
+
 from kvparams.dialects import Place
+from kvparams.errors import JSONTextError
+from kvparams.jsonreceivers import ListReceiver, ShortMembers
+from kvparams.jsonscan import UNLIMITED
+from kvparams.jsontext import read_object
 from kvparams.versions import NoCommonVersion, engine_speaks
 from kvparams_proxy.fleet.bootstraps import Bootstraps
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
+from kvparams_proxy.steprunner import StepRunner, Work
 from kvparams_proxy.upstream.interface import Handle
 from kvparams_proxy.upstream.pools import Pools
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
@@ -30,6 +38,10 @@ _LONGEST_S: Final = 5.0
 """For a whole probe."""
 _MAX_BYTES: Final = 1 << 20
 """Of an engine's list of models: some thousand adapters."""
+_AT_ONCE_BYTES: Final = 16 << 10
+"""A longer answer is read in steps."""
+_MOST_MODELS: Final = 10_000
+_log: Final = logging.getLogger(__name__)
 _PATH: Final = b"/v1/models"
 _UNAUTHORIZED: Final = (401, 403)
 
@@ -62,10 +74,20 @@ class Prober:
         pools: Pools,
         bootstraps: Bootstraps | None = None,
         clock: Clock | None = None,
+        steps: StepRunner | None = None,
     ) -> None:
-        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe. `clock`: what
-        the time of a probe is measured by, if not the loop's own."""
+        """`pools` must have begun to listen to `fleet`: a member's pool is there before its first probe.
+
+        Args:
+            fleet: whose members are probed.
+            every_s: how often, in seconds.
+            pools: the connections to them.
+            bootstraps: the servers that say who some of them are.
+            clock: what the time of a probe is measured by, if not the loop's own.
+            steps: reads long answers; without one the prober has its own.
+        """
         self._clock = clock
+        self._steps = steps
         self._fleet = fleet
         self._bootstraps = bootstraps
         self._every_s = every_s
@@ -106,7 +128,8 @@ class Prober:
             probe.end()
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
-        return _Probe(self._fleet, self._pools, member, self._every_s, loop, self._bootstraps, self._clock)
+        steps = self._steps = self._steps or StepRunner(loop)
+        return _Probe(self._fleet, self._pools, member, self._every_s, loop, steps, self._bootstraps, self._clock)
 
     def _close(self) -> None:
         self._fleet.unlisten(self)
@@ -131,6 +154,8 @@ class _Probe:
         "_loop",
         "_member",
         "_pools",
+        "_reading",
+        "_steps",
         "_timer",
     )
 
@@ -141,9 +166,13 @@ class _Probe:
         member: Member,
         every_s: float,
         loop: asyncio.AbstractEventLoop,
+        steps: StepRunner,
         bootstraps: Bootstraps | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._steps = steps
+        self._reading: Work | None = None
+        """Of an answer that is long."""
         self._clock = clock or WallClock(loop)
         self._fleet = fleet
         self._pools = pools
@@ -171,6 +200,8 @@ class _Probe:
             self._timer.cancel()
         if self._exchange is not None:
             self._exchange.discard()
+        if self._reading is not None:
+            self._reading.cancel()
         if self._bootstrap is not None:
             self._bootstrap.close()
         self._first.cancel()
@@ -193,7 +224,22 @@ class _Probe:
         if isinstance(error, UpstreamFull):  # busy: that tells nothing
             self._over()
             return
-        said = _read(head, raw, error, self._member, self._keyed)
+        if error is not None or head.status != 200:
+            self._read(head, error, None)
+        elif len(raw) <= _AT_ONCE_BYTES:
+            self._read(head, None, _document(raw))
+        else:
+            read, failed = partial(self._read, head, None), self._unreadable
+            self._reading = self._steps.run(_long_document(raw), read, failed, at_once=False)
+
+    def _unreadable(self, error: Exception) -> None:
+        _log.error("the answer to a probe could not be read", exc_info=error)
+        self._read(Head(200), None, None)
+
+    def _read(self, head: Head, error: UpstreamError | None, document: Mapping[str, object] | None) -> None:
+        """Acts on the answer to a probe; `document` is what it says, None where it is not JSON."""
+        self._reading = None
+        said = _said(head, document, error, self._member, self._keyed)
         if said.ready and self._bootstrap is not None:  # within the same time
             self._exchange = self._bootstrap.ask(partial(self._placed, said))
             return
@@ -230,9 +276,48 @@ class _Probe:
             self._ask()
 
 
-def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member, keyed: bool) -> _Said:
-    """What an answer to a probe says. `keyed`: the proxy has a key for it, so that one refused is wrong; without one
-    clients may bring their own."""
+def _document(raw: bytes) -> Mapping[str, object] | None:
+    """What a short answer says: an object, empty where it is another JSON value; None where it is no JSON."""
+    try:
+        document: object = from_json(raw)
+    except ValueError:
+        return None
+    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+
+
+def _long_document(raw: bytes) -> Generator[None, None, Mapping[str, object] | None]:
+    """What a long one says, in steps; of its models nothing but names."""
+    models = _ModelsReceiver()
+    receiver = ShortMembers(special={"data": models})
+    try:
+        yield from read_object(raw, receiver, UNLIMITED, strict=False)
+    except JSONTextError:
+        return None
+    return receiver.document
+
+
+class _ModelsReceiver(ListReceiver):
+    """Receives a long list of models."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stand_in.clear()
+
+    def values(self, values: list[object]) -> None:
+        """See `Receiver.values`."""
+        for value in values[: _MOST_MODELS - len(self.stand_in)]:
+            if isinstance(value, dict):
+                model = cast("dict[str, object]", value)
+                self.stand_in.append({"id": model.get("id"), "parent": model.get("parent")})
+
+
+def _said(
+    head: Head, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
+) -> _Said:
+    """What an answer to a probe says; `document` is None where it is not JSON. `keyed`: the proxy has a key for it, so
+    that one refused is wrong; without one clients may bring their own."""
     known = member.models
     if error is not None:
         return _Said(False, error.reason, known)
@@ -242,14 +327,11 @@ def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member, k
         return _Said(False, f"a probe was answered {head.status}", known)
     if head.status != 200:  # somebody is there, who does not say
         return _Said(True, f"a probe was answered {head.status}", known)
-    try:
-        document: object = json.loads(raw)
-    except (ValueError, RecursionError):
+    if document is None:
         return _Said(False, "the answer to a probe is not JSON", known)
-    fields = cast("dict[str, object]", document) if isinstance(document, dict) else {}
-    models, base = _models(fields.get("data"))
+    models, base = _models(document.get("data"))
     try:
-        version = engine_speaks(fields)
+        version = engine_speaks(document)
     except NoCommonVersion as none:
         return _Said(False, str(none), known, answers=True)
     return _Said(True, "it answers probes", models, version, base)
@@ -258,6 +340,6 @@ def _read(head: Head, raw: bytes, error: UpstreamError | None, member: Member, k
 def _models(data: object) -> tuple[frozenset[str] | None, str | None]:
     if not isinstance(data, list):
         return None, None
-    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:10_000] if isinstance(e, dict)]
+    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:_MOST_MODELS] if isinstance(e, dict)]
     named = [(name, entry.get("parent")) for entry in entries if isinstance(name := entry.get("id"), str)]
     return frozenset(name for name, _ in named), next((name for name, parent in named if name and not parent), None)

@@ -12,6 +12,7 @@ from aiormq.abc import AbstractChannel, ConsumerCallback
 
 from kvparams.breaker import Breaker, BreakerLimits, BreakerState
 from kvparams_proxy.fleet.state_log import StateLog
+from kvparams_proxy.loopclock import LoopClock, LoopTimer
 from kvparams_proxy.upstream.interface import Handle, Upstream
 from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
 
@@ -49,7 +50,8 @@ class Appetite:
         self._probe: Handle | None = None
         self._changed = asyncio.Event()
         self._task = self._loop.create_task(self._follow(), name="appetite")
-        self._timer: asyncio.TimerHandle | None = None
+        self._clock = LoopClock(self._loop)
+        self._timer: asyncio.TimerHandle | LoopTimer | None = None
         self._ask()
 
     async def opened(self, channel: AbstractChannel, queue: str) -> None:
@@ -64,6 +66,7 @@ class Appetite:
     async def close(self) -> None:
         """Take no more; done when the broker has heard it, if there is one."""
         self._closed = True
+        self._clock.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._probe is not None:
@@ -157,7 +160,7 @@ class Appetite:
 
     def _ask(self) -> None:
         self._probe = self._engine.exchange(self._engine.get(b"/v1/models"), Collect(_MOST_BYTES, self._answered))
-        self._timer = self._loop.call_later(_PROBE_S, self._expire)
+        self._timer = LoopTimer(self._loop, self._clock, _PROBE_S, self._expire)
 
     def _expire(self) -> None:
         if self._probe is not None:

@@ -7,7 +7,7 @@ once, whatever happens, and nothing after it.
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -151,15 +151,13 @@ class BodyBuffer:
         if size > self._limit:
             raise ValueError(f"it is longer than {self._limit} bytes")
 
-    def peek(self) -> bytes:
-        """Returns the body so far."""
-        return self._first if self._rest is None else bytes(self._rest)
-
     def take(self) -> bytes:
-        """Returns the body so far, and forgets it."""
-        whole = self.peek()
+        """Returns the body so far, and forgets it. A long one is a `bytearray`: to copy it would take long."""
+        first, rest = self._first, self._rest
         self._first, self._rest = b"", None
-        return whole
+        if rest is None:
+            return first
+        return bytes(rest) if len(rest) <= TURN_BYTES else cast("bytes", rest)
 
 
 class Collect(BodyBuffer):
