@@ -74,6 +74,7 @@ _SHORT: Final = 64
 _QUOTE: Final = 0x22
 _COMMA: Final = 0x2C
 _BACKSLASH: Final = 0x5C
+_OPEN_LIST: Final = 0x5B
 _CLOSE_OBJECT: Final = 0x7D
 
 _SPACE: Final = re.compile(rb"[ \t\r\n]*+")
@@ -224,7 +225,11 @@ def infinite() -> JSONTextError:
 
 def begins_with_numbers(raw: bytes, at: int) -> bool:
     """Whether the container that opens at `at` begins with a long list of numbers: such are better read by parts."""
-    found = _NUMBERS.search(raw, at, at + NEAR)
+    if raw[at] == _OPEN_LIST:
+        found = _NUMBERS.match(raw, at)
+    else:
+        closing = raw.find(b"}", at, at + NEAR)
+        found = _NUMBERS.search(raw, at, at + NEAR if closing < 0 else closing)
     return found is not None and raw.find(b"]", found.end(), found.end() + NEAR) < 0
 
 

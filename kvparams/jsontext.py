@@ -360,7 +360,8 @@ def _walk(raw: bytes, limits: JSONLimits) -> list[Field]:
         if first == 0x22:
             at = _string_end(raw, value)
         elif first == 0x7B or first == 0x5B:
-            at = _flat_list_end(raw, value) or ContainerReader(raw, value, limits, depth=2).finish()
+            flat = _flat_list_end(raw, value) if limits.max_depth > 1 else 0
+            at = flat or ContainerReader(raw, value, limits, depth=2).finish()
         elif at - value > 3 and first not in b"tfn":
             _check_numbers(raw, value, at)
         # a third of the cost of Field(...)

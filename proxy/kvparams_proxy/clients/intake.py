@@ -26,6 +26,8 @@ from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
 from kvparams_proxy.clients.long_body import (
     MAX_PROMPTS,
+    NO_MESSAGES,
+    NO_PROMPT,
     MessagesReceiver,
     PromptReceiver,
     PromptsReceiver,
@@ -302,7 +304,9 @@ def _rare(kind: EndpointKind, document: Mapping[str, object]) -> _Rare:
     prompt_only = echo and document.get("max_tokens") == 0
     for name in _WHOLE & document.keys():
         _whole(document, name, 0 if name == "min_tokens" or prompt_only else 1)
-    sampled = cast("dict[str, object]", (document.get("sampling_params") if kind == "generate" else document) or {})
+    sampled = document
+    if kind == "generate":
+        sampled = cast("dict[str, object]", _optional(document, "sampling_params", dict, "an object") or {})
     choices = 1 if kind == "other" else _whole(sampled, "n", 1, _MAX_CHOICES) or 1
     scored = sampled.get("prompt_logprobs") is not None or (echo and document.get("logprobs") is not None)
     _optional(document, "stream_options", dict, "an object")
@@ -355,7 +359,7 @@ def _whole(document: Mapping[str, object], name: str, least: int, most: int = 2*
 def _chat(document: Mapping[str, object]) -> tuple[int, None]:
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise invalid("messages", "`messages` must be a list of at least one message")
+        raise invalid("messages", NO_MESSAGES)
     for index, message in enumerate(cast("list[object]", messages)):
         if not has_role(message):
             raise invalid(f"messages[{index}]", "each message must be an object with a `role`")
@@ -370,7 +374,7 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
             raise invalid("prompt", "`prompt` is empty")
         return 1, None
     if not isinstance(prompt, list) or not prompt:
-        raise invalid("prompt", "`prompt` must be a string, a list of token ids, or a list of either, and not empty")
+        raise invalid("prompt", NO_PROMPT)
     items = cast("list[object]", prompt)
     if type(items[0]) is int:
         return 1, token_ids(items, "prompt")
@@ -388,7 +392,6 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
 
 
 def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
-    _optional(document, "sampling_params", dict, "an object")
     ids = document.get("token_ids")
     if not isinstance(ids, list) or not ids:
         raise invalid("token_ids", "`token_ids` must be a list of at least one token id")

@@ -15,6 +15,8 @@ from kvparams_proxy.execution.continuation import is_text
 
 __all__ = [
     "MAX_PROMPTS",
+    "NO_MESSAGES",
+    "NO_PROMPT",
     "MessagesReceiver",
     "PromptReceiver",
     "PromptsReceiver",
@@ -25,6 +27,8 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 1024
+NO_PROMPT: Final = "`prompt` must be a string, a list of token ids, or a list of either, and not empty"
+NO_MESSAGES: Final = "`messages` must be a list of at least one message"
 
 
 def invalid(name: str, message: str) -> ProxyError:
@@ -162,6 +166,11 @@ class PromptReceiver(PromptsReceiver):
         self._ids = TokenIdsReceiver(name)
         return self.problem is None
 
+    def closed(self) -> None:
+        """See `Receiver.closed`."""
+        if self._kind is None:
+            self.problem = invalid("prompt", NO_PROMPT)
+
     def prompts(self) -> tuple[int, Sequence[int] | None]:
         """See `PromptsReceiver.prompts`."""
         super().prompts()
@@ -197,6 +206,11 @@ class MessagesReceiver(PromptsReceiver):
             return _MessageReceiver(self, self._count - 1)
         self.no_role(self._count - 1)
         return None
+
+    def closed(self) -> None:
+        """See `Receiver.closed`."""
+        if not self._count:
+            self.problem = invalid("messages", NO_MESSAGES)
 
     def no_role(self, index: int) -> None:
         """Notes that the message of this number has no role."""
