@@ -142,10 +142,8 @@ def _find_names(body: bytes, field: Field, cuts: list[tuple[int, int]]) -> Gener
             if body[behind] == 0x2C:
                 behind += 1
             else:  # it is the last member: the comma before it goes
-                while body[start - 1] in b" \t\r\n":
-                    start -= 1
-                if body[start - 1] == 0x2C and not (cuts and cuts[-1][1] == start):
-                    start -= 1
+                before = max(body.rfind(b",", 0, start), body.rfind(b"{", 0, start))
+                start = before if body[before] == 0x2C and not (cuts and cuts[-1][1] > before) else before + 1
             cuts.append((start, behind))
             end = max(end, behind)
         at = end

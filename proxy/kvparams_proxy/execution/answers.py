@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from kvparams.errors import JSONTextError
 from kvparams.jsonreader import ContainerReader
 from kvparams.jsonreceivers import OPEN_OBJECT, Build, ListReceiver, Receiver, ShortMembers
-from kvparams.jsonscan import STEP_BYTES, UNLIMITED, Field, JSONLimits, piece_end, scalar_end
+from kvparams.jsonscan import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, Field, JSONLimits, piece_end, scalar_end, skip_space
 from kvparams.jsontext import read_object
 from kvparams_proxy.execution.corrections import load_answer
 from kvparams_proxy.execution.privacy import PRIVATE, PUBLIC, Addresses, answer_changes, error_in
@@ -223,6 +223,7 @@ def private_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tu
         JSONTextError: there are too many.
     """
     cuts: list[tuple[int, int]] = []
+    number = 0
     while at < end:
         stop = min(at + _SEARCHED_BYTES, end)
         found = _PRIVATE.search(raw, at, stop)
@@ -232,16 +233,23 @@ def private_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tu
             continue
         start, first = found.start(), found[1] == b"{"
         at = yield from _value_end(raw, found.end())
+        number += 1
         if first:
             start += 1
-            while (comma := _COMMA.match(raw, at, end)) is not None:
+            while (comma := _COMMA.match(raw, at, at + _SEARCHED_BYTES)) is not None:
                 at = comma.end()
-                too = _PRIVATE_TOO.match(raw, at, end)
+                too = _PRIVATE_TOO.match(raw, at, at + _SEARCHED_BYTES)
                 if too is None:
                     break
                 at = yield from _value_end(raw, too.end())
+                number += 1
+                if number > _MOST_CUTS:
+                    break
+                yield
+            if at < len(raw) and raw[at] <= 0x20 and skip_space(raw, at) >= at + LONGEST_TOKEN:
+                raise JSONTextError("there is too much white space in it")
         cuts.append((start, at))
-        if len(cuts) > _MOST_CUTS:
+        if number > _MOST_CUTS:
             raise JSONTextError("it has too many members that say where KV or engines are")
         yield
     return cuts
