@@ -75,7 +75,9 @@ async def test_connections_that_are_busy_are_not_given_up_for_others(stub: StubE
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
             )
-            return (await reader.read()).decode()
+            text = (await reader.read()).decode()
+            writer.close()
+            return text
 
         await served.client.aclose()
         streams = [asyncio.create_task(asked()) for _ in range(4)]
@@ -107,9 +109,12 @@ async def test_one_address_may_be_bounded(stub: StubEngines) -> None:
             while True:  # the proxy hears of the end a moment later
                 reader, writer = await connect(served.port)
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                if (await reader.read()).startswith(b"HTTP/1.1 200"):
-                    break
+                said = await reader.read()
                 writer.close()
+                if said.startswith(b"HTTP/1.1 200"):
+                    break
+        for _, writer in kept:
+            writer.close()
 
 
 @pytest.mark.parametrize(
