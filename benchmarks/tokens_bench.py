@@ -35,7 +35,7 @@ from benchmarks import stub_engine
 from benchmarks.load_process import Ask, closed
 from benchmarks.processes import Processes, free_ports, tree_usage
 from kvparams.jsontext import DEFAULT_LIMITS
-from kvparams_proxy.clients.intake import Inbound, read
+from kvparams_proxy.clients.intake import Inbound, read_steps
 from kvparams_proxy.tokens.asked import AskedEngines
 from kvparams_proxy.tokens.by_bytes import pseudo_tokens
 from kvparams_proxy.tokens.files import load_tokenizer
@@ -154,7 +154,12 @@ def _alone(local: LocalTokenizer, folder: Path, size: int, rounds: int) -> list[
 
 
 def _read(body: bytes) -> Inbound:
-    return read("chat", body, "request", "transfer", DEFAULT_LIMITS, keep_document=True)
+    steps = read_steps("chat", body, "request", "transfer", DEFAULT_LIMITS, keep_document=True)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 async def _held(folder: Path, size: int, seed: int) -> float:

@@ -14,7 +14,17 @@ from pydantic_core import from_json
 from kvparams.errors import JSONTextError
 from kvparams.jsonreader import ContainerReader, check_finite, may_overflow
 from kvparams.jsonreceivers import Build, Receiver
-from kvparams.jsonscan import DEFAULT_LIMITS, STEP_BYTES, UNLIMITED, Field, JSONLimits, not_json, skip_space, string_end
+from kvparams.jsonscan import (
+    DEFAULT_LIMITS,
+    STEP_BYTES,
+    UNLIMITED,
+    Field,
+    JSONLimits,
+    flat_members,
+    not_json,
+    skip_space,
+    string_end,
+)
 
 __all__ = [
     "AT_ONCE_BYTES",
@@ -27,6 +37,7 @@ __all__ = [
     "edited",
     "fields",
     "load_object",
+    "load_short_object",
     "loads",
     "locate",
     "moved",
@@ -42,6 +53,8 @@ _MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[
 _GAP: Final = re.compile(rb"[ \t\r\n]*+")
 _LONG: Final = 64 << 10
 """Bytes: longer text is read by pieces, so that it may not hold too many parts."""
+_FLAT_DEPTH: Final = 2
+"""Of an object with lists of numbers in it."""
 _NO_CUT: Final = (2**62, 2**62)
 _KINDS: Final = {
     b"[": "a list",
@@ -94,11 +107,35 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
         for _ in read_object(raw, built, limits):
             pass
         return cast("dict[str, object]", built.value), stand
-    document = _parse(raw, limits)
+    return _told_apart(raw, _parse(raw, limits), None, limits)
+
+
+def load_short_object(
+    raw: bytes, limits: JSONLimits = DEFAULT_LIMITS
+) -> tuple[dict[str, object], dict[str, Field]] | None:
+    """Read one JSON object as `load_object` does where that takes some 3 ms at most: one of `AT_ONCE_BYTES` or less,
+    and a longer one whose members are plainly cheap. None for what `read_object` should read.
+
+    Raises:
+        JSONTextError: as for `load_object`.
+    """
+    if len(raw) <= AT_ONCE_BYTES:
+        return load_object(raw, limits)
+    spans = flat_members(raw)
+    if spans is None or limits.max_depth < _FLAT_DEPTH:
+        return None
+    return _told_apart(raw, _parse(raw, limits), spans, limits)
+
+
+def _told_apart(
+    raw: bytes, document: object, spans: list[Field] | None, limits: JSONLimits
+) -> tuple[dict[str, object], dict[str, Field]]:
+    """The members of `raw`, which parses to `document`, and where they stand; `spans` if that is known."""
     if not isinstance(document, dict):
         raise JSONTextError(f"the document must be a JSON object, not {_kind(document)}")
     members = cast("dict[str, object]", document)
-    spans = _walk(raw, limits)
+    if spans is None:
+        spans = _walk(raw, limits)
     if len(spans) != len(members):
         _named(raw, spans)
         raise JSONTextError("the members of the object could not be told apart")  # a guard: parser and walker disagree

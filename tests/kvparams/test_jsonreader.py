@@ -5,11 +5,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvparams import jsontext
 from kvparams.errors import JSONTextError
 from kvparams.jsonreader import ContainerReader
 from kvparams.jsonreceivers import OPEN_OBJECT, Build, ListReceiver, Receiver, ShortMembers
@@ -22,6 +24,7 @@ from kvparams.jsontext import (
     edited,
     fields,
     load_object,
+    load_short_object,
     moved,
     read_object,
     removal_cuts,
@@ -45,6 +48,12 @@ def in_steps(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS, step_bytes: int = 
     return cast("dict[str, object]", built.value), stand
 
 
+def if_short(raw: bytes, limits: JSONLimits) -> Read:
+    """What is made at once of an object that is plainly cheap; any other is read as ever."""
+    with patch.object(jsontext, "AT_ONCE_BYTES", 0):
+        return load_short_object(raw, limits) or load_object(raw, limits)
+
+
 def outcome(read: Callable[[], Read]) -> object:
     """What a reader finds, in the order in which it finds it; None where it refuses."""
     try:
@@ -55,7 +64,9 @@ def outcome(read: Callable[[], Read]) -> object:
 
 
 def agree(raw: bytes, step_bytes: int, limits: JSONLimits = DEFAULT_LIMITS) -> None:
-    assert outcome(lambda: in_steps(raw, limits, step_bytes)) == outcome(lambda: load_object(raw, limits)), raw
+    found = outcome(lambda: load_object(raw, limits))
+    assert outcome(lambda: in_steps(raw, limits, step_bytes)) == found, raw
+    assert outcome(lambda: if_short(raw, limits)) == found, raw
 
 
 @given(OBJECTS.filter(plain), INDENTS, ENCODINGS, STEPS, st.integers(1, 8))
@@ -281,6 +292,53 @@ def test_no_step_takes_long_whatever_the_text(name: str) -> None:
     finally:
         gc.enable()
     assert min(costs) < STEP_CPU_S, costs
+
+
+CHEAP = {
+    "one string": b'{"a":"b"}',
+    "a prompt": filled(b'{"prompt":"', b"words ", b'","n":1,"t":0.5,"stream":true}', 250_000),
+    "escapes": filled(b'{"x":"', b"\\u00e9", b'"}', 250_000),
+    "escaped quotes": filled(b'{"x":"', b'\\"', b'"}', 250_000),
+    "backslashes": filled(b'{"x":"', b"\\\\", b'"}', 250_000),
+    "ids": filled(b'{"x":[', b"1,", b'1],"model":"m"}', 64_000),
+    "numbers of 4,000 digits": filled(b'{"x":[', b"9" * 4000 + b",", b"1]}", 64_000),
+    "spaced": filled(b'{"x":[', b"1 , ", b"1]}", 64_000),
+    "null": filled(b'{"x":[', b"null,", b"1]}", 64_000),
+    "lists": filled(b"{", b'"' + b"k" * 200 + b'":[1,2],', b'"z":[]}', 64_000),
+    "members": b"{" + b",".join(b'"%d":"%0200d"' % (number, number) for number in range(500)) + b"}",
+}
+DEAR = {
+    "many ids": filled(b'{"x":[', b"1,", b"1]}", 70_000),
+    "many members": b"{" + b",".join(b'"%d":1' % number for number in range(600)) + b"}",
+    "exponents": filled(b'{"x":[', b"1e1,", b"1]}", 6_000),
+    "fractions": filled(b'{"x":[', b"1.5,", b"1]}", 6_000),
+    "a float too large": filled(b'{"x":"', b"a", b'","y":1e999}', 6_000),
+    "a number without an end": b'{"x":' + b"9" * 6_000 + b"}",
+    "an object": filled(b'{"x":"', b"a", b'","y":{}}', 6_000),
+    "a list in a list": filled(b'{"x":"', b"a", b'","y":[[]]}', 6_000),
+    "strings": filled(b'{"x":[', b'"a",', b'""]}', 6_000),
+    "a long text": filled(b'{"x":"', b"a", b'"}', 300_000),
+    "a string without an end": b'{"x":"' + b"a" * 6_000,
+    "a list": filled(b"[", b"1,", b"1]", 6_000),
+}
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_what_is_read_at_once_takes_no_long(name: str) -> None:
+    raw, costs = CHEAP[name], list[float]()
+    for _ in range(3):
+        began = time.thread_time()
+        try:
+            assert load_short_object(raw) is not None
+        except JSONTextError:  # names that stand twice
+            assert name == "lists"
+        costs.append(time.thread_time() - began)
+    assert min(costs) < STEP_CPU_S / 2, costs
+
+
+@pytest.mark.parametrize("name", DEAR)
+def test_what_may_take_long_is_not_read_at_once(name: str) -> None:
+    assert load_short_object(DEAR[name]) is None
 
 
 @pytest.mark.parametrize("name", ["1e1", "escaped quotes", "backslashes", "objects", "white space between"])

@@ -76,7 +76,9 @@ def test_the_page_in_the_store_page_has_this_key_and_this_length() -> None:
 def test_what_the_proxy_page_takes_away_is_taken_away() -> None:
     shown = examples("proxy.md")
     body = json.dumps(shown["client"]).encode()
-    assert json.loads(read("completions", body, "r", "t", JSONLimits()).body) == shown["stripped"]
+    inbound = read("completions", body, "r", "t", JSONLimits())
+    assert inbound is not None
+    assert json.loads(inbound.body) == shown["stripped"]
 
 
 def test_the_proxy_page_names_everything_by_which_a_client_could_steer() -> None:

@@ -1,9 +1,28 @@
-"""Waiting for something to become true, within a bound."""
+"""Waiting for something to become true, within a bound; and doing all steps of some work at once."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
-__all__ = ["until"]
+from kvparams_proxy.clients.intake import Inbound, read_steps
+
+__all__ = ["drained", "read_all", "until"]
+
+T = TypeVar("T")
+
+
+def drained(steps: Generator[None, None, T]) -> T:
+    """Returns what the work returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def read_all(*arguments: Any, **options: Any) -> Inbound:
+    """Reads the body of a request, however long."""
+    return drained(read_steps(*arguments, **options))
 
 
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:

@@ -2,26 +2,28 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.jsontext import AT_ONCE_BYTES, JSONLimits
+from kvparams.jsontext import AT_ONCE_BYTES, JSONLimits, load_object
+from kvparams_proxy.clients import intake
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind, one_token
-from kvparams_proxy.clients.intake import Inbound, read, read_steps
+from kvparams_proxy.clients.intake import Inbound, read_steps
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.continuation import resumable
 from kvparams_proxy.tokens.asked import tokenize_body
 
 from .conftest import JSON, Proxy, answer
 from .served import serving
-from .steps import until
+from .steps import drained, read_all, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PREFILLED = (
@@ -30,14 +32,6 @@ PREFILLED = (
 )
 CLIENT = Client("key", "tenant", 3, bind_salt("tenant", None))
 SEEDS = st.integers(0, 2**32)
-
-
-def drained(steps: Generator[None, None, Inbound]) -> Inbound:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 def outcome(how: Callable[[], Inbound]) -> object:
@@ -60,16 +54,21 @@ def outcome(how: Callable[[], Inbound]) -> object:
 
 
 def agree(kind: EndpointKind, body: dict[str, Any], client: Client | None = CLIENT) -> tuple[Inbound, Inbound] | None:
-    """Both ways to read a long body find the same, or refuse it alike."""
+    """All ways to read a long body find the same, or refuse it alike: in steps, at once, and as the proxy chooses."""
     raw = json.dumps(body).encode()
     assert len(raw) > AT_ONCE_BYTES
-    arguments = (kind, raw, "req", "tra", JSONLimits(), client, "")
-    kept = {"keep_document": True}
-    found = outcome(lambda: drained(read_steps(*arguments, **kept)))
-    assert found == outcome(lambda: read(*arguments, **kept))
-    if len(cast("tuple[object, ...]", found)) == 5:
-        return None
-    return drained(read_steps(*arguments, **kept)), read(*arguments, **kept)
+
+    def read() -> Inbound:
+        return read_all(kind, raw, "req", "tra", JSONLimits(), client, "", keep_document=True)
+
+    found = outcome(read)
+    refused = len(cast("tuple[object, ...]", found)) == 5
+    with patch.object(intake, "load_short_object", load_object):
+        assert found == outcome(read)
+        at_once = None if refused else read()
+    with patch.object(intake, "load_short_object", return_value=None):
+        assert found == outcome(read)
+        return None if at_once is None else (read(), at_once)
 
 
 def size(dice: Random) -> int:

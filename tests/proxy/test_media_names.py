@@ -9,8 +9,10 @@ import pytest
 from kvparams.jsontext import JSONLimits
 from kvparams_proxy.clients.auth import Client, bind_salt
 from kvparams_proxy.clients.endpoints import EndpointKind
-from kvparams_proxy.clients.intake import Inbound, read
+from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.errors import ProxyError
+
+from .steps import read_all
 
 HASH = "5e" * 32
 """As vLLM's own."""
@@ -30,7 +32,7 @@ TEXT = {"type": "text", "text": 'the "uuid" of \u00e9, \U0001f600 and a\\b'}
 
 
 def inbound(kind: EndpointKind, body: object, client: Client | None = None) -> Inbound:
-    return read(kind, json.dumps(body).encode(), "r", "t", JSONLimits(), client)
+    return read_all(kind, json.dumps(body).encode(), "r", "t", JSONLimits(), client)
 
 
 def sent(kind: EndpointKind, body: object, client: Client | None = None) -> Any:
@@ -58,14 +60,14 @@ def test_a_name_in_a_chat_is_taken_out_and_nothing_else(medium: dict[str, Any], 
 def test_a_body_without_names_stays_as_it_is() -> None:
     for body in (chat(), chat(*MEDIA), {"model": "m", "messages": [{"role": "user", "content": "uuid", "uuid": HASH}]}):
         raw = json.dumps(body).encode()
-        found = read("chat", raw, "r", "t", JSONLimits())
+        found = read_all("chat", raw, "r", "t", JSONLimits())
         assert found.body is raw
         assert not found.stripped
 
 
 def test_a_name_that_is_spelled_with_escapes_is_taken_out() -> None:
     raw = json.dumps(chat({**MEDIA[0], "uuid": HASH})).encode().replace(b'"uuid":', b'"u\\u0075id":')
-    assert HASH.encode() not in read("chat", raw, "r", "t", JSONLimits()).body
+    assert HASH.encode() not in read_all("chat", raw, "r", "t", JSONLimits()).body
 
 
 def test_what_is_called_the_same_elsewhere_is_the_clients() -> None:
@@ -106,7 +108,7 @@ def test_other_endpoints_get_no_names_either(body: dict[str, Any]) -> None:
 
 def test_a_long_list_of_token_ids_is_left_alone() -> None:
     body = json.dumps({"model": "m", "input": list(range(1000))}).encode()
-    assert read("other", body, "r", "t", JSONLimits()).body is body
+    assert read_all("other", body, "r", "t", JSONLimits()).body is body
 
 
 def test_parts_beside_token_ids_lose_their_names() -> None:

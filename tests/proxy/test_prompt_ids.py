@@ -9,15 +9,16 @@ from kvparams.jsontext import JSONLimits
 from kvparams.managers.documents import known_of
 from kvparams.scheduling import RequestFacts
 from kvparams_proxy.clients.endpoints import EndpointKind
-from kvparams_proxy.clients.intake import read
 from kvparams_proxy.errors import ProxyError
+
+from .steps import read_all
 
 IDS = list(range(300, 900))
 GENERATE: dict[str, Any] = {"token_ids": IDS, "sampling_params": {}}
 
 
 def facts_of(kind: EndpointKind, **body: Any) -> RequestFacts:
-    return read(kind, json.dumps({"model": "m", **body}).encode(), "r", "t", JSONLimits()).facts
+    return read_all(kind, json.dumps({"model": "m", **body}).encode(), "r", "t", JSONLimits()).facts
 
 
 @pytest.mark.parametrize(

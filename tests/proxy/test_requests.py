@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.jsontext import JSONLimits
-from kvparams_proxy.clients.intake import read
 from kvparams_proxy.fleet.fleet import Fleet
+
+from .steps import read_all
 
 
 @pytest.fixture(params=["direct", "plain"])
@@ -140,7 +141,7 @@ async def test_whoever_says_something_of_each_prompt_token_computes_them_all(stu
         assert sum(engine.counters.requests for engine in stub.engines if engine.role == "decode") == 1
     for member, scored in (({"sampling_params": {"prompt_logprobs": 1}}, True), ({"prompt_logprobs": 1}, False)):
         raw = json.dumps({"token_ids": [1, 2, 3]} | member).encode()
-        assert read("generate", raw, "r", "t", JSONLimits()).facts.prompt_scored is scored
+        assert read_all("generate", raw, "r", "t", JSONLimits()).facts.prompt_scored is scored
 
 
 async def test_a_request_that_decode_cannot_finish_costs_no_prefill(stub: StubEngines, proxy: Any) -> None:

@@ -26,13 +26,14 @@ from kvparams.plan import LegAnswer
 from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint, one_token
 from kvparams_proxy.clients.generate import Generate
-from kvparams_proxy.clients.intake import read
 from kvparams_proxy.clients.strip_list import CARRIERS, FORWARDED, STEERING, STRIPPED, Steering, harmless
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.legs import leg_request
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.upstream.terms import whole
 from tests.kvparams.planning import Table
+
+from .steps import read_all
 
 COMPLETIONS = ENDPOINTS[0]
 ONE_OF_EACH = list({each.kind: each for each in ENDPOINTS}.values())
@@ -78,7 +79,7 @@ def admitted(headers: list[tuple[bytes, bytes]]) -> Any:
 
 def legs(endpoint: Endpoint, body: bytes, dialect: Dialect, request_id: str = "req") -> list[bytes]:
     """The bodies of all legs of a request."""
-    inbound = read(endpoint.kind, body, request_id, "tra", JSONLimits())
+    inbound = read_all(endpoint.kind, body, request_id, "tra", JSONLimits())
     cut = one_token(endpoint.kind, inbound.body, inbound.spans)
     if endpoint.role is not None:
         return [whole(leg_request(endpoint, inbound, leg, None)[1]) for leg in _alone(endpoint, inbound)]

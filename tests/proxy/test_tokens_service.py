@@ -19,7 +19,7 @@ from kvparams.jsontext import DEFAULT_LIMITS
 from kvparams.pace import Pace
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.endpoints import EndpointKind
-from kvparams_proxy.clients.intake import Inbound, read
+from kvparams_proxy.clients.intake import Inbound
 from kvparams_proxy.execution.watch import Watch
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.tokens.asked import AskedEngines, read_tokens, tokenize_body
@@ -35,12 +35,13 @@ from kvparams_proxy.upstream.terms import UpstreamLimits
 from tests.proxy.made_tokenizers import CHATML, byte_level, save
 
 from .conftest import Script, Scripted, answer, instance
+from .steps import read_all
 
 USER = {"role": "user", "content": "What is a lease?"}
 
 
 def _inbound(kind: EndpointKind, **body: object) -> Inbound:
-    return read(kind, json.dumps(body).encode(), "r", "t", DEFAULT_LIMITS, keep_document=True)
+    return read_all(kind, json.dumps(body).encode(), "r", "t", DEFAULT_LIMITS, keep_document=True)
 
 
 @pytest.fixture(scope="module")

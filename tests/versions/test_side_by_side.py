@@ -16,6 +16,7 @@ import pytest
 
 from demo.processes import Processes, Server, free_port
 from kvparams.params import PROTOCOL_VERSION
+from tests.connectors.valkey_server import wait_until
 from tests.kvparams.next_minor import NEXT, NEXT_DEPRECATED
 
 from .build import ONCE, PRIORITY, make_build
@@ -177,7 +178,7 @@ def test_what_must_be_understood_is_understood_or_refused_in_words(
         assert "must_understand" not in told[0]
     elif proxy == "old":  # its engine refuses to answer it
         assert (got.status_code, told) == (502, [])
-        assert named in running.log.read_text()
+        wait_until(lambda: named in running.log.read_text())
     elif decode == "old":  # it refuses to hand on
         error = got.json()["error"]
         assert (got.status_code, error["code"], told) == (502, "version_too_low", [])

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
-from kvparams.jsontext import AT_ONCE_BYTES
 from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.interface import DisaggregatedRequestManager
 from kvparams.scheduling import Role
@@ -146,11 +145,12 @@ class Generate:
             if done is not None:
                 done()
             return
-        if len(body) > AT_ONCE_BYTES:
-            _LongBody(self, admission, downstream, done).begin(body)
-            return
         try:
-            self.execute(admission, self.reading(read, admission, body), downstream, done)
+            inbound = self.reading(read, admission, body)
+            if inbound is None:
+                _LongBody(self, admission, downstream, done).begin(body)
+                return
+            self.execute(admission, inbound, downstream, done)
         except ProxyError as refused:
             self.refuse(admission, refused, downstream)
             if done is not None:

@@ -10,13 +10,12 @@ from typing import Final, NamedTuple, TypeVar, cast
 from kvparams.errors import JSONTextError
 from kvparams.jsonreceivers import ShortMembers
 from kvparams.jsontext import (
-    AT_ONCE_BYTES,
     Field,
     JSONLimits,
     cut,
     edited,
     fields,
-    load_object,
+    load_short_object,
     moved,
     read_object,
     removal_cuts,
@@ -113,9 +112,11 @@ def read(
     *,
     keep_document: bool = False,
     keep_streamed: bool = False,
-) -> Inbound:
-    """Check a request's body, at once. The cache salt of one whose client is known is bound to its tenant. `session` is
-    what the client calls its conversation; where it is empty, the body's `prompt_cache_key`.
+) -> Inbound | None:
+    """Check a request's body, at once, or return None for one that is to be read in steps.
+
+    The cache salt of one whose client is known is bound to its tenant. `session` is what the client calls its
+    conversation; where it is empty, the body's `prompt_cache_key`.
 
     What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
     runs, it costs room in the processor's caches.
@@ -123,9 +124,10 @@ def read(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    steps = _checked(
-        kind, body, _parsed(body, limits), request_id, transfer_id, client, session, keep_document, keep_streamed
-    )
+    read_ = _parsed(body, limits)
+    if read_ is None:
+        return None
+    steps = _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
     while True:
         try:
             next(steps)
@@ -150,9 +152,8 @@ def read_steps(
     Raises:
         ProxyError: as for `read`.
     """
-    if len(body) <= AT_ONCE_BYTES:
-        read_ = _parsed(body, limits)
-    else:
+    read_ = _parsed(body, limits)
+    if read_ is None:
         receiver = _receiver(kind)
         try:
             yield from read_object(body, receiver, limits)
@@ -167,9 +168,11 @@ def read_steps(
     return inbound
 
 
-def _parsed(body: bytes, limits: JSONLimits) -> _Read:
+def _parsed(body: bytes, limits: JSONLimits) -> _Read | None:
+    """Reads a body that takes no long time."""
     try:
-        return _Read(*load_object(body, limits))
+        found = load_short_object(body, limits)
+        return None if found is None else _Read(*found)
     except JSONTextError as error:
         raise _refused(body, limits, error) from error
 
