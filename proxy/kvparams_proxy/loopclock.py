@@ -22,6 +22,11 @@ class Clock(Protocol):
         """Seconds; only differences mean something."""
         ...
 
+    @property
+    def about_s(self) -> float:
+        """The time, or up to a tenth of a second later: for what happens at every event of a stream."""
+        ...
+
 
 class WallClock:
     """The loop's own clock: for loops that nothing holds up."""
@@ -31,37 +36,43 @@ class WallClock:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.time: Final = loop.time
 
+    @property
+    def about_s(self) -> float:
+        """See `Clock.about_s`."""
+        return self.time()
+
 
 class LoopClock:
     """Runs from when it is made until it is closed."""
 
-    __slots__ = ("_due_s", "_held_s", "_loop", "_timer")
+    __slots__ = ("_due_s", "_held_s", "_loop", "_timer", "about_s")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._held_s = 0.0
+        self.about_s = 0.0
+        """See `Clock.about_s`."""
         self._set()
 
     def time(self) -> float:
         """See `Clock.time`."""
         now = self._loop.time()
-        return now - self._held_s - self._late_s(now)
+        late_s = now - self._due_s
+        return now - self._held_s - (late_s if late_s > _LATE_S else 0.0)
 
     def close(self) -> None:
         """No timer is left."""
         self._timer.cancel()
 
-    def _late_s(self, now: float) -> float:
-        """For how long the loop has been held up since the last tick."""
-        late_s = now - self._due_s
-        return late_s if late_s > _LATE_S else 0.0
-
     def _set(self) -> None:
         self._due_s = self._loop.time() + _TICK_S
+        self.about_s = self._due_s - self._held_s
         self._timer = self._loop.call_at(self._due_s, self._tick)
 
     def _tick(self) -> None:
-        self._held_s += self._late_s(self._loop.time())
+        late_s = self._loop.time() - self._due_s
+        if late_s > _LATE_S:
+            self._held_s += late_s
         self._set()
 
 

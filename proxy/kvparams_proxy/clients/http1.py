@@ -283,10 +283,12 @@ class HTTPProtocol(asyncio.Protocol):
             self._upgrade = True  # httptools takes no body now: see `_without_upgrade`
             return
         version = parser.get_http_version()
-        error = self._head_error(version)
-        if error is not None:
-            self._fail(error)
-            return
+        ordinary = version == "1.1" and self._hosts == 1 and not self._bad_host and self._transfer_encoding is None
+        if not ordinary or self._expect is not None:
+            error = self._head_error(version)
+            if error is not None:
+                self._fail(error)
+                return
         headers, self._headers = self._headers, []
         keep_alive = version == "1.1" and parser.should_keep_alive()
         head = _Head(parser.get_method(), self._url, version, headers, keep_alive, self._expect is not None)
@@ -314,7 +316,9 @@ class HTTPProtocol(asyncio.Protocol):
             self._deaf = not receiving.head.keep_alive
         else:
             self._deaf = not receiving.keep_alive
-            self._whole(receiving)
+            if not receiving.complete:  # otherwise it was refused before its body had come
+                self.limit_s = _FOREVER
+                receiving.whole()
 
     # the connection, as the response sees it
 
@@ -347,8 +351,10 @@ class HTTPProtocol(asyncio.Protocol):
         self._wait()
         if self._slow:
             self.hold()
-        else:
+        elif self._queue or self._unread:
             self._go_on()
+        else:
+            self.read_on()
 
     # the connection, as the server sees it
 
@@ -436,7 +442,7 @@ class HTTPProtocol(asyncio.Protocol):
             self._transfer_encoding = value if known is None else b"%b, %b" % (known, value)
 
     def _head_error(self, version: str) -> ProxyError | None:
-        """Why the request is refused for its head; None for nearly all."""
+        """Why the request is refused for its head, or None."""
         if version != "1.1" and version != "1.0":
             return _bad(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
         if self._hosts != 1 and (version == "1.1" or self._hosts):

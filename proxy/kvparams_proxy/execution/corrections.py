@@ -33,6 +33,7 @@ __all__ = [
 
 
 _ITS_OWN: Final = object()
+_DETAILS: Final = "prompt_tokens_details"
 _CROWDED: Final = 6_000
 """Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
 _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
@@ -76,18 +77,16 @@ class Corrections:
         self._closely = not changes.keys() <= {"kv_transfer_params"}
         if crowded and changes:
             raise UpstreamError(_TOO_MUCH)
-        spans: dict[str, Field] = {**places(raw, document, changes)}
+        spans: dict[str, Field] = {**places(raw, document, changes)} if changes else {}
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
             wanted = self.prompt_tokens_details
             # Events that count as they go along say it only if engines do; the last one says what prefill said.
-            passing = event and document.get("choices") and "prompt_tokens_details" not in self.usage
-            if wanted is not _ITS_OWN and not passing and self.usage.get("prompt_tokens_details") != wanted:
+            passing = event and document.get("choices") and _DETAILS not in self.usage
+            if wanted is not _ITS_OWN and not passing and self.usage.get(_DETAILS) != wanted:
                 span = spans["usage"] = locate(raw, document, "usage")
-                inside = raw[span.value : span.end]
-                change = {"prompt_tokens_details": to_json(wanted)}
-                changes["usage"] = edit(inside, fields(inside), change)
+                changes["usage"] = _with_details(raw[span.value : span.end], self.usage, wanted)
         return edit(raw, spans, changes) if changes else raw
 
     def pieces(self, answer: "Answer") -> Sequence[bytes | memoryview]:
@@ -109,9 +108,9 @@ class Corrections:
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
             wanted, place = self.prompt_tokens_details, answer.fields["usage"]
-            if wanted is not _ITS_OWN and self.usage.get("prompt_tokens_details") != wanted:
+            if wanted is not _ITS_OWN and self.usage.get(_DETAILS) != wanted:
                 inside = raw[place.value : place.end]
-                changes["usage"] = edit(inside, fields(inside), {"prompt_tokens_details": to_json(wanted)})
+                changes["usage"] = edit(inside, fields(inside), {_DETAILS: to_json(wanted)})
         return edit_pieces(raw, answer.fields, changes) or (raw,)
 
     def events(self, raw: bytes) -> bytes:
@@ -165,6 +164,12 @@ class Corrections:
 _SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstrap_')
 
 
+def _with_details(usage: bytes, document: Mapping[str, object], details: object) -> bytes:
+    """The text of a `usage` with other `prompt_tokens_details`."""
+    spans = {_DETAILS: locate(usage, document, _DETAILS)} if _DETAILS in document else fields(usage)
+    return edit(usage, spans, {_DETAILS: to_json(details)})
+
+
 def _chosen(choices: object) -> bool:
     """Whether something stands there. The text of a choice may be empty: a model may have nothing to say."""
     if isinstance(choices, list):
@@ -213,7 +218,7 @@ def load_answer(raw: bytes) -> dict[str, object]:
 def prompt_details(answer: Mapping[str, object]) -> object:
     """`usage.prompt_tokens_details` of an answer, None where the engine does not report it."""
     usage = answer.get("usage")
-    return cast("dict[str, object]", usage).get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return cast("dict[str, object]", usage).get(_DETAILS) if isinstance(usage, dict) else None
 
 
 def check_event(event: bytes) -> None:

@@ -43,6 +43,8 @@ _CROWDED: Final = 50_000
 _LIST: Final = re.compile(rb'token_ids"[ \t\r\n]*:[ \t\r\n]*\[')
 ELIDED: Final = b"[-0.0e-7]"
 """Stands for a list that was cut out: JSON that no engine writes."""
+_DONE_HEAD: Final = 64
+"""Bytes of the line of the last event before `[DONE]`, at most."""
 _FIRST_DONE: Final = re.compile(rb"data:[ \t]*\[DONE\][ \t]*[\r\n]")
 _DONE: Final = re.compile(rb"\ndata:[ \t]*\[DONE\][ \t]*[\r\n]")
 """The last event. A line break in a JSON string is escaped, so generated text never looks like it."""
@@ -95,19 +97,23 @@ class EventEnds:
 
     def __init__(self, raw: bytes, at: int = 0) -> None:
         self._raw = raw
-        self._lf = raw.find(b"\n\n", at)
-        self._crlf = raw.find(b"\r\n\r\n", at)
+        self._look(at)
 
     def after(self, at: int) -> int:
         """Returns the position behind the event that `at` is in."""
-        if 0 <= self._lf < at:
-            self._lf = self._raw.find(b"\n\n", at)
-        if 0 <= self._crlf < at:
-            self._crlf = self._raw.find(b"\r\n\r\n", at)
-        lf, crlf = self._lf, self._crlf
-        if lf >= 0 and (crlf < 0 or lf < crlf):
-            return lf + 2
-        return crlf + 4 if crlf >= 0 else len(self._raw)
+        if at > self._lf:
+            self._look(at)
+        elif 0 <= self._crlf < at:
+            self._crlf = self._raw.find(b"\r\n\r\n", at, self._lf)
+        if self._crlf >= 0:
+            return self._crlf + 4
+        return min(self._lf + 2, len(self._raw))
+
+    def _look(self, at: int) -> None:
+        """Finds the blank lines that come next: one behind CR LF counts where it is in front of the other."""
+        lf = self._raw.find(b"\n\n", at)
+        self._lf = lf if lf >= 0 else len(self._raw)
+        self._crlf = self._raw.find(b"\r\n\r\n", at, self._lf)
 
 
 def complete_events(raw: bytes) -> int:
@@ -179,8 +185,16 @@ def _members_ns(data: bytes) -> int:
 
 def done_end(events: bytes) -> int:
     """Returns the position behind the event `[DONE]` in whole events, or -1 where it is not among them."""
-    found = _FIRST_DONE.match(events) or _DONE.search(events)
-    return -1 if found is None else EventEnds(events, found.end() - 2).after(found.end() - 2)
+    at = events.find(b"[DONE]")
+    if at < 0:
+        return -1
+    found = _FIRST_DONE.match(events) or _DONE.search(events, max(0, at - _DONE_HEAD))
+    if found is None:
+        return -1
+    end = found.end()
+    if events.startswith(b"\n\n", end - 1):
+        return end + 1
+    return EventEnds(events, end - 2).after(end - 2)
 
 
 def without_lists(events: bytes) -> tuple[bytes, list[bytes]]:

@@ -321,7 +321,7 @@ class Execution:
                 self._corrections,
                 limit_bytes,
                 self,
-                resources.clock.time,
+                resources.clock,
                 recorder,
                 done=endpoint.done,
                 choices=endpoint.choices,

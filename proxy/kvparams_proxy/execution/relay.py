@@ -21,6 +21,7 @@ from kvparams_proxy.execution.corrections import (
 )
 from kvparams_proxy.execution.events import LARGE_BYTES, EventBuffer, done_end, with_lists, without_lists
 from kvparams_proxy.execution.privacy import error_in
+from kvparams_proxy.loopclock import Clock
 from kvparams_proxy.upstream.terms import BodyBuffer, Head, UpstreamError, UpstreamRefusal
 
 __all__ = ["Listener", "Relay"]
@@ -43,6 +44,8 @@ _ROLE_ONLY: Final = re.compile(
     rb'"delta"~:~\{~"role"~:~"assistant"~(?:,~"[a-z_]+"~:~(?:""|null|\[~\])~)*\}'.replace(b"~", rb"[ \t\r\n]*")
 )
 """In an event of a chat that announces an answer and has nothing of it."""
+_BEGINNING: Final = 4 << 10
+"""Bytes in which a chat shows that it is one."""
 _MOST_ERROR_BYTES: Final = 8 << 10
 """Of an answer in place of a stream, in which an error is looked for."""
 _HELD_BYTES: Final = 8 << 20
@@ -78,6 +81,7 @@ class Relay:
     __slots__ = (
         "_begins",
         "_begun",
+        "_clock",
         "_complete",
         "_content",
         "_corrections",
@@ -92,7 +96,6 @@ class Relay:
         "_held",
         "_limit",
         "_listener",
-        "_now",
         "_recorder",
         "_resumed",
         "_sent_bytes",
@@ -112,7 +115,7 @@ class Relay:
         corrections: Corrections,
         limit_bytes: int,
         listener: Listener,
-        now: Callable[[], float],
+        clock: Clock,
         recorder: Recorder | None = None,
         *,
         done: bool = True,
@@ -127,7 +130,7 @@ class Relay:
             corrections: of every event.
             limit_bytes: an answer that is no stream fits in.
             listener: who owns the request.
-            now: the loop's clock, in seconds.
+            clock: what time-outs are measured by.
             done: whether the last event is `[DONE]`: a stream without it was cut off.
             choices: whether content stands in `choices`: a stream without one is no answer.
             gated: whether all of it is held until `release`.
@@ -138,8 +141,8 @@ class Relay:
         self._headers = headers
         self._corrections = corrections
         self._listener = listener
-        self._now = now
-        self.heard_s = now()
+        self._clock = clock
+        self.heard_s = clock.time()
         """When the last event came that says something to the client; at first, when its engine was asked. Comments,
         empty events and bytes of an event that is not complete do not count: an engine that sends nothing else is
         silent."""
@@ -323,10 +326,11 @@ class Relay:
         number = corrected.count(self._content)  # one search, however many they are
         self._sent_events += number
         if number and not self._spoken:  # the first of the events that only name a role is an answer that begins
-            self._spoken = number > len(_ROLE_ONLY.findall(corrected))
+            chat = corrected.find(b'"delta"', 0, _BEGINNING) >= 0
+            self._spoken = not chat or number > len(_ROLE_ONLY.findall(corrected))
             number = number if self._spoken or self._sent_events == number else 0
         if number or (self._content is _DELTA and _says_something(corrected)):
-            self.heard_s = self._now()
+            self.heard_s = self._clock.about_s
 
 
 def _says_something(events: bytes | bytearray) -> bool:
