@@ -31,15 +31,20 @@ class Clock(Protocol):
 class WallClock:
     """The loop's own clock: for loops that nothing holds up."""
 
-    __slots__ = ("time",)
+    __slots__ = ("_time",)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.time: Final = loop.time
+    def __init__(self, time: Callable[[], float]) -> None:
+        """`time`: of the loop."""
+        self._time = time
+
+    def time(self) -> float:
+        """See `Clock.time`."""
+        return self._time()
 
     @property
     def about_s(self) -> float:
         """See `Clock.about_s`."""
-        return self.time()
+        return self._time()
 
 
 class LoopClock:

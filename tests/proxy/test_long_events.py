@@ -14,6 +14,7 @@ from kvparams_proxy.execution.continuation import Recorder
 from kvparams_proxy.execution.corrections import Corrections
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.loopclock import WallClock
 from kvparams_proxy.queue.awaited import Awaited, Owner
 from kvparams_proxy.queue.messages import Head as PartHead
 from kvparams_proxy.queue.messages import Part, Work
@@ -42,7 +43,15 @@ class Stream:
         self.client, self.owner = Client(), Listener()
         corrections = Corrections("r", Addresses(), choices=choices)
         self.relay = Relay(
-            self.client, b"", corrections, 64 << 20, self.owner, time.monotonic, recorder, done=choices, choices=choices
+            self.client,
+            b"",
+            corrections,
+            64 << 20,
+            self.owner,
+            WallClock(time.monotonic),
+            recorder,
+            done=choices,
+            choices=choices,
         )
         self.relay.on_head(Head(200, b"text/event-stream"))
         self.longest_s = self.total_s = 0.0

@@ -13,6 +13,7 @@ from kvparams_proxy.clients.downstream import Watcher
 from kvparams_proxy.execution.corrections import Corrections
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.execution.relay import Relay
+from kvparams_proxy.loopclock import WallClock
 from kvparams_proxy.upstream.terms import Head, UpstreamError
 
 LIKE_EVENTS = ['"choices":[{"', "data: {", "\n\n", '.delta"', "\\", '{"choices":[{"index":0}]}', "data: [DONE]\n\n"]
@@ -57,7 +58,7 @@ class Owner:
 def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, bytes]:
     client, owner = Client(), Owner()
     corrections = Corrections("r", Addresses(), choices=choices)
-    relay = Relay(client, b"", corrections, 1 << 20, owner, time.monotonic, done=choices, choices=choices)
+    relay = Relay(client, b"", corrections, 1 << 20, owner, WallClock(time.monotonic), done=choices, choices=choices)
     relay.on_head(Head(200, b"text/event-stream"))
     for part in parts:
         relay.on_body(part)
@@ -106,7 +107,7 @@ def test_of_a_response_the_deltas_are_counted(compact: bool) -> None:
 
 def test_a_stream_that_fails_counts_what_was_sent() -> None:
     client, owner = Client(), Owner()
-    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, time.monotonic, choices=True)
+    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, WallClock(time.monotonic), choices=True)
     relay.on_head(Head(200, b"text/event-stream"))
     relay.on_body(event({"choices": [{"text": "a"}]}, True) * 3)
     relay.on_done(UpstreamError("the connection was lost"))

@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock | None = None) -> None:
         """`clock`: what time-outs are measured by, if not the loop's own."""
         self._loop = loop
-        self._clock = clock or WallClock(loop)
+        self._clock = clock or WallClock(loop.time)
         self._deadlines: dict[Expiring, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 

@@ -173,7 +173,7 @@ class _Probe:
         self._steps = steps
         self._reading: Work | None = None
         """Of an answer that is long."""
-        self._clock = clock or WallClock(loop)
+        self._clock = clock or WallClock(loop.time)
         self._fleet = fleet
         self._pools = pools
         self._member = member

@@ -70,7 +70,7 @@ class Pool:
         self._closed = False
         self._said_s = -_SAY_AGAIN_S
         self._loop = asyncio.get_running_loop()
-        self._clock = clock or WallClock(self._loop)
+        self._clock = clock or WallClock(self._loop.time)
         self.now: Final = self._clock.time
 
     def request(self, path: bytes, headers: bytes, body: Body) -> Request:
