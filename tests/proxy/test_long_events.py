@@ -42,16 +42,9 @@ class Stream:
     def __init__(self, *, choices: bool = True, recorder: Recorder | None = None, begun: bool = True) -> None:
         self.client, self.owner = Client(), Listener()
         corrections = Corrections("r", Addresses(), choices=choices)
+        clock = WallClock(time.monotonic)
         self.relay = Relay(
-            self.client,
-            b"",
-            corrections,
-            64 << 20,
-            self.owner,
-            WallClock(time.monotonic),
-            recorder,
-            done=choices,
-            choices=choices,
+            self.client, b"", corrections, 64 << 20, self.owner, clock, recorder, done=choices, choices=choices
         )
         self.relay.on_head(Head(200, b"text/event-stream"))
         self.longest_s = self.total_s = 0.0

@@ -203,7 +203,7 @@ def answer_changes(
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
     strange: Collection[str] = () if PUBLIC.issuperset(document) else document.keys() - PUBLIC
-    spans = places(raw, document, strange) if strange else {}
+    spans: Mapping[str, Field] = places(raw, document, strange) if strange else {}
     left_bytes = _SEARCHED
     for name in strange:
         if name in PRIVATE:
