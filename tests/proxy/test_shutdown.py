@@ -103,7 +103,8 @@ async def test_health_says_draining_while_requests_are_still_taken(stub: StubEng
 @pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
 @pytest.mark.parametrize("how", ["the grace is over", "a second signal"])
 async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[str, ...], how: str) -> None:
-    """A stream midway, a prompt that is computed, and a body that has not arrived: each hears of it and is logged."""
+    """A stream midway, a prompt that is computed, and a body and a head that have not arrived: each hears of it; whose
+    head was there is logged."""
     stub.delays.itl_ms = 50
     grace = "1" if how == "the grace is over" else "60"
     async with serving(stub, "--grace", grace, *flags) as served:
@@ -113,6 +114,8 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
         whole[1].write(raw({"model": "stub", "prompt": "x", "max_tokens": 2000}))
         half = await asyncio.open_connection("127.0.0.1", served.port)
         half[1].write(raw({"model": "stub", "prompt": "x", "max_tokens": 2}, sent=10))
+        head = await asyncio.open_connection("127.0.0.1", served.port)
+        head[1].write(raw({"model": "stub"})[:40])
         async with asyncio.timeout(10):
             while sum(engine.counters.live for engine in stub.engines) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -123,7 +126,7 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
         text = await stream.rest()
         event = json.loads(re.findall(r"data: (\{.*\})", text)[-1])
         assert (event["error"]["code"], "shutting down" in event["error"]["message"]) == ("shutting_down", True)
-        for reader, writer in (whole, half):
+        for reader, writer in (whole, half, head):
             async with asyncio.timeout(10):
                 said = await reader.read()
             assert said.startswith(b"HTTP/1.1 503 ")
