@@ -19,7 +19,9 @@ __all__ = [
     "MODULES",
     "RELEASES",
     "Mutant",
+    "check_control",
     "code_in",
+    "first_wrong",
     "function_in",
     "in_time",
     "mutants",
@@ -298,10 +300,27 @@ def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     from .scenario import SPLIT
 
     with _mutated(mutant):
-        for seed in seeds:
-            if wrong := in_time(seed, SPLIT):
-                return seed, wrong[0]
+        found = first_wrong(seeds, SPLIT)
+    check_control(found, SPLIT)
+    return found
+
+
+def first_wrong(seeds: range, modes: Mapping[str, int]) -> tuple[int, str] | None:
+    """Returns the first seed in whose run something is wrong, and what; None if in none."""
+    for seed in seeds:
+        if wrong := in_time(seed, modes):
+            return seed, wrong[0]
     return None
+
+
+def check_control(found: tuple[int, str] | None, modes: Mapping[str, int]) -> None:
+    """Checks that the seed is well without the mutant: otherwise the mutant was not what was noticed.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    if found is not None and (wrong := in_time(found[0], modes)):
+        raise AssertionError(f"seed {found[0]} fails without any mutant: {wrong[0]}")
 
 
 def in_time(seed: int, modes: Mapping[str, int]) -> list[str]:
