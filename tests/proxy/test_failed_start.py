@@ -25,7 +25,10 @@ from kvparams_proxy.clients.keys_file import change_keys, new_key
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.loopclock import LoopClock
 from kvparams_proxy.memory import MemoryTrimmer
+from kvparams_proxy.queue.beside import decode_node
+from kvparams_proxy.queue.consumer import Consumer
 from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.settings import Settings
 from kvparams_proxy.signing import Signing
 from kvparams_proxy.telemetry.journal import Journal
@@ -273,3 +276,21 @@ def test_an_end_leaves_nothing(settings: Settings, unclosed: list[str]) -> None:
     check(begin)
     assert sorted(opened) == sorted(kind.__name__ for kind in CLOSED)
     assert unclosed == []
+
+
+def test_a_decode_node_that_cannot_serve_leaves_nothing(engine: str) -> None:
+    """Its server fails behind the start, with a connection to the engine open."""
+    local = Instance("d0", "1", Role.DECODE, engine, "store")
+    app = decode_node(Secret("amqp://127.0.0.1:9"), "pool", Settings((local,), beside="d0"), local)
+
+    async def fails_behind_the_start() -> None:
+        async with app.router.lifespan_context(app) as state:
+            consumer: Consumer = dict(state or {})["consumer"]
+            await until(lambda: consumer.engine_ready)
+            raise StartError
+
+    async def begin() -> None:
+        with pytest.raises(StartError):
+            await fails_behind_the_start()
+
+    check(begin)
