@@ -10,11 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from benchmarks.stub_engine import StubEngines
+from kvparams.scheduling import Role
+from kvparams_proxy.app import create_app
+from kvparams_proxy.settings import Settings
 
-from .conftest import answer
+from .conftest import answer, instance
 from .served import Served, serving
+from .test_legs import ANSWER
+from .test_signed import RESULT
 
 STREAM = {"model": "stub", "prompt": "x", "stream": True}
 
@@ -174,3 +180,41 @@ async def test_a_log_that_nobody_reads_stops_nobody(scripted: Any) -> None:
             await process.wait()
         os.close(unread)
         os.close(full)
+
+
+async def test_kv_is_given_back_before_the_connections_close(scripted: Any) -> None:
+    """A request is cut while decode fetches: the engine that is told to free its KV is heard out."""
+    fetching = asyncio.Event()
+    heard_out: list[bool] = []
+
+    async def serve(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if prefill.heads[-1].startswith(b"POST /v1/kvparams "):
+            await asyncio.sleep(0.1)  # what an engine may take
+            heard_out.append(not reader.at_eof())
+            writer.write(answer(b"{}"))
+        else:
+            asked = json.loads(body)["kv_transfer_params"]["kvparams"]
+            result = RESULT | {name: asked[name] for name in ("request_id", "transfer")}
+            writer.write(answer(json.dumps(ANSWER | {"kv_transfer_params": {"kvparams": result}}).encode()))
+
+    async def fetches(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fetching.set()
+        await reader.read()
+
+    prefill, decode = await scripted(serve), await scripted(fetches)
+    engines = (instance(Role.PREFILL, prefill.url, "store-drop"), instance(Role.DECODE, decode.url, "store-drop"))
+    app = create_app(Settings(engines, log_requests="off"))
+
+    async with app.router.lifespan_context(app) as state:
+
+        async def served(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": dict(state or {})}, receive, send)
+
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://proxy")
+        asked = asyncio.create_task(client.post("/v1/completions", json={"model": "stub", "prompt": "x"}))
+        async with asyncio.timeout(10):
+            await fetching.wait()
+    assert heard_out == [True]
+    async with asyncio.timeout(10):
+        assert (await asked).json()["error"]["code"] == "shutting_down"
+    await client.aclose()
