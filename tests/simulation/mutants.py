@@ -221,7 +221,7 @@ EQUIVALENT: dict[str, str] = {
     "watch:Watch._sweep: self.stop(what)": "whatever expires ends, and stops it",
     "slowstart:SlowStart.settled: self._since.clear()": "those who are there at the start are slow for a moment",
     "breakers:Breakers.failed: member.trial = None": _TRIAL,
-    "breakers:Breakers.heard: member.trial = None": "the next trial takes its place, and the end of this one's leg finds "
+    "breakers:Breakers.heard: member.trial = None": "the next trial takes its place, and the end of this leg finds "
     "nothing to do",
     "fleet:Fleet.failed: self._blame.forget(instance)": f"{_LIMIT}nobody minds that a pair is avoided for longer; "
     "tests/proxy/test_pair_blame.py holds it",
@@ -266,6 +266,8 @@ EQUIVALENT: dict[str, str] = {
     "probes:_Probe._placed: self._exchange = None": f"{_LIMIT}engines have no bootstrap servers beside them",
     "probes:_Probe.end: self._bootstrap.close()": f"{_LIMIT}engines have no bootstrap servers beside them",
     "probes:_Probe._over: self._apart_s = 0.0": f"{_LIMIT}nobody minds that probes come later than they should",
+    "context:PlanContext.hold: self.claimed = False": f"{_LIMIT}no client leaves just when KV is computed anew; "
+    "tests/proxy/test_leaving.py holds it",
     "relay:Relay._send: self._held.clear()": "nothing is held or looked for in it once the stream has begun",
     "releases:Releases._tell: self._settled.clear()": f"{_LIMIT}a release that is cut off counts as orphaned; "
     "tests/proxy/test_shutdown.py holds it",
