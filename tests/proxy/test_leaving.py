@@ -116,6 +116,36 @@ async def test_kv_of_a_prefill_whose_answer_was_on_its_way_is_given_back(
     assert ends == [b""]
 
 
+async def test_kv_that_was_computed_anew_is_given_back_too(scripted: Any, proxy: Any) -> None:
+    """Decode fails with the first KV, which it may have fetched; the client leaves before the second is used."""
+    again = asyncio.Event()
+    prefills = 0
+
+    async def prefill(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal prefills
+        prefills += 1
+        if prefills == 2:
+            again.set()
+            await reader.read()
+        writer.write(WHOLE)
+
+    async def decode(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 X\r\ncontent-length: 0\r\n\r\n" if prefills == 1 else WHOLE)
+
+    producer, consumers = await scripted(prefill), [await scripted(decode) for _ in range(2)]
+    running = await proxy([producer.url], [each.url for each in consumers], retries=1)
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(request(BODY))
+    async with asyncio.timeout(5):
+        await again.wait()
+    assert sum(len(each.bodies) for each in consumers) == 1
+    writer.transport.abort()
+    await until(lambda: sum(len(each.bodies) for each in consumers) == 2)
+    async with asyncio.timeout(5):
+        while await running.metric("kvparams_proxy_in_flight"):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 async def test_a_prefill_that_was_heard_out_and_is_no_json_is_not_tried_again(scripted: Any, proxy: Any) -> None:
     """Nobody waits for what another engine would say."""
     asked: list[asyncio.Event] = [asyncio.Event(), asyncio.Event()]

@@ -10,11 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from benchmarks.stub_engine import StubEngines
+from kvparams.scheduling import Role
+from kvparams_proxy.app import create_app
+from kvparams_proxy.settings import Settings
 
-from .conftest import answer
+from .conftest import answer, instance
 from .served import Served, serving
+from .test_legs import ANSWER
+from .test_signed import RESULT
 
 STREAM = {"model": "stub", "prompt": "x", "stream": True}
 
@@ -103,7 +109,8 @@ async def test_health_says_draining_while_requests_are_still_taken(stub: StubEng
 @pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
 @pytest.mark.parametrize("how", ["the grace is over", "a second signal"])
 async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[str, ...], how: str) -> None:
-    """A stream midway, a prompt that is computed, and a body that has not arrived: each hears of it and is logged."""
+    """A stream midway, a prompt that is computed, and a body and a head that have not arrived: each hears of it; whose
+    head was there is logged."""
     stub.delays.itl_ms = 50
     grace = "1" if how == "the grace is over" else "60"
     async with serving(stub, "--grace", grace, *flags) as served:
@@ -113,6 +120,8 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
         whole[1].write(raw({"model": "stub", "prompt": "x", "max_tokens": 2000}))
         half = await asyncio.open_connection("127.0.0.1", served.port)
         half[1].write(raw({"model": "stub", "prompt": "x", "max_tokens": 2}, sent=10))
+        head = await asyncio.open_connection("127.0.0.1", served.port)
+        head[1].write(raw({"model": "stub"})[:40])
         async with asyncio.timeout(10):
             while sum(engine.counters.live for engine in stub.engines) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -123,7 +132,7 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
         text = await stream.rest()
         event = json.loads(re.findall(r"data: (\{.*\})", text)[-1])
         assert (event["error"]["code"], "shutting down" in event["error"]["message"]) == ("shutting_down", True)
-        for reader, writer in (whole, half):
+        for reader, writer in (whole, half, head):
             async with asyncio.timeout(10):
                 said = await reader.read()
             assert said.startswith(b"HTTP/1.1 503 ")
@@ -171,3 +180,41 @@ async def test_a_log_that_nobody_reads_stops_nobody(scripted: Any) -> None:
             await process.wait()
         os.close(unread)
         os.close(full)
+
+
+async def test_kv_is_given_back_before_the_connections_close(scripted: Any) -> None:
+    """A request is cut while decode fetches: the engine that is told to free its KV is heard out."""
+    fetching = asyncio.Event()
+    heard_out: list[bool] = []
+
+    async def serve(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if prefill.heads[-1].startswith(b"POST /v1/kvparams "):
+            await asyncio.sleep(0.1)  # what an engine may take
+            heard_out.append(not reader.at_eof())
+            writer.write(answer(b"{}"))
+        else:
+            asked = json.loads(body)["kv_transfer_params"]["kvparams"]
+            result = RESULT | {name: asked[name] for name in ("request_id", "transfer")}
+            writer.write(answer(json.dumps(ANSWER | {"kv_transfer_params": {"kvparams": result}}).encode()))
+
+    async def fetches(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fetching.set()
+        await reader.read()
+
+    prefill, decode = await scripted(serve), await scripted(fetches)
+    engines = (instance(Role.PREFILL, prefill.url, "store-drop"), instance(Role.DECODE, decode.url, "store-drop"))
+    app = create_app(Settings(engines, log_requests="off"))
+
+    async with app.router.lifespan_context(app) as state:
+
+        async def served(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": dict(state or {})}, receive, send)
+
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://proxy")
+        asked = asyncio.create_task(client.post("/v1/completions", json={"model": "stub", "prompt": "x"}))
+        async with asyncio.timeout(10):
+            await fetching.wait()
+    assert heard_out == [True]
+    async with asyncio.timeout(10):
+        assert (await asked).json()["error"]["code"] == "shutting_down"
+    await client.aclose()

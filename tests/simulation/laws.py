@@ -275,6 +275,8 @@ def after_the_end(world: "World") -> Iterator[str]:
     logged = lines.text.count("\n")
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
     garbage += sum(world.connections.refused.values())
+    if world.scenario.stop is not None:  # a head of which only a part had come is refused likewise
+        garbage += sum(client.script.pieces > 1 for client in world.clients)
     if counted := _inside(world.connections, "_by_address"):
         yield f"connections are counted by address: {counted}"
     if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:

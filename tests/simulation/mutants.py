@@ -19,7 +19,9 @@ __all__ = [
     "MODULES",
     "RELEASES",
     "Mutant",
+    "check_control",
     "code_in",
+    "first_wrong",
     "function_in",
     "in_time",
     "mutants",
@@ -219,6 +221,8 @@ EQUIVALENT: dict[str, str] = {
     "watch:Watch._sweep: self.stop(what)": "whatever expires ends, and stops it",
     "slowstart:SlowStart.settled: self._since.clear()": "those who are there at the start are slow for a moment",
     "breakers:Breakers.failed: member.trial = None": _TRIAL,
+    "breakers:Breakers.heard: member.trial = None": "the next trial takes its place, and the end of this leg finds "
+    "nothing to do",
     "fleet:Fleet.failed: self._blame.forget(instance)": f"{_LIMIT}nobody minds that a pair is avoided for longer; "
     "tests/proxy/test_pair_blame.py holds it",
     "pairs:PairFailures._record: del self._records[next(iter(self._records))]": _CACHE,
@@ -234,6 +238,11 @@ EQUIVALENT: dict[str, str] = {
     "connection:Connection.close: self._sink = None": _ABORTED,
     "connection:Connection.connection_lost: self._exchange = None": _LOST,
     "connection:Connection.connection_lost: self._sink = None": _LOST,
+    "connection:Connection._go_on: self._later = b''": f"{_LIMIT}no read brings more than is taken in one turn; "
+    "tests/proxy/test_long_answers.py holds it",
+    "connection:Connection._go_on: self.transport.resume_reading()": f"{_LIMIT}as the last",
+    "connection:Connection.connection_lost: del self._parser": f"{_LIMIT}what only the collector frees is not looked "
+    "for; tests/proxy/test_released.py holds it",
     "connection:Connection._end: self._exchange = None": "one that is over hears no more, until the next is there",
     "connection:Connection._end: self._sink = None": "what an engine says unasked closes its connection",
     "connection:Connection._fail: self._exchange = None": _ABORTED,
@@ -257,6 +266,11 @@ EQUIVALENT: dict[str, str] = {
     "probes:_Probe._placed: self._exchange = None": f"{_LIMIT}engines have no bootstrap servers beside them",
     "probes:_Probe.end: self._bootstrap.close()": f"{_LIMIT}engines have no bootstrap servers beside them",
     "probes:_Probe._over: self._apart_s = 0.0": f"{_LIMIT}nobody minds that probes come later than they should",
+    "context:PlanContext.hold: self.claimed = False": f"{_LIMIT}no client leaves just when KV is computed anew; "
+    "tests/proxy/test_leaving.py holds it",
+    "relay:Relay._send: self._held.clear()": "nothing is held or looked for in it once the stream has begun",
+    "releases:Releases._tell: self._settled.clear()": f"{_LIMIT}a release that is cut off counts as orphaned; "
+    "tests/proxy/test_shutdown.py holds it",
     "releases:_Release.ended: self.exchange = None": "the release itself is let go in the same turn",
     "slowstart:SlowStart.close: self._timer = None": "it is closed once, and begins nothing afterwards",
 }
@@ -298,10 +312,27 @@ def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     from .scenario import SPLIT
 
     with _mutated(mutant):
-        for seed in seeds:
-            if wrong := in_time(seed, SPLIT):
-                return seed, wrong[0]
+        found = first_wrong(seeds, SPLIT)
+    check_control(found, SPLIT)
+    return found
+
+
+def first_wrong(seeds: range, modes: Mapping[str, int]) -> tuple[int, str] | None:
+    """Returns the first seed in whose run something is wrong, and what; None if in none."""
+    for seed in seeds:
+        if wrong := in_time(seed, modes):
+            return seed, wrong[0]
     return None
+
+
+def check_control(found: tuple[int, str] | None, modes: Mapping[str, int]) -> None:
+    """Checks that the seed is well without the mutant: otherwise the mutant was not what was noticed.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    if found is not None and (wrong := in_time(found[0], modes)):
+        raise AssertionError(f"seed {found[0]} fails without any mutant: {wrong[0]}")
 
 
 def in_time(seed: int, modes: Mapping[str, int]) -> list[str]:

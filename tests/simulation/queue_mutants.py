@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .mutants import code_in, function_in, in_time
+from .mutants import check_control, code_in, first_wrong, function_in
 from .scenario import QUEUED
 
 __all__ = ["WRONGS", "Wrong", "noticed"]
@@ -132,11 +132,11 @@ WRONGS = (
 
 def noticed(wrong: Wrong, seeds: range) -> tuple[int, str] | None:
     """The first seed in which it is noticed, and how; None if in none."""
+    modes = {QUEUED: 1}
     with _done(wrong):
-        for seed in seeds:
-            if found := in_time(seed, {QUEUED: 1}):
-                return seed, found[0]
-    return None
+        found = first_wrong(seeds, modes)
+    check_control(found, modes)
+    return found
 
 
 @contextmanager

@@ -35,6 +35,8 @@ def judge(world: "World", ask: Ask, reply: Reply) -> tuple[str, str | None]:
         return "whole", None if reply.body else "it is empty"
     if b'"too_many_connections"' in reply.body and world.scenario.clients_at_once is not None:
         return "an error", None
+    if b'"shutting_down"' in reply.body and world.stopping and b"x-request-id" not in reply.headers:
+        return "an error", None  # its head had not arrived
     if ask.own_id and reply.headers.get(b"x-request-id") != f"id-{ask.prompt[:-1]}".encode():
         return "whole", "it has another request's id"
     expected = text(answer_ids(tokenize(ask.prompt), ask.tokens))

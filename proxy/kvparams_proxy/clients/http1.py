@@ -381,7 +381,7 @@ class HTTPProtocol(asyncio.Protocol):
     def cut(self) -> None:
         """See `ClientConnection.cut`."""
         current = self._current
-        if self._receiving is not None and self._receiving is current:
+        if self._in_message if current is None else self._receiving is current:
             self._fail(ProxyError(503, "service_unavailable", "the proxy is shutting down", code="shutting_down"))
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.answers import LONG_BYTES, Answer
 from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.corrections import Corrections, prompt_details
-from kvparams_proxy.execution.failures import BrokenLeg, broken, evidence, refusal
+from kvparams_proxy.execution.failures import BrokenLeg, answered_status, broken, evidence, refusal
 from kvparams_proxy.execution.legs import leg_request, recorder_for
 from kvparams_proxy.execution.paired import Paired
 from kvparams_proxy.execution.privacy import error_in
@@ -645,8 +645,9 @@ class Execution:
             self._context.abandon(gone=False)
         self._resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
         # What an engine forbids may be this request alone (vLLM 0.32.0: scale-out endpoints); probes find wrong keys.
-        forbidden = error is None and head.status in (401, 403)
-        limited = error is None and head.status == 429 and not own_key  # the client's key is, others' need not be
+        status = answered_status(head, error)
+        forbidden = status in (401, 403)
+        limited = status == 429 and not own_key  # the client's key is, others' need not be
         full = isinstance(error, UpstreamFull)  # that is not broken
         other = pool is not None and pool.shared and (error is None or error.connected)  # the next one is not this one
         if failure.another and not (limited or full or other or forbidden):

@@ -19,7 +19,7 @@ from kvparams_proxy.errors import ProxyError, engine_refusal, reported_error
 from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
 
-__all__ = ["BrokenLeg", "broken", "evidence", "refusal"]
+__all__ = ["BrokenLeg", "answered_status", "broken", "evidence", "refusal"]
 
 _log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 1
@@ -85,8 +85,7 @@ def broken(
             sent=sent,
         )
     if isinstance(error, UpstreamRefusal):
-        code = error.error.get("code")
-        status = code if type(code) is int else 500
+        status = answered_status(head, error)
         refused = reported_error(role, status, error.error, addresses, body, own_key=own_key)
         busy = _is_busy(role, status, b"", refused)
         return BrokenLeg(refused, another=busy or refused.status >= 500, begun=begun, sent=sent)
@@ -104,6 +103,16 @@ def broken(
         said = f"the {role} leg failed: {error.reason}"
         what = ProxyError(502, "upstream_error", said, code=f"{role}_failed")
     return BrokenLeg(what, begun=begun, sent=sent)
+
+
+def answered_status(head: Head, error: UpstreamError | None) -> int:
+    """Returns the status of an engine's answer, which may stand in its error instead of its head; 0 for no answer."""
+    if error is None:
+        return head.status
+    if isinstance(error, UpstreamRefusal):
+        code = error.error.get("code")
+        return code if type(code) is int else 500
+    return 0
 
 
 def evidence(head: Head, error: UpstreamError | None) -> str:

@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,14 +107,14 @@ def decode_node(broker: Secret, pool: str, settings: Settings, engine: Instance)
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
         access, limits = settings.rules.access, settings.limits.get(Role.DECODE)
-        way = Pool(engine.url, settings.upstream, access.tls, server_name=access.server_name, key=access.key)
         room = (limits.requests if limits is not None else None) or _ROOM
-        consumer = Consumer(
-            broker, way, name=pool, room=room, silence_s=settings.decode_timeout_s, probe_s=settings.probe_s
-        )
-        async with consumer:
-            yield {"consumer": consumer}
-        way.close()
+        async with AsyncExitStack() as stack:
+            way = Pool(engine.url, settings.upstream, access.tls, server_name=access.server_name, key=access.key)
+            stack.callback(way.close)
+            consumer = Consumer(
+                broker, way, name=pool, room=room, silence_s=settings.decode_timeout_s, probe_s=settings.probe_s
+            )
+            yield {"consumer": await stack.enter_async_context(consumer)}
 
     return Starlette(routes=[Route("/health", _health), Route("/metrics", _metrics)], lifespan=lifespan)
 
