@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from kvparams_proxy.clients.connections import ConnectionLimits, Connections
-from kvparams_proxy.clients.direct import DIRECT
+from kvparams_proxy.clients.direct import DIRECT, DirectEndpoint
 from kvparams_proxy.clients.http1 import HTTPProtocol, Service
 from kvparams_proxy.draining import Draining
 from kvparams_proxy.errors import ProxyError
@@ -181,7 +181,9 @@ def _service(
         if resources is not None:
             resources.metrics.refused(Refusal("", b"", error))
 
-    return Service(loop, app, state, state.get(DIRECT, {}) if direct else {}, connections, refused)
+    endpoints: Mapping[bytes, DirectEndpoint] = state.get(DIRECT, {})
+    bodies = next((endpoint.bodies for endpoint in endpoints.values()), None)
+    return Service(loop, app, state, endpoints if direct else {}, connections, refused, bodies)
 
 
 async def _first(longest_s: float, *events: Coroutine[Any, Any, object]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
+from kvparams_proxy.clients import http1
 from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.connections import ConnectionLimits, Connections
 from kvparams_proxy.clients.downstream import Downstream
@@ -352,8 +353,11 @@ class AtOnce:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_answers_that_a_client_does_not_take_are_not_heaped_up(reads: bool) -> None:
+async def test_answers_that_a_client_does_not_take_are_not_heaped_up(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The requests behind them wait in the client. One that never reads is sent away."""
+    monkeypatch.setattr(http1, "_REQUEST_S", 2.0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError(scope)

@@ -1,7 +1,9 @@
 """The HTTP/1.1 server side of one client connection, on httptools: parsing, framing, deadlines, and who answers.
 
 A POST to a path of a `DirectEndpoint` takes the short way (`direct.py`), everything else goes to the ASGI app
-(`asgi.py`). Requests are answered one after the other; pipelined ones wait in a short queue while nothing more is read.
+(`asgi.py`). Requests are parsed and answered one after the other, one in a turn of the event loop; what a client sends
+behind the one that is being answered waits as it came, within a bound. It is read all the same: else nobody would
+notice that the client leaves.
 
 Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llhttp 9).
 """
@@ -9,7 +11,6 @@ Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llh
 import asyncio
 import logging
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -19,6 +20,7 @@ import httptools
 from starlette.types import ASGIApp
 
 from kvparams_proxy.clients.asgi import ASGIExchange
+from kvparams_proxy.clients.body import BodyBudget
 from kvparams_proxy.clients.connections import Connections
 from kvparams_proxy.clients.direct import DirectDownstream, DirectEndpoint
 from kvparams_proxy.clients.response import CONTINUE, ResponseWriter, error_response
@@ -38,12 +40,16 @@ _REQUEST_S: Final = 60.0
 """From the first byte of a request to its last; and for an answer to be taken after its end."""
 _LINGER_S: Final = 2.0
 """For a client that still sends to read its refusal: to close at once would reset the connection and discard it."""
-_MOST_QUEUED: Final = 256
-"""Pipelined requests of one read that wait on one connection; further ones are not answered."""
+_AHEAD_BYTES: Final = 256 << 10
+"""Of pipelined requests that wait on one connection: up to this nothing stops reading, so that a client that leaves is
+noticed."""
+_LONGEST_LENGTH: Final = 18
+"""Digits of a Content-Length: llhttp takes no larger one than 2**64 - 1, and no body here is so long."""
+_HEAD_END: Final = b"\r\n\r\n"
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
 """uri-host [":" port], RFC 9110 section 7.2; empty is allowed."""
 _FOREVER: Final = float("inf")
-_HEEDED: Final = frozenset((b"host", b"expect", b"transfer-encoding"))
+_HEEDED: Final = frozenset((b"host", b"expect", b"transfer-encoding", b"content-length"))
 """Headers that say how the request is to be read."""
 _log: Final = logging.getLogger(__name__)
 
@@ -61,6 +67,8 @@ class Service:
     connections: Connections
     refused: Callable[[ProxyError], None]
     """Hears of what was refused before it was a request."""
+    bodies: BodyBudget | None = None
+    """What bodies may take together, and what waits behind a request."""
 
 
 class _Head(NamedTuple):
@@ -75,47 +83,39 @@ class _Head(NamedTuple):
     """Whether the client waits for 100 Continue."""
 
 
-class _Queued:
-    """A pipelined request that waits for its turn."""
-
-    __slots__ = ("head", "pieces", "whole")
-
-    def __init__(self, head: "_Head") -> None:
-        self.head = head
-        self.pieces: list[bytes] = []
-        self.whole = False
-
-    def more(self, data: bytes) -> None:
-        """Receives a piece of the body."""
-        self.pieces.append(data)
-
-
 class HTTPProtocol(asyncio.Protocol):
     """One connection: a `Connections` member, and the owner of the response that is being written."""
 
     __slots__ = (
+        "_ahead",
+        "_ahead_at",
         "_bad_host",
+        "_behind",
+        "_body_left",
         "_current",
         "_deaf",
+        "_ended",
         "_expect",
         "_framing",
-        "_going_on",
         "_good_host",
         "_headers",
         "_headers_done",
         "_held",
         "_hosts",
         "_in_message",
+        "_kept_bytes",
         "_leaving",
+        "_length",
         "_lingering",
         "_loop",
+        "_more",
         "_parser",
-        "_queue",
         "_receiving",
+        "_scheduled",
         "_service",
         "_slow",
+        "_tail",
         "_transfer_encoding",
-        "_unread",
         "_upgrade",
         "_url",
         "address",
@@ -131,15 +131,28 @@ class HTTPProtocol(asyncio.Protocol):
         self._loop = service.loop
         self._parser: Any = httptools.HttpRequestParser(self)
         self._current: DirectDownstream | ASGIExchange | None = None
-        """The request that is being answered, or received and next in turn."""
-        self._receiving: DirectDownstream | ASGIExchange | _Queued | None = None
-        """The request whose body is coming."""
-        self._queue: deque[_Queued] = deque()
-        self._unread = b""
-        """What came behind the queued requests and was not parsed: as it came it takes least memory."""
-        self._going_on = False
+        """The request that is being received or answered."""
+        self._receiving: DirectDownstream | ASGIExchange | None = None
+        """The same while its body is coming."""
+        self._ahead = b""
+        """What came behind the request that is being answered, not parsed yet from `_ahead_at` on."""
+        self._ahead_at = 0
+        self._behind = bytearray()
+        """What came later than that."""
+        self._kept_bytes = 0
+        """How much both hold, as the budget knows it."""
+        self._scheduled = False
+        """Whether the next turn of the loop goes on with that."""
         self._deaf = False
         """Whether what the client sends is not looked at any more: the last answer is on its way."""
+        self._more = False
+        """Whether there was something that is not looked at."""
+        self._tail = b""
+        """The last bytes of a head that is not complete: its end may lie across two reads."""
+        self._body_left: int | None = 0
+        """Bytes of the body that are still to come; None where chunks say it."""
+        self._ended = False
+        """Whether a request has ended in the piece that is being parsed."""
         self._lingering = False
         self._leaving = False
         """Whether the connection closes when it is idle: the server is draining."""
@@ -157,6 +170,8 @@ class HTTPProtocol(asyncio.Protocol):
         """A Host header that was found valid: clients repeat theirs."""
         self._bad_host = False
         self._transfer_encoding: bytes | None = None
+        self._length = 0
+        """The Content-Length, as the parser has accepted it."""
         self._expect: bytes | None = None
         self._upgrade = False
         self.address = ""
@@ -176,34 +191,111 @@ class HTTPProtocol(asyncio.Protocol):
             self._refuse(ProxyError(503, "service_unavailable", message, code="too_many_connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came, in pieces no larger than a head may be."""
-        if self._queue or self._unread:
-            self._unread += data
-        elif not self._deaf:
-            self._parse(data)
+        """Parses what came, up to the end of one request."""
+        if self._deaf:
+            self._more = True
+        elif self._ahead or self._behind or self._busy:
+            self._behind += data
+            self._account()
+        else:
+            self._parse(data, 0)
 
-    def _parse(self, data: bytes) -> None:
+    @property
+    def _busy(self) -> bool:
+        """Whether the client has to wait: for an answer, or until it has taken one."""
+        return (self._current is not None and self._receiving is None) or (self._slow and self._current is None)
+
+    def _parse(self, data: bytes, at: int) -> None:
+        """Feeds the parser piece by piece: a head, then its body, so that no request is parsed with the one before."""
         if not self._in_message:
             self._framing = 0
-        room = _HEAD_BYTES - self._framing
-        if len(data) <= room:
-            self._framing += len(data)
-            self._feed(data)
-            return
-        view = memoryview(data)
-        while view and not self._deaf:
-            if self._queue:
-                self._unread = bytes(view)
-                return
-            room = _HEAD_BYTES - self._framing
-            if room <= 0:
+        size = len(data)
+        while at < size:
+            end = self._piece_end(data, at)
+            if end == at:
                 message = f"more than {_HEAD_BYTES} bytes of headers, trailers or chunk extensions"
                 self._fail(ProxyError(431, "invalid_request_error", message))
                 return
-            piece = view[:room]
-            view = view[room:]
-            self._framing += len(piece)
-            self._feed(piece)
+            self._framing += end - at
+            self._ended = False
+            self._feed(data if end - at == size else memoryview(data)[at:end])
+            at = end
+            if self._deaf:
+                self._more = self._more or at < size
+                return
+            if self._ended and at < size:
+                self._ahead, self._ahead_at = data, at
+                self._account()
+                self._schedule()
+                return
+
+    def _piece_end(self, data: bytes, at: int) -> int:
+        """The position up to which `data[at:]` belongs to the head or the body that is coming, as far as may be."""
+        size = len(data)
+        if self._in_message and self._headers_done:
+            left = self._body_left
+            if left is not None:
+                end = min(at + left, size)
+                self._body_left = left - (end - at)
+                return end
+            return min(at + max(0, _HEAD_BYTES - self._framing), size)
+        if not self._in_message and data[at] in b"\r\n":  # empty lines before a request are allowed
+            return min(size - len(data[at:].lstrip(b"\r\n")), at + max(0, _HEAD_BYTES - self._framing))
+        tail = self._tail
+        found = (tail + data[at : at + len(_HEAD_END)]).find(_HEAD_END) if tail else -1
+        if found >= 0:
+            end = at + found + len(_HEAD_END) - len(tail)
+        else:
+            found = data.find(_HEAD_END, at)
+            end = size if found < 0 else found + len(_HEAD_END)
+        self._tail = (tail + data[max(at, end - 3) : end])[-3:] if found < 0 else b""
+        return min(end, at + max(0, _HEAD_BYTES - self._framing))
+
+    def _account(self) -> None:
+        """Tells the budget of bodies what waits behind the request that is being answered."""
+        kept = len(self._ahead) - self._ahead_at + len(self._behind)
+        more, self._kept_bytes = kept - self._kept_bytes, kept
+        bodies = self._service.bodies
+        if bodies is not None and more < 0:
+            bodies.give_back(-more)
+        elif bodies is not None and more:
+            try:
+                bodies.take(more)
+            except ProxyError:
+                self._kept_bytes -= more
+                self._drop_ahead()
+                self._not_served()
+                return
+        if kept > _AHEAD_BYTES:
+            self.hold()
+
+    def _drop_ahead(self) -> None:
+        """Forgets what waits."""
+        if self._kept_bytes:
+            self._ahead, self._ahead_at, self._behind = b"", 0, bytearray()
+            self._account()
+
+    def _schedule(self) -> None:
+        """Goes on in the next turn of the loop: requests that are answered at once must not hold up the others."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Parses the next request that waits."""
+        self._scheduled = False
+        if self._deaf or self._busy or self.transport.is_closing():
+            return
+        data, at = self._ahead, self._ahead_at
+        if data:
+            self._ahead, self._ahead_at = b"", 0
+        else:
+            data, self._behind = bytes(self._behind), bytearray()
+        self._parse(data, at)
+        self._account()
+        self.read_on()
+        if self._behind and not self._busy:
+            self._schedule()
 
     def eof_received(self) -> None:
         """A client that closes its side has left."""
@@ -214,8 +306,7 @@ class HTTPProtocol(asyncio.Protocol):
         self._deaf = True
         self._parser = None
         self._receiving = None
-        self._queue.clear()
-        self._unread = b""
+        self._drop_ahead()
         self._headers = []
         current, self._current = self._current, None
         if current is not None:
@@ -241,21 +332,23 @@ class HTTPProtocol(asyncio.Protocol):
             current.client_ready()
         elif not self._deaf:
             self._wait()
-            self.read_on()
-            self._go_on()
+            if self._kept_bytes:
+                self._schedule()
 
     # the parser's callbacks
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        if self._ended:  # behind the last chunk of another one, in one piece with it
+            self._not_served()
         self._in_message = True
         self._url = b""
         self._headers = []
         self._headers_done = False
-        self._hosts = 0
+        self._hosts = self._length = 0
         self._bad_host = self._upgrade = False
         self._transfer_encoding = self._expect = None
-        if self._current is None:
+        if not self._deaf:
             self.since_s = self._loop.time()
             self.limit_s = _HEAD_S
 
@@ -276,6 +369,7 @@ class HTTPProtocol(asyncio.Protocol):
         """Chooses who answers."""
         self._framing = 0
         self._headers_done = True
+        self._body_left = None if self._transfer_encoding is not None else self._length
         if self._deaf:
             return
         parser = self._parser
@@ -292,11 +386,8 @@ class HTTPProtocol(asyncio.Protocol):
         headers, self._headers = self._headers, []
         keep_alive = version == "1.1" and parser.should_keep_alive()
         head = _Head(parser.get_method(), self._url, version, headers, keep_alive, self._expect is not None)
-        if self._current is not None or self._slow or self._queue:
-            self._enqueue(head)
-            return
         self.limit_s = _REQUEST_S
-        self._open(head, whole=False)
+        self._open(head)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -308,17 +399,14 @@ class HTTPProtocol(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         self._in_message = False
+        self._ended = True
         receiving, self._receiving = self._receiving, None
         if receiving is None:
             return
-        if isinstance(receiving, _Queued):
-            receiving.whole = True
-            self._deaf = not receiving.head.keep_alive
-        else:
-            self._deaf = not receiving.keep_alive
-            if not receiving.complete:  # otherwise it was refused before its body had come
-                self.limit_s = _FOREVER
-                receiving.whole()
+        self._deaf = not receiving.keep_alive
+        if not receiving.complete:  # otherwise it was refused before its body had come
+            self.limit_s = _FOREVER
+            receiving.whole()
 
     # the connection, as the response sees it
 
@@ -334,8 +422,8 @@ class HTTPProtocol(asyncio.Protocol):
             self.transport.pause_reading()
 
     def read_on(self) -> None:
-        """See `Owner.read_on`. Nothing is read while requests are queued."""
-        if self._held and not (self._queue or self._unread) and not self.transport.is_closing():
+        """See `Owner.read_on`."""
+        if self._held and self._kept_bytes <= _AHEAD_BYTES and not self.transport.is_closing():
             self._held = False
             self.transport.resume_reading()
 
@@ -346,15 +434,12 @@ class HTTPProtocol(asyncio.Protocol):
         self._current = None
         unread = self._receiving is exchange
         if unread or self._leaving or not exchange.keep_alive:
-            self._end(linger=unread)
+            self._end(linger=unread or self._more)
             return
         self._wait()
-        if self._slow:
-            self.hold()
-        elif self._queue or self._unread:
-            self._go_on()
-        else:
-            self.read_on()
+        self.read_on()
+        if self._kept_bytes:
+            self._schedule()
 
     # the connection, as the server sees it
 
@@ -424,6 +509,7 @@ class HTTPProtocol(asyncio.Protocol):
             self._fail(ProxyError(405, "invalid_request_error", f"{method.decode()} is not served here"))
             return
         self._parser = httptools.HttpRequestParser(self)
+        self._ended = False
         lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(lines)))
 
@@ -435,6 +521,9 @@ class HTTPProtocol(asyncio.Protocol):
                     self._bad_host = True
                 else:
                     self._good_host = value
+        elif name == b"content-length":
+            digits = value.lstrip(b"0")[:_LONGEST_LENGTH]
+            self._length = int(digits) if digits.isdigit() else 0
         elif name == b"expect":
             self._expect = value
         else:
@@ -462,8 +551,8 @@ class HTTPProtocol(asyncio.Protocol):
                 return _bad(417, "the only expectation that is met is 100-continue")
         return None
 
-    def _open(self, head: _Head, *, whole: bool) -> DirectDownstream | ASGIExchange | None:
-        """Begins to serve a request; None where its head turned out to be wrong. `whole`: its body is here already."""
+    def _open(self, head: _Head) -> None:
+        """Begins to serve a request, unless its head turns out to be wrong."""
         method, url, version, headers, keep_alive, expects = head
         old = version == "1.0"
         keep_alive = keep_alive and not self._leaving
@@ -471,30 +560,23 @@ class HTTPProtocol(asyncio.Protocol):
         if endpoint is not None and method == b"POST":
             admission = endpoint.admit(headers)
             direct = DirectDownstream(self, endpoint, admission, keep_alive=keep_alive, http_1_0=old)
-            self._current = direct
-            if not whole:
-                self._receiving = direct
+            self._current = self._receiving = direct
             if admission.error is not None:
                 direct.refuse(admission.error)
-            elif expects and not whole:
+            elif expects:
                 self.transport.write(CONTINUE)
-            return direct
+            return
         try:
             scope = self._scope(method, url, version, headers)
         except (httptools.HttpParserInvalidURLError, UnicodeError):
             self._fail(_bad(400, "the request target is not valid"))
-            return None
-        exchange = ASGIExchange(
-            self, keep_alive=keep_alive, http_1_0=old, expects=expects and not whole, bodiless=method == b"HEAD"
-        )
-        self._current = exchange
-        if not whole:
-            self._receiving = exchange
+            return
+        exchange = ASGIExchange(self, keep_alive=keep_alive, http_1_0=old, expects=expects, bodiless=method == b"HEAD")
+        self._current = self._receiving = exchange
         tasks = self._service.connections.tasks
         task = self._loop.create_task(exchange.run(self._service.app, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        return exchange
 
     def _scope(self, method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
         parsed = httptools.parse_url(url)
@@ -517,52 +599,6 @@ class HTTPProtocol(asyncio.Protocol):
             "state": dict(self._service.state),
         }
 
-    def _whole(self, exchange: DirectDownstream | ASGIExchange) -> None:
-        if exchange.complete:  # it was refused before its body had come
-            return
-        self.limit_s = _FOREVER
-        exchange.whole()
-
-    def _enqueue(self, head: _Head) -> None:
-        self.hold()
-        if len(self._queue) >= _MOST_QUEUED:
-            self._deaf = True
-            last = self._queue[-1]
-            last.head = last.head._replace(keep_alive=False)
-            return
-        self._queue.append(_Queued(head))
-        self._receiving = self._queue[-1]
-
-    def _go_on(self) -> None:
-        """Serves queued requests until one is not answered at once."""
-        if self._going_on:  # it was answered at once: the loop below goes on
-            return
-        self._going_on = True
-        try:
-            while not self.transport.is_closing():
-                free = self._current is None and not self._slow
-                if self._queue and free:
-                    self._serve(self._queue.popleft())
-                elif self._unread and not self._queue and not self._deaf and (free or self._receiving is not None):
-                    unread, self._unread = self._unread, b""
-                    self._parse(unread)
-                else:
-                    break
-        finally:
-            self._going_on = False
-        self.read_on()
-
-    def _serve(self, queued: _Queued) -> None:
-        self.since_s = self._loop.time()
-        self.limit_s = _REQUEST_S
-        exchange = self._open(queued.head, whole=queued.whole)
-        if exchange is None:
-            return
-        for piece in queued.pieces:
-            exchange.more(piece)
-        if queued.whole:
-            self._whole(exchange)
-
     def _wait(self) -> None:
         """The client is waited for: to take what was written, for the rest of a head, or for its next request."""
         self.since_s = self._loop.time()
@@ -577,9 +613,17 @@ class HTTPProtocol(asyncio.Protocol):
             current.refuse(error)
             self._end(linger=True)
         elif current is not None:  # it stands behind a request that is being answered
-            self.abort()
+            self._not_served()
         else:
             self._refuse(error)
+
+    def _not_served(self) -> None:
+        """Ends the connection once it has answered what it is answering: what comes then is not what it should be."""
+        self._deaf = self._more = True
+        if self._current is None:
+            self._end(linger=True)
+        else:
+            self._current.keep_alive = False
 
     def _refuse(self, error: ProxyError) -> None:
         """Answers with an error where there is no request to answer."""
@@ -590,8 +634,7 @@ class HTTPProtocol(asyncio.Protocol):
     def _end(self, *, linger: bool) -> None:
         """Closes the connection. `linger`: the client may still be sending, and is given time to read the answer."""
         self._deaf = True
-        self._queue.clear()
-        self._unread = b""
+        self._drop_ahead()
         self._receiving = None
         if self._lingering or self.transport.is_closing():
             return
