@@ -70,7 +70,12 @@ NEAR: Final = 256
 _RUN_PARTS: Final = 512
 """Strings or members that are parsed together."""
 _FLAT_BYTES: Final = 256 << 10
-"""Of an object without objects in it; a string of so many bytes takes the parser some 2 ms if all is escaped."""
+"""Of an object without objects in it."""
+_FLAT_MEMBERS: Final = 64
+_FLAT_ESCAPED_BYTES: Final = 64 << 10
+"""Of such an object if it is full of escapes: so many take some 2 ms."""
+_FLAT_ESCAPES_SHARE: Final = 16
+"""A longer one may have one backslash in so many bytes: text has one for each line."""
 _FLAT_LIST_BYTES: Final = 64 << 10
 """Of a list in it: 32,000 numbers take some 3 ms."""
 _SHORT: Final = 64
@@ -131,19 +136,22 @@ def plain_members(raw: bytes, at: int, most_bytes: int) -> tuple[list[Field], in
 
 
 def flat_members(raw: bytes) -> list[Field] | None:
-    """Where the members of an object stand that is quick to read although it is long: few of them, which are strings,
-    short scalars without an exponent, or lists of whole numbers. None for any other text."""
+    """Returns where the members of an object stand that is quick to read although it is long: few of them, with names
+    that any reader takes, which are strings with few escapes, short scalars without an exponent, or lists of whole
+    numbers. None for any other text."""
     found: list[Field] = []
-    at = raw.find(b"{") + 1
-    if not at or len(raw) > _FLAT_BYTES:
+    at, size = raw.find(b"{") + 1, len(raw)
+    if not at or size > _FLAT_BYTES:
+        return None
+    if size > _FLAT_ESCAPED_BYTES and b"\\" in raw and raw.count(b"\\") > size // _FLAT_ESCAPES_SHARE:
         return None
     listed = 0
     match = _MEMBER.match
     while (member := match(raw, at)) is not None:
-        _, (start, _), (value, at) = member.regs
+        _, (start, name_end), (value, at) = member.regs
         byte = raw[value]
         if byte == _QUOTE:
-            at = string_end(raw, value, len(raw))
+            at = string_end(raw, value, size)
             if not at:
                 return None
         elif byte == _OPEN_LIST:
@@ -153,7 +161,7 @@ def flat_members(raw: bytes) -> list[Field] | None:
                 return None
         elif byte == _OPEN_OBJECT or at - value > _SHORT or (byte not in b"tfn" and _EXPONENT.search(raw, value, at)):
             return None
-        if len(found) == _RUN_PARTS:
+        if len(found) == _FLAT_MEMBERS or name_end - start > LONGEST_TOKEN:
             return None
         found.append(tuple.__new__(Field, (start, value, at)))  # pyright: ignore[reportUnknownMemberType]
     return found

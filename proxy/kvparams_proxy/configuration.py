@@ -23,7 +23,7 @@ from kvparams.trust.keyring import KeyringError
 from kvparams_proxy import production_stack
 from kvparams_proxy.clients.connections import ConnectionLimits
 from kvparams_proxy.clients.keys_file import KeysError, read_keys
-from kvparams_proxy.descriptors import connections_for, descriptor_limit, descriptors_for
+from kvparams_proxy.descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
 from kvparams_proxy.options import DEFAULTS, OPTIONS, check_settings
 from kvparams_proxy.production_stack import StaticFleet
 from kvparams_proxy.registry.access import Places, load_access
@@ -137,6 +137,7 @@ def configure(arguments: argparse.Namespace) -> Configuration:
         connections=ConnectionLimits(
             values["max-connections"] or connections_for(files),
             values["max-connections-per-address"],
+            refusals_for(files),
         ),
         drain_delay_s=values["drain-delay"],
         grace_s=values["grace"],

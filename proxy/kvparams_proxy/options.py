@@ -26,7 +26,8 @@ _CONTINUATION: Final = (
 
 _CONNECTIONS: Final = (
     "clients may have so many connections; the one that has been idle for longest makes room for a new one, and where "
-    "none is idle the new one is answered 503 (default: half of the files that the process may open)"
+    "none waits for a request the new one is answered 503 (default: somewhat less than half of the files "
+    "that the process may open)"
 )
 _DRAIN_DELAY: Final = (
     "after SIGTERM or Ctrl-C /health is 503 and requests are still taken for so long; behind a load balancer choose "

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from kvparams_proxy.clients.connections import ConnectionLimits, Connections
 from kvparams_proxy.clients.direct import DIRECT, DirectEndpoint
 from kvparams_proxy.clients.http1 import HTTPProtocol, Service
+from kvparams_proxy.descriptors import backlog_for, descriptor_limit
 from kvparams_proxy.draining import Draining
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import Resources
@@ -61,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the port is taken, or the host is not one of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+    return socket.create_server((host, port), family=family, backlog=backlog_for(descriptor_limit()))
 
 
 def serve(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
@@ -149,7 +150,8 @@ class Server:
         service = _service(loop, self._app, state, connections, direct=self._settings.direct)
         factory = partial(HTTPProtocol, service)
         tls = self._settings.tls
-        accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=socket.SOMAXCONN)
+        backlog = backlog_for(descriptor_limit())
+        accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=backlog)
         try:
             self.started.set()
             await self._stopping.wait()

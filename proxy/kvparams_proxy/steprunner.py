@@ -126,6 +126,15 @@ class StepRunner:
             self._loop.call_soon(self._turn)
         return work
 
+    async def complete(self, steps: Generator[None, None, T]) -> T:
+        """Does the work as `run` does and waits for what it returns or raises; cancelled, it does no more of it."""
+        outcome: asyncio.Future[T] = self._loop.create_future()
+        work = self.run(steps, outcome.set_result, outcome.set_exception)
+        try:
+            return await outcome
+        finally:
+            work.cancel()
+
     def _turn(self) -> None:
         new, waiting = self._new, self._waiting
         if not new and not waiting:

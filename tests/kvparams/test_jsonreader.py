@@ -195,6 +195,12 @@ def test_names_and_numbers_without_an_end_are_refused(what: bytes) -> None:
         in_steps(what)
 
 
+@pytest.mark.parametrize("size", [LONGEST_TOKEN - 2, LONGEST_TOKEN - 1, 70_000, 200_000])
+def test_a_long_name_is_judged_alike(size: int) -> None:
+    for raw in (b'{"%b":1}' % (b"k" * size), b'{"a":"b","%b":"c"}' % (b"k" * size)):
+        agree(raw, STEP_BYTES)
+
+
 def test_where_it_is_not_strict_only_json_is_asked_for() -> None:
     raw = b'{"x":[{"a":1,"a":2},1e999,%b],"y":"z"}' % b",".join([b"[]"] * 30_000)
     built = Build(OPEN_OBJECT)
@@ -297,19 +303,31 @@ def test_no_step_takes_long_whatever_the_text(name: str) -> None:
 CHEAP = {
     "one string": b'{"a":"b"}',
     "a prompt": filled(b'{"prompt":"', b"words ", b'","n":1,"t":0.5,"stream":true}', 250_000),
-    "escapes": filled(b'{"x":"', b"\\u00e9", b'"}', 250_000),
-    "escaped quotes": filled(b'{"x":"', b'\\"', b'"}', 250_000),
-    "backslashes": filled(b'{"x":"', b"\\\\", b'"}', 250_000),
+    "lines": filled(b'{"prompt":"', b"a line of some words\\n", b'"}', 250_000),
+    "escapes": filled(b'{"x":"', b"\\u00e9", b'"}', 64_000),
+    "escaped quotes": filled(b'{"x":"', b'\\"', b'"}', 64_000),
+    "backslashes": filled(b'{"x":"', b"\\\\", b'"}', 64_000),
+    "escaped names": b"{" + b",".join(b'"%b%d":1' % (b"\\u0061" * 160, number) for number in range(60)) + b"}",
+    "a long name": b'{"%b":1}' % (b"k" * (LONGEST_TOKEN - 2)),
     "ids": filled(b'{"x":[', b"1,", b'1],"model":"m"}', 64_000),
     "numbers of 4,000 digits": filled(b'{"x":[', b"9" * 4000 + b",", b"1]}", 64_000),
     "spaced": filled(b'{"x":[', b"1 , ", b"1]}", 64_000),
     "null": filled(b'{"x":[', b"null,", b"1]}", 64_000),
-    "lists": filled(b"{", b'"' + b"k" * 200 + b'":[1,2],', b'"z":[]}', 64_000),
-    "members": b"{" + b",".join(b'"%d":"%0200d"' % (number, number) for number in range(500)) + b"}",
+    "lists": b"{" + b",".join(b'"%d%b":[1,2]' % (number, b"k" * 900) for number in range(60)) + b"}",
+    "members": b"{" + b",".join(b'"%d":"%04000d"' % (number, number) for number in range(60)) + b"}",
+    "many lists": b"{" + b",".join(b'"%d":[%b1]' % (number, b"1," * 500) for number in range(60)) + b"}",
 }
 DEAR = {
     "many ids": filled(b'{"x":[', b"1,", b"1]}", 70_000),
     "many members": b"{" + b",".join(b'"%d":1' % number for number in range(600)) + b"}",
+    "members": b"{" + b",".join(b'"%d":"%0100d"' % (number, number) for number in range(65)) + b"}",
+    "lists": b"{" + b",".join(b'"%d":[%b1]' % (number, b"1," * 60) for number in range(500)) + b"}",
+    "escapes": filled(b'{"x":"', b"\\u00e9", b'"}', 250_000),
+    "escaped quotes": filled(b'{"x":"', b'\\"', b'"}', 250_000),
+    "escaped quotes without an end": filled(b'{"x":"', b'\\"', b"", 250_000),
+    "backslashes": filled(b'{"x":"', b"\\\\", b'"}', 250_000),
+    "escaped names": b"{" + b",".join(b'"%b%d":1' % (b"\\u0061" * 80, number) for number in range(500)) + b"}",
+    "a name too long": b'{"%b":1}' % (b"k" * (LONGEST_TOKEN - 1)),
     "exponents": filled(b'{"x":[', b"1e1,", b"1]}", 6_000),
     "fractions": filled(b'{"x":[', b"1.5,", b"1]}", 6_000),
     "a float too large": filled(b'{"x":"', b"a", b'","y":1e999}', 6_000),
@@ -328,12 +346,9 @@ def test_what_is_read_at_once_takes_no_long(name: str) -> None:
     raw, costs = CHEAP[name], list[float]()
     for _ in range(3):
         began = time.thread_time()
-        try:
-            assert load_short_object(raw) is not None
-        except JSONTextError:  # names that stand twice
-            assert name == "lists"
+        assert load_short_object(raw) is not None
         costs.append(time.thread_time() - began)
-    assert min(costs) < STEP_CPU_S / 2, costs
+    assert min(costs) < STEP_CPU_S / 4, costs
 
 
 @pytest.mark.parametrize("name", DEAR)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -180,6 +181,31 @@ async def test_what_is_wrong_with_an_instance_is_said_at_once(start: StartAdmin)
     assert "drain: must be" in await admin.refused("PATCH", "/instances/x", {"drain": "yes"})
     assert "role: must be" in await admin.refused("PATCH", "/instances/x", {"role": None, "url": ELSEWHERE})
     assert await admin.ids() == {"prefill-0", "decode-0", "x"}
+
+
+async def longest_turn_s(while_it_runs: Awaitable[object]) -> float:
+    """The longest time of this thread between two turns of the event loop, in seconds."""
+    task, longest_s = asyncio.ensure_future(while_it_runs), 0.0
+    while not task.done():
+        began = time.thread_time()
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, time.thread_time() - began)
+    await task
+    return longest_s
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"":{}},', b'"",', b"1e1,", b'{"a":1},', b'"\\"",'])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/instances"), ("PATCH", "/instances/x"), ("PUT", "/modes")])
+async def test_no_body_keeps_the_event_loop_busy(start: StartAdmin, method: str, path: str, unit: bytes) -> None:
+    """Up to three times: a processor that is shared may be slow once."""
+    _, admin = await start()
+    await admin.ask("POST", "/instances", {"id": "x", "url": ELSEWHERE, "role": "decode"}, expect=201)
+    body, costs = b'{"x":[' + unit * (65_000 // len(unit)) + b"1]}", list[float]()
+    for _ in range(3):
+        costs.append(await longest_turn_s(admin.refused(method, path, body)))
+        if costs[-1] < 0.01:
+            break
+    assert min(costs) < 0.01, costs
 
 
 async def test_nobody_is_found_under_a_wrong_id(start: StartAdmin) -> None:

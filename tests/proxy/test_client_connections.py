@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.stub_engine import StubEngines
 from kvparams_proxy.clients import http1
-from kvparams_proxy.clients.connections import ConnectionLimits, Connections
-from kvparams_proxy.descriptors import connections_for, descriptors_for
+from kvparams_proxy.clients.connections import HEAD_S, ConnectionLimits, Connections
+from kvparams_proxy.descriptors import backlog_for, connections_for, descriptors_for, refusals_for
 
 from .served import serving
 
@@ -26,13 +26,68 @@ async def test_idle_sockets_do_not_use_up_descriptors(stub: StubEngines) -> None
     """200 of them where 100 files may be open: new clients are served and engines are reached."""
     async with serving(stub, "--log-requests", "off", files=100) as served:
         idle = [await connect(served.port) for _ in range(200)]
+        async with asyncio.timeout(10):  # connections that have just come do not make room yet
+            while (await served.client.get("/health", headers={"connection": "close"})).status_code == 503:
+                pass
         for _ in range(20):
             got = await served.client.post("/v1/completions", json=BODY, headers={"connection": "close"})
             assert got.status_code == 200
         assert served.descriptors() < 100
-        assert await served.metric("kvparams_proxy_client_connections_shed_total") >= 150
+        shed = await served.metric("kvparams_proxy_client_connections_shed_total")
+        assert shed + await served.metric("kvparams_proxy_client_connections_refused_total") >= 150
+        assert shed > 20
         for _, writer in idle:
             writer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"G", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b""])
+async def test_heads_that_do_not_end_do_not_use_up_descriptors(stub: StubEngines, sent: bytes) -> None:
+    """200 clients that begin a request and do not go on, where 100 files may be open: what is asked is answered."""
+    raw = json.dumps(BODY).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    request += b"content-length: %d\r\n\r\n%b" % (len(raw), raw)
+    async with serving(stub, "--log-requests", "off", files=100) as served:
+        held: list[asyncio.StreamWriter] = []
+        for _ in range(200):
+            _, writer = await connect(served.port)
+            writer.write(sent)
+            held.append(writer)
+        said: list[bytes] = []
+        async with asyncio.timeout(30):
+            while said.count(b"HTTP/1.1 200") < 6:
+                reader, writer = await connect(served.port)
+                writer.write(request)
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 200") or b"retry-after: 1" in answer, answer
+                said.append(answer[:12])
+                writer.close()
+        assert said[-6:] == [b"HTTP/1.1 200"] * 6
+        assert served.descriptors() < 70, "there is room for the connections to engines"
+        for writer in held:
+            writer.close()
+
+
+@pytest.mark.slow
+async def test_each_of_too_many_requests_at_once_is_answered(stub: StubEngines) -> None:
+    """120 where 100 files may be open: none is closed without an answer, although its connection is idle at first."""
+    stub.delays.itl_ms = 20
+    raw = json.dumps({**BODY, "max_tokens": 50}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    request += b"content-length: %d\r\n\r\n%b" % (len(raw), raw)
+    async with serving(stub, "--log-requests", "off", files=100) as served:
+
+        async def asked() -> bytes:
+            reader, writer = await connect(served.port)
+            writer.write(request)
+            said = await reader.read()
+            writer.close()
+            return said[:12]
+
+        async with asyncio.timeout(60):
+            said = await asyncio.gather(*(asked() for _ in range(120)))
+    assert set(said) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+    assert said.count(b"HTTP/1.1 200") >= 20
 
 
 @pytest.mark.slow
@@ -184,13 +239,46 @@ class Connection:
         self.told.append("abort")
 
 
-async def test_of_a_flood_only_some_are_told_why_they_are_refused() -> None:
-    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(1))
-    served, flood = Connection(), [Connection() for _ in range(70)]
+async def test_of_a_flood_each_is_told_and_only_some_stay_open() -> None:
+    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(1, refusals=8))
+    served, flood = Connection(), [Connection() for _ in range(14)]
     assert connections.add(served)
     assert not any(connections.add(each) for each in flood)
-    assert [each.told for each in flood] == [[]] * 64 + [["abort"]] * 6
-    assert len(connections) == 65
+    assert [each.told for each in flood] == [["abort"]] * 6 + [[]] * 8, "the oldest have had most time to read"
+    assert len(connections) == 9
+    connections.close()
+
+
+async def test_who_may_have_asked_already_does_not_make_room() -> None:
+    """Of a connection that has just come or begun nobody knows yet what its client has sent."""
+    loop = asyncio.get_running_loop()
+    connections = Connections(loop, ConnectionLimits(2))
+    new, begun = Connection(idle=True, since_s=loop.time()), Connection(since_s=loop.time())
+    begun.limit_s = HEAD_S
+    assert connections.add(new)
+    assert connections.add(begun)
+    assert not connections.add(Connection())
+    assert (new.told, begun.told) == ([], [])
+    new.since_s -= 1
+    assert connections.add(Connection(since_s=loop.time())), "the control"
+    connections.close()
+
+
+async def test_where_nobody_is_idle_the_oldest_head_under_way_makes_room() -> None:
+    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(4))
+    idle, old, young, busy = (
+        Connection(idle=True, since_s=5),
+        Connection(since_s=2),
+        Connection(since_s=3),
+        Connection(),
+    )
+    old.limit_s = young.limit_s = HEAD_S
+    assert all(connections.add(each) for each in (idle, old, young, busy))
+    for expected in (idle, old, young):
+        assert connections.add(Connection())
+        assert expected.told == ["shed"]
+    assert not connections.add(Connection())
+    assert busy.told == []
     connections.close()
 
 
@@ -217,6 +305,10 @@ async def test_the_longest_idle_makes_room_and_counts_are_exact() -> None:
 
 
 def test_connections_and_files_fit() -> None:
-    for files in (33, 64, 100, 1024, 1 << 20):
-        assert descriptors_for(connections_for(files)) <= max(files, 34)
-        assert descriptors_for(connections_for(files) + 1) > files
+    for files in (*range(40, 1500), 1 << 20):
+        connections = connections_for(files)
+        assert 2 * connections + refusals_for(files) < files, "clients, their engines, those refused, and some"
+        assert 2 * connections + refusals_for(files) + 32 <= files
+        assert descriptors_for(connections) <= files
+        assert descriptors_for(connections + 1) > files
+        assert 2 * backlog_for(files) <= max(2, files // 6), "what one turn accepts, and what it makes room with"

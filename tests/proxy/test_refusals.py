@@ -1,5 +1,6 @@
 """What the edge refuses, with a clear 4xx, and what it lets through."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.jsontext import JSONLimits
+from kvparams_proxy.clients.body import declared_length
+from kvparams_proxy.errors import ProxyError
 
 
 @pytest.fixture(params=["direct", "plain"])
@@ -112,6 +115,42 @@ async def test_a_body_over_the_limit_is_refused(stub: StubEngines, proxy: Any) -
     got = await running.client.post("/v1/completions", json=GOOD | {"prompt": "x" * 100_000})
     assert got.status_code == 413
     assert "1000 bytes" in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("zeros", "value", "extra", "status"),
+    [
+        (5_000, None, b"", b"200"),
+        (5_000, None, b"connection: upgrade\r\nupgrade: h2c\r\n", b"200"),
+        (40_000, None, b"", b"200"),
+        (5_000, 99_000_000, b"", b"413"),
+        (1, (1 << 64) - 1, b"", b"413"),
+    ],
+)
+async def test_a_content_length_is_judged_by_its_value(
+    stubbed: Any, zeros: int, value: int | None, extra: bytes, status: bytes
+) -> None:
+    """Python reads no number of more than 4,300 digits; zeros in front of it are digits, too."""
+    body = json.dumps(GOOD).encode()
+    length = len(body) if value is None else value
+    reader, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%bcontent-length: %b%d\r\n\r\n"
+    )
+    writer.write(head % (extra, b"0" * zeros, length) + body)
+    async with asyncio.timeout(10):
+        said = await reader.readline()
+    assert said.split()[1] == status
+    writer.close()
+
+
+def test_a_declared_length_is_a_number_of_any_length() -> None:
+    assert declared_length(b"0" * 5_000 + b"12") == 12
+    assert declared_length(b" 0 ") == 0
+    assert declared_length(b"9" * 5_000) > 1 << 62
+    for value in (b"-1", b"+1", b"1_0", b"0x1", b"1, 1", b"\xb2"):
+        with pytest.raises(ProxyError, match="not a number"):
+            declared_length(value)
 
 
 async def test_token_id_prompts_and_unknown_members_pass_through(stub: StubEngines, stubbed: Any) -> None:

@@ -1,7 +1,9 @@
 """The registry: what operators may write, the law of sources, and a fleet file that changes while it is followed."""
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
@@ -29,6 +31,7 @@ from kvparams_proxy.registry.problems import ConfigError, Problems
 from kvparams_proxy.registry.providers import following, supplied
 from kvparams_proxy.registry.reconcile import portions
 from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.registry.yamlloader import BoundedLoader
 from kvparams_proxy.registry.yamltext import MAX_BYTES, read_yaml
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.settings import known_rules
@@ -127,6 +130,69 @@ class NoAliases(yaml.SafeDumper):
 def test_plain_documents_are_read_as_they_were_written(document: dict[str, object], flow: bool | None) -> None:
     text = yaml.dump(document, Dumper=NoAliases, default_flow_style=flow)
     assert finish(read_yaml(text)) == document
+
+
+STALLS = {
+    "lists without an end": "z: " + "[" * 5_000,
+    "objects without an end": "z: " + "{" * 500_000,
+    "one word": "a: " + "x" * 1_000_000,
+    "words": "a: " + "x " * 500_000,
+    "words on lines": "a: " + "x\n " * 300_000,
+    "words in a list": "[" + "a " * 500_000,
+    "a quoted text": 'a: "' + "x" * 1_000_000 + '"',
+    "escapes": 'a: "' + "\\n" * 500_000 + '"',
+    "empty lines in a text": 'a: "' + "\n" * 1_000_000 + '"',
+    "a block of text": "a: |\n" + " x\n" * 300_000,
+    "an empty block of text": "a: |\n" + "\n" * 1_000_000,
+    "a comment": "#" + "x" * 1_000_000,
+    "comments": "#\n" * 500_000,
+    "empty lines": "\n" * 1_000_000,
+    "spaces": " " * 1_000_000,
+    "a tag": "a: !" + "x" * 1_000_000,
+    "an anchor": "a: &" + "x" * 1_000_000,
+    "directives": "%x y\n" * 200_000,
+}
+"""Texts that took from 0.1 to 2 seconds to the first event."""
+
+
+@pytest.mark.parametrize("name", STALLS)
+def test_no_step_of_reading_a_file_takes_long(name: str) -> None:
+    """Up to three times: a processor that is shared may be slow once."""
+    costs: list[float] = []
+    for _ in range(3):
+        steps, longest_s = read_yaml(STALLS[name]), 0.0
+        with contextlib.suppress(StopIteration, ConfigError):
+            while True:
+                began = time.thread_time()
+                try:
+                    next(steps)
+                finally:
+                    longest_s = max(longest_s, time.thread_time() - began)
+        costs.append(longest_s)
+        if longest_s < 0.02:
+            break
+    assert min(costs) < 0.02, costs
+
+
+def test_comments_may_be_as_long_as_anybody_writes() -> None:
+    text = "# what an operator has to say\n" * 5_000 + "a: 1  # more\n\n\n" + "  # and more\n" * 5_000 + "b: 2\n"
+    assert finish(read_yaml(text)) == {"a": 1, "b": 2}
+
+
+@given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"?,% \n\r\t0.~\x85\u2028\ufeff"), max_size=60))
+def test_the_bounded_scanner_finds_what_the_other_one_finds(text: str) -> None:
+    """The same events at the same places, up to the same fault."""
+
+    def events(loader: type[yaml.SafeLoader]) -> list[str]:
+        found: list[str] = []
+        try:
+            for event in yaml.parse(text, loader):
+                found.append(f"{event!r} {event.start_mark} {event.end_mark}")
+        except yaml.YAMLError as error:
+            found.append(str(error))
+        return found
+
+    assert events(BoundedLoader) == events(yaml.SafeLoader)
 
 
 @given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"?,% \n\t0.~"), max_size=60))

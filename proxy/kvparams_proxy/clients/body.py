@@ -5,12 +5,14 @@ from typing import Final
 
 from kvparams_proxy.errors import ProxyError
 
-__all__ = ["Body", "BodyBudget", "too_large"]
+__all__ = ["Body", "BodyBudget", "declared_length", "too_large"]
 
 _JOINED_BYTES: Final = 64 << 10
 """Pieces are joined up to this size: an object per piece of two bytes would take twenty times the body's size."""
 _LARGE_BYTES: Final = 256 << 10
 _RETRY_S: Final = 1
+_MOST_DIGITS: Final = 19
+"""Of a Content-Length that is looked at: more digits are more than any limit."""
 
 
 class BodyBudget:
@@ -92,6 +94,20 @@ class Body:
         if self._size:
             self._budget.give_back(self._size)
             self._size = 0
+
+
+def declared_length(value: bytes) -> int:
+    """Returns the length that a Content-Length header declares, or some length beyond any limit where it is beyond.
+
+    Leading zeros have no meaning (RFC 9110, section 8.6), and `int` refuses more than 4,300 digits with a `ValueError`.
+
+    Raises:
+        ProxyError: 400, it is not a number.
+    """
+    digits = value.strip().lstrip(b"0") or b"0"
+    if not digits.isdigit():
+        raise ProxyError(400, "invalid_request_error", "the Content-Length is not a number")
+    return int(digits[: _MOST_DIGITS + 1])
 
 
 def too_large(limit_bytes: int) -> ProxyError:

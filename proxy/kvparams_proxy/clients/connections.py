@@ -1,7 +1,8 @@
 """The open connections of clients: how many there may be, how long each may wait, and how they end.
 
-A connection over the limit takes the place of the one that has been idle for longest; where none is idle, it is
-answered 503. One sweep a second holds all deadlines: a timer for each connection would have to be moved at each byte.
+A connection over the limit takes the place of the one that has been idle for longest, or else of the one whose head has
+been under way for longest; where there is neither, it is answered 503. One sweep a second holds all deadlines: a timer
+for each connection would have to be moved at each byte.
 """
 
 import asyncio
@@ -10,13 +11,17 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Final, Protocol
 
-__all__ = ["ClientConnection", "ConnectionLimits", "Connections"]
+__all__ = ["HEAD_S", "ClientConnection", "ConnectionLimits", "Connections"]
+
+HEAD_S: Final = 20.0
+"""For how long a client is waited for from the first byte of a request to the end of its head. A connection with this
+limit has no request yet."""
 
 _SWEEP_S: Final = 1.0
+_UNREAD_S: Final = 0.1
+"""A connection is not closed to make room before this time: its request may have come and not been read yet."""
 _EVICTED_SHARE: Final = 64
 """One in so many idle connections is closed at a time, so that a flood does not search all of them for each."""
-_REFUSED_AT_ONCE: Final = 64
-"""So many connections over the limit may be open to be told so; further ones are closed without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,11 @@ class ConnectionLimits:
     """Open at a time."""
     per_address: int | None = None
     """Open at a time from one IP address; None for no such limit."""
+    refusals: int = 64
+    """Connections over the limit that may be open at a time, each until its client has read why it is refused."""
 
     def __post_init__(self) -> None:
-        if self.total < 1 or (self.per_address is not None and self.per_address < 1):
+        if self.total < 1 or self.refusals < 1 or (self.per_address is not None and self.per_address < 1):
             raise ValueError("there must be room for at least one connection")
 
 
@@ -53,7 +60,7 @@ class ClientConnection(Protocol):
         ...
 
     def shed(self) -> None:
-        """Closes the idle connection to make room for another."""
+        """Closes the connection, which has no request, to make room for another."""
         ...
 
     def leave(self) -> None:
@@ -80,7 +87,8 @@ class Connections:
         self._loop = loop
         self._limits = limits
         self._open: set[ClientConnection] = set()
-        self._refused: set[ClientConnection] = set()
+        self._refused: dict[ClientConnection, None] = {}
+        """In the order in which they came."""
         self._by_address: Counter[str] = Counter()
         self._sweeper: asyncio.TimerHandle | None = None
         self._draining = False
@@ -91,7 +99,7 @@ class Connections:
         self.refused: Counter[str] = Counter()
         """Connections that were not served, by reason: `limit` or `address`."""
         self.shed = 0
-        """Idle connections that were closed to make room."""
+        """Connections without a request that were closed to make room."""
         self.expired = 0
         """Connections that were closed because their client was waited for for too long."""
 
@@ -105,7 +113,7 @@ class Connections:
 
     def add(self, connection: ClientConnection) -> bool:
         """Counts a new connection and returns whether it is served. One that is not stays among the refused ones until
-        it is removed, or is closed at once where these are too many already."""
+        it is removed, or until so many more are refused that it has to go."""
         self._empty.clear()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
@@ -123,7 +131,7 @@ class Connections:
 
     def remove(self, connection: ClientConnection) -> None:
         """Counts a connection no more: it is lost."""
-        self._refused.discard(connection)
+        self._refused.pop(connection, None)
         if connection in self._open:
             self._open.discard(connection)
             self._uncount(connection)
@@ -176,20 +184,25 @@ class Connections:
 
     def _refuse(self, connection: ClientConnection, why: str) -> bool:
         self.refused[why] += 1
-        if len(self._refused) < _REFUSED_AT_ONCE:
-            self._refused.add(connection)
-        else:
-            connection.abort()
+        if len(self._refused) >= self._limits.refusals:
+            oldest = next(iter(self._refused))
+            del self._refused[oldest]
+            oldest.abort()
+        self._refused[connection] = None
         return False
 
     def _make_room(self) -> bool:
-        """Closes the connections that have been idle for longest; whether there were any."""
-        idle = [connection for connection in self._open if connection.idle]
-        for connection in nsmallest(1 + len(idle) // _EVICTED_SHARE, idle, key=_since):
+        """Closes the connections that have been idle for longest, or else those whose heads have been under way for
+        longest; whether there were any."""
+        before = self._loop.time() - _UNREAD_S
+        waiting = [connection for connection in self._open if connection.idle and connection.since_s <= before]
+        if not waiting:
+            waiting = [each for each in self._open if each.limit_s == HEAD_S and each.since_s <= before]
+        for connection in nsmallest(1 + len(waiting) // _EVICTED_SHARE, waiting, key=_since):
             self.remove(connection)
             connection.shed()
             self.shed += 1
-        return bool(idle)
+        return bool(waiting)
 
     def _sweep(self) -> None:
         now = self._loop.time()

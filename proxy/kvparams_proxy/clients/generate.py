@@ -16,7 +16,7 @@ from kvparams.managers.aggregated import Aggregated
 from kvparams.managers.interface import DisaggregatedRequestManager
 from kvparams.scheduling import Role
 from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized
-from kvparams_proxy.clients.body import Body, BodyBudget, too_large
+from kvparams_proxy.clients.body import Body, BodyBudget, declared_length, too_large
 from kvparams_proxy.clients.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.clients.endpoints import Endpoint
 from kvparams_proxy.clients.gathering import whole_body
@@ -104,8 +104,8 @@ class Generate:
             if name == b"content-type":
                 typed = value == _JSON or value.partition(b";")[0].strip().lower() == _JSON
             elif name == b"content-length":
-                if len(value) > _SHORT_LENGTH and int(value) > self.max_bytes:
-                    error = too_large(self.max_bytes)
+                if len(value) > _SHORT_LENGTH:
+                    error = self._length_error(value) or error
             elif name == b"x-request-id":
                 given = value
             elif name == b"content-encoding" and value.lower() != b"identity":
@@ -135,6 +135,13 @@ class Generate:
             else:
                 self._resources.metrics.stripped["request_id"] += 1
         return Admission(request, transfer, forwarded, authorization, client, error, session)
+
+    def _length_error(self, value: bytes) -> ProxyError | None:
+        """Returns why a request with this Content-Length is refused, or None."""
+        try:
+            return too_large(self.max_bytes) if declared_length(value) > self.max_bytes else None
+        except ProxyError as error:
+            return error.with_traceback(None)
 
     def begin(
         self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
@@ -310,7 +317,7 @@ class Generating:
         try:
             if admission.error is None:
                 body = await whole_body(receive, gathered)
-                if upgrade and length is not None and int(length) != len(body):
+                if upgrade and length is not None and declared_length(length) != len(body):
                     raise ProxyError(400, "invalid_request_error", _UPGRADE)
         except ProxyError as error:
             admission = admission._replace(error=error.with_traceback(None))

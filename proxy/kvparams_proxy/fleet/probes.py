@@ -8,7 +8,7 @@ for each member at most one probe runs, and none after the member or the prober 
 
 import asyncio
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self, cast
@@ -34,6 +34,10 @@ __all__ = ["Prober"]
 
 _RETRY_S: Final = 0.5
 """How often while an engine is missing: engines that are started together with the proxy are found at once."""
+_LONGEST_RETRY_S: Final = 5.0
+_PROBES_PER_S: Final = 200
+"""Probes of missing engines that are sent in a second, up to `_LONGEST_RETRY_S` between two of the same one: each costs
+some 0.1 ms. Up to 100 engines are probed every `_RETRY_S`."""
 _LONGEST_S: Final = 5.0
 """For a whole probe."""
 _MAX_BYTES: Final = 1 << 20
@@ -93,6 +97,8 @@ class Prober:
         self._every_s = every_s
         self._pools = pools
         self._probes: dict[Member, _Probe] = {}
+        self._free_s = 0.0
+        """When the next engine that joins may be probed for the first time."""
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -102,7 +108,7 @@ class Prober:
         first: list[asyncio.Future[None]] = []
         for number, member in enumerate(members):
             probe = self._probes[member] = self._probe(member, loop)
-            first.append(probe.begin(number * apart_s))
+            first.append(probe.begin(number * apart_s, number / len(members)))
         self._fleet.listen(self)
         try:
             await asyncio.gather(*first, return_exceptions=True)  # who is removed meanwhile is not waited for
@@ -118,8 +124,12 @@ class Prober:
 
     def joined(self, member: Member) -> None:
         """See `FleetListener`."""
-        probe = self._probes[member] = self._probe(member, asyncio.get_running_loop())
-        probe.begin(0.0)
+        loop = asyncio.get_running_loop()
+        probe = self._probes[member] = self._probe(member, loop)
+        now = loop.time()
+        at = max(now, self._free_s)  # hundreds may join in the same turn of the event loop
+        self._free_s = at + 1 / _PROBES_PER_S
+        probe.begin_after(at - now)
 
     def left(self, member: Member) -> None:
         """See `FleetListener`."""
@@ -129,7 +139,14 @@ class Prober:
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
         steps = self._steps = self._steps or StepRunner(loop)
-        return _Probe(self._fleet, self._pools, member, self._every_s, loop, steps, self._bootstraps, self._clock)
+        return _Probe(
+            self._fleet, self._pools, member, self._every_s, loop, steps, self._retry_s, self._bootstraps, self._clock
+        )
+
+    def _retry_s(self) -> float:
+        """Returns how long a missing engine is left alone: longer in a fleet of hundreds."""
+        retry_s = max(_RETRY_S, len(self._probes) / _PROBES_PER_S)
+        return min(self._every_s, retry_s, _LONGEST_RETRY_S)
 
     def _close(self) -> None:
         self._fleet.unlisten(self)
@@ -143,6 +160,7 @@ class _Probe:
 
     __slots__ = (
         "_apart_s",
+        "_apart_share",
         "_bootstrap",
         "_clock",
         "_due",
@@ -155,6 +173,7 @@ class _Probe:
         "_member",
         "_pools",
         "_reading",
+        "_retry_s",
         "_steps",
         "_timer",
     )
@@ -167,9 +186,11 @@ class _Probe:
         every_s: float,
         loop: asyncio.AbstractEventLoop,
         steps: StepRunner,
+        retry_s: Callable[[], float],
         bootstraps: Bootstraps | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._retry_s = retry_s
         self._steps = steps
         self._reading: Work | None = None
         """Of an answer that is long."""
@@ -182,17 +203,27 @@ class _Probe:
         self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
+        self._apart_share = 0.0
         self._due = 0.0
         self._keyed = False
         self._exchange: Handle | None = None
         self._timer: asyncio.TimerHandle | LoopTimer | None = None
         """For the time-out of the probe that runs, or for the next one."""
 
-    def begin(self, apart_s: float) -> asyncio.Future[None]:
-        """Ask at once; what is given is done with the first answer. The second probe comes so much later."""
+    def begin(self, apart_s: float, apart_share: float) -> asyncio.Future[None]:
+        """Ask at once; what is given is done with the first answer. The second probe comes `apart_s` later, or where
+        the engine is missing `apart_share` of the time between two."""
         self._apart_s = apart_s
+        self._apart_share = apart_share
         self._ask()
         return self._first
+
+    def begin_after(self, delay_s: float) -> None:
+        """Asks for the first time after `delay_s`."""
+        if delay_s > 0.0:
+            self._timer = self._loop.call_later(delay_s, self._ask)
+        else:
+            self._ask()
 
     def end(self) -> None:
         """No more."""
@@ -267,7 +298,12 @@ class _Probe:
 
     def _wait(self) -> None:
         """A leg that finds no connection makes a member not ready at any time: so it is looked at often."""
-        self._timer = self._loop.call_later(min(self._every_s, _RETRY_S), self._look)
+        if self._member.ready:
+            delay_s = min(self._every_s, _RETRY_S)
+        else:
+            delay_s = self._retry_s() * (1.0 + self._apart_share)
+            self._apart_share = 0.0
+        self._timer = self._loop.call_later(delay_s, self._look)
 
     def _look(self) -> None:
         if self._member.ready and self._loop.time() < self._due:

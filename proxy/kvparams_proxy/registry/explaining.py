@@ -67,12 +67,7 @@ async def _inbound(resources: Resources, endpoint: Endpoint, request: Request) -
     name = resources.new_id()
     kept = resources.tokens is not None
     steps = read_steps(endpoint.kind, body, name, name, limits, client, keep_document=kept)
-    read: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
-    work = resources.steps.run(steps, read.set_result, read.set_exception)
-    try:
-        return await read
-    finally:
-        work.cancel()
+    return await resources.steps.complete(steps)
 
 
 async def _prompt(resources: Resources, endpoint: Endpoint, inbound: Inbound) -> Prompt | None:

@@ -7,6 +7,7 @@
 The one rule: as for entries, all or nothing, and everything wrong is said at once.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
@@ -22,6 +23,7 @@ _MEMBERS: Final = ("use", "when", "priority", "options")
 _WORDS: Final = ("model", "endpoint", "tenant", "session")
 _CONDITIONS: Final = ("model", "min_tokens", "max_tokens", "stream", "endpoint", "tenant", "session")
 _MOST: Final = 1 << 53
+_WHOLE: Final = re.compile(r"[0-9]{1,18}")
 
 
 def parse_modes(document: object, where: str, problems: Problems) -> tuple[Mode, ...]:
@@ -57,7 +59,7 @@ def read_mode(text: str) -> Mode:
         if not equals:
             raise ValueError(f"{pair[:64]!r} must be OPTION=VALUE")
         known = {"true": True, "false": False}
-        options[option] = known[value] if value in known else int(value) if value.isdecimal() else value
+        options[option] = known[value] if value in known else int(value) if _WHOLE.fullmatch(value) else value
     mode = Mode(name, options=options)
     problems = Problems()
     _made(mode, "", problems)

@@ -13,12 +13,12 @@ import yaml
 from yaml.reader import ReaderError
 
 from kvparams_proxy.registry.problems import ConfigError, Problems
+from kvparams_proxy.registry.yamlloader import MAX_DEPTH, BoundedLoader
 
 __all__ = ["MAX_BYTES", "read_yaml"]
 
 MAX_BYTES: Final = 1 << 20
 """Of one file. A thousand instances need a quarter of it."""
-_MAX_DEPTH: Final = 16
 _MAX_VALUES: Final = 50_000
 """Keys included."""
 
@@ -49,7 +49,7 @@ def read_yaml(text: str) -> Generator[None, None, object]:
     """
     problems = Problems()
     try:
-        document = yield from _build(yaml.SafeLoader(text), problems)
+        document = yield from _build(BoundedLoader(text), problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark is not None else ""
@@ -63,13 +63,14 @@ def read_yaml(text: str) -> Generator[None, None, object]:
     return document
 
 
-def _build(loader: yaml.SafeLoader, problems: Problems) -> Generator[None, None, object]:
+def _build(loader: BoundedLoader, problems: Problems) -> Generator[None, None, object]:
     stack: list[_Open] = []
     root: object = None
     values = documents = 0
     while loader.check_event():
         event = cast("yaml.Event", loader.get_event())  # pyright: ignore[reportUnknownMemberType]
         yield
+        loader.begin_event()
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
@@ -102,8 +103,8 @@ def _build(loader: yaml.SafeLoader, problems: Problems) -> Generator[None, None,
         else:
             root = value
         if isinstance(value, dict | list):
-            if len(stack) >= _MAX_DEPTH:
-                raise _refuse(event, f"nested deeper than {_MAX_DEPTH} levels")
+            if len(stack) >= MAX_DEPTH:
+                raise _refuse(event, f"nested deeper than {MAX_DEPTH} levels")
             stack.append(_Open(cast("_Container", value)))
     return root
 

@@ -30,7 +30,7 @@ class ConnectionGauges(Collector):
             refused.add_metric([reason], connections.refused[reason])
         yield refused
         for name, text, value in (
-            ("shed", "Idle connections that were closed to make room for others.", connections.shed),
+            ("shed", "Connections without a request that were closed to make room.", connections.shed),
             ("expired", "Connections that were closed because their client was too slow.", connections.expired),
         ):
             yield CounterMetricFamily(f"kvparams_proxy_client_connections_{name}", text, value=value)

@@ -5,6 +5,7 @@ done as transformers 5.19 does it (tokenization_utils_tokenizers.py, TokenizersB
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, cast
@@ -19,6 +20,7 @@ from kvparams_proxy.tokens.local import CACHE_BYTES, LocalTokenizer
 __all__ = ["load_tokenizer"]
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ID: Final = re.compile(r"[0-9]{1,18}")
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -83,7 +85,7 @@ def _complete(tokenizer: Tokenizer, config: Mapping[str, object]) -> None:
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")
     entries = cast("dict[str, object]", listed) if isinstance(listed, dict) else {}
-    for number in sorted(entries, key=lambda text: int(text) if text.isdigit() else 0):
+    for number in sorted(entries, key=lambda text: int(text) if _ID.fullmatch(text) else 0):
         entry = entries[number]
         content = _content(entry)
         if content is not None and content not in known:
