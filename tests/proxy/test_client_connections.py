@@ -176,8 +176,8 @@ async def test_one_address_may_be_bounded(stub: StubEngines) -> None:
     ("sent", "every", "limit"),
     [
         (b"", b"", "_IDLE_S"),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"a: b\r\n", "_HEAD_S"),
-        (b"POST ", b"x", "_HEAD_S"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"a: b\r\n", "HEAD_S"),
+        (b"POST ", b"x", "HEAD_S"),
         (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: 99999\r\n\r\n",
@@ -191,14 +191,14 @@ async def test_one_address_may_be_bounded(stub: StubEngines) -> None:
             "_REQUEST_S",
         ),
         (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"", "_IDLE_S"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", b" ", "_HEAD_S"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", b" ", "HEAD_S"),
     ],
 )
 async def test_deadlines_hold_however_slowly_a_client_goes_on(
     stubbed: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes, every: bytes, limit: str
 ) -> None:
     """Each limit is a second here and the others an hour; a byte every tenth of a second changes nothing."""
-    for name in ("_IDLE_S", "_HEAD_S", "_REQUEST_S"):
+    for name in ("_IDLE_S", "HEAD_S", "_REQUEST_S"):
         monkeypatch.setattr(http1, name, 1.0 if name == limit else 3600.0)
     reader, writer = await connect(stubbed.port)
     began = time.monotonic()
@@ -218,6 +218,7 @@ class Connection:
 
     def __init__(self, address: str = "a", *, idle: bool = False, since_s: float = 0.0) -> None:
         self.address, self.idle, self.since_s, self.limit_s = address, idle, since_s, float("inf")
+        self.has_left = False
         self.told: list[str] = []
 
     def expire(self) -> None:

@@ -55,6 +55,11 @@ class ClientConnection(Protocol):
         """Whether the connection waits for a request to begin."""
         ...
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the client has left while nothing was read from it, which the event loop does not notice."""
+        ...
+
     def expire(self) -> None:
         """Ends the connection: its client was waited for for too long."""
         ...
@@ -207,7 +212,9 @@ class Connections:
     def _sweep(self) -> None:
         now = self._loop.time()
         for connection in self._all():
-            if now - connection.since_s >= connection.limit_s:
+            if connection.has_left:
+                connection.abort()
+            elif now - connection.since_s >= connection.limit_s:
                 self.expired += 1
                 connection.expire()
         self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep) if self._open or self._refused else None

@@ -11,6 +11,7 @@ Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llh
 import asyncio
 import logging
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp
 
 from kvparams_proxy.clients.asgi import ASGIExchange
 from kvparams_proxy.clients.body import BodyBudget
-from kvparams_proxy.clients.connections import Connections
+from kvparams_proxy.clients.connections import HEAD_S, Connections
 from kvparams_proxy.clients.direct import DirectDownstream, DirectEndpoint
 from kvparams_proxy.clients.response import CONTINUE, ResponseWriter, error_response
 from kvparams_proxy.errors import ProxyError
@@ -34,8 +35,6 @@ _OVERHEAD: Final = 16
 """A byte of the body pays for so many bytes of framing: a chunk of one byte has five."""
 _IDLE_S: Final = 75.0
 """A connection on which no request begins is closed after this time."""
-_HEAD_S: Final = 20.0
-"""From the first byte of a request to the end of its head."""
 _REQUEST_S: Final = 60.0
 """From the first byte of a request to its last; and for an answer to be taken after its end."""
 _LINGER_S: Final = 2.0
@@ -48,6 +47,8 @@ _LONGEST_LENGTH: Final = 18
 _HEAD_END: Final = b"\r\n\r\n"
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
 """uri-host [":" port], RFC 9110 section 7.2; empty is allowed."""
+_LEFT: Final = (7, 8)
+"""TCP_CLOSE and TCP_CLOSE_WAIT: the client has reset the connection or closed its side (Linux, net/tcp_states.h)."""
 _FOREVER: Final = float("inf")
 _HEEDED: Final = frozenset((b"host", b"expect", b"transfer-encoding", b"content-length"))
 """Headers that say how the request is to be read."""
@@ -350,7 +351,7 @@ class HTTPProtocol(asyncio.Protocol):
         self._transfer_encoding = self._expect = None
         if not self._deaf:
             self.since_s = self._loop.time()
-            self.limit_s = _HEAD_S
+            self.limit_s = HEAD_S
 
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""
@@ -447,6 +448,19 @@ class HTTPProtocol(asyncio.Protocol):
     def idle(self) -> bool:
         """See `ClientConnection.idle`."""
         return self.limit_s == _IDLE_S and not self._deaf
+
+    @property
+    def has_left(self) -> bool:
+        """See `ClientConnection.has_left`. While something is read, the event loop tells."""
+        if not self._held:
+            return False
+        sock: socket.socket | None = self.transport.get_extra_info("socket")
+        if sock is None or self.transport.is_closing():
+            return False
+        try:
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT
+        except OSError:
+            return False
 
     def expire(self) -> None:
         """See `ClientConnection.expire`."""
@@ -602,7 +616,7 @@ class HTTPProtocol(asyncio.Protocol):
     def _wait(self) -> None:
         """The client is waited for: to take what was written, for the rest of a head, or for its next request."""
         self.since_s = self._loop.time()
-        self.limit_s = _REQUEST_S if self._slow else _HEAD_S if self._in_message else _IDLE_S
+        self.limit_s = _REQUEST_S if self._slow else HEAD_S if self._in_message else _IDLE_S
 
     def _fail(self, error: ProxyError) -> None:
         """Ends a request whose head or framing is wrong, and the connection with it."""
