@@ -192,18 +192,13 @@ EQUIVALENT: dict[str, str] = {
     "connections:Connections.close_idle: connection.shed()": f"{_LIMIT}no connection is idle for more than a moment; "
     "tests/proxy/test_shutdown.py holds it",
     "connections:Connections.close: connection.close()": "whatever is left is aborted two seconds later",
-    "connections:Connections._refuse: connection.abort()": f"{_LIMIT}fewer than 64 are refused at a time; "
-    "tests/proxy/test_client_connections.py holds it",
     "connections:Connections._make_room: self.remove(connection)": f"{_LIMIT}as above, of idle ones; "
     "tests/proxy/test_client_connections.py holds it",
     "connections:Connections._make_room: connection.shed()": f"{_LIMIT}as the last",
     "http1:HTTPProtocol.shed: self.transport.close()": f"{_LIMIT}as the last",
-    "http1:HTTPProtocol.connection_lost: self._queue.clear()": "the connection itself is let go, and the queue with it",
     "http1:HTTPProtocol._fail: self._end(linger=True)": "the end of the refusal has ended the connection already",
     "connections:Connections.close: task.cancel()": "its connection is aborted next, which ends it",
     "http1:HTTPProtocol.close: self.transport.close()": "whatever is left is aborted two seconds later",
-    "http1:HTTPProtocol._end: self._queue.clear()": "nothing is served on a connection that is closing, and its loss "
-    "empties the queue",
     "direct:DirectDownstream.watch: self.client_gone()": _TURN_LATER,
     "direct:DirectDownstream.drop: self.client_gone()": _TURN_LATER,
     "downstream:ASGIDownstream.watch: watcher.client_gone()": "it is made and watched in one turn",
