@@ -125,12 +125,14 @@ class Corrections:
         if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
             return raw
         ends = EventEnds(raw)
-        suspects = list(map(raw.find, _SUSPECTS))
+        suspects: list[int] | None = None
         done: list[bytes] = []
         at = examined = 0
         try:
             while at < len(raw):
                 if not self._closely:
+                    if suspects is None:
+                        suspects = [raw.find(word, at) for word in _SUSPECTS]
                     found = _next(raw, at, suspects)
                     if found < 0:
                         break
