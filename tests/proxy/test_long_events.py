@@ -45,7 +45,7 @@ class Stream:
 
     def __init__(self, *, choices: bool = True, recorder: Recorder | None = None, begun: bool = True) -> None:
         self.client, self.owner = Client(), Listener()
-        corrections = Corrections("r", Addresses(), choices=choices)
+        corrections = self.corrections = Corrections("r", Addresses(), choices=choices)
         clock = WallClock(time.monotonic)
         self.relay = Relay(
             self.client, b"", corrections, 64 << 20, self.owner, clock, recorder, done=choices, choices=choices
@@ -284,6 +284,88 @@ def test_members_that_clients_do_not_get_cost_one_look_each(name: str) -> None:
         assert b"remote_host" not in stream.client.got
         assert json.loads(stream.client.got[6:])["choices"][0]["index"] == 0
     assert stream.longest_s < LONGEST_S
+
+
+CHAT: dict[str, Any] = {
+    "id": "chatcmpl-820759fa90486a58a87180a8",
+    "object": "chat.completion.chunk",
+    "created": 1_790_000_000,
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "choices": [{"index": 0, "delta": {"content": "word"}, "logprobs": None, "finish_reason": None}],
+}
+USAGE = {"prompt_tokens": 7, "total_tokens": 9, "completion_tokens": 2}
+NORMAL = {
+    "usage in each": event(**CHAT, usage=USAGE),
+    "usage with details in each": event(**CHAT, usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 5}}),
+    "usage in each, spaced": b"data: %b\n\n" % json.dumps({**CHAT, "usage": USAGE}).encode(),
+    "usage of a completion": choice(text="word", logprobs=None, finish_reason=None)[:-3]
+    + b',"usage":%b}\n\n' % json.dumps(USAGE).encode(),
+    "worker ids": event(**CHAT, nvext={"worker_id": {"prefill_worker_id": 1, "decode_worker_id": 2}, "timing": 3}),
+    "params in each choice": event(**{**CHAT, "choices": [{**CHAT["choices"][0], "disaggregated_params": {"a": 1}}]}),
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", NORMAL)
+def test_a_full_read_of_events_that_engines_write_is_corrected(name: str, recorded: bool) -> None:
+    """After a client that was slow, reads are as long as they can be."""
+    one = NORMAL[name]
+    number = READ_BYTES // len(one)
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        stream = Stream(recorder=Recorder(chat=True, keep_ids=False, count=False) if recorded else None)
+        stream.corrections.prompt_tokens_details = {"cached_tokens": 3}
+        stream.feed([one * number] * 8)
+        got = stream.client.got[len(FIRST) :].split(b"\n\n")[:-1]
+        assert len(got) == 8 * number
+        assert not any(word in stream.client.got for word in (b"prefill_worker", b"disaggregated", b'_tokens":5'))
+        longest_s.append(stream.longest_s)
+    assert min(longest_s) < SHORT_S
+
+
+CHANGED = {
+    "addresses": choice(text="a")[:-3] + b',"zz":"http://127.0.0.1:1/"}\n\n',
+    "addresses, spaced": b'data: {"choices" : [{"index":0,"remote_host" : "a"}], "zz" : "http://127.0.0.1:1/"}\n\n',
+    "a name like ours": choice(text="a")[:-3] + b',"remote_x":"y"}\n\n',
+    "an id that is an address": choice(text="a").replace(b"cmpl-1", b"10.1.2.3"),
+    "many members": choice(text="a")[:-3] + b",%b}\n\n" % b",".join(b'"z%d":1' % n for n in range(60)),
+    "a long member": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 2_000),
+    "long members": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 100),
+    "usage, spaced and doubled": b'data: {"choices":[{"usage":1}],"usage" : {"prompt_tokens": 1}, "id" : "\\u0061"}\n\n',
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_read_full_of_events_that_must_be_changed_does_not_hold_the_loop(name: str, recorded: bool) -> None:
+    """They are corrected, or there are too many of them."""
+    one = CHANGED[name]
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        recorder = Recorder(chat=False, keep_ids=False, count=False) if recorded else None
+        stream = Stream(recorder=recorder, begun=False)
+        stream.corrections.prompt_tokens_details = None
+        with suppress(UpstreamError):
+            stream.feed([one * (READ_BYTES // len(one))] * 8)
+        assert b"127.0.0.1" not in stream.client.got
+        longest_s.append(stream.longest_s)
+    assert min(longest_s) < SHORT_S
+
+
+def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts() -> None:
+    one = choice(text="a", token_ids=[1], finish_reason=None, stop_reason=None, logprobs=None)
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        recorder = Recorder(chat=False, keep_ids=False, count=False)
+        stream = Stream(recorder=recorder, begun=False)
+        stream.feed([choice(text="a", token_ids=[1], prompt_token_ids=[7, 8])])
+        stream.feed([one * 20] * 200)
+        longest_s.append(stream.longest_s)
+        sent = recorder.sent()
+        assert sent is not None
+        assert list(sent.prompt_ids) == [7, 8]
+        assert list(sent.answer_ids) == [1] * 4_001
+    assert min(longest_s) < SHORT_S / 5  # 20 events take 0.3 ms; 1,200 at once took 9 ms
 
 
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
