@@ -331,7 +331,7 @@ CHANGED = {
     "many members": choice(text="a")[:-3] + b",%b}\n\n" % b",".join(b'"z%d":1' % n for n in range(60)),
     "a long member": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 2_000),
     "long members": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 100),
-    "usage, spaced and doubled": b'data: {"choices":[{"usage":1}],"usage" : {"prompt_tokens": 1}, "id" : "\\u0061"}\n\n',
+    "usage, doubled": b'data: {"choices":[{"usage":1}],"usage" : {"prompt_tokens": 1}, "a" : "\\u0061"}\n\n',
 }
 
 

@@ -384,9 +384,10 @@ def place(raw: bytes, document: Mapping[str, object], name: str, allowance: Allo
         at = start + len(needle)
         value = to_json(document[name])
         end = at + len(value)
-        if raw.startswith(value, at) and raw[end : end + 1] in _BEHIND and raw.find(needle[:-1], at) < 0:
-            if raw.find(b"\\u00") < 0:  # no other member may be this one, written with escapes
-                return Field(start, at, end)
+        plain = raw.startswith(value, at) and raw[end : end + 1] in _BEHIND
+        # no other member may have this name, or may be this one, written with escapes
+        if plain and raw.find(needle[:-1], at) < 0 and raw.find(b"\\u00") < 0:
+            return Field(start, at, end)
     if allowance is not None:
         allowance.spend(_WALK_UNITS)
     return locate(raw, document, name)

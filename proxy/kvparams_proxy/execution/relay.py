@@ -42,6 +42,8 @@ _MOST_CHOICES: Final = 1024
 """Places that are compared with `_CHOICE` in one turn of the event loop: it brings about so many events at most."""
 _CONTENT: Final = b'"choices":[{"'
 """The same in the spelling of most engines, and of what is put together here."""
+_NO_SPELLING: Final = b'"choices"\n\n'
+"""Occurs in no event: for engines that spell it now in one way and now in another."""
 _DELTA: Final = b'.delta"'
 """The type of the events that have content in a stream of `/v1/responses`."""
 _ROLE_ONLY: Final = re.compile(
@@ -164,7 +166,7 @@ class Relay:
         self._ended = False
         """Whether it has ended well, and waits for `release`."""
         self._content = _CONTENT if choices else _DELTA
-        """What each event with content has in it once, as this engine spells it."""
+        """What each event with content has in it once, as this engine spells it until it spells it in another way."""
         self._heard = False
         """Whether there was an event at all that says something, before the first with content."""
         self._held = bytearray()
@@ -338,6 +340,8 @@ class Relay:
         self._downstream.body(body)
         self._sent_bytes += len(body)
         number = corrected.count(self._content)  # one search, however many they are
+        if not number and self._content is not _DELTA and corrected.find(_CHOICES) >= 0:
+            number = self._respelled(corrected)
         self._sent_events += number
         if number and not self._spoken:  # the first of the events that only name a role is an answer that begins
             chat = corrected.find(b'"delta"', 0, _BEGINNING) >= 0
@@ -346,6 +350,14 @@ class Relay:
             number = number if self._spoken or self._sent_events == number else 0
         if number or (self._content is _DELTA and _says_something(corrected)):
             self.heard_s = self._clock.about_s
+
+    def _respelled(self, corrected: bytes) -> int:
+        """Returns how many of these events have content, spelled as it was not before; from then on all are counted
+        here."""
+        number = sum(1 for _ in _content_in(corrected))
+        if number:
+            self._content = _NO_SPELLING
+        return number
 
 
 def _first_choice(events: bytes | bytearray) -> re.Match[bytes] | None:
