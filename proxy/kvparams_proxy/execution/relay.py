@@ -339,25 +339,31 @@ class Relay:
         body = with_lists(corrected, lists) if lists else corrected
         self._downstream.body(body)
         self._sent_bytes += len(body)
-        number = corrected.count(self._content)  # one search, however many they are
-        if not number and self._content is not _DELTA and corrected.find(_CHOICES) >= 0:
-            number = self._respelled(corrected)
-        self._sent_events += number
-        if number and not self._spoken:  # the first of the events that only name a role is an answer that begins
-            chat = corrected.find(b'"delta"', 0, _BEGINNING) >= 0
-            long = len(corrected) > LARGE_BYTES  # then it says more than who speaks
-            self._spoken = not chat or long or number > len(_ROLE_ONLY.findall(corrected))
-            number = number if self._spoken or self._sent_events == number else 0
-        if number or (self._content is _DELTA and _says_something(corrected)):
+        number = corrected.count(self._content) or self._respelled(corrected)  # one search, however many they are
+        if number:
+            self._sent_events += number
+            if not self._spoken and not self._speaks(corrected, number):
+                return
             self.heard_s = self._clock.about_s
 
     def _respelled(self, corrected: bytes) -> int:
         """Returns how many of these events have content, spelled as it was not before; from then on all are counted
-        here."""
+        here. In a stream of `/v1/responses`, every event that says something is progress as well."""
+        if self._content is _DELTA:
+            if _says_something(corrected):
+                self.heard_s = self._clock.about_s
+            return 0
         number = sum(1 for _ in _content_in(corrected))
         if number:
             self._content = _NO_SPELLING
         return number
+
+    def _speaks(self, corrected: bytes, number: int) -> bool:
+        """Returns whether these are more than events that name a role, or the first of those: an answer that begins."""
+        chat = corrected.find(b'"delta"', 0, _BEGINNING) >= 0
+        long = len(corrected) > LARGE_BYTES  # then it says more than who speaks
+        self._spoken = not chat or long or number > len(_ROLE_ONLY.findall(corrected))
+        return self._spoken or self._sent_events == number
 
 
 def _first_choice(events: bytes | bytearray) -> re.Match[bytes] | None:
