@@ -268,7 +268,8 @@ class Relay:
             UpstreamError: examining the events would take too long.
             UpstreamRefusal: the engine says in the stream that it has failed.
         """
-        lists = whole = None
+        lists: list[bytes] | None = None
+        whole = None
         if len(events) > LARGE_BYTES:
             whole = events
             events, lists = without_lists(whole)
@@ -301,13 +302,13 @@ class Relay:
             corrected = self._corrections.events(events)
         except UpstreamRefusal as refusal:
             if refusal.before and (self._begun or self._begins(refusal.before)):
-                self._write(refusal.before, lists)
+                self._write(refusal.before, with_lists(refusal.before, lists or []))
             raise
         except (JSONTextError, UpstreamError):
             if recorder is not None:
                 recorder.undo()
             raise
-        self._write(corrected, lists)
+        self._write(corrected, with_lists(corrected, lists) if lists else corrected)
         if end >= 0:
             self._complete = True
             self._listener.stream_complete()
@@ -329,14 +330,13 @@ class Relay:
         if len(self._held) > _HELD_BYTES:
             raise UpstreamError("the engine's stream holds nothing but comments and empty events")
 
-    def _write(self, corrected: bytes, lists: list[bytes] | None = None) -> None:
-        """Sends events. `lists` were cut out of them, and go to the client with them."""
+    def _write(self, corrected: bytes, body: bytes) -> None:
+        """Sends `body`: these events, with the lists that were cut out of them."""
         if not self._begun:
             self._begun = True
             self._listener.stream_begun()
             if not self._resumed:
                 self._downstream.head(200, _EVENT_STREAM + self._headers, None)
-        body = with_lists(corrected, lists) if lists else corrected
         self._downstream.body(body)
         self._sent_bytes += len(body)
         number = corrected.count(self._content) or self._respelled(corrected)  # one search, however many they are
