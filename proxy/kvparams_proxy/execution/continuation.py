@@ -117,7 +117,6 @@ _UNREAD_BYTES: Final = 262_144
 long as everything else that is done with an event."""
 _UNREAD_EVENTS: Final = 2 * AT_ONCE
 _NOTHING: Final[dict[str, Any]] = {}
-"""The choice of an event that has none."""
 _READ_BYTES: Final = 2 << 20
 """Of one event. The ids of a prompt that takes more of them cannot be read within one turn: its stream is not
 continued."""
@@ -162,8 +161,7 @@ class Recorder:
         self._lost = False
         """Whether its token ids are not what they should be."""
         self._template: dict[str, Any] | None = None
-        self._unread: deque[tuple[bytes, int]] = deque()
-        """Events that nobody has looked into, and how many they are, as they came."""
+        self._unread: deque[tuple[bytes, int]] = deque()  # events as they came, and how many they are
         self._unread_bytes = 0
         self._unread_events = 0
         self._marked: tuple[int, list[int], bool, bool] = 0, [], False, False

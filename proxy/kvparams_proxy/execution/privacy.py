@@ -111,7 +111,7 @@ _FEW: Final = 4
 """Members that are looked for one by one."""
 _MOST_FOUND: Final = 16
 """Addresses in one text that are looked for in what the client sent."""
-_SEARCHED_PER_UNIT: Final = 48
+_SEARCHED_PER_UNIT: Final = 64
 """Bytes of a member that are searched for addresses in a unit of `Allowance`."""
 _MEMBERS_PER_UNIT: Final = 4
 _WALK_UNITS: Final = 10
@@ -256,7 +256,7 @@ def answer_changes(
         inside = without_private(value)
         looked_at = inside[: 4 * _LONGEST]
         left_bytes -= len(looked_at)
-        if allowance is not None:
+        if allowance is not None and left_bytes >= 0:
             allowance.spend(len(looked_at) // _SEARCHED_PER_UNIT)
         if left_bytes < 0 or addresses.within(looked_at.decode("utf-8", "replace")):
             changes[name] = None
