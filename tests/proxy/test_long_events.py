@@ -6,10 +6,12 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 
+from kvparams.errors import JSONTextError
 from kvparams_proxy.execution.continuation import Recorder
 from kvparams_proxy.execution.corrections import Corrections
 from kvparams_proxy.execution.privacy import Addresses
@@ -32,6 +34,8 @@ READ_BYTES = TURN_BYTES
 """The most that is delivered in one turn."""
 LONGEST_S = 0.06
 """CPU of one read: 20 ms are allowed, and a machine that is busy with other tests takes up to three times as long."""
+SHORT_S = 0.02
+"""... of the fastest of several: no stream may hold the loop for longer."""
 TRIES = 3
 """The fastest of so many is looked at."""
 
@@ -41,7 +45,7 @@ class Stream:
 
     def __init__(self, *, choices: bool = True, recorder: Recorder | None = None, begun: bool = True) -> None:
         self.client, self.owner = Client(), Listener()
-        corrections = Corrections("r", Addresses(), choices=choices)
+        corrections = self.corrections = Corrections("r", Addresses(), choices=choices)
         clock = WallClock(time.monotonic)
         self.relay = Relay(
             self.client, b"", corrections, 64 << 20, self.owner, clock, recorder, done=choices, choices=choices
@@ -74,7 +78,7 @@ def choice(**members: Any) -> bytes:
     return event(id="cmpl-1", choices=[{"index": 0, **members}])
 
 
-@pytest.mark.parametrize(("size", "read"), [(256 << 10, 1), (3 << 20, 1400), (3 << 20, 64 << 10)])
+@pytest.mark.parametrize(("size", "read"), [(256 << 10, 1), (768 << 10, 1400), (768 << 10, 64 << 10)])
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
 def test_one_long_event_costs_as_much_as_its_bytes(size: int, read: int, end: bytes) -> None:
     long = b'data: {"choices":[{"index":0,"text":"%b"}]}%b' % (b"ab\n "[:2] * (size // 2), end)
@@ -150,12 +154,12 @@ REAL = {
         b'data: {"choices":[{"text":"a", "prompt_token_ids": %b}]}\n\n' % json.dumps(IDS[:128_000]).encode()
     ),
     "a million ids": lambda: choice(text="a", prompt_token_ids=IDS, token_ids=[5]),
-    "an echo of 2 MiB": lambda: choice(text="some words, and a line\n" * (2 << 20 >> 5)),
-    "a picture": lambda: choice(text="iVBORw0KGgo" * (3 << 20 >> 4)),
-    "a call of 1 MiB": lambda: choice(
-        delta={"tool_calls": [{"function": {"arguments": json.dumps({"a": "b{}[]" * (1 << 20 >> 5)})}}]}
+    "an echo of 1 MB": lambda: choice(text="some words, and a line\n" * 40_000),
+    "a picture": lambda: choice(text="iVBORw0KGgo" * (1 << 20 >> 4)),
+    "a call of 500 kB": lambda: choice(
+        delta={"tool_calls": [{"function": {"arguments": json.dumps({"a": "b{}[]" * 100_000})}}]}
     ),
-    "the whole response": lambda: event(type="response.completed", response={"error": None, "text": "a " * (1 << 19)}),
+    "the whole response": lambda: event(type="response.completed", response={"error": None, "text": "a " * 500_000}),
 }
 
 
@@ -196,11 +200,11 @@ def test_the_ids_of_a_long_prompt_reach_who_asked_and_who_goes_on(number: int, k
 
 
 HEAVY = {
-    "lists": b"[" + b"[]," * (1 << 20) + b"0]",
-    "objects": b"[" + b'{"a":1},' * (1 << 18) + b"0]",
-    "numbers": b"[" + b"1," * (1 << 20) + b"0]",
-    "escapes": b'"' + b"\\n" * (3 << 19) + b'"',
-    "members": b"{" + b",".join(b'"%d":1' % n for n in range(1 << 18)) + b"}",
+    "lists": b"[" + b"[]," * (1 << 18) + b"0]",
+    "objects": b"[" + b'{"a":1},' * (1 << 16) + b"0]",
+    "numbers": b"[" + b"1," * (1 << 18) + b"0]",
+    "escapes": b'"' + b"\\n" * 520_000 + b'"',
+    "members": b"{" + b",".join(b'"%d":1' % n for n in range(90_000)) + b"}",
 }
 
 
@@ -222,9 +226,46 @@ def test_an_event_that_would_take_long_to_parse_is_given_up(name: str, begun: bo
     assert harmless.client.got == FIRST + plain
 
 
+def filled(unit: bytes, size: int) -> bytes:
+    return unit * (size // len(unit))
+
+
+FILLED = {
+    "white space in front of choices": b'{"choices":%b1}' % filled(b" ", 7 << 20),
+    "white space behind the name": b'{"choices"%b:1}' % filled(b"\t ", 7 << 20),
+    "white space around data": filled(b" ", 7 << 20) + b"x",
+    "data lines": b'{"choices":' + filled(b"\ndata:", 7 << 20),
+    "empty choices": filled(b'"choices":[   {   }],', 7 << 20),
+    "choices that begin": b"{" + filled(b'"choices":[{ ', 7 << 20),
+    "a role and white space": b'{"choices":[{"delta" : {"role" : "assistant"%b}}]}' % filled(b" ", 1_000_000),
+    "many roles": b'{"choices":[{"delta":{%b}}]}'
+    % filled(b'"delta":{"role":"assistant","a":"","b":"","c":1},', 1_000_000),
+    "text": b'{"choices":[{"text":"%b"}]}' % filled(b"words, and a line ", 1_000_000),
+    "text of 4 MB": b'{"choices":[{"text":"%b"}]}' % filled(b"a", 4 << 20),
+    "backslashes": b'{"choices":[{"text":"%b"}]}' % filled(b"\\\\", 1_000_000),
+    "commas": b'{"choices":[{"text":"%b"}]}' % filled(b",", 1_000_000),
+    "ids": b'{"choices":[{"a":1}],"prompt_token_ids":[%b1]}' % filled(b"1,", 7 << 20),
+    "short lists": b'{"choices":[{"a":1}],%b"a":1}' % filled(b'"token_ids":[],', 7 << 20),
+    "lists that begin": b'{"choices":[{"a":1}],%b' % filled(b'"token_ids":[', 7 << 20),
+}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("name", FILLED)
+def test_a_long_event_is_passed_on_or_given_up_at_once_whatever_fills_it(name: str, begun: bool) -> None:
+    raw = b"data: %b\n\n" % FILLED[name]
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        stream = Stream(begun=begun)
+        with suppress(UpstreamError, JSONTextError):
+            stream.feed(cut(raw, READ_BYTES))
+        longest_s.append(stream.longest_s)
+    assert min(longest_s) < SHORT_S
+
+
 STRANGE = {
     "numbers": b",".join(b'"m%d":1' % n for n in range(1_000)),
-    "texts": b",".join(b'"m%d":"%b"' % (n, b"a b " * 2_000) for n in range(200)),
+    "texts": b",".join(b'"m%d":"%b"' % (n, b"a b " * 2_000) for n in range(120)),
     "private ones inside": b'"x":[%b]' % b",".join([b'{"remote_host":1,"a":2}'] * 5_000),
     "private ones in a row": b'"x":{%b}' % b",".join(b'"remote_host":%d' % n for n in range(10_000)),
 }
@@ -243,6 +284,88 @@ def test_members_that_clients_do_not_get_cost_one_look_each(name: str) -> None:
         assert b"remote_host" not in stream.client.got
         assert json.loads(stream.client.got[6:])["choices"][0]["index"] == 0
     assert stream.longest_s < LONGEST_S
+
+
+CHAT: dict[str, Any] = {
+    "id": "chatcmpl-820759fa90486a58a87180a8",
+    "object": "chat.completion.chunk",
+    "created": 1_790_000_000,
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "choices": [{"index": 0, "delta": {"content": "word"}, "logprobs": None, "finish_reason": None}],
+}
+USAGE = {"prompt_tokens": 7, "total_tokens": 9, "completion_tokens": 2}
+NORMAL = {
+    "usage in each": event(**CHAT, usage=USAGE),
+    "usage with details in each": event(**CHAT, usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 5}}),
+    "usage in each, spaced": b"data: %b\n\n" % json.dumps({**CHAT, "usage": USAGE}).encode(),
+    "usage of a completion": choice(text="word", logprobs=None, finish_reason=None)[:-3]
+    + b',"usage":%b}\n\n' % json.dumps(USAGE).encode(),
+    "worker ids": event(**CHAT, nvext={"worker_id": {"prefill_worker_id": 1, "decode_worker_id": 2}, "timing": 3}),
+    "params in each choice": event(**{**CHAT, "choices": [{**CHAT["choices"][0], "disaggregated_params": {"a": 1}}]}),
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", NORMAL)
+def test_a_full_read_of_events_that_engines_write_is_corrected(name: str, recorded: bool) -> None:
+    """After a client that was slow, reads are as long as they can be."""
+    one = NORMAL[name]
+    number = READ_BYTES // len(one)
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        stream = Stream(recorder=Recorder(chat=True, keep_ids=False, count=False) if recorded else None)
+        stream.corrections.prompt_tokens_details = {"cached_tokens": 3}
+        stream.feed([one * number] * 8)
+        got = stream.client.got[len(FIRST) :].split(b"\n\n")[:-1]
+        assert len(got) == 8 * number
+        assert not any(word in stream.client.got for word in (b"prefill_worker", b"disaggregated", b'_tokens":5'))
+        longest_s.append(stream.longest_s)
+    assert min(longest_s) < SHORT_S
+
+
+CHANGED = {
+    "addresses": choice(text="a")[:-3] + b',"zz":"http://127.0.0.1:1/"}\n\n',
+    "addresses, spaced": b'data: {"choices" : [{"index":0,"remote_host" : "a"}], "zz" : "http://127.0.0.1:1/"}\n\n',
+    "a name like ours": choice(text="a")[:-3] + b',"remote_x":"y"}\n\n',
+    "an id that is an address": choice(text="a").replace(b"cmpl-1", b"10.1.2.3"),
+    "many members": choice(text="a")[:-3] + b",%b}\n\n" % b",".join(b'"z%d":1' % n for n in range(60)),
+    "a long member": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 2_000),
+    "long members": b'data: {"error":null,"choices":[{"index":0}],"z":"%b"}\n\n' % (b"1:2:3:z " * 100),
+    "usage, doubled": b'data: {"choices":[{"usage":1}],"usage" : {"prompt_tokens": 1}, "a" : "\\u0061"}\n\n',
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_read_full_of_events_that_must_be_changed_does_not_hold_the_loop(name: str, recorded: bool) -> None:
+    """They are corrected, or there are too many of them."""
+    one = CHANGED[name]
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        recorder = Recorder(chat=False, keep_ids=False, count=False) if recorded else None
+        stream = Stream(recorder=recorder, begun=False)
+        stream.corrections.prompt_tokens_details = None
+        with suppress(UpstreamError):
+            stream.feed([one * (READ_BYTES // len(one))] * 8)
+        assert b"127.0.0.1" not in stream.client.got
+        longest_s.append(stream.longest_s)
+    assert min(longest_s) < SHORT_S
+
+
+def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts() -> None:
+    one = choice(text="a", token_ids=[1], finish_reason=None, stop_reason=None, logprobs=None)
+    longest_s: list[float] = []
+    for _ in range(TRIES):
+        recorder = Recorder(chat=False, keep_ids=False, count=False)
+        stream = Stream(recorder=recorder, begun=False)
+        stream.feed([choice(text="a", token_ids=[1], prompt_token_ids=[7, 8])])
+        stream.feed([one * 20] * 200)
+        longest_s.append(stream.longest_s)
+        sent = recorder.sent()
+        assert sent is not None
+        assert list(sent.prompt_ids) == [7, 8]
+        assert list(sent.answer_ids) == [1] * 4_001
+    assert min(longest_s) < SHORT_S / 5  # 20 events take 0.3 ms; 1,200 at once took 9 ms
 
 
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:

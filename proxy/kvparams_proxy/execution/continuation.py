@@ -8,6 +8,7 @@ has are counted; what an engine had computed but not yet said is computed again.
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
@@ -115,6 +116,7 @@ _UNREAD_BYTES: Final = 262_144
 """Of one stream that are kept without a look into them: most streams never break, and looking takes three times as
 long as everything else that is done with an event."""
 _UNREAD_EVENTS: Final = 2 * AT_ONCE
+_NOTHING: Final[dict[str, Any]] = {}
 _READ_BYTES: Final = 2 << 20
 """Of one event. The ids of a prompt that takes more of them cannot be read within one turn: its stream is not
 continued."""
@@ -159,7 +161,7 @@ class Recorder:
         self._lost = False
         """Whether its token ids are not what they should be."""
         self._template: dict[str, Any] | None = None
-        self._unread: list[bytes] = []
+        self._unread: deque[tuple[bytes, int]] = deque()  # events as they came, and how many they are
         self._unread_bytes = 0
         self._unread_events = 0
         self._marked: tuple[int, list[int], bool, bool] = 0, [], False, False
@@ -217,9 +219,10 @@ class Recorder:
             for event in split_events(raw):
                 _document(event)
         if self._unread_bytes > _UNREAD_BYTES or self._unread_events > _UNREAD_EVENTS:
-            self._read()
-        self._unread.append(raw if whole is None or len(whole) > _READ_BYTES else whole)
-        self._unread_bytes += len(self._unread[-1])
+            self._read_oldest(number)
+        kept = raw if whole is None or len(whole) > _READ_BYTES else whole
+        self._unread.append((kept, number))
+        self._unread_bytes += len(kept)
         self._unread_events += number
         if number > AT_ONCE:  # too many to be looked into in one turn
             self._lost = True
@@ -228,17 +231,33 @@ class Recorder:
     def undo(self) -> None:
         """What `events` has given last was not sent."""
         if not self.resumed:
-            self._unread.pop()
+            kept, number = self._unread.pop()
+            self._unread_bytes -= len(kept)
+            self._unread_events -= number
             return
         answered, self._unsaid, self._finished, self._counted = self._marked
         del self._answer[answered:]
 
+    def _read_oldest(self, number: int) -> None:
+        """Looks into as many events as have just come: all of them at once would take too long."""
+        while self._unread and number > 0:
+            kept, events = self._unread.popleft()
+            self._unread_bytes -= len(kept)
+            self._unread_events -= events
+            number -= events
+            self._look_into(kept)
+
     def _read(self) -> None:
-        """Look into the events that have come."""
-        unread, self._unread, self._unread_bytes, self._unread_events = self._unread, [], 0, 0
+        """Looks into all events that have come."""
+        unread = b"".join(kept for kept, _ in self._unread)
+        self._unread.clear()
+        self._unread_bytes = self._unread_events = 0
+        self._look_into(unread)
+
+    def _look_into(self, unread: bytes) -> None:
         if self._lost:
             return
-        for event in split_events(b"".join(unread)):
+        for event in split_events(unread):
             try:
                 document = _document(event)
                 if document is None:
@@ -253,12 +272,12 @@ class Recorder:
                 self._template = document
 
     def _record(self, document: dict[str, Any]) -> None:
-        nothing: dict[str, Any] = {}
-        choice = next(_choices(document), nothing)
+        choice = next(_choices(document), _NOTHING)
         for prompt in (document.get("prompt_token_ids"), choice.get("prompt_token_ids")):
             if self._prompt is None and prompt is not None:
                 self._prompt = _whole_numbers(prompt)
-        self._unsaid += _whole_numbers(choice.get("token_ids") or [])
+        if ids := choice.get("token_ids"):
+            self._unsaid += _whole_numbers(ids)
         if _text(choice):
             self._answer += self._unsaid
             self._unsaid.clear()

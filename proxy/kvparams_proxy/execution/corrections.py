@@ -17,7 +17,7 @@ from kvparams_proxy.execution.events import (
     data_of,
     split_events,
 )
-from kvparams_proxy.execution.privacy import PUBLIC, Addresses, answer_changes, error_in, places
+from kvparams_proxy.execution.privacy import PUBLIC, Addresses, Allowance, answer_changes, error_in, places
 from kvparams_proxy.upstream.terms import UpstreamError, UpstreamRefusal
 
 if TYPE_CHECKING:
@@ -36,19 +36,24 @@ _ITS_OWN: Final = object()
 _DETAILS: Final = "prompt_tokens_details"
 _CROWDED: Final = 6_000
 """Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
+_CHANGE_UNITS: Final = 1
+"""What changing an event takes beyond examining it, in units of `Allowance`. Engines that say in each event who runs it
+write 230 bytes an event and more, so all events of a full read may be changed."""
 _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
 
 class Corrections:
     """Of the answers to one request."""
 
-    __slots__ = ("_addresses", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
+    __slots__ = ("_addresses", "_allowance", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
 
     def __init__(self, request_id: str, addresses: Addresses, *, choices: bool = False) -> None:
         """`request_id` is what the engines were told; `addresses` are theirs; `choices`: a whole answer has some."""
         self._request_id = request_id
         self._choices = choices
         self._addresses = addresses
+        self._allowance: Allowance | None = None
+        """Of the events of one read, once any must be examined."""
         self._closely = True
         """Whether every event is examined: until one has shown that what all of them repeat needs no change."""
         self.prompt_tokens_details: object = _ITS_OWN
@@ -73,11 +78,12 @@ class Corrections:
         crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
         if crowded and (raw.find(b'_params"') >= 0 or not PUBLIC.issuperset(document)):
             raise UpstreamError(_TOO_MUCH)
-        changes = answer_changes(document, raw, self._request_id, self._addresses)
+        allowance = self._allowance if event else None
+        changes = answer_changes(document, raw, self._request_id, self._addresses, allowance)
         self._closely = not changes.keys() <= {"kv_transfer_params"}
         if crowded and changes:
             raise UpstreamError(_TOO_MUCH)
-        spans: dict[str, Field] = {**places(raw, document, changes)} if changes else {}
+        spans: dict[str, Field] = {**places(raw, document, changes, allowance)} if changes else {}
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
@@ -87,7 +93,11 @@ class Corrections:
             if wanted is not _ITS_OWN and not passing and self.usage.get(_DETAILS) != wanted:
                 span = spans["usage"] = locate(raw, document, "usage")
                 changes["usage"] = _with_details(raw[span.value : span.end], self.usage, wanted)
-        return edit(raw, spans, changes) if changes else raw
+        if not changes:
+            return raw
+        if allowance is not None:
+            allowance.spend(_CHANGE_UNITS)
+        return edit(raw, spans, changes)
 
     def pieces(self, answer: "Answer") -> Sequence[bytes | memoryview]:
         """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
@@ -125,12 +135,16 @@ class Corrections:
         if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
             return raw
         ends = EventEnds(raw)
-        suspects = list(map(raw.find, _SUSPECTS))
+        suspects: list[int] | None = None
         done: list[bytes] = []
-        at = examined = 0
+        at = 0
+        allowance = self._allowance = self._allowance or Allowance()
+        allowance.renew()
         try:
             while at < len(raw):
                 if not self._closely:
+                    if suspects is None:
+                        suspects = [raw.find(word, at) for word in _SUSPECTS]
                     found = _next(raw, at, suspects)
                     if found < 0:
                         break
@@ -138,11 +152,9 @@ class Corrections:
                     done.append(raw[at:start])
                     at = start
                 end = ends.after(at)
+                allowance.spend(1)
                 done.append(self._event(raw[at:end]))
                 at = end
-                examined += 1
-                if examined > AT_ONCE:
-                    raise UpstreamError("too many events came at once that must be examined")
         except UpstreamRefusal as refusal:
             refusal.before = b"".join(done)
             raise
@@ -156,9 +168,13 @@ class Corrections:
         corrected = self.whole(data, event=True)
         if corrected is data:
             return event
+        if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:  # nearly always: one line
+            return b"data: %b\n\n" % corrected
         lines = event.splitlines(keepends=True)
         others = b"".join(line for line in lines if not line.startswith(b"data:") and line.strip())
-        return b"%bdata: %b\n\n" % (others, corrected)
+        end = b"\r\n" if event.endswith(b"\r\n\r\n") else b"\n"
+        # `data_of` has joined the lines with LF, which a JSON string cannot hold
+        return b"%bdata: %b%b%b" % (others, corrected.replace(b"\n", end + b"data: "), end, end)
 
 
 _SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstrap_')

@@ -32,21 +32,26 @@ LARGE_BYTES: Final = 64 << 10
 """An event this short costs little to parse, whatever is in it."""
 _RAW_BYTES: Final = 8 << 20
 """The longest event. vLLM names the ids of the prompt in the first one: 8 MiB holds more than a million."""
-_BYTES: Final = 4 << 20
-"""The longest event without such lists of ids."""
-_PARSE_NS: Final = 15_000_000
+_BYTES: Final = 1 << 20
+"""The longest event without such lists of ids. It is searched about fifteen times, which takes 10 ms. The longest that
+engines send are one with the whole answer, at the end of a stream of `/v1/responses`, and one with the whole prompt,
+where `echo` is asked for: 1 MiB holds 200,000 tokens of text."""
+_PARSE_NS: Final = 12_000_000
 """The longest time that parsing one event may take, as `_parse_ns` estimates it."""
 
 _CROWDED: Final = 50_000
 """Quotes of an event that has too many members whatever stands in its strings."""
 
-_LIST: Final = re.compile(rb'token_ids"[ \t\r\n]*:[ \t\r\n]*\[')
+_IDS: Final = b'token_ids"'
+_LIST: Final = re.compile(rb'token_ids"[ \t\r\n]{0,64}+:[ \t\r\n]{0,64}+\[')
+_MOST_LISTS: Final = 1024
+"""Lists in one event that are looked at: a stream has one for each choice, and one for the prompt."""
 ELIDED: Final = b"[-0.0e-7]"
 """Stands for a list that was cut out: JSON that no engine writes."""
 _DONE_HEAD: Final = 64
 """Bytes of the line of the last event before `[DONE]`, at most."""
-_FIRST_DONE: Final = re.compile(rb"data:[ \t]*\[DONE\][ \t]*[\r\n]")
-_DONE: Final = re.compile(rb"\ndata:[ \t]*\[DONE\][ \t]*[\r\n]")
+_FIRST_DONE: Final = re.compile(rb"data:[ \t]*+\[DONE\][ \t]*+[\r\n]")
+_DONE: Final = re.compile(rb"\ndata:[ \t]*+\[DONE\][ \t]*+[\r\n]")
 """The last event. A line break in a JSON string is escaped, so generated text never looks like it."""
 
 
@@ -169,9 +174,9 @@ def _parse_ns(data: bytes) -> int:
     """Estimates for how long a JSON parser would hold the loop. The factors are those of pydantic-core 2.47 on a core
     that parses 150,000 token ids in 10 ms."""
     members_ns = _members_ns(data)
-    if members_ns > 8 * _PARSE_NS:
+    if members_ns > 5 * _PARSE_NS:
         return members_ns
-    text_ns = 15 * data.count(b"\\") + len(data) // 4
+    text_ns = 24 * data.count(b"\\") + len(data) // 4
     if members_ns > _PARSE_NS:  # brackets and commas in strings cost nothing
         plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
         if plain.count(b'"') < _CROWDED:
@@ -209,17 +214,32 @@ def without_lists(events: bytes) -> tuple[bytes, list[bytes]]:
     lists: list[bytes] = []
     pieces: list[bytes] = []
     at = 0
-    found = _LIST.search(events) if events.find(ELIDED) < 0 else None
-    while found is not None:
-        start = found.end() - 1
-        end = events.find(b"]", start) + 1
-        if end - start > LARGE_BYTES and events.find(b'"', start, end) < 0 and events.find(b"[", start + 1, end) < 0:
-            lists.append(events[start:end])
-            pieces += (events[at:start], ELIDED)
-            at = end
-        found = _LIST.search(events, max(end, start))
+    ids = events.find(_IDS)
+    for _ in range(_MOST_LISTS):
+        if ids < 0:
+            break
+        behind = ids + len(_IDS)
+        if (found := _LIST.match(events, ids)) is not None:
+            start = found.end() - 1
+            end = events.find(b"]", start) + 1
+            if not end:
+                break
+            if (
+                end - start > LARGE_BYTES
+                and events.find(b'"', start, end) < 0
+                and events.find(b"[", start + 1, end) < 0
+            ):
+                lists.append(events[start:end])
+                pieces += (events[at:start], ELIDED)
+                at = end
+            behind = end
+        ids = events.find(_IDS, behind)
     if lists:
-        events = b"".join((*pieces, events[at:]))
+        shorter = b"".join((*pieces, events[at:]))
+        if shorter.count(ELIDED) == len(lists):  # nothing else looks like a placeholder
+            events = shorter
+        else:
+            lists = []
     if len(events) > _BYTES:
         raise UpstreamError(f"an event or an answer is longer than {_BYTES} bytes")
     return events, lists

@@ -17,12 +17,15 @@ from pydantic_core import to_json
 
 from kvparams.jsontext import Field, fields, locate
 from kvparams.trust.pinning import declared
+from kvparams_proxy.execution.events import AT_ONCE
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.upstream.terms import UpstreamError
 
 __all__ = [
     "PRIVATE",
     "PUBLIC",
     "Addresses",
+    "Allowance",
     "Refusal",
     "answer_changes",
     "error_in",
@@ -108,6 +111,13 @@ _FEW: Final = 4
 """Members that are looked for one by one."""
 _MOST_FOUND: Final = 16
 """Addresses in one text that are looked for in what the client sent."""
+_SEARCHED_PER_UNIT: Final = 64
+"""Bytes of a member that are searched for addresses in a unit of `Allowance`."""
+_MEMBERS_PER_UNIT: Final = 4
+_WALK_UNITS: Final = 10
+"""What it may take to find a member that is not written as we would write it."""
+_BEHIND: Final = (b",", b"}")
+"""What follows the value of a member."""
 _REMEMBERED: Final = 64
 """Engines that have left and are still hidden."""
 
@@ -180,8 +190,35 @@ def _name(name: str) -> str:
     return rf"{name}:\d{{2,5}}" if name.isalpha() else re.escape(name)
 
 
+class Allowance:
+    """Counts the work on the events of one read in units of about 20 µs, and refuses what would hold the event loop."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = AT_ONCE
+
+    def renew(self) -> None:
+        """Allows the work on another read."""
+        self._left = AT_ONCE
+
+    def spend(self, units: int) -> None:
+        """Counts work that is about to be done.
+
+        Raises:
+            UpstreamError: it is too much for one turn.
+        """
+        self._left -= units
+        if self._left < 0:
+            raise UpstreamError("too many events came at once that must be examined")
+
+
 def answer_changes(
-    document: Mapping[str, object], raw: bytes, request_id: str, addresses: Addresses
+    document: Mapping[str, object],
+    raw: bytes,
+    request_id: str,
+    addresses: Addresses,
+    allowance: Allowance | None = None,
 ) -> dict[str, bytes | None]:
     """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.edit`.
 
@@ -190,6 +227,10 @@ def answer_changes(
         raw: the text of a JSON object.
         request_id: the proxy's, which it gave to the engine.
         addresses: of the engines.
+        allowance: what may be spent on it, where `raw` is one of many events.
+
+    Raises:
+        UpstreamError: the allowance is used up.
     """
     changes: dict[str, bytes | None] = {}
     id = document.get("id")
@@ -203,28 +244,33 @@ def answer_changes(
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
     strange: Collection[str] = () if PUBLIC.issuperset(document) else document.keys() - PUBLIC
-    spans: Mapping[str, Field] = places(raw, document, strange) if strange else {}
     left_bytes = _SEARCHED
+    spans: Mapping[str, Field] | None = None
+    if strange and allowance is not None:
+        allowance.spend(len(strange) // _MEMBERS_PER_UNIT)
     for name in strange:
         if name in PRIVATE:
             changes[name] = None
             continue
-        value = raw[spans[name].value : spans[name].end]
+        value = to_json(document[name])
         inside = without_private(value)
         looked_at = inside[: 4 * _LONGEST]
         left_bytes -= len(looked_at)
+        if allowance is not None and left_bytes >= 0:
+            allowance.spend(len(looked_at) // _SEARCHED_PER_UNIT)
         if left_bytes < 0 or addresses.within(looked_at.decode("utf-8", "replace")):
             changes[name] = None
-        elif inside is not value:
-            changes[name] = inside
+        elif inside is not value:  # a walk to the member is only for what changes
+            if spans is None:
+                spans = places(raw, document, strange, allowance)
+            changes[name] = without_private(raw[spans[name].value : spans[name].end])
     named = raw.count(b'_params"') - ("kv_transfer_params" in document)
     named = named > sum(name.endswith("_params") for name in strange) if named else False
     if (named or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
-        field = locate(raw, document, "choices")
-        value = raw[field.value : field.end]
-        inside = without_private(value)
-        if inside is not value:
-            changes["choices"] = inside
+        value = to_json(document["choices"])
+        if without_private(value) is not value:
+            field = place(raw, document, "choices", allowance)
+            changes["choices"] = without_private(raw[field.value : field.end])
     return changes
 
 
@@ -310,8 +356,38 @@ def _plain(pattern: re.Pattern[str], text: str, addresses: Addresses, sent: byte
     return pattern.fullmatch(text) is not None and not addresses.within(text, sent)
 
 
-def places(raw: bytes, document: Mapping[str, object], names: Collection[str]) -> Mapping[str, Field]:
-    """Returns where members of the object `raw` stand: of many, in one walk through all of it."""
+def places(
+    raw: bytes, document: Mapping[str, object], names: Collection[str], allowance: Allowance | None = None
+) -> Mapping[str, Field]:
+    """Returns where members of the object `raw` stand: of many, in one walk through all of it.
+
+    Raises:
+        UpstreamError: the allowance is used up.
+    """
     if len(names) > _FEW:
+        if allowance is not None:
+            allowance.spend(_WALK_UNITS)
         return fields(raw)
-    return {name: locate(raw, document, name) for name in names}
+    return {name: place(raw, document, name, allowance) for name in names}
+
+
+def place(raw: bytes, document: Mapping[str, object], name: str, allowance: Allowance | None = None) -> Field:
+    """Returns where the member `name` of the object `raw` stands, without a walk where it is written as we would write
+    it. `document` is what `raw` parses to, and has that member.
+
+    Raises:
+        UpstreamError: the allowance is used up.
+    """
+    needle = b'"%b":' % name.encode()
+    start = raw.find(needle)
+    if start > 0 and raw[start - 1] != 0x5C:
+        at = start + len(needle)
+        value = to_json(document[name])
+        end = at + len(value)
+        plain = raw.startswith(value, at) and raw[end : end + 1] in _BEHIND
+        # no other member may have this name, or may be this one, written with escapes
+        if plain and raw.find(needle[:-1], at) < 0 and raw.find(b"\\u00") < 0:
+            return Field(start, at, end)
+    if allowance is not None:
+        allowance.spend(_WALK_UNITS)
+    return locate(raw, document, name)
