@@ -253,8 +253,6 @@ EQUIVALENT: dict[str, str] = {
     "known; tests/modes/test_choice.py holds it",
     "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
     "continuation:Recorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
-    "continuation:Recorder.undo: self._unread.pop()": f"{_LIMIT}no event is JSON and yet cannot be corrected; "
-    "tests/proxy/test_recorder.py holds it",
     "continuation:Recorder.undo: del self._answer[answered:]": f"{_LIMIT}no stream breaks twice, once by an event that "
     "is garbled behind good ones; tests/proxy/test_recorder.py holds it",
     "continuation:Recorder.resume: self._unsaid.clear()": f"{_LIMIT}no stream breaks twice, once behind half a letter",
