@@ -251,6 +251,10 @@ EQUIVALENT: dict[str, str] = {
     "cached; tests/modes/test_real_engines.py holds it",
     "kvparams.managers.conditional:Conditional._near: context.give_back(instance)": f"{_LIMIT}nobody's cache is "
     "known; tests/modes/test_choice.py holds it",
+    "executor:Execution._go: failure.__traceback__ = None": f"{_LIMIT}it is memory alone; tests/proxy/test_released.py "
+    "holds it",
+    "executor:Execution._stop_reading: self._reading.cancel()": "it saves work: nobody looks at what is read then",
+    "executor:Execution._stop_reading: self._reading = None": "it is over, and the request is let go next",
     "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
     "continuation:Recorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "continuation:Recorder.undo: del self._answer[answered:]": f"{_LIMIT}no stream breaks twice, once by an event that "

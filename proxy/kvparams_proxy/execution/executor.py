@@ -269,7 +269,6 @@ class Execution:
             self._finish("ok")
         except Exception as error:  # noqa: BLE001  whatever it is, the client is answered and everything given back
             self._refuse(refusal(error))
-            error.__traceback__ = None
         finally:
             if failure is not None:  # its frames hold it, and with it all that the request had
                 failure.__traceback__ = None
