@@ -88,8 +88,6 @@ class Client:
         apart_s = self.world.random.choice((0.0, 0.0, 0.005))
         for piece in range(pieces):
             self._send(data[piece * size : (piece + 1) * size], piece * apart_s)
-        if self.script.garbage:
-            self.world.loop.call_later(pieces * apart_s + _CLOSING_S, self._last)
 
     def _send(self, data: bytes, delay_s: float) -> None:
         def send() -> None:
@@ -197,7 +195,10 @@ class Client:
     def on_message_complete(self) -> None:
         """For httptools."""
         reply, self._reply = self._reply, Reply()
-        if reply.status == 100 or self.done or self.script.garbage:
+        if reply.status == 100 or self.done:
+            return
+        if self.script.garbage:  # what stands in front of it is answered
+            self.world.loop.call_later(_CLOSING_S, self._last)
             return
         if len(self.verdicts) >= self._next:
             self.world.wrong(f"{self.name} gets an answer that it has not asked for")

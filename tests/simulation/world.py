@@ -227,7 +227,7 @@ class World:
             return
         self._hold(laws.while_running)
         left = client.left_at
-        gone = left is not None and self.now > left + _LEAVING_S and not client.script.pipelined
+        gone = left is not None and self.now > left + _LEAVING_S
         if self.nodes is not None and leg.kind == "decode":
             if self.nodes.safety.begun(leg) and transfer is None:  # the broker has given the same work twice
                 self._sent_again[leg.prompt] += 1
@@ -250,8 +250,6 @@ class World:
         waiting, self._at_leave = self._at_leave, []
         for operation in waiting:
             self.loop.call_later(0.0001, self._operate, operation)
-        if client.script.pipelined:
-            return  # the proxy does not read its connection meanwhile
 
         def check() -> None:
             for engine in self.engines:
