@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -465,7 +465,8 @@ async def test_a_proxy_that_is_told_to_stop_writes_its_last_lines_to_stdout(sign
             async with httpx.AsyncClient(base_url=url) as client:  # its connection stays open
                 assert (await client.post("/v1/completions", json=BODY)).status_code == 503
                 for each in signals:
-                    process.send_signal(each)
+                    with suppress(ProcessLookupError):  # it may have ended already
+                        process.send_signal(each)
                     await asyncio.sleep(0.02)
                 rest = await process.stdout.read()
             await process.wait()

@@ -192,6 +192,9 @@ EQUIVALENT: dict[str, str] = {
     "connections:Connections.close_idle: connection.shed()": f"{_LIMIT}no connection is idle for more than a moment; "
     "tests/proxy/test_shutdown.py holds it",
     "connections:Connections.close: connection.close()": "whatever is left is aborted two seconds later",
+    "connections:Connections._refuse: del self._refused[oldest]": f"{_LIMIT}few are refused at a time; "
+    "tests/proxy/test_client_connections.py holds it",
+    "connections:Connections._refuse: oldest.abort()": f"{_LIMIT}as the last",
     "connections:Connections._make_room: self.remove(connection)": f"{_LIMIT}as above, of idle ones; "
     "tests/proxy/test_client_connections.py holds it",
     "connections:Connections._make_room: connection.shed()": f"{_LIMIT}as the last",
