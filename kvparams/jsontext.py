@@ -377,7 +377,7 @@ def moved(spans: Mapping[str, Field], cuts: Iterable[tuple[int, int]], origin: i
 def _parse(raw: bytes, limits: JSONLimits) -> object:
     _check_size(raw, limits)
     try:
-        return from_json(raw, allow_inf_nan=False)
+        return from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise JSONTextError(f"not valid JSON: {_encoding(raw) or error}") from error
 

@@ -371,7 +371,7 @@ def _document(event: bytes) -> dict[str, Any] | None:
     if not data.startswith(b"{"):
         return None
     try:
-        return cast("dict[str, Any]", from_json(data, allow_inf_nan=False))
+        return cast("dict[str, Any]", from_json(data, allow_inf_nan=False, cache_strings="keys"))
     except ValueError as error:
         raise JSONTextError(f"an event is not valid JSON: {error}") from error
 

@@ -223,7 +223,7 @@ def load_answer(raw: bytes) -> dict[str, object]:
         JSONTextError: it is not a JSON object.
     """
     try:
-        document: object = from_json(raw, allow_inf_nan=False)
+        document: object = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise JSONTextError(f"not valid JSON: {error}") from error
     if not isinstance(document, dict):
