@@ -5,10 +5,17 @@ import json
 import socket
 import struct
 import time
+from typing import Any
 
 import pytest
 
 from benchmarks.stub_engine import StubEngines
+from kvparams_proxy.clients.body import BodyBudget
+from kvparams_proxy.clients.connections import ConnectionLimits, Connections
+from kvparams_proxy.clients.downstream import Downstream
+from kvparams_proxy.clients.generate import Admission
+from kvparams_proxy.clients.http1 import HTTPProtocol, Service
+from kvparams_proxy.errors import ProxyError
 
 from .conftest import Proxy
 from .stage import until
@@ -109,3 +116,51 @@ async def test_requests_are_answered_in_their_order_however_they_come(stubbed: P
             counts.append(json.loads(await reader.readexactly(length))["usage"]["completion_tokens"])
     assert counts == list(range(1, 8))
     writer.close()
+
+
+class Silent:
+    """A direct endpoint that answers nobody."""
+
+    max_bytes = 1000
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.bodies = budget
+
+    def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
+        return Admission("r", "t", [], None, None, None)
+
+    def begin(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
+        pass
+
+    def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("behind", [100, 2000])
+async def test_what_does_not_fit_the_budget_is_not_kept(behind: int) -> None:
+    """And whatever was counted is given back, once."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError(scope)
+
+    budget = BodyBudget(1000)
+    loop = asyncio.get_running_loop()
+    connections = Connections(loop, ConnectionLimits(10))
+    service = Service(loop, app, {}, {b"/x": Silent(budget)}, connections, lambda error: None, budget)
+    server = await loop.create_server(lambda: HTTPProtocol(service), "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"x" * behind)
+
+    async def kept() -> bool:
+        return budget.held_bytes == (2 + behind if behind < 1000 else 2) and len(connections) == 1
+
+    await until(kept)
+    assert budget.refused == (behind > 1000)
+    writer.transport.abort()
+
+    async def gone() -> bool:
+        return not len(connections)
+
+    await until(gone)
+    assert budget.held_bytes == 0
+    server.close()

@@ -192,6 +192,12 @@ EQUIVALENT: dict[str, str] = {
     "connections:Connections.close_idle: connection.shed()": f"{_LIMIT}no connection is idle for more than a moment; "
     "tests/proxy/test_shutdown.py holds it",
     "connections:Connections.close: connection.close()": "whatever is left is aborted two seconds later",
+    "connections:Connections._sweep: connection.abort()": f"{_LIMIT}its sockets do not say how TCP stands; "
+    "tests/proxy/test_pipelining.py holds it",
+    "http1:HTTPProtocol._account: self._kept_bytes -= more": f"{_LIMIT}no budget is used up; "
+    "tests/proxy/test_pipelining.py holds it",
+    "http1:HTTPProtocol.read_on: self.transport.resume_reading()": f"{_LIMIT}nobody sends so much ahead; "
+    "tests/proxy/test_leaving.py holds it",
     "connections:Connections._refuse: del self._refused[oldest]": f"{_LIMIT}few are refused at a time; "
     "tests/proxy/test_client_connections.py holds it",
     "connections:Connections._refuse: oldest.abort()": f"{_LIMIT}as the last",
