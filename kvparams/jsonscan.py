@@ -70,14 +70,14 @@ NEAR: Final = 256
 _RUN_PARTS: Final = 512
 """Strings or members that are parsed together."""
 _FLAT_BYTES: Final = 256 << 10
-"""Of an object without objects in it."""
+"""The longest object without objects in it that `flat_members` takes."""
 _FLAT_MEMBERS: Final = 64
 _FLAT_ESCAPED_BYTES: Final = 64 << 10
-"""Of such an object if it is full of escapes: so many take some 2 ms."""
+"""The longest such object that may be full of escapes."""
 _FLAT_ESCAPES_SHARE: Final = 16
-"""A longer one may have one backslash in so many bytes: text has one for each line."""
+"""A longer object may have one backslash in so many bytes: text has about one for each line."""
 _FLAT_LIST_BYTES: Final = 64 << 10
-"""Of a list in it: 32,000 numbers take some 3 ms."""
+"""The bytes that all lists of numbers in it may have together."""
 _SHORT: Final = 64
 """Bytes: in a shorter text one regular expression finds a bracket sooner than three searches."""
 
@@ -104,7 +104,7 @@ _CHARACTERS: Final = re.compile(
 """Characters of a string, up to its end or to an escape that is not complete; a surrogate pair is one escape."""
 _EXPONENT: Final = re.compile(rb"[eE]")
 _NOT_WHOLE: Final = (b'"', b"[", b"{", b".", b"E", b"e")
-"""What a list of whole numbers does not have; `true` and `false` are as good as ruled out with them."""
+"""A list of whole numbers has none of these; a list with `true` or `false` in it has an `e`."""
 _NUMBERS: Final = re.compile(rb"\[[ \t\r\n]*+[-0-9]")
 LONGEST_ESCAPE: Final = 12
 """Bytes of a surrogate pair."""

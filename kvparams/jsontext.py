@@ -55,7 +55,7 @@ _GAP: Final = re.compile(rb"[ \t\r\n]*+")
 _LONG: Final = 64 << 10
 """Bytes: longer text is read by pieces, so that it may not hold too many parts."""
 _FLAT_DEPTH: Final = 2
-"""Of an object with lists of numbers in it."""
+"""The depth of an object with lists of numbers in it."""
 _NO_CUT: Final = (2**62, 2**62)
 _KINDS: Final = {
     b"[": "a list",

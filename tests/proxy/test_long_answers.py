@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvparams_proxy.execution.privacy import Addresses
 from kvparams_proxy.upstream.terms import BodyBuffer, UpstreamError, UpstreamRefusal
 
 from .conftest import Proxy, Script, answer
+from .steps import drained
 
 SEEDS = st.integers(0, 2**32)
 PREFILL = {
@@ -30,14 +31,6 @@ PREFILL = {
     },
 }
 DECODE = {"id": "cmpl-1", "choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
-
-
-def drained(steps: Generator[None, None, Answer]) -> Answer:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 def corrections(details: object) -> Corrections:

@@ -12,7 +12,7 @@ _JOINED_BYTES: Final = 64 << 10
 _LARGE_BYTES: Final = 256 << 10
 _RETRY_S: Final = 1
 _MOST_DIGITS: Final = 19
-"""Of a Content-Length that is looked at: more digits are more than any limit."""
+"""A Content-Length with more digits than this is over any limit."""
 
 
 class BodyBudget:

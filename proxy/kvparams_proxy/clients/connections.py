@@ -118,7 +118,7 @@ class Connections:
 
     def add(self, connection: ClientConnection) -> bool:
         """Counts a new connection and returns whether it is served. One that is not stays among the refused ones until
-        it is removed, or until so many more are refused that it has to go."""
+        it is removed, or until as many as `ConnectionLimits.refusals` came after it."""
         self._empty.clear()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)

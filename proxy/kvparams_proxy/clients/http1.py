@@ -21,7 +21,7 @@ import httptools
 from starlette.types import ASGIApp
 
 from kvparams_proxy.clients.asgi import ASGIExchange
-from kvparams_proxy.clients.body import BodyBudget
+from kvparams_proxy.clients.body import BodyBudget, declared_length
 from kvparams_proxy.clients.connections import HEAD_S, Connections
 from kvparams_proxy.clients.direct import DirectDownstream, DirectEndpoint
 from kvparams_proxy.clients.response import CONTINUE, ResponseWriter, error_response
@@ -40,10 +40,7 @@ _REQUEST_S: Final = 60.0
 _LINGER_S: Final = 2.0
 """For a client that still sends to read its refusal: to close at once would reset the connection and discard it."""
 _AHEAD_BYTES: Final = 256 << 10
-"""Of pipelined requests that wait on one connection: up to this nothing stops reading, so that a client that leaves is
-noticed."""
-_LONGEST_LENGTH: Final = 18
-"""Digits of a Content-Length: llhttp takes no larger one than 2**64 - 1, and no body here is so long."""
+"""A connection is read until so many bytes of pipelined requests wait on it."""
 _HEAD_END: Final = b"\r\n\r\n"
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
 """uri-host [":" port], RFC 9110 section 7.2; empty is allowed."""
@@ -69,7 +66,7 @@ class Service:
     refused: Callable[[ProxyError], None]
     """Hears of what was refused before it was a request."""
     bodies: BodyBudget | None = None
-    """What bodies may take together, and what waits behind a request."""
+    """The budget for the bodies of all requests and for what waits behind a request."""
 
 
 class _Head(NamedTuple):
@@ -536,8 +533,7 @@ class HTTPProtocol(asyncio.Protocol):
                 else:
                     self._good_host = value
         elif name == b"content-length":
-            digits = value.lstrip(b"0")[:_LONGEST_LENGTH]
-            self._length = int(digits) if digits.isdigit() else 0
+            self._length = declared_length(value)  # the parser has accepted it
         elif name == b"expect":
             self._expect = value
         else:
