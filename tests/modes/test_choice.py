@@ -111,6 +111,7 @@ def test_the_flag_takes_options() -> None:
         ("nobody", f"must be one of {', '.join(names())}"),
         ("conditional,fallback", "'fallback' must be OPTION=VALUE"),
         ("conditional,remote_tokens=x", "remote_tokens must be a whole number"),
+        ("conditional,remote_tokens=" + 5_000 * "9", "remote_tokens must be a whole number"),
     ):
         with pytest.raises(ValueError, match=said):
             read_mode(text)

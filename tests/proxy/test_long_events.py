@@ -23,7 +23,7 @@ from kvparams_proxy.queue.messages import Part, Work
 from kvparams_proxy.queue.outbox import Letter
 from kvparams_proxy.queue.running import Running
 from kvparams_proxy.sidecar.inprocess import InProcess
-from kvparams_proxy.upstream.terms import TURN_BYTES, Collect, Head, UpstreamError
+from kvparams_proxy.upstream.terms import TURN_BYTES, Collect, Head, UpstreamError, UpstreamRefusal
 
 from .test_metrics_stream_events import Client
 from .test_metrics_stream_events import Owner as Listener
@@ -87,6 +87,15 @@ def test_one_long_event_costs_as_much_as_its_bytes(size: int, read: int, end: by
     assert stream.client.got == FIRST + long
     assert stream.total_s < 1.5
     assert stream.longest_s < LONGEST_S
+
+
+def test_what_stands_before_an_error_reaches_the_client_with_its_lists() -> None:
+    """Long lists of token ids are cut out while events are examined, and put back also where the stream then fails."""
+    stream = Stream()
+    good = choice(text="b", token_ids=list(range(30_000)))
+    with pytest.raises(UpstreamRefusal):
+        stream.feed([good + event(error={"message": "it failed", "code": 500})])
+    assert stream.client.got == FIRST + good
 
 
 @pytest.mark.parametrize("begun", [False, True])
