@@ -82,7 +82,7 @@ def content(seed: int, size: int) -> memoryview:
 
 
 class TestMooncakeStore(StoreConformance):
-    at_least = Floors(put=0.004, get=0.003)
+    at_least = Floors(put=0.002, get=0.0015)
 
     @pytest.fixture
     def opener(self, opener: Opener) -> Opener:  # pyright: ignore[reportIncompatibleMethodOverride]
