@@ -203,9 +203,9 @@ async def test_no_body_keeps_the_event_loop_busy(start: StartAdmin, method: str,
     body, costs = b'{"x":[' + unit * (65_000 // len(unit)) + b"1]}", list[float]()
     for _ in range(3):
         costs.append(await longest_turn_s(admin.refused(method, path, body)))
-        if costs[-1] < 0.01:
+        if costs[-1] < 0.02:
             break
-    assert min(costs) < 0.01, costs
+    assert min(costs) < 0.02, costs
 
 
 async def test_nobody_is_found_under_a_wrong_id(start: StartAdmin) -> None:
