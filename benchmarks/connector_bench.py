@@ -24,16 +24,16 @@ import torch
 
 from benchmarks.ratios import median_interval
 from benchmarks.sides import processor
-from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.keys import Geometry, KVShard, Namespace
 from kvparams.pages import HEADER_BYTES, seal, verify
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector, Plan
-from kvparams_connectors.grid import Grid
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.layout_forms import FORMS, CacheSpec
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results, open_store
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheSpec
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector, SequencePlan
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 __all__ = ["main"]
 
@@ -50,13 +50,13 @@ class PacedStore(MemoryStore):
         super().__init__(size_bytes)
         self._seconds_per_byte = 1e-9 / gb_per_s
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         start = time.perf_counter()
-        return self._paced(start, super().put_now(ops, deadline))
+        return self._paced(start, super().put_blocking(ops, deadline))
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         start = time.perf_counter()
-        return self._paced(start, super().get_now(ops, deadline))
+        return self._paced(start, super().get_blocking(ops, deadline))
 
     def _paced(self, start: float, results: Results) -> Results:
         takes = sum(result.nbytes for result in results) * self._seconds_per_byte
@@ -72,7 +72,7 @@ class Bench:
         self._namespace = Namespace("bench", "1", "bfloat16", _SHAPE, page_tokens)
         self._tokens, self._store, self._batch = pages * page_tokens, store, arguments.portion
         blocks = -(-self._tokens // block)
-        form = next(one for one in FORMS if one.name == arguments.form)
+        form = next(one for one in CACHE_LAYOUTS if one.name == arguments.form)
         sizes = {"S": 2, "B": blocks, "N": block, "H": _SHAPE.kv_heads, "D": _SHAPE.k_dim, "C": 2 * _SHAPE.k_dim}
         cache = torch.randint(0, 2**15, [_SHAPE.layers, *(sizes[letter] for letter in form.dims)], dtype=torch.int16)
         spec = CacheSpec(block, _SHAPE.kv_heads, _SHAPE.k_dim, _SHAPE.v_dim, "bfloat16")
@@ -83,20 +83,20 @@ class Bench:
             arena_bytes=arguments.arena_bytes,
             portion_pages=arguments.portion,
             save_portion_pages=arguments.save_portion,
-            grid=None if arguments.head_unit is None else Grid(_SHAPE.layers, arguments.head_unit),
+            grid=None if arguments.head_unit is None else ShardGrid(_SHAPE.layers, arguments.head_unit),
         )
         self._connector = KVStoreConnector(store, self._namespace, layout, config)
-        part = Rectangle.whole(_SHAPE)
+        part = KVShard.whole(_SHAPE)
         nbytes = HEADER_BYTES + self._namespace.payload_bytes(page_tokens, part)
         arena = Arena(2 * pages * (nbytes + 64), nbytes)
         store.register(arena)
-        slots = [slot.view for slot in arena.lease_some(2 * pages, 2 * pages)]
+        slots = [slot.view for slot in arena.lease_many(2 * pages, 2 * pages)]
         self._sources, self._targets = slots[:pages], slots[pages:]
         for source in self._sources:
             np.frombuffer(source, np.uint8)[:] = 7
         self._round = 0
-        self._bare: Plan = self._plan(0)
-        self._own: Plan = self._plan(1)
+        self._bare: SequencePlan = self._plan(0)
+        self._own: SequencePlan = self._plan(1)
         self.renew()
 
     def renew(self) -> None:
@@ -111,7 +111,7 @@ class Bench:
         self._forget(self._whole().keys)
         self._bare = self._plan(self._round + 2)
 
-    def _plan(self, number: int) -> Plan:
+    def _plan(self, number: int) -> SequencePlan:
         return self._connector.plan([number, *range(1, self._tokens)])
 
     @property
@@ -164,19 +164,19 @@ class Bench:
         for some in keys:
             self._store.delete(some, _DEADLINE_S).result()
 
-    def _whole(self) -> Plan:
+    def _whole(self) -> SequencePlan:
         """The bare side's pages, each in one piece."""
         plan = self._bare
         if len(plan.units) == 1:
             return plan
-        part = Rectangle.whole(_SHAPE)
+        part = KVShard.whole(_SHAPE)
         keys = tuple(f"{plan.keys[plan.parts(page.index).start]}.whole" for page in plan.pages)
-        return Plan(plan.namespace, part, plan.tokens, plan.pages, keys, 0, 0, None, None, (part,))
+        return SequencePlan(plan.namespace, part, plan.tokens, plan.pages, keys, 0, 0, None, None, (part,))
 
     def _wait(self, operation: Callable[..., Job[Results]], ops: Sequence[PutOp] | Sequence[GetOp]) -> None:
         size = self._batch
         jobs = [operation(ops[at : at + size], _DEADLINE_S) for at in range(0, len(ops), size)]
-        if any(result.code is not Code.OK for job in jobs for result in job.result()):
+        if any(result.code is not ResultCode.OK for job in jobs for result in job.result()):
             sys.exit("the store failed")
 
 
@@ -224,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the machine, the command and the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.connector_bench", description=__doc__)
     parser.add_argument("--store", action="append", metavar="URL", help="default: memory, and a file on /dev/shm")
-    parser.add_argument("--form", default="kv_first_nhd", choices=[form.name for form in FORMS if form.name != "mla"])
+    parser.add_argument(
+        "--form", default="kv_first_nhd", choices=[form.name for form in CACHE_LAYOUTS if form.name != "mla"]
+    )
     parser.add_argument("--page-bytes", type=int, default=1 << 20)
     parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--block", type=int, default=16, help="tokens per block (default 16)")

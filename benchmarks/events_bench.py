@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import msgspec
 from msgpack import unpackb  # pyright: ignore[reportUnknownVariableType]
 
-from kvparams.events import Batch, Source, decode, decode_dynamo, decode_trtllm
+from kvparams.kv_events import EventBatch, EventSource, decode_dynamo, decode_msgpack, decode_trtllm
 
 __all__ = ["main"]
 
 _BLOCK: int = 16
-_SOURCE = Source("engine-a")
+_SOURCE = EventSource("engine-a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Message:
     payload: bytes
     events: int
     blocks: int
-    ours: Callable[[bytes], Batch | tuple[Batch, ...]]
+    ours: Callable[[bytes], EventBatch | tuple[EventBatch, ...]]
     yardsticks: dict[str, Callable[[bytes], object]]
     unknown: int = 0
     """How many of the events are of a type that is not known."""
@@ -63,8 +63,8 @@ def _messages() -> list[_Message]:
     bare = msgspec.msgpack.Decoder()
     yardsticks: dict[str, Callable[[bytes], object]] = {"bare msgspec": bare.decode, "msgpack": unpackb}
 
-    def ours(payload: bytes) -> Batch:
-        return decode(payload, _SOURCE, 0)
+    def ours(payload: bytes) -> EventBatch:
+        return decode_msgpack(payload, _SOURCE, 0)
 
     made: list[_Message] = []
     for events, blocks in ((1, 1), (64, 1), (16, 32), (1, 512)):
@@ -108,7 +108,7 @@ def _seconds(read: Callable[[bytes], object], payload: bytes, times: int) -> flo
 
 def _row(message: _Message, rounds: int) -> str:
     read = message.ours(message.payload)
-    batches = (read,) if isinstance(read, Batch) else read
+    batches = (read,) if isinstance(read, EventBatch) else read
     assert sum(len(one.events) - one.malformed for one in batches) == message.events - message.unknown, message.name
     times = max(1, round(0.004 / _seconds(message.ours, message.payload, 3)))
     subjects = {"ours": message.ours, **message.yardsticks}

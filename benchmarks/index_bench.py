@@ -18,8 +18,8 @@ from typing import Final
 
 from benchmarks.index_dynamo import median, resident
 from benchmarks.index_workload import BLOCK, Tokens, questions, sequences
-from kvparams.index.chain import Chain
-from kvparams.index.prefix import PrefixIndex
+from kvparams.index.block_hashes import BlockHasher
+from kvparams.index.prefix_index import PrefixIndex
 
 __all__ = ["main"]
 
@@ -73,7 +73,7 @@ def show(name: str, found: dict[str, float]) -> None:
 
 def measured(blocks: int, workers: int, more: int) -> dict[str, float]:
     """One row. `more` blocks are stored when the index is full, so as many have to go."""
-    chain = Chain(5, BLOCK)
+    chain = BlockHasher(5, BLOCK)
     namespace = chain.namespace("m")
     before = resident()
     index = PrefixIndex(blocks)

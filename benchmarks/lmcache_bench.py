@@ -30,11 +30,11 @@ from benchmarks.lmcache_process import lmcache_environment, lmcache_python
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, Side, in_turns
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.store import Code, PutOp, open_store
-from kvparams_connectors.stores.lmcache.wire import Names
+from kvparams_connectors.store import PutOp, ResultCode, open_store
+from kvparams_connectors.stores.lmcache.wire import LMCacheNames
 
 __all__ = ["main"]
 
@@ -140,7 +140,7 @@ def measure(port: int, *, page_bytes: int, total_bytes: int, rounds: int) -> Non
     slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
     sources, targets = slots[:count], slots[count:]
     size = page_bytes - HEADER_BYTES
-    part = Rectangle(0, 1, 0, 1)
+    part = KVShard(0, 1, 0, 1)
     identities = [PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)]
     for number, source in enumerate(sources):
         source[:] = random.Random(number).randbytes(page_bytes)
@@ -156,7 +156,7 @@ def measure(port: int, *, page_bytes: int, total_bytes: int, rounds: int) -> Non
         "store, seal + verify": OurStore(store, _BATCH_BYTES, identities),
         "store, two threads": OurStore(two, _BATCH_BYTES),
     }
-    names = Names(_PREFIX)
+    names = LMCacheNames(_PREFIX)
 
     def clean(keys: Sequence[str]) -> None:
         bare[0].bury([named(key) for key in keys for named in (_name, names.value, names.record)])
@@ -176,7 +176,7 @@ def lookups(port: int, rounds: int) -> None:
     """Print how long it takes to look up 1,000 pages: all there, half of them, none."""
     store = open_store(f"lmcache://127.0.0.1:{port}?prefix=lookup")
     bare = Bare(port, 1)
-    names = Names("lookup")
+    names = LMCacheNames("lookup")
     keys = [f"{number:064x}" for number in range(1000)]
     store.put([PutOp(key, (memoryview(bytes(100)),)) for key in keys], _DEADLINE_S).result()
     for there in (1000, 500, 0):
@@ -187,7 +187,7 @@ def lookups(port: int, rounds: int) -> None:
             start = time.perf_counter()
             found = store.exists(keys, _DEADLINE_S).result()
             spent.append(1000 * (time.perf_counter() - start))
-            if sum(result.code is Code.OK for result in found) != there:
+            if sum(result.code is ResultCode.OK for result in found) != there:
                 sys.exit("a lookup found other pages")
             start = time.perf_counter()
             bare.ask([names.record(key) for key in keys])

@@ -37,14 +37,14 @@ from benchmarks.lmcache_process import ChunkShape, LMCacheWorker, Spec
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import Side, in_turns, processor
-from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.keys import Geometry, KVShard, Namespace
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector, Plan
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.layout_forms import FORMS, CacheSpec
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results, open_store
+from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheSpec
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector, SequencePlan
+from kvparams_connectors.transfer.layout import PagedKVLayout
 
 __all__ = ["main"]
 
@@ -89,7 +89,7 @@ class Store:
 
     @staticmethod
     def _check(job: Job[Results]) -> None:
-        if any(result.code is not Code.OK for result in job.result()):
+        if any(result.code is not ResultCode.OK for result in job.result()):
             sys.exit(f"the store failed: {job.result()}")
 
 
@@ -104,7 +104,7 @@ class Connector:
         self._sources = sources
         self._tokens = count * page_tokens
         blocks = self._tokens // _BLOCK
-        form = next(one for one in FORMS if one.name == "kv_first_nhd")
+        form = next(one for one in CACHE_LAYOUTS if one.name == "kv_first_nhd")
         sizes = {"S": 2, "B": blocks, "N": _BLOCK, "H": _SHAPE.kv_heads, "D": _SHAPE.k_dim, "C": 2 * _SHAPE.k_dim}
         dims = [sizes[letter] for letter in form.dims]
         self._cache = torch.randint(0, 2**15, [_SHAPE.layers, *dims], dtype=torch.int16)
@@ -115,7 +115,7 @@ class Connector:
         namespace = Namespace("bench", "1", "bfloat16", _SHAPE, page_tokens)
         self._connector = KVStoreConnector(store, namespace, layout, ConnectorSettings(deadline_s=_DEADLINE_S))
 
-    def plan(self, key: str) -> Plan:
+    def plan(self, key: str) -> SequencePlan:
         """The sequence of the round to which a key belongs."""
         return self._connector.plan([int(key.partition(".")[0]), *range(1, self._tokens)])
 
@@ -179,9 +179,9 @@ class Shared:
             file.truncate(memory_bytes)
             self._map = mmap.mmap(file.fileno(), 0)
         self.arena = Arena(2 * count * page_bytes, page_bytes, allocate=lambda nbytes: memoryview(self._map)[:nbytes])
-        views = [slot.view for slot in self.arena.lease_some(2 * count, 2 * count)]
+        views = [slot.view for slot in self.arena.lease_many(2 * count, 2 * count)]
         self.sources, self.targets = views[:count], views[count:]
-        part, size = Rectangle(0, 1, 0, 1), page_bytes - HEADER_BYTES
+        part, size = KVShard(0, 1, 0, 1), page_bytes - HEADER_BYTES
         self.identities = [
             PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)
         ]

@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, Side, batches, in_turns
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.store import Code, PutOp, open_store
+from kvparams_connectors.store import PutOp, ResultCode, open_store
 
 __all__ = ["main"]
 
@@ -84,7 +84,7 @@ def measure(master: str, *, page_bytes: int, total_bytes: int, rounds: int, also
     arena = Arena(2 * count * (page_bytes + 64), page_bytes)
     slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
     sources, targets = slots[:count], slots[count:]
-    part = Rectangle(0, 1, 0, 1)
+    part = KVShard(0, 1, 0, 1)
     size = page_bytes - HEADER_BYTES
     identities = [PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)]
     for number, source in enumerate(sources):
@@ -140,7 +140,7 @@ def lookups(master: str, rounds: int) -> None:
             start = time.perf_counter()
             found = store.exists(keys, _DEADLINE_S).result()
             spent.append(1000 * (time.perf_counter() - start))
-            if sum(result.code is Code.OK for result in found) != there:
+            if sum(result.code is ResultCode.OK for result in found) != there:
                 sys.exit("a lookup found other pages")
             start = time.perf_counter()
             native.batch_is_exist([f"lookup:{key}" for key in keys])

@@ -22,22 +22,22 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from kvparams import TokenPrefix, dump_json, parse
-from kvparams.codec import Template
-from kvparams.dialects import Dialect, Place
+from kvparams.codec import DocumentTemplate
+from kvparams.dialects.interface import BootstrapInfo, Dialect
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.registry import tables
+from kvparams.dialects.registry import load_tables
 from kvparams.dialects.store import STORE
-from kvparams.jsontext import edit, load_object
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.outline import Outline, prefix_by_digest, sent_prefix
-from kvparams.plan import Choose, KVLease, LegAnswer
-from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams.trust.canonical import canonical, canonical_json
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.pinning import Pins
-from kvparams.trust.replay import ReplayWindow
-from kvparams.trust.signing import Signer
-from kvparams.trust.verifying import verify
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.jsontext.document import edit, load_object
+from kvparams.routing.handoff_verifier import HandoffVerifier
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import AcquireInstance, KVLease, LegResult
+from kvparams.signing.canonical_json import canonical_document, canonical_json
+from kvparams.signing.document_outline import DocumentOutline, encode_prefix_digest, encode_prefix_verbatim
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.replay_window import ReplayWindow
+from kvparams.signing.signer import Signer
+from kvparams.signing.verification import verify_params
 
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
@@ -49,12 +49,12 @@ BLOCK: Final = 16
 PAIR: Final = {
     role: Instance(f"{role}-0", "boot", role, f"http://10.0.0.{n}:8000", "nixl") for n, role in enumerate(Role, 7)
 }
-PINS: Final = Pins(tables().values())
+PINS: Final = HandoffVerifier(load_tables().values())
 CUT: Final[dict[str, bytes | None]] = {"max_tokens": b"1", "stream": b"false"}
 
 
 class Path:
-    """A `kvparams.plan.Context` that looks at addresses, and is asked for nothing else."""
+    """A `kvparams.routing.plan.ExecutionContext` that looks at addresses, and is asked for nothing else."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -62,28 +62,28 @@ class Path:
     def dialect(self, instance: Instance) -> Dialect:
         return self._dialect
 
-    def place(self, instance: Instance) -> Place | None:
+    def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
         return None
 
-    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
-        PINS.check(instance, said)
+    def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
+        PINS.verify(instance, said)
 
-    def source(self, instance: Instance) -> str | None:
+    def peer_source(self, instance: Instance) -> str | None:
         return None
 
-    def one_token(self) -> dict[str, bytes | None]:
+    def one_token_changes(self) -> dict[str, bytes | None]:
         return CUT
 
     def now(self) -> float:
         return 0.0
 
-    def there(self, role: Role) -> bool:
+    def has_candidates(self, role: Role) -> bool:
         return True
 
-    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+    def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
         return False
 
-    def cached(self, role: Role) -> dict[str, int]:
+    def cached_tokens(self, role: Role) -> dict[str, int]:
         return {}
 
     def may_retry(self) -> bool:
@@ -92,21 +92,21 @@ class Path:
     def next_transfer(self) -> str:
         return "t"
 
-    def hold(self, lease: KVLease) -> None:
+    def hold_lease(self, lease: KVLease) -> None:
         pass
 
-    def give_back(self, instance: Instance) -> None:
+    def release_instance(self, instance: Instance) -> None:
         pass
 
 
-def planned(manager: PrefillThenDecode, path: Path, facts: RequestFacts, answer: LegAnswer) -> list[Any]:
+def planned(manager: PrefillThenDecode, path: Path, facts: RequestFacts, answer: LegResult) -> list[Any]:
     """The changes of both legs, as a proxy's plan yields them."""
     plan = manager.legs(facts, path)
     step = next(plan)
     changes: list[object] = []
     try:
         while True:
-            if type(step) is Choose:
+            if type(step) is AcquireInstance:
                 step = plan.send(PAIR[step.role])
             else:
                 changes.append(step.changes)  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,20 +130,20 @@ class Legs:
             "mode": "pull",
             "producer": {"id": "prefill-0"},
         }
-        self._first = Outline(parse({**base, "phase": "prefill"}))
-        self._second = Outline(parse({**base, "phase": "decode", "consumer": {"id": "decode-0"}}))
+        self._first = DocumentOutline(parse({**base, "phase": "prefill"}))
+        self._second = DocumentOutline(parse({**base, "phase": "decode", "consumer": {"id": "decode-0"}}))
 
     def signed(self, form: Callable[["array[int]"], TokenPrefix] | None) -> tuple[bytes, bytes]:
         """Both texts of `kv_transfer_params`. What is signed is the digest in any case, made of the ids at hand."""
         signer = self._signer
-        text = prefix_by_digest(self._ids)
-        sent = None if form is None else sent_prefix(form(self._ids))
+        text = encode_prefix_digest(self._ids)
+        sent = None if form is None else encode_prefix_verbatim(form(self._ids))
         members = self._first.members("req-1", "tra-1", None)
         members["prefix"] = text
-        first = signer.carrier(signer.native(self._prefill), members, sent)
+        first = signer.encode_carrier(signer.encode_native(self._prefill), members, sent)
         members = self._second.members("req-1", "tra-1", None)
         members["prefix"] = text
-        return first, signer.carrier(signer.native(self._handoff), members, sent)
+        return first, signer.encode_carrier(signer.encode_native(self._handoff), members, sent)
 
 
 # the yardstick: the same document for msgspec
@@ -215,13 +215,13 @@ def rows(tokens: int) -> list[Row]:
         "producer": {"id": "prefill-0", "incarnation": "1763640000-12"},
         "lease": {"ttl_ms": 30000},
     }
-    ring = Keyring([SigningKey.new(0)])
+    ring = SigningKeyring([SigningKey.new(0)])
     signer = Signer(ring, "pool-a", time.time)
     legs = Legs(ids, handoff, signer)
     with_ids = RequestFacts("req-1", "tra-1", "m", 1, 1, ids, None)
     as_text = with_ids._replace(token_ids=None)
     nixl, store = Path(NIXL), Path(STORE)
-    handed, stored = LegAnswer(handoff), LegAnswer({"kvparams": result})
+    handed, stored = LegResult(handoff), LegResult({"kvparams": result})
     plain, signing = PrefillThenDecode(), PrefillThenDecode(signer)
     body = json.dumps({"model": "m", "max_tokens": 64, "prompt": ids.tolist()}).encode()
     _, spans = load_object(body)
@@ -229,9 +229,9 @@ def rows(tokens: int) -> list[Row]:
     found: list[Row] = [
         ("both legs, ids by digest, signed", lambda: legs.signed(None)),
         ("both legs, ids packed, signed", lambda: legs.signed(TokenPrefix.pack)),
-        ("  of that: SHA-256 over the ids", lambda: prefix_by_digest(ids)),
-        ("  of that: 500 blocks in canonical form", lambda: signer.native(handoff)),
-        ("addresses and bounds of prefill's answer", lambda: PINS.check(PAIR[Role.PREFILL], handoff)),
+        ("  of that: SHA-256 over the ids", lambda: encode_prefix_digest(ids)),
+        ("  of that: 500 blocks in canonical form", lambda: signer.encode_native(handoff)),
+        ("addresses and bounds of prefill's answer", lambda: PINS.verify(PAIR[Role.PREFILL], handoff)),
         ("the whole plan over NIXL, text, unsigned", lambda: planned(plain, nixl, as_text, handed)),
         ("the whole plan over NIXL, text, signed", lambda: planned(signing, nixl, as_text, handed)),
         ("the whole plan over NIXL, ids, unsigned", lambda: planned(plain, nixl, with_ids, handed)),
@@ -253,7 +253,7 @@ def rows(tokens: int) -> list[Row]:
             return writing.encode(struct)
 
         def verified(carrier: dict[str, Any] = carrier) -> object:
-            return verify(carrier, ring, "pool-a", time.time(), ReplayWindow(0.0))
+            return verify_params(carrier, ring, "pool-a", time.time(), ReplayWindow(0.0))
 
         validate = type(params).__pydantic_validator__.validate_json
         found += [
@@ -263,10 +263,10 @@ def rows(tokens: int) -> list[Row]:
             (f"  msgspec, {form}", lambda document=document, reading=reading: reading.decode(document)),
             (f"dump_json, {form}", lambda params=params: dump_json(params)),
             (f"  msgspec, {form}", written),
-            (f"canonical form, {form}", lambda params=params: canonical(params)),
+            (f"canonical form, {form}", lambda params=params: canonical_document(params)),
             (f"verify a leg, {form}", verified),
         ]
-    template = Template(parse({**result, "phase": "decode", "prefix": None}))
+    template = DocumentTemplate(parse({**result, "phase": "decode", "prefix": None}))
     found += [
         ("one document from a template, unsigned", lambda: template.fill("req-1", "tra-1")),
         ("canonical form of 14 native keys", lambda: canonical_json(handoff)),

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from kvparams.pages import PageIdentity, Refusal, seal, verify
-from kvparams_connectors.arrival import Arrival
-from kvparams_connectors.departure import Departure
+from kvparams.pages import PageIdentity, PageRefusal, seal, verify
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
+from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
+from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
 
 __all__ = ["Checks", "OurStore", "Seconds", "Side", "batches", "in_turns", "processor", "put_of"]
 
@@ -31,8 +31,8 @@ def put_of(key: str, page: memoryview, identity: PageIdentity | None) -> PutOp:
     """A page on its way into a store; with an identity it is sealed right before, as a connector does it."""
     if identity is None:
         return PutOp(key, (page,))
-    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-    return PutOp(key, (page,), departure.going, departure.nearing)
+    departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    return PutOp(key, (page,), departure.finish, departure.advance)
 
 
 class Checks:
@@ -41,17 +41,17 @@ class Checks:
     def __init__(self, pages: Sequence[memoryview], identities: Sequence[PageIdentity]) -> None:
         self._pages = pages
         self._identities = identities
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, IncrementalVerifier] = {}
 
     def get(self, number: int, key: str) -> GetOp:
         """The question for a page."""
         page, identity = self._pages[number], self._identities[number]
 
-        def judge(nbytes: int, payload_checksum: int | None) -> Refusal | None:
+        def judge(nbytes: int, payload_checksum: int | None) -> PageRefusal | None:
             return verify(page[:nbytes], identity, payload_checksum=payload_checksum)
 
-        arrival = self._arrivals[number] = Arrival(page, judge)
-        return GetOp(key, (page,), arrival.arrived, arrival.coming, checked=True)
+        arrival = self._arrivals[number] = IncrementalVerifier(page, judge)
+        return GetOp(key, (page,), arrival.on_complete, arrival.on_progress, caller_verifies=True)
 
     def finish(self, numbers: Iterable[int]) -> None:
         """Verify those of which nothing was said.
@@ -60,7 +60,7 @@ class Checks:
             SystemExit: a page is not what it should be.
         """
         for number in numbers:
-            seen = self._arrivals.pop(number).seen
+            seen = self._arrivals.pop(number).verified
             if seen is None or seen[0] != self._pages[number].nbytes:
                 seen = 0, verify(self._pages[number], self._identities[number])
             if seen[1] is not None:
@@ -121,7 +121,7 @@ class OurStore:
 
     @staticmethod
     def _check(job: Job[Results]) -> None:
-        if any(result.code is not Code.OK for result in job.result()):
+        if any(result.code is not ResultCode.OK for result in job.result()):
             sys.exit(f"the store failed: {job.result()}")
 
 

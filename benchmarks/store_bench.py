@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.sides import Checks, processor, put_of
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results, open_store
 from kvparams_connectors.stores.extents import SKEW
 
 __all__ = ["main"]
@@ -63,7 +63,7 @@ class Bench:
         self._store = store
         self._batch = batch
         self._round = 0
-        part = Rectangle(0, 1, 0, 1)
+        part = KVShard(0, 1, 0, 1)
         self._identities = [
             PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, page_bytes - HEADER_BYTES)
             for number in range(pages)
@@ -121,7 +121,7 @@ class Bench:
 
     @staticmethod
     def _wait(jobs: Sequence[Job[Results]]) -> None:
-        if any(result.code is not Code.OK for job in jobs for result in job.result()):
+        if any(result.code is not ResultCode.OK for job in jobs for result in job.result()):
             sys.exit("the store failed")
 
 

@@ -34,13 +34,13 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from benchmarks import stub_engine
 from benchmarks.load_process import Ask, closed
 from benchmarks.processes import Processes, free_ports, tree_usage
-from kvparams.jsontext import DEFAULT_LIMITS
-from kvparams_proxy.clients.intake import Inbound, read_steps
-from kvparams_proxy.tokens.asked import AskedEngines
-from kvparams_proxy.tokens.by_bytes import pseudo_tokens
-from kvparams_proxy.tokens.files import load_tokenizer
-from kvparams_proxy.tokens.local import LocalTokenizer
-from kvparams_proxy.tokens.service import Prompt, TokenService
+from kvparams.jsontext.document import DEFAULT_LIMITS
+from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
+from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
+from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
+from kvparams_proxy.tokenization.pseudo_tokens import pseudo_tokens
+from kvparams_proxy.tokenization.service import RoutingTokens, TokenService
+from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
 
 __all__ = ["main"]
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{'tokens':>8} {'read':>8} {'bare':>8} {'cold':>8} {'turn':>8} {'again':>8} {'bytes':>8} {'loop':>8}   ms"
         )
         for size in _SIZES:
-            costs = _alone(load_tokenizer(folder), folder, size, arguments.rounds)
+            costs = _alone(load_local_tokenizer(folder), folder, size, arguments.rounds)
             held_ms = statistics.median(asyncio.run(_held(folder, size, n)) for n in range(arguments.rounds))
             print(f"{size:>8} " + " ".join(f"{cost:>8.3f}" for cost in [*costs, held_ms]), flush=True)
         print(f"\n{'tokens':>8} {'off':>8} {'bytes':>8} {'turn':>8}   ms of CPU per request in the proxy")
@@ -124,8 +124,8 @@ def _bare(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-def _ids(local: LocalTokenizer, inbound: Inbound) -> object:
-    return local.chat(cast("Mapping[str, object]", inbound.document), _MOST).ids()
+def _ids(local: LocalTokenizer, inbound: ParsedRequest) -> object:
+    return local.encode_chat(cast("Mapping[str, object]", inbound.document), _MOST).encode()
 
 
 def _alone(local: LocalTokenizer, folder: Path, size: int, rounds: int) -> list[float]:
@@ -146,15 +146,15 @@ def _alone(local: LocalTokenizer, folder: Path, size: int, rounds: int) -> list[
             further = _read(_body([*said, *_chat(_TURN_TOKENS, ("turn", number, repeat))]))
             costs["turn"] += _cpu_ms(partial(_ids, local, further))
             costs["again"] += _cpu_ms(partial(_ids, local, further))
-            costs["bytes"] += _cpu_ms(partial(pseudo_tokens, "chat", further.body, further.spans))
+            costs["bytes"] += _cpu_ms(partial(pseudo_tokens, "chat", further.body, further.member_spans))
         if number:  # the first round warms up
             for name, cost in costs.items():
                 seen[name].append(cost / repeats)
     return [statistics.median(costs) for costs in seen.values()]
 
 
-def _read(body: bytes) -> Inbound:
-    steps = read_steps("chat", body, "request", "transfer", DEFAULT_LIMITS, keep_document=True)
+def _read(body: bytes) -> ParsedRequest:
+    steps = parse_request_in_steps("chat", body, "request", "transfer", DEFAULT_LIMITS, keep_document=True)
     while True:
         try:
             next(steps)
@@ -165,10 +165,10 @@ def _read(body: bytes) -> Inbound:
 async def _held(folder: Path, size: int, seed: int) -> float:
     """The longest time between two turns of the event loop while a cold request is looked at, in ms."""
     loop = asyncio.get_running_loop()
-    nobody = cast("AskedEngines", None)
-    service = TokenService(loop, {None: load_tokenizer(folder)}, nobody)
+    nobody = cast("EngineTokenizer", None)
+    service = TokenService(loop, {None: load_local_tokenizer(folder)}, nobody)
     inbound = _read(_body(_chat(size, ("held", seed))))
-    told: asyncio.Future[Prompt | None] = loop.create_future()
+    told: asyncio.Future[RoutingTokens | None] = loop.create_future()
     worst = 0.0
     last = time.perf_counter()
     service.find("chat", inbound, told.set_result)

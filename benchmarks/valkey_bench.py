@@ -31,7 +31,7 @@ import valkey
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, in_turns
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import PutOp, open_store
@@ -161,7 +161,7 @@ def measure(
     arena = Arena(2 * count * (page_bytes + 64), page_bytes)
     slots = [slot.view for _ in range(2 * count) if (slot := arena.lease()) is not None]
     sources, targets = slots[:count], slots[count:]
-    part = Rectangle(0, 1, 0, 1)
+    part = KVShard(0, 1, 0, 1)
     size = page_bytes - HEADER_BYTES
     identities = [PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, size) for number in range(count)]
     for number, source in enumerate(sources):

@@ -33,12 +33,12 @@ from benchmarks.lmcache_compare import Connector
 from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, processor
-from kvparams.keys import Geometry, Rectangle
+from kvparams.keys import Geometry, KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.layout_forms import FORMS, CacheSpec
 from kvparams_connectors.store import open_store
+from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheSpec
+from kvparams_connectors.transfer.layout import PagedKVLayout
 
 __all__ = ["main"]
 
@@ -56,7 +56,7 @@ class Blocks:
     def __init__(self, page_bytes: int, count: int) -> None:
         self._tokens = page_bytes // _TOKEN_BYTES
         blocks = count * self._tokens // _BLOCK
-        form = next(one for one in FORMS if one.name == "kv_first_nhd")
+        form = next(one for one in CACHE_LAYOUTS if one.name == "kv_first_nhd")
         cache = torch.randint(0, 2**15, [_SHAPE.layers, 2, blocks, _BLOCK, 4, 128], dtype=torch.int16)
         spec = CacheSpec(_BLOCK, _SHAPE.kv_heads, _SHAPE.k_dim, _SHAPE.v_dim, "bfloat16")
         self._layout = PagedKVLayout.from_engine(list(cache.view(torch.bfloat16)), spec, form=form)
@@ -174,9 +174,9 @@ def measure(transport: str, place: str | int, server: int, *, page_bytes: int, t
     count = max(2, total_bytes // page_bytes)
     slot_bytes = HEADER_BYTES + page_bytes
     arena = Arena(2 * count * (slot_bytes + 64), slot_bytes)
-    slots = [slot.view for slot in arena.lease_some(2 * count, 2 * count)]
+    slots = [slot.view for slot in arena.lease_many(2 * count, 2 * count)]
     sources, targets = slots[:count], slots[count:]
-    part = Rectangle(0, 1, 0, 1)
+    part = KVShard(0, 1, 0, 1)
     identities = [
         PageIdentity(b"n" * 32, number.to_bytes(32, "little"), 1, part, page_bytes) for number in range(count)
     ]

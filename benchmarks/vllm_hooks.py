@@ -23,8 +23,8 @@ from typing import Any, Final
 import httpx
 
 from demo.processes import Processes
-from kvparams_connectors.engines.vllm.connector import KVParamsConnector, StepMetadata
-from kvparams_connectors.engines.vllm.statistics import WorkerNews
+from kvparams_connectors.engines.vllm.connector import KVParamsConnector, VLLMConnectorMetadata
+from kvparams_connectors.engines.vllm.connector_stats import WorkerMetadata
 from tests.vllm.engines import counters, start_engine, transfer_config
 from tests.vllm.tiny_model import make_model
 
@@ -48,13 +48,13 @@ class TimedConnector(KVParamsConnector):
         self.spent: dict[str, float] = {}
         self.cpu = 0.0
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        made: StepMetadata = self.watch("build_connector_meta", super().build_connector_meta, scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> VLLMConnectorMetadata:
+        made: VLLMConnectorMetadata = self.watch("build_connector_meta", super().build_connector_meta, scheduler_output)
         self._write("scheduler", made)
         return made
 
-    def build_connector_worker_meta(self) -> WorkerNews | None:
-        made: WorkerNews | None = self.watch("build_connector_worker_meta", super().build_connector_worker_meta)
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        made: WorkerMetadata | None = self.watch("build_connector_worker_meta", super().build_connector_worker_meta)
         self._write("worker", self._get_connector_metadata())
         return made
 
@@ -67,7 +67,7 @@ class TimedConnector(KVParamsConnector):
             self.cpu += time.thread_time() - cpu
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
-    def _write(self, half: str, step: StepMetadata) -> None:
+    def _write(self, half: str, step: VLLMConnectorMetadata) -> None:
         orders = step.orders
         kind = "load" if orders.loads else "save" if orders.saves else "none"
         longest = max(self.spent, key=lambda name: self.spent[name])

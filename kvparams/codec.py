@@ -11,20 +11,20 @@ from typing import Final, cast
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
-from kvparams import trio
+from kvparams import legacy_params
 from kvparams.errors import InvalidParams, Problem, UnsupportedVersion
-from kvparams.fields import MAX_LABEL, MAX_MEMBERS, Part
+from kvparams.field_types import MAX_LABEL, MAX_MEMBERS, DocumentModel
 from kvparams.params import VERSION_FORM, KVTransferParams
-from kvparams.problems import invalid, json_object
+from kvparams.validation import parse_json_object, to_invalid_params
 
 __all__ = [
     "DOCUMENT_KEY",
-    "Template",
-    "carrier",
+    "DocumentTemplate",
     "check_ids",
     "dump",
     "dump_json",
-    "isolation_text",
+    "encode_isolation",
+    "kv_transfer_members",
     "parse",
     "read_request",
     "write",
@@ -49,15 +49,15 @@ def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
         InvalidParams: it breaks the protocol; `problems` lists every fault. Text that is not JSON is one of the kind
             `json`; what is neither an object nor text, or text that spells no object, is one of the kind `type`.
     """
-    document = json_object(document) if isinstance(document, str | bytes) else _object(document)
+    document = parse_json_object(document) if isinstance(document, str | bytes) else _object(document)
     _check_outline(document)
     try:
         return KVTransferParams.model_validate(document if isinstance(document, dict) else dict(document))
     except ValidationError as error:
-        raise invalid(error) from None
+        raise to_invalid_params(error) from None
 
 
-def dump(params: Part) -> dict[str, object]:
+def dump(params: DocumentModel) -> dict[str, object]:
     """The document as a JSON object of its own: changing it does not change `params`."""
     return params.model_dump(mode="json", exclude_unset=True)
 
@@ -67,7 +67,7 @@ def dump_json(params: KVTransferParams) -> bytes:
     return params.__pydantic_serializer__.to_json(params, exclude_unset=True)
 
 
-class Template:
+class DocumentTemplate:
     """One document for many requests: checked once, then only request id, transfer id and cache salt are filled in."""
 
     __slots__ = ("_pieces",)
@@ -96,11 +96,11 @@ class Template:
         check_ids(request_id, transfer_id)
         before, between, after = self._pieces
         text = b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
-        return text if cache_salt is None else b"%b,%b}" % (text[:-1], isolation_text(cache_salt))
+        return text if cache_salt is None else b"%b,%b}" % (text[:-1], encode_isolation(cache_salt))
 
 
 def check_ids(request_id: str, transfer_id: str) -> None:
-    """Refuse what `Template.fill` does not fill in.
+    """Refuse what `DocumentTemplate.fill` does not fill in.
 
     Raises:
         InvalidParams: see there.
@@ -110,7 +110,7 @@ def check_ids(request_id: str, transfer_id: str) -> None:
         raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
 
 
-def isolation_text(cache_salt: str) -> bytes:
+def encode_isolation(cache_salt: str) -> bytes:
     """The member `isolation` of one who has this salt, name included.
 
     Raises:
@@ -144,34 +144,36 @@ def read_request(
         InvalidParams: what is there breaks the protocol; anything else, bytes too, is one problem of the kind `type`.
             Paths lead from `kv_transfer_params`: into the document by way of `kvparams`, into a trio by its member.
             A trio without `request_id` is `missing` at `request_id`, an id that no document can carry is at
-            `request_id` or `transfer.id`, and a trio for several prompts, which `kvparams.trio.read` reads, is a
-            `conflict` at the empty path.
+            `request_id` or `transfer.id`, and a trio for several prompts, which
+            `kvparams.legacy_params.read_legacy_params` reads, is a `conflict` at the empty path.
     """
     if kv_transfer_params is None:
         return None
     if isinstance(kv_transfer_params, str):
         if kv_transfer_params.strip(_JSON_SPACE) == "null":
             return None
-        kv_transfer_params = json_object(kv_transfer_params)
+        kv_transfer_params = parse_json_object(kv_transfer_params)
     carrier = _object(kv_transfer_params)
     if DOCUMENT_KEY in carrier:
         return _inner(carrier[DOCUMENT_KEY])
-    if not trio.present(carrier):
+    if not legacy_params.has_legacy_members(carrier):
         return None
     if request_id is None:
         raise InvalidParams((Problem(("request_id",), "missing", "the trio has no identity; pass request_id"),))
-    found = trio.read(carrier)
+    found = legacy_params.read_legacy_params(carrier)
     if found.batched:
-        raise InvalidParams((Problem((), "conflict", "holds several prompts; read it with kvparams.trio.read"),))
+        raise InvalidParams(
+            (Problem((), "conflict", "holds several prompts; read it with kvparams.legacy_params.read_legacy_params"),)
+        )
     (params,) = found.to_params(request_id, transfer_id or request_id)
     return params
 
 
-def carrier(kv_transfer_params: object) -> Mapping[str, object]:
+def kv_transfer_members(kv_transfer_params: object) -> Mapping[str, object]:
     """The members of `kv_transfer_params`, be it an object or the text of one; empty where it is neither."""
     if isinstance(kv_transfer_params, str):
         try:
-            return json_object(kv_transfer_params)
+            return parse_json_object(kv_transfer_params)
         except InvalidParams:
             return {}
     return cast("dict[str, object]", kv_transfer_params) if isinstance(kv_transfer_params, dict) else {}

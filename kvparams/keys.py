@@ -5,7 +5,7 @@ of everything that changes the bytes for the whole model. What a rank holds and 
 key itself, so engines with other parallelism or other block sizes share a store.
 
 The one rule: whatever changes the KV bytes changes the key. The encodings are specified byte by byte (see
-`Namespace.digest` and `page_chain`) so that any language can compute them.
+`Namespace.digest` and `chain_pages`) so that any language can compute them.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ __all__ = [
     "DTYPE_BYTES",
     "MAX_KEY_CHARS",
     "WIRE_LAYOUT",
-    "Extra",
+    "ExtraKey",
     "Geometry",
+    "KVShard",
     "Namespace",
     "Page",
-    "Rectangle",
-    "page_chain",
+    "chain_pages",
     "page_key",
     "page_keys",
 ]
@@ -76,7 +76,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
+class KVShard:
     """The part of the model that one page holds: layers x KV heads, ends excluded, counted over the whole model."""
 
     layer_start: int
@@ -91,7 +91,7 @@ class Rectangle:
         _bounded("head_end", self.head_end, self.head_start + 1, _MAX_HEADS)
 
     @classmethod
-    def whole(cls, geometry: Geometry) -> "Rectangle":
+    def whole(cls, geometry: Geometry) -> "KVShard":
         """All layers and all heads: what an engine without parallelism holds."""
         return cls(0, geometry.layers, 0, geometry.kv_heads)
 
@@ -171,7 +171,7 @@ class Namespace:
                 encoded += struct.pack("<BI", 1, len(raw)) + raw
         return hashlib.sha256(encoded).digest()
 
-    def payload_bytes(self, tokens: int, rectangle: Rectangle) -> int:
+    def payload_bytes(self, tokens: int, rectangle: KVShard) -> int:
         """Bytes that `tokens` tokens of the part `rectangle` take in the wire layout.
 
         Raises:
@@ -184,7 +184,7 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class ExtraKey:
     """Something other than token ids that the KV of some positions depends on: an image, prompt embeddings.
 
     A request whose KV depends on something that is not said in extras must not be cached at all.
@@ -222,8 +222,8 @@ class Page:
         return self.start + self.tokens
 
 
-def page_chain(
-    namespace: Namespace, token_ids: Sequence[int], extras: Iterable[Extra] = (), known: Sequence[Page] = ()
+def chain_pages(
+    namespace: Namespace, token_ids: Sequence[int], extras: Iterable[ExtraKey] = (), known: Sequence[Page] = ()
 ) -> tuple[Page, ...]:
     """The pages of a sequence, the partial last one included.
 
@@ -274,7 +274,7 @@ def page_chain(
     return tuple(pages)
 
 
-def page_key(namespace: Namespace, page: Page, rectangle: Rectangle) -> str:
+def page_key(namespace: Namespace, page: Page, rectangle: KVShard) -> str:
     """The name under which a page is stored: at most 128 characters from `[A-Za-z0-9._-]`.
 
     `kv1.<16 hex of the namespace's digest>.<64 hex of the chain>.<tokens>.L<layers from-to>.H<heads from-to>`
@@ -282,14 +282,14 @@ def page_key(namespace: Namespace, page: Page, rectangle: Rectangle) -> str:
     return page_keys(namespace, (page,), (rectangle,))[0]
 
 
-def page_keys(namespace: Namespace, pages: Iterable[Page], rectangles: Sequence[Rectangle]) -> tuple[str, ...]:
+def page_keys(namespace: Namespace, pages: Iterable[Page], rectangles: Sequence[KVShard]) -> tuple[str, ...]:
     """`page_key` of every part of the first page, then of every part of the second, and so on."""
     head = f"kv1.{namespace.digest[:8].hex()}."
     tails = [f".L{one.layer_start}-{one.layer_end}.H{one.head_start}-{one.head_end}" for one in rectangles]
     return tuple(f"{head}{page.chain.hex()}.{page.tokens}{tail}" for page in pages for tail in tails)
 
 
-def _touching(extras: Iterable[Extra], start: int, end: int) -> bytes:
+def _touching(extras: Iterable[ExtraKey], start: int, end: int) -> bytes:
     """The extras that touch the positions [start, end), encoded; sorted, so that their order says nothing."""
     found = sorted(
         struct.pack(

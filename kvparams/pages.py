@@ -1,8 +1,8 @@
 """A stored page: a 256-byte header that says what the payload is, then the payload.
 
 `seal` writes the header in front of a payload that already stands in the buffer; `verify` says whether a buffer holds
-exactly the page that was asked for. With keys (`kvparams.seals`) it carries a tag that only their owners can make: a
-checksum finds accidents, a tag attackers. The one rule: nothing reaches a model before `verify` has returned None.
+exactly the page that was asked for. With keys (`kvparams.page_auth`) it carries a tag that only their owners can make:
+a checksum finds accidents, a tag attackers. The one rule: nothing reaches a model before `verify` has returned None.
 
     offset  bytes  field (little-endian)
          0      4  magic "KVPG"
@@ -33,29 +33,29 @@ from typing import Final, Literal
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvparams.keys import Namespace, Page, Rectangle
-from kvparams.seals import METHODS, PageKeys
+from kvparams.keys import KVShard, Namespace, Page
+from kvparams.page_auth import PAGE_AUTH_METHODS, TenantPageAuthKeys
 
 __all__ = [
     "HEADER_BYTES",
-    "REASONS",
-    "USABLE_BY_OTHERS",
-    "Claim",
+    "PAGE_REFUSAL_REASONS",
+    "REASONS_USABLE_BY_OTHERS",
+    "HeaderClaim",
     "PageIdentity",
-    "Reason",
-    "Refusal",
-    "claimed",
-    "identify",
+    "PageRefusal",
+    "PageRefusalReason",
+    "page_identity",
+    "read_claim",
     "seal",
-    "seal_apart",
+    "seal_detached",
     "verify",
-    "verify_apart",
+    "verify_detached",
 ]
 
 HEADER_BYTES: Final = 256
 """Bytes in front of the payload."""
 
-Reason = Literal[
+PageRefusalReason = Literal[
     "torn",  # fewer or more bytes than the page has
     "malformed",  # not a page at all
     "version",  # a page of another format version, or with flags that are not known here
@@ -69,7 +69,7 @@ Reason = Literal[
     "flipped_payload",  # the payload's checksum does not fit
     "forged",  # all of that fits, and the tag does not: no owner of the key has written it
 ]
-REASONS: Final[tuple[Reason, ...]] = (
+PAGE_REFUSAL_REASONS: Final[tuple[PageRefusalReason, ...]] = (
     "torn",
     "malformed",
     "version",
@@ -85,7 +85,7 @@ REASONS: Final[tuple[Reason, ...]] = (
 )
 """Every reason for which a page is refused; spec/1.0/spec.md section 11 lists the checks in their order."""
 
-USABLE_BY_OTHERS: Final[frozenset[Reason]] = frozenset({"version", "locked"})
+REASONS_USABLE_BY_OTHERS: Final[frozenset[PageRefusalReason]] = frozenset({"version", "locked"})
 """Reasons that lie with the reader: with a newer build or another key the page may be good, so it is no reader's to
 delete. All others say that it is good for nobody, or must not be trusted."""
 
@@ -102,10 +102,10 @@ _NO_TAG: Final = (bytes(8), bytes(32), bytes(16))
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class PageRefusal:
     """Why a buffer is not the page that was asked for."""
 
-    reason: Reason
+    reason: PageRefusalReason
     message: str
 
 
@@ -117,7 +117,7 @@ class PageIdentity:
     """The namespace's digest."""
     chain: bytes
     tokens: int
-    rectangle: Rectangle
+    shard: KVShard
     payload_bytes: int
 
     @property
@@ -126,14 +126,18 @@ class PageIdentity:
         return HEADER_BYTES + self.payload_bytes
 
 
-def identify(namespace: Namespace, page: Page, rectangle: Rectangle) -> PageIdentity:
+def page_identity(namespace: Namespace, page: Page, rectangle: KVShard) -> PageIdentity:
     """The identity of `page`'s part `rectangle`."""
     payload_bytes = namespace.payload_bytes(page.tokens, rectangle)
     return PageIdentity(namespace.digest, page.chain, page.tokens, rectangle, payload_bytes)
 
 
 def seal(
-    buffer: memoryview, identity: PageIdentity, keys: PageKeys | None = None, *, payload_checksum: int | None = None
+    buffer: memoryview,
+    identity: PageIdentity,
+    keys: TenantPageAuthKeys | None = None,
+    *,
+    payload_checksum: int | None = None,
 ) -> None:
     """Write the header in front of the payload.
 
@@ -149,14 +153,14 @@ def seal(
     """
     if buffer.nbytes != identity.stored_bytes:
         raise ValueError(f"the buffer has {buffer.nbytes} bytes, the page {identity.stored_bytes}")
-    seal_apart(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys, payload_checksum=payload_checksum)
+    seal_detached(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:], identity, keys, payload_checksum=payload_checksum)
 
 
-def seal_apart(
+def seal_detached(
     header: memoryview,
     payload: memoryview | list[memoryview],
     identity: PageIdentity,
-    keys: PageKeys | None = None,
+    keys: TenantPageAuthKeys | None = None,
     *,
     payload_checksum: int | None = None,
 ) -> None:
@@ -179,7 +183,7 @@ def seal_apart(
             f"{header.nbytes} and {payload_bytes} bytes; header and payload have {HEADER_BYTES} and "
             f"{identity.payload_bytes}"
         )
-    part = identity.rectangle
+    part = identity.shard
     key_id, salt, tag = _NO_TAG if keys is None else (keys.key_id, keys.new_salt(), bytes(16))
     _FIELDS.pack_into(
         header,
@@ -218,8 +222,12 @@ def _checksum(pieces: Sequence[memoryview]) -> int:
 
 
 def verify(
-    buffer: memoryview, expected: PageIdentity, keys: PageKeys | None = None, *, payload_checksum: int | None = None
-) -> Refusal | None:
+    buffer: memoryview,
+    expected: PageIdentity,
+    keys: TenantPageAuthKeys | None = None,
+    *,
+    payload_checksum: int | None = None,
+) -> PageRefusal | None:
     """None if `buffer` holds exactly the page `expected`, whole and unchanged; otherwise the first reason it does not.
 
     Args:
@@ -230,19 +238,19 @@ def verify(
             while they came. None: it is computed here.
     """
     if buffer.nbytes < HEADER_BYTES:
-        return Refusal("torn", f"{buffer.nbytes} bytes are fewer than a header has")
+        return PageRefusal("torn", f"{buffer.nbytes} bytes are fewer than a header has")
     header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:]
-    return verify_apart(header, payload, expected, keys, payload_checksum=payload_checksum)
+    return verify_detached(header, payload, expected, keys, payload_checksum=payload_checksum)
 
 
-def verify_apart(
+def verify_detached(
     header: memoryview,
     payload: memoryview,
     expected: PageIdentity,
-    keys: PageKeys | None = None,
+    keys: TenantPageAuthKeys | None = None,
     *,
     payload_checksum: int | None = None,
-) -> Refusal | None:
+) -> PageRefusal | None:
     """`verify` for a payload that does not stand behind its header.
 
     Args:
@@ -267,53 +275,53 @@ def verify_apart(
         salt,
         tag,
     ) = _FIELDS.unpack_from(header, 0)
-    wanted = expected.rectangle
+    wanted = expected.shard
     if magic != _MAGIC:
-        return Refusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
+        return PageRefusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
     if version != _VERSION:
-        return Refusal("version", f"page format version {version}; this build reads {_VERSION}")
+        return PageRefusal("version", f"page format version {version}; this build reads {_VERSION}")
     (header_checksum,) = _CHECKSUM.unpack_from(header, _CHECKED_BYTES)
     if header_checksum != xxh3_64_intdigest(header[:_CHECKED_BYTES]):
-        return Refusal("flipped_header", "the header's checksum does not fit")
-    if header_bytes != HEADER_BYTES or flags not in (0, *METHODS.values()):
-        return Refusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
+        return PageRefusal("flipped_header", "the header's checksum does not fit")
+    if header_bytes != HEADER_BYTES or flags not in (0, *PAGE_AUTH_METHODS.values()):
+        return PageRefusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
     if keys is not None and not flags:
-        return Refusal("unsealed", "it has no tag, and keys are configured here: only pages with a tag are used")
+        return PageRefusal("unsealed", "it has no tag, and keys are configured here: only pages with a tag are used")
     if keys is None and flags:
-        return Refusal("locked", "it has a tag, and no key is configured here; configure the keys of its writer")
-    if keys is not None and (obstacle := keys.obstacle(flags, key_id)) is not None:
-        return Refusal("locked", obstacle)
+        return PageRefusal("locked", "it has a tag, and no key is configured here; configure the keys of its writer")
+    if keys is not None and (obstacle := keys.why_unverifiable(flags, key_id)) is not None:
+        return PageRefusal("locked", obstacle)
     if namespace != expected.namespace:
-        return Refusal("namespace", f"a page of the namespace {namespace.hex()[:16]}")
+        return PageRefusal("namespace", f"a page of the namespace {namespace.hex()[:16]}")
     if chain != expected.chain:
-        return Refusal("prefix", f"a page of the chain {chain.hex()[:16]}")
+        return PageRefusal("prefix", f"a page of the chain {chain.hex()[:16]}")
     if (tokens, payload_bytes) != (expected.tokens, expected.payload_bytes):
-        return Refusal("length", f"a page of {tokens} tokens in {payload_bytes} bytes")
+        return PageRefusal("length", f"a page of {tokens} tokens in {payload_bytes} bytes")
     if part != [wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end]:
-        return Refusal("rectangle", f"a page of the layers and heads {part}")
+        return PageRefusal("rectangle", f"a page of the layers and heads {part}")
     if payload.nbytes != expected.payload_bytes:
-        return Refusal("torn", f"{HEADER_BYTES + payload.nbytes} of {expected.stored_bytes} bytes")
+        return PageRefusal("torn", f"{HEADER_BYTES + payload.nbytes} of {expected.stored_bytes} bytes")
     if checksum != (_checksum((payload,)) if payload_checksum is None else payload_checksum):
-        return Refusal("flipped_payload", "the payload's checksum does not fit")
+        return PageRefusal("flipped_payload", "the payload's checksum does not fit")
     if keys is not None:
         good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in _COVERED), payload])
         if not compare_digest(tag, good):
-            return Refusal("forged", "its tag does not fit: no owner of the key has written this")
+            return PageRefusal("forged", "its tag does not fit: no owner of the key has written this")
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class HeaderClaim:
     """What a header says of itself; nothing of it has been checked."""
 
     identity: PageIdentity
     flags: int
-    """How the tag is made, 0 without one; see `kvparams.seals.METHODS`."""
+    """How the tag is made, 0 without one; see `kvparams.page_auth.METHODS`."""
     key_id: bytes
     """Of the key of the tag; zero without one."""
 
 
-def claimed(buffer: memoryview) -> Claim:
+def read_claim(buffer: memoryview) -> HeaderClaim:
     """For tools: the page that a buffer says it is. `verify` against its own claim checks everything but the identity.
 
     Raises:
@@ -326,4 +334,4 @@ def claimed(buffer: memoryview) -> Claim:
     )
     if (magic, version, header_bytes) != (_MAGIC, _VERSION, HEADER_BYTES):
         raise ValueError(f"it does not start as a page of format version {_VERSION} does")
-    return Claim(PageIdentity(namespace, chain, tokens, Rectangle(*part), payload_bytes), flags, key_id)
+    return HeaderClaim(PageIdentity(namespace, chain, tokens, KVShard(*part), payload_bytes), flags, key_id)

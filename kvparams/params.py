@@ -10,19 +10,19 @@ from typing import Annotated, Final, Literal, Self, get_args
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvparams.fields import (
+from kvparams.field_types import (
     MAX_MEMBERS,
     Address,
     Count,
+    DocumentModel,
     Identifier,
-    Json,
-    Keys,
+    JSONValue,
     Label,
-    Moment,
     Name,
-    Part,
-    Visible,
-    frozen,
+    StoreKeys,
+    UnixSeconds,
+    VisibleText,
+    list_to_tuple,
 )
 from kvparams.tokens import Digest, TokenPrefix
 
@@ -55,33 +55,33 @@ VERSION_FORM: Final = r"^1\.(?:0|[1-9][0-9]{0,3})$"
 
 ExtensionName = Annotated[str, StringConstraints(max_length=128, pattern=r"^[a-z0-9-]+(?:\.[a-z0-9-]+)+$")]
 """A domain name reversed, e.g. `com.example.tiers`."""
-Extension = Annotated[dict[Name, Json], Field(max_length=MAX_MEMBERS)]
+Extension = Annotated[dict[Name, JSONValue], Field(max_length=MAX_MEMBERS)]
 
 
-class Transfer(Part, frozen=True):
+class Transfer(DocumentModel, frozen=True):
     """One try to move this prompt's KV. A retry is a new transfer: a new `id`, `attempt` one higher."""
 
     id: Identifier
     attempt: Annotated[int, Field(ge=1, le=65_535)]
 
 
-class Endpoint(Part, frozen=True):
+class Endpoint(DocumentModel, frozen=True):
     """An engine instance. One that was restarted is another instance: the same `id`, another `incarnation`."""
 
-    id: Visible
+    id: VisibleText
     incarnation: Identifier | None = None
     address: Address | None = None
     """Where others can read its pages, `host:port`. Who reads decides by its own settings whether to go there."""
 
 
-class Lease(Part, frozen=True):
+class Lease(DocumentModel, frozen=True):
     """How long the producer keeps the KV for the consumer."""
 
     ttl_ms: Annotated[int, Field(ge=1, le=86_400_000)]
     """Milliseconds, counted from the moment the document is received; clocks of two machines are never compared."""
 
 
-class Isolation(Part, frozen=True):
+class Isolation(DocumentModel, frozen=True):
     """What separates KV that must not be shared, although the token ids are equal."""
 
     cache_salt: Label | None = None
@@ -89,7 +89,7 @@ class Isolation(Part, frozen=True):
     """The adapter's name, as the engine knows it."""
 
 
-class Usage(Part, frozen=True):
+class Usage(DocumentModel, frozen=True):
     """What the leg that did the work counted."""
 
     prompt_tokens: Count | None = None
@@ -110,18 +110,18 @@ class Usage(Part, frozen=True):
         return self
 
 
-class Signature(Part, frozen=True):
-    """Who vouches for the document and for the native keys beside it: see `kvparams.trust`."""
+class Signature(DocumentModel, frozen=True):
+    """Who vouches for the document and for the native keys beside it: see `kvparams.signing`."""
 
     alg: Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[a-z0-9-]*$")]
     """How `value` is made; `hmac-sha256` is what is known here."""
     kid: Identifier
     """The name of the key."""
-    aud: Visible
+    aud: VisibleText
     """For whom it is: the name of a pool of engines."""
-    iat: Moment
+    iat: UnixSeconds
     """When it was made."""
-    exp: Moment
+    exp: UnixSeconds
     """From when on it is worth nothing."""
     nonce: Identifier
     """Never the same twice under one key."""
@@ -140,7 +140,7 @@ def _understood(path: str) -> str:
 CriticalPath = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_understood)]
 
 
-class KVTransferParams(Part, frozen=True):
+class KVTransferParams(DocumentModel, frozen=True):
     """The document itself. It travels in `kv_transfer_params` under the key `kvparams`.
 
     Read one with `kvparams.parse`, write it with `kvparams.dump` or `kvparams.dump_json`. Made directly, a wrong value
@@ -148,16 +148,16 @@ class KVTransferParams(Part, frozen=True):
     """
 
     version: Annotated[str, StringConstraints(pattern=VERSION_FORM)]
-    request_id: Visible
+    request_id: VisibleText
     """The same on both legs: the value of `X-Request-Id`."""
     transfer: Transfer
     phase: Phase
     mode: Mode
     prefix: TokenPrefix | None = None
     """The token ids that the KV belongs to; for disaggregated prefill the whole prompt."""
-    store_keys: Keys | None = None
+    store_keys: StoreKeys | None = None
     """Under which keys the receiver shall store the KV."""
-    load_keys: Keys | None = None
+    load_keys: StoreKeys | None = None
     """Under which keys KV is to be found; in a prefill result, what was just stored."""
     producer: Endpoint | None = None
     """The instance that computes the KV."""
@@ -168,20 +168,20 @@ class KVTransferParams(Part, frozen=True):
     """What a consumer does when promised KV cannot be had."""
     isolation: Isolation | None = None
     usage: Usage | None = None
-    must_understand: Annotated[tuple[CriticalPath, ...], Field(max_length=64), frozen(64)] | None = None
+    must_understand: Annotated[tuple[CriticalPath, ...], Field(max_length=64), list_to_tuple(64)] | None = None
     """Dotted paths of members, e.g. `lease.ttl_ms`. A reader that does not know one of them refuses the document."""
     signature: Signature | None = None
     """Who vouches for it."""
-    extensions: Annotated[dict[ExtensionName, Extension], Field(max_length=64), frozen(64)] | None = None
+    extensions: Annotated[dict[ExtensionName, Extension], Field(max_length=64), list_to_tuple(64)] | None = None
     """What others add, by reversed domain name."""
 
 
-def _paths(part: type[Part], parent: str = "") -> frozenset[str]:
+def _paths(part: type[DocumentModel], parent: str = "") -> frozenset[str]:
     found: set[str] = set()
     for name, field in part.model_fields.items():
         found.add(parent + name)
         for choice in (field.annotation, *get_args(field.annotation)):
-            if isinstance(choice, type) and issubclass(choice, Part):
+            if isinstance(choice, type) and issubclass(choice, DocumentModel):
                 found |= _paths(choice, f"{parent}{name}.")
     return frozenset(found)
 

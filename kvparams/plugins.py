@@ -14,18 +14,18 @@ from typing import Final
 
 from kvparams.errors import PluginError
 
-__all__ = ["load", "load_all", "load_each", "names"]
+__all__ = ["load_all_plugins", "load_each_plugin", "load_plugin", "plugin_names"]
 
 _OURS: Final = frozenset({"kvparams", "kvparams_proxy", "kvparams_connectors"})
 """The packages of this project, which has extras."""
 
 
-def names(kind: str) -> list[str]:
+def plugin_names(kind: str) -> list[str]:
     """The names registered in the group `kvparams.<kind>`, sorted."""
     return sorted({point.name for point in entry_points(group=f"kvparams.{kind}")})
 
 
-def load(kind: str, name: str) -> object:
+def load_plugin(kind: str, name: str) -> object:
     """What is registered under `name` in the group `kvparams.<kind>`.
 
     Raises:
@@ -34,28 +34,28 @@ def load(kind: str, name: str) -> object:
     """
     found = tuple(entry_points(group=f"kvparams.{kind}", name=name))
     if not found:
-        known = ", ".join(names(kind)) or "none"
+        known = ", ".join(plugin_names(kind)) or "none"
         raise PluginError(f"no {name!r} is registered in 'kvparams.{kind}'; known: {known}")
     return _loaded(kind, name, found)
 
 
-def load_all(kind: str) -> dict[str, object]:
+def load_all_plugins(kind: str) -> dict[str, object]:
     """Everything that is registered in the group `kvparams.<kind>`, by name, sorted.
 
     Raises:
-        PluginError: as `load`.
+        PluginError: as `load_plugin`.
     """
-    found = load_each(kind)
+    found = load_each_plugin(kind)
     for one in found.values():
         if isinstance(one, PluginError):
             raise one
     return found
 
 
-def load_each(kind: str) -> dict[str, object]:
-    """As `load_all`; what cannot be loaded is there as its `PluginError`.
+def load_each_plugin(kind: str) -> dict[str, object]:
+    """As `load_all_plugins`; what cannot be loaded is there as its `PluginError`.
 
-    What is installed is looked through once, which takes some milliseconds; a `load` of every name would do so
+    What is installed is looked through once, which takes some milliseconds; a `load_plugin` of every name would do so
     every time.
     """
     found: dict[str, list[EntryPoint]] = {}

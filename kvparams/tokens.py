@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvparams.fields import Part, Token, frozen
+from kvparams.field_types import DocumentModel, TokenId, list_to_tuple
 
 __all__ = ["MAX_TOKENS", "Digest", "TokenPrefix", "counted_digest", "pack", "token_digest", "unpack"]
 
@@ -34,7 +34,7 @@ _BASE64: Final = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{
 
 Packed = Annotated[str, StringConstraints(max_length=4 * -(-4 * MAX_TOKENS // 3), pattern=_BASE64)]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
-TokenIds = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True), frozen(MAX_TOKENS)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOKENS, fail_fast=True), list_to_tuple(MAX_TOKENS)]
 
 
 def pack(ids: Iterable[int]) -> bytes:
@@ -78,7 +78,7 @@ def _swapped(ids: "array[int]") -> "array[int]":
     return swapped
 
 
-class TokenPrefix(Part, frozen=True):
+class TokenPrefix(DocumentModel, frozen=True):
     """The token ids at the start of a prompt that a document speaks of.
 
     In JSON `{"count", "packed"}`, `{"count", "digest"}`, `{"count", "ids"}`, or a plain list of ids; it is written back

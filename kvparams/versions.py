@@ -1,6 +1,6 @@
 """Minor versions of the protocol: what both sides speak, and documents said in the words of another one.
 
-What each minor version has added stands in `ADDED`, what shall go one day in `DEPRECATED`, and both in
+What each minor version has added stands in `ADDED_MEMBERS`, what shall go one day in `DEPRECATED_MEMBERS`, and both in
 `spec/1.0/versions.json` too; section 6 of the spec says what follows. The one rule: a member that is dropped is
 dropped because the reader's version does not have it, and never where somebody has said that it must be understood.
 """
@@ -16,26 +16,26 @@ from kvparams.errors import KVParamsError, Problem, UnsupportedVersion
 from kvparams.params import PROTOCOL_VERSION, VERSION_FORM, KVTransferParams
 
 __all__ = [
-    "ADDED",
-    "DEPRECATED",
-    "LOWEST",
-    "SPOKEN",
+    "ADDED_MEMBERS",
+    "DEPRECATED_MEMBERS",
+    "LOWEST_VERSION",
+    "SUPPORTED_VERSIONS",
     "Deprecation",
     "LossyDowngrade",
     "NoCommonVersion",
-    "deprecated_in",
     "downgrade",
-    "engine_speaks",
-    "for_reader",
+    "downgrade_for_reader",
+    "find_deprecated",
     "negotiate",
+    "negotiate_with_engine",
     "upgrade",
 ]
 
-SPOKEN: Final = (PROTOCOL_VERSION,)
+SUPPORTED_VERSIONS: Final = (PROTOCOL_VERSION,)
 """The highest version of each major version that is spoken here; whoever speaks it speaks all before it."""
-LOWEST: Final = "1.0"
+LOWEST_VERSION: Final = "1.0"
 """What is written to who does not say what it speaks."""
-ADDED: Final[Mapping[str, frozenset[str]]] = {}
+ADDED_MEMBERS: Final[Mapping[str, frozenset[str]]] = {}
 """Members by the minor version that has added them, named as in `must_understand`, and values, named `mode=broadcast`;
 all others are of 1.0."""
 
@@ -75,7 +75,7 @@ class Deprecation:
         return f"{self.member}: deprecated since {self.since}, goes with 2.0, not before {self.until}{instead}"
 
 
-DEPRECATED: Final[tuple[Deprecation, ...]] = ()
+DEPRECATED_MEMBERS: Final[tuple[Deprecation, ...]] = ()
 """What every 1.y still reads and nobody should write any more."""
 
 
@@ -106,7 +106,7 @@ def negotiate(ours: Iterable[str], theirs: Iterable[object]) -> str:
     """The highest version that both sides speak.
 
     Args:
-        ours: of each major version the highest, for example `SPOKEN`.
+        ours: of each major version the highest, for example `SUPPORTED_VERSIONS`.
         theirs: the same, as the other side has said it. What is no version (`"1.01"`, `"1.1-rc"`, 1.1) is passed over:
             who says it may mean anything by it.
 
@@ -121,14 +121,14 @@ def negotiate(ours: Iterable[str], theirs: Iterable[object]) -> str:
     return f"{major}.{min(mine[major], others[major])}"
 
 
-def engine_speaks(models: Mapping[str, object]) -> str:
+def negotiate_with_engine(models: Mapping[str, object]) -> str:
     """The highest version that is spoken here and by an engine, by its answer to `GET /v1/models`.
 
     Raises:
         NoCommonVersion: there is none.
     """
     said = models.get("kvparams_versions")
-    return negotiate(SPOKEN, cast("list[object]", said) if isinstance(said, list) else [LOWEST])
+    return negotiate(SUPPORTED_VERSIONS, cast("list[object]", said) if isinstance(said, list) else [LOWEST_VERSION])
 
 
 def upgrade(document: Mapping[str, object], to: str) -> dict[str, object]:
@@ -144,7 +144,7 @@ def upgrade(document: Mapping[str, object], to: str) -> dict[str, object]:
 
 
 def downgrade(
-    document: Mapping[str, object], to: str, added: Mapping[str, frozenset[str]] = ADDED
+    document: Mapping[str, object], to: str, added: Mapping[str, frozenset[str]] = ADDED_MEMBERS
 ) -> dict[str, object]:
     """The document as one of an earlier minor version: without the members that have come after it. Members that no
     version here knows stay.
@@ -173,7 +173,7 @@ def downgrade(
     return {**kept, "version": to}
 
 
-def for_reader(params: KVTransferParams, theirs: str) -> KVTransferParams:
+def downgrade_for_reader(params: KVTransferParams, theirs: str) -> KVTransferParams:
     """A document of ours for one who speaks `theirs`: in the highest version that both speak.
 
     Raises:
@@ -186,8 +186,8 @@ def for_reader(params: KVTransferParams, theirs: str) -> KVTransferParams:
     return params if version == params.version else parse(downgrade(dump(params), version))
 
 
-def deprecated_in(
-    document: Mapping[str, object], deprecated: Iterable[Deprecation] = DEPRECATED
+def find_deprecated(
+    document: Mapping[str, object], deprecated: Iterable[Deprecation] = DEPRECATED_MEMBERS
 ) -> tuple[Deprecation, ...]:
     """What in a document nobody should write any more."""
     return tuple(one for one in deprecated if _has(document, one.member.split(".")))

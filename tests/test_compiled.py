@@ -44,7 +44,7 @@ def built(version: str) -> tuple[dict[str, Any], list[str]]:
     said = Said()
     app: Any = said
     metadata: Any = None
-    hook = CompilingHook(str(ROOT), {"modules": ["kvparams/retries.py"]}, None, metadata, "", "wheel", app)
+    hook = CompilingHook(str(ROOT), {"modules": ["kvparams/routing/retries.py"]}, None, metadata, "", "wheel", app)
     data: dict[str, Any] = {"pure_python": True, "infer_tag": False, "force_include": {}}
     hook.initialize(version, data)
     hook.finalize(version, data, "")
@@ -53,19 +53,19 @@ def built(version: str) -> tuple[dict[str, Any], list[str]]:
 
 @needs_compiler
 def test_a_module_is_compiled_as_it_stands(tmp_path: Path) -> None:
-    (path,) = compiled(ROOT, ["kvparams/retries.py"], tmp_path / "into")
-    assert (path.parent.name, path.suffix) in {("kvparams", ".so"), ("kvparams", ".pyd")}
-    assert not (ROOT / "kvparams" / "retries.c").exists()
-    spec = importlib.util.spec_from_file_location("kvparams.retries", path)
+    (path,) = compiled(ROOT, ["kvparams/routing/retries.py"], tmp_path / "into")
+    assert (path.parent.name, path.suffix) in {("routing", ".so"), ("routing", ".pyd")}
+    assert not (ROOT / "kvparams" / "routing" / "retries.c").exists()
+    spec = importlib.util.spec_from_file_location("kvparams.routing.retries", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     budget = module.RetryBudget(ratio=0.5, most=1.0)
-    assert [budget.take(), budget.take()] == [True, False]
-    budget.request()
-    budget.request()
-    assert budget.take()
+    assert [budget.try_acquire(), budget.try_acquire()] == [True, False]
+    budget.record_request()
+    budget.record_request()
+    assert budget.try_acquire()
 
 
 @needs_compiler
@@ -74,7 +74,7 @@ def test_a_wheel_with_compiled_modules_is_one_of_a_platform() -> None:
     assert not warnings
     assert (data["pure_python"], data["infer_tag"]) == (False, True)
     ((source, place),) = data["force_include"].items()
-    assert place.startswith("kvparams/retries.")
+    assert place.startswith("kvparams/routing/retries.")
     assert not Path(source).exists(), "nothing is left where it was compiled"
 
 
@@ -113,7 +113,8 @@ def test_the_protocol_and_the_proxy_are_the_same_compiled(tmp_path: Path) -> Non
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "installed")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    asked = "import kvparams.lifecycle as a, kvparams_proxy.execution.executor as b; print(a.__file__, b.__file__)"
+    modules = "kvparams.routing.request_lifecycle as a, kvparams_proxy.execution.executor as b"
+    asked = f"import {modules}; print(a.__file__, b.__file__)"
     said = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert [Path(path).suffix for path in said.stdout.split()] == [".so", ".so"], said
     pytest_script = Path(sys.executable).with_name("pytest")  # `-m pytest` would find the sources first

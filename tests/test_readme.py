@@ -20,7 +20,7 @@ def test_the_make_targets_and_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    assert "proxy" in plugins.names("commands")
+    assert "proxy" in plugins.plugin_names("commands")
 
 
 def test_the_changelog_tops_with_the_version_that_is_installed() -> None:

@@ -6,25 +6,25 @@ from benchmarks.replay.beliefs import Belief, ByEvents
 from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
 from benchmarks.replay.world import World
-from kvparams.expectation import expect
-from kvparams.pace import Pace
-from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
-from kvparams.speed import Usual
+from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.routing.cost_model import FleetCostPrior
+from kvparams.routing.engine_backlog import EngineBacklog
+from kvparams.routing.ttft_estimate import estimate_ttft
 
 __all__ = ["Ours"]
 
 
 class _Seat:
-    """One instance: a `kvparams.scheduling.Candidate`."""
+    """One instance: a `kvparams.instances.Candidate`."""
 
-    __slots__ = ("belief", "in_flight", "index", "instance", "pace", "tokens")
+    __slots__ = ("backlog", "belief", "in_flight", "index", "instance", "tokens")
 
-    def __init__(self, index: int, role: Role, belief: Belief, pace: Pace) -> None:
+    def __init__(self, index: int, role: Role, belief: Belief, pace: EngineBacklog) -> None:
         self.index = index
         self.instance = Instance(f"{role}-{index}", "1", role, "http://replay", "content")
         self.in_flight = 0
         self.tokens = 0
-        self.pace = pace
+        self.backlog = pace
         self.belief = belief
 
 
@@ -39,8 +39,8 @@ class Ours:
         self._prefill = policy()
         self._decode = policy()
         self._turn = 0
-        usual = Usual()
-        paces = [Pace(lambda: self._now, usual) for _ in range(2 * world.workers)]
+        usual = FleetCostPrior()
+        paces = [EngineBacklog(lambda: self._now, usual) for _ in range(2 * world.workers)]
         self.seats = [_Seat(i, Role.PREFILL, belief(), paces.pop()) for i in range(world.workers)]
         self._decoders = [_Seat(i, Role.DECODE, belief(), paces.pop()) for i in range(world.workers)]
         self._aware = world.store is not None
@@ -56,13 +56,13 @@ class Ours:
         facts = self._facts(leg)
         chosen = self._prefill.choose(self.seats, facts, self._turn)
         self._turn += 1
-        expected = expect(chosen, facts)
-        leg.fetch = expected.fetched > 0
+        expected = estimate_ttft(chosen, facts)
+        leg.fetch = expected.fetched_tokens > 0
         chosen.in_flight += 1
         chosen.tokens += leg.request.tokens
-        chosen.pace.begin(leg.number, expected.work_s, expected.fetch_s)
+        chosen.backlog.begin(leg.number, expected.compute_s, expected.fetch_s)
         chosen.belief.routed(leg)
-        self._predicted[leg.number] = expected.cached // BLOCK
+        self._predicted[leg.number] = expected.cached_tokens // BLOCK
         return chosen.index
 
     def done(self, leg: Leg, now: float) -> None:
@@ -73,7 +73,7 @@ class Ours:
         seat.in_flight -= 1
         seat.tokens -= tokens
         fetched = (leg.held - leg.cached) * BLOCK
-        seat.pace.end(leg.number, max(1, tokens - leg.held * BLOCK), tokens, fetched)
+        seat.backlog.end(leg.number, max(1, tokens - leg.held * BLOCK), tokens, fetched)
         seat.belief.done(leg)
         predicted = self._predicted.pop(leg.number)
         self.predicted += predicted
@@ -102,8 +102,8 @@ class Ours:
             1,
             None,
             None,
-            tokens=request.tokens,
+            prompt_tokens=request.tokens,
             session=str(request.session),
-            cached=cached,
-            stored=min(most, leg.stored * BLOCK),
+            cached_tokens=cached,
+            stored_tokens=min(most, leg.stored * BLOCK),
         )

@@ -11,12 +11,12 @@ from benchmarks.replay.ours import Ours
 from benchmarks.replay.peers import PEERS, Peer, RoundRobin
 from benchmarks.replay.trace import Request
 from benchmarks.replay.world import Cost, Store, World
-from kvparams.policies.affinity import SessionAffinity
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.policies.least_load import LeastLoad
-from kvparams.policies.random_choice import RandomChoice
-from kvparams.policies.two_choices import TwoChoices
-from kvparams.scheduling import SchedulingPolicy
+from kvparams.instances import SchedulingPolicy
+from kvparams.routing.policies.cache_aware import CacheAware
+from kvparams.routing.policies.least_load import LeastLoad
+from kvparams.routing.policies.random_choice import RandomChoice
+from kvparams.routing.policies.session_affinity import SessionAffinity
+from kvparams.routing.policies.two_choices import TwoChoices
 
 __all__ = ["OURS", "PARTS", "Point", "Row", "run_part", "speed_for"]
 

@@ -45,9 +45,9 @@ from benchmarks.replay.trace import BLOCK, Request, load
 from benchmarks.sides import processor
 from demo.client import new_client
 from demo.processes import ProcessError, Processes
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.policies.least_load import LeastLoad
-from kvparams.scheduling import RoundRobin
+from kvparams.instances import RoundRobin
+from kvparams.routing.policies.cache_aware import CacheAware
+from kvparams.routing.policies.least_load import LeastLoad
 
 __all__ = ["POLICIES", "main", "measure", "modelled"]
 

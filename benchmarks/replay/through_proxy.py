@@ -35,8 +35,8 @@ from benchmarks.replay.trace import BLOCK, Request, load
 from benchmarks.replay.world import Cost, World
 from benchmarks.stub_answers import Ask
 from benchmarks.stub_engine import StubEngines
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.scheduling import RoundRobin
+from kvparams.instances import RoundRobin
+from kvparams.routing.policies.cache_aware import CacheAware
 
 __all__ = ["Found", "main", "modelled", "through_proxy"]
 

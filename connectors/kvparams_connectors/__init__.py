@@ -1,21 +1,21 @@
 """Stores on one side, engines on the other, the connector between.
 
 The one rule: importing this package opens nothing and imports neither numpy nor torch, so that the author of a store
-needs neither; `kvparams_connectors.arena` and the stores that are shipped import numpy, `kvparams_connectors.connector`
-torch as well.
+needs neither; `kvparams_connectors.arena` and the stores that are shipped import numpy,
+`kvparams_connectors.transfer.connector` torch as well.
 """
 
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, open_store
+from kvparams_connectors.store import BlockingStore, Capabilities, GetOp, KVStore, PutOp, Result, ResultCode, open_store
 
 __all__ = [
+    "BlockingStore",
     "Capabilities",
-    "Code",
     "GetOp",
     "Job",
     "KVStore",
-    "LaneStore",
     "PutOp",
     "Result",
+    "ResultCode",
     "open_store",
 ]

@@ -10,9 +10,9 @@ from typing import Literal, Protocol, runtime_checkable
 
 from kvparams_connectors.store import KVStore
 
-__all__ = ["Advice", "Advising", "Grade", "advice_of"]
+__all__ = ["Advice", "AdviceGrade", "StoreAdvisor", "advice_from_store"]
 
-Grade = Literal["ok", "warning", "error"]
+AdviceGrade = Literal["ok", "warning", "error"]
 """ok: as it should be. warning: it works, and will hurt. error: it does not work."""
 
 
@@ -20,16 +20,16 @@ Grade = Literal["ok", "warning", "error"]
 class Advice:
     """One thing that was looked at."""
 
-    grade: Grade
-    found: str
+    level: AdviceGrade
+    finding: str
     """What is so: `maxmemory-policy is noeviction`."""
-    todo: str = ""
-    """What to do: `set maxmemory-policy allkeys-lru`. Empty only where nothing is to be done, or `found` says
+    action: str = ""
+    """What to do: `set maxmemory-policy allkeys-lru`. Empty only where nothing is to be done, or `finding` says
     it."""
 
 
 @runtime_checkable
-class Advising(Protocol):
+class StoreAdvisor(Protocol):
     """A store that knows more about its settings than the interface tells."""
 
     def advice(self) -> Sequence[Advice]:
@@ -37,9 +37,9 @@ class Advising(Protocol):
         ...
 
 
-def advice_of(store: KVStore) -> list[Advice]:
+def advice_from_store(store: KVStore) -> list[Advice]:
     """What the store says; a store without the method says nothing, and one that raises is a warning itself."""
-    if not isinstance(store, Advising):
+    if not isinstance(store, StoreAdvisor):
         return []
     try:
         return list(store.advice())

@@ -1,7 +1,7 @@
 """Page-sized buffers, allocated once, touched once, leased and given back.
 
 Fresh memory is the dominant cost of moving pages, so the steady path allocates none. The one rule: a slot is given back
-only when nobody can touch it any more; tie that to `Job.on_settled`, never to the end of a wait.
+only when nobody can touch it any more; tie that to `Job.add_settled_callback`, never to the end of a wait.
 """
 
 import threading
@@ -24,13 +24,13 @@ class Slot:
         self.view: Final = view
         """`slot_bytes` writable bytes, aligned to 64."""
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """End the lease.
 
         Raises:
             RuntimeError: it has ended already: two owners would write over each other.
         """
-        self._arena.give_back(self)
+        self._arena.release(self)
 
 
 class Arena:
@@ -64,17 +64,17 @@ class Arena:
         self._leased: dict[int, Slot] = {}
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """How many slots are not leased."""
         with self._changed:
             return len(self._free)
 
     def lease(self, timeout_s: float = 0.0) -> Slot | None:
         """A slot, or None if none comes free within `timeout_s`; its content is whatever was left there."""
-        slots = self.lease_some(1, 1, timeout_s)
+        slots = self.lease_many(1, 1, timeout_s)
         return slots[0] if slots else None
 
-    def lease_some(self, least: int, most: int, timeout_s: float = 0.0) -> list[Slot]:
+    def lease_many(self, least: int, most: int, timeout_s: float = 0.0) -> list[Slot]:
         """As many slots as are free, at most `most`; none at all if fewer than `least` come free within `timeout_s`.
 
         Whoever needs several at once must not lease one after the other: two of them would wait for each other.
@@ -89,8 +89,8 @@ class Arena:
                 slots.append(slot)
         return slots
 
-    def give_back(self, slot: Slot) -> None:
-        """End the lease of `slot`; see `Slot.give_back`."""
+    def release(self, slot: Slot) -> None:
+        """End the lease of `slot`; see `Slot.release`."""
         with self._changed:
             if self._leased.get(slot.index) is not slot:
                 raise RuntimeError(f"slot {slot.index} was given back twice")

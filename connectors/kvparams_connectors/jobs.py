@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final, Generic, TypeVar, cast
 
-__all__ = ["Job", "Lane"]
+__all__ = ["Job", "WorkerPool"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -87,7 +87,7 @@ class Job(Generic[T]):
         with self._changed:
             return self._changed.wait_for(lambda: self._settled, timeout_s)
 
-    def on_settled(self, callback: Callable[[], object]) -> None:
+    def add_settled_callback(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when the work has truly ended: in the thread that ended it, or at once if it has."""
         with self._changed:
             if not self._settled:
@@ -95,14 +95,15 @@ class Job(Generic[T]):
                 return
         callback()
 
-    def before_done(self, callback: Callable[[T | None], object]) -> None:
+    def add_before_done_callback(self, callback: Callable[[T | None], object]) -> None:
         """Call `callback` once, before anybody who waits hears that the work has ended: in the thread that ends it,
-        with what they will hear, or None if that is an exception. If it is ending already: as `on_settled`."""
+        with what they will hear, or None if that is an exception. If it is ending already: as
+        `add_settled_callback`."""
         with self._changed:
             if not self._ending:
                 self._before_done.append(callback)
                 return
-        self.on_settled(lambda: callback(None if self._error is not None else cast("T", self._value)))
+        self.add_settled_callback(lambda: callback(None if self._error is not None else cast("T", self._value)))
 
     def then(self, change: Callable[[T], U]) -> "Job[U]":
         """A job whose result is `change(result)`.
@@ -112,7 +113,7 @@ class Job(Generic[T]):
         """
         derived = Job(self.deadline, change(self._timed_out))
         with self._changed:
-            self._on_offer.append(lambda partial: derived.offer(change(partial)))
+            self._on_offer.append(lambda partial: derived.set_partial_result(change(partial)))
 
         def follow() -> None:
             try:
@@ -120,7 +121,7 @@ class Job(Generic[T]):
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the derived job
                 derived.fail(error)
 
-        self.on_settled(follow)
+        self.add_settled_callback(follow)
         return derived
 
     def __await__(self) -> Generator[object, None, T]:
@@ -152,7 +153,7 @@ class Job(Generic[T]):
 
     # ---- for those who do the work
 
-    def offer(self, partial: T) -> None:
+    def set_partial_result(self, partial: T) -> None:
         """From now on the time-out result is `partial`: what the work has reached so far."""
         with self._changed:
             self._timed_out = partial
@@ -161,7 +162,7 @@ class Job(Generic[T]):
             follow(partial)
 
     @contextmanager
-    def section(self) -> Generator[bool]:
+    def guarded_section(self) -> Generator[bool]:
         """A stretch of work that must not outlive the wait, such as writing into the caller's memory.
 
         Yields False if the wait is over: then nothing may be written. While the section lasts the deadline does not
@@ -232,7 +233,7 @@ class Job(Generic[T]):
         return cast("T", self._value)
 
 
-class Lane:
+class WorkerPool:
     """A few threads that do jobs in the order in which they were submitted."""
 
     def __init__(self, name: str, *, threads: int = 1, max_waiting: int = 4096) -> None:

@@ -15,29 +15,29 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
 
 from kvparams import plugins
-from kvparams_connectors.jobs import Job, Lane
-from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.store_url import StoreError, StoreURL
 
 if TYPE_CHECKING:  # it imports numpy, which not every store needs
     from kvparams_connectors.arena import Arena
 
 __all__ = [
     "DEFAULT_DEADLINE_S",
+    "BlockingStore",
     "Capabilities",
-    "Code",
     "GetOp",
     "KVStore",
-    "LaneStore",
     "PutOp",
     "Result",
+    "ResultCode",
     "Results",
     "StoreError",
     "StoreFactory",
+    "are_valid_keys",
+    "is_valid_get",
+    "is_valid_key",
+    "is_valid_put",
     "open_store",
-    "valid_get",
-    "valid_key",
-    "valid_keys",
-    "valid_put",
 ]
 
 Op = TypeVar("Op")
@@ -51,7 +51,7 @@ DEFAULT_DEADLINE_S: Final = 5.0
 """How long an operation may take if the caller does not say."""
 
 
-class Code(Enum):
+class ResultCode(Enum):
     """What became of one key of a batch."""
 
     OK = "ok"
@@ -81,16 +81,17 @@ class Code(Enum):
 class Result(NamedTuple):
     """What became of one key."""
 
-    code: Code
+    code: ResultCode
     nbytes: int = 0
-    """put, get: bytes moved. exists: the value's size, if `sized`. TOO_LARGE on get: the value's size. Otherwise 0."""
-    sized: bool = True
-    """exists: False if the store has not asked how large the value is (`Capabilities.tells_sizes`). `nbytes` is 0 then,
-    so that whoever compares it takes the value for none of his."""
+    """put, get: bytes moved. exists: the value's size, if `has_size`. TOO_LARGE on get: the value's size. Otherwise
+    0."""
+    has_size: bool = True
+    """exists: False if the store has not asked how large the value is (`Capabilities.reports_sizes`). `nbytes` is 0
+    then, so that whoever compares it takes the value for none of his."""
 
-    def found(self, nbytes: int) -> bool:
+    def matches_size(self, nbytes: int) -> bool:
         """exists: whether a value is there that has `nbytes`, as far as the store can tell. A get says for certain."""
-        return self.code is Code.OK and (not self.sized or self.nbytes == nbytes)
+        return self.code is ResultCode.OK and (not self.has_size or self.nbytes == nbytes)
 
 
 Results = list[Result]
@@ -103,19 +104,21 @@ class PutOp:
 
     key: str
     buffers: Sequence[memoryview]
-    going: Callable[[], object] | None = None
+    before_read: Callable[[], object] | None = None
     """A store calls it once before it looks into the buffers, if it does, and best right before: the caller writes then
     what follows from the rest of the value, such as a checksum, which has to read all of it and so brings it into the
     processor's caches. Called by the thread that moves the value; it neither waits nor raises."""
-    nearing: Callable[[], bool] | None = None
-    """A store that calls `going` may call this before, as often as it likes, where it would only wait: the caller does
-    a little of that work, tens of microseconds, and says whether more is left. The value stays as it is meanwhile."""
+    on_idle: Callable[[], bool] | None = None
+    """A store that calls `before_read` may call this before, as often as it likes, where it would only wait: the caller
+    does a little of that work, tens of microseconds, and says whether more is left. The value stays as it is
+    meanwhile."""
 
-    def gone(self) -> "PutOp":
-        """The same after `going` was called: for a store that hands the value on, or looks at it more than once."""
-        if self.going is None:
+    def resolve_before_read(self) -> "PutOp":
+        """The same after `before_read` was called: for a store that hands the value on, or looks at it more than
+        once."""
+        if self.before_read is None:
             return self
-        self.going()
+        self.before_read()
         return PutOp(self.key, self.buffers)
 
 
@@ -125,14 +128,14 @@ class GetOp:
 
     key: str
     buffers: Sequence[memoryview]
-    arrived: Callable[[int], None] | None = None
+    on_complete: Callable[[int], None] | None = None
     """A store may call it when the value lies in the buffers, with its size, before the job says so: the caller looks
     at it while it is in the processor's caches. Called by the thread that moved the value; it neither waits nor raises.
     A store that changes the bytes afterwards, or hands out other ones, must not call it, nor let an inner store."""
-    coming: Callable[[int], None] | None = None
-    """A store that calls `arrived` may call this before, with 0 whenever it begins to fill the buffers, and then with
-    how many bytes lie in them that it will not touch again, so that the caller looks at them piece by piece."""
-    checked: bool = False
+    on_progress: Callable[[int], None] | None = None
+    """A store that calls `on_complete` may call this before, with 0 whenever it begins to fill the buffers, and then
+    with how many bytes lie in them that it will not touch again, so that the caller looks at them piece by piece."""
+    caller_verifies: bool = False
     """The caller checks all of the bytes against what it asked for. Then a store may leave out what it would have to
     ask a server for only to be sure that it has not read another value's bytes. A store that keeps what it has read, or
     hands it to others, passes False on."""
@@ -150,7 +153,7 @@ class Capabilities:
     """Larger values are TOO_LARGE."""
     private_copies: bool = False
     """This process keeps copies of its own: a value that another process has deleted may be found here for a while."""
-    exact_use: bool = True
+    exact_lru: bool = True
     """When it is full, what was not used for longest goes first. False: about so; a server that samples, or whose clock
     is coarse."""
     evicts: bool = True
@@ -158,8 +161,8 @@ class Capabilities:
     one_winner: bool = True
     """Of several who put one key at the same time exactly one is told OK, and its value stays. False: a server without
     a put that spares what is there; several may be told OK, and the value of any one of them stays, whole."""
-    tells_sizes: bool = True
-    """exists says how large every value is. False: it may leave that out (`Result.sized`), to answer sooner."""
+    reports_sizes: bool = True
+    """exists says how large every value is. False: it may leave that out (`Result.has_size`), to answer sooner."""
 
 
 class KVStore(ABC):
@@ -193,9 +196,9 @@ class KVStore(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        """OK with the value's size, if the store tells it (`Result.sized`), or MISS."""
+        """OK with the value's size, if the store tells it (`Result.has_size`), or MISS."""
 
-    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+    def exists_nowait(self, keys: Sequence[str]) -> Results | None:
         """What `exists` would answer, for callers that cannot afford to wait for another thread; None: ask `exists`.
 
         Only where the answer lies in this process's memory: no lock is taken that anybody holds while he works, nobody
@@ -216,7 +219,7 @@ class KVStore(ABC):
         """Where other processes can read what this one has put, `host:port`; None where a shared store has it."""
         return None
 
-    def locate(self, keys: Sequence[str], source: str) -> None:  # noqa: B027 - most stores have nothing to do here
+    def hint_location(self, keys: Sequence[str], source: str) -> None:  # noqa: B027 - most stores have nothing to do here
         """Whoever made these values says where they can be read (its `address`): a hint, for the next get or exists of
         these keys. A store goes only where its own settings allow. Returns at once."""
 
@@ -230,18 +233,20 @@ class KVStore(ABC):
         return self.delete(keys, deadline_s)
 
 
-class LaneStore(KVStore):
+class BlockingStore(KVStore):
     """A store whose operations are ordinary blocking calls, done by a lane of worker threads.
 
-    A subclass writes `put_now`, `get_now`, `exists_now`, `delete_now` and `release`. Keys and buffers have been checked
-    before they are called. `deadline` is on the clock of `time.monotonic`; past it, give up with TIMEOUT.
+    A subclass writes `put_blocking`, `get_blocking`, `exists_blocking`, `delete_blocking` and `release`. Keys and
+    buffers have been checked before they are called. `deadline` is on the clock of `time.monotonic`; past it, give up
+    with TIMEOUT.
     """
 
-    calls_going: ClassVar[bool] = False
-    """Whether `put_now` calls `PutOp.going` of each value, right before it looks at it. Otherwise that was done."""
+    calls_before_read: ClassVar[bool] = False
+    """Whether `put_blocking` calls `PutOp.before_read` of each value, right before it looks at it. Otherwise that was
+    done."""
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
-        self._lane = Lane(f"kvparams-{name}", threads=threads)
+        self._lane = WorkerPool(f"kvparams-{name}", threads=threads)
         self._closing = threading.Lock()
         self._released = False
 
@@ -249,19 +254,19 @@ class LaneStore(KVStore):
         """Nothing: a store that copies with the CPU need not know."""
 
     @abstractmethod
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         """See `put`."""
 
     @abstractmethod
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         """See `get`."""
 
     @abstractmethod
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         """See `exists`."""
 
     @abstractmethod
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         """See `delete`."""
 
     @abstractmethod
@@ -269,17 +274,17 @@ class LaneStore(KVStore):
         """Let go of everything; called once, when no worker is running any more."""
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        work = self.put_now if self.calls_going else self._put_gone
-        return self._submit(ops, [valid_put(op) for op in ops], work, deadline_s)
+        work = self.put_blocking if self.calls_before_read else self._put_gone
+        return self._submit(ops, [is_valid_put(op) for op in ops], work, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(ops, [valid_get(op) for op in ops], self.get_now, deadline_s)
+        return self._submit(ops, [is_valid_get(op) for op in ops], self.get_blocking, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(keys, valid_keys(keys), self.exists_now, deadline_s)
+        return self._submit(keys, are_valid_keys(keys), self.exists_blocking, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        return self._submit(keys, valid_keys(keys), self.delete_now, deadline_s)
+        return self._submit(keys, are_valid_keys(keys), self.delete_blocking, deadline_s)
 
     def close(self) -> None:
         ended = self._lane.close()
@@ -291,7 +296,7 @@ class LaneStore(KVStore):
             _LOGGER.error("a store was closed while an operation was stuck in it; its memory is kept")
 
     def _put_gone(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        return self.put_now([op.gone() for op in ops], deadline)
+        return self.put_blocking([op.resolve_before_read() for op in ops], deadline)
 
     def _submit(
         self,
@@ -308,47 +313,47 @@ class LaneStore(KVStore):
                 results = work(good, job.deadline)
             except Exception:
                 _LOGGER.exception("a store failed")
-                results = [Result(Code.INTERNAL)] * len(good)
+                results = [Result(ResultCode.INTERNAL)] * len(good)
             if every and len(results) == len(ops):
                 return results
             found = iter(results)
-            return [next(found) if fine else Result(Code.INVALID) for fine in valid]
+            return [next(found) if fine else Result(ResultCode.INVALID) for fine in valid]
 
         return self._lane.submit(
             run,
             deadline_s,
-            timed_out=[Result(Code.TIMEOUT)] * len(ops),
-            refused=[Result(Code.UNAVAILABLE)] * len(ops),
+            timed_out=[Result(ResultCode.TIMEOUT)] * len(ops),
+            refused=[Result(ResultCode.UNAVAILABLE)] * len(ops),
         )
 
 
-def valid_key(key: str) -> bool:
+def is_valid_key(key: str) -> bool:
     """Whether every store takes this key."""
     return _KEY.fullmatch(key) is not None
 
 
-def valid_keys(keys: Sequence[str]) -> list[bool]:
-    """`valid_key` of each; quicker where all are, as all pages of a long prompt."""
+def are_valid_keys(keys: Sequence[str]) -> list[bool]:
+    """`is_valid_key` of each; quicker where all are, as all pages of a long prompt."""
     lengths = [len(key) for key in keys]
     if keys and min(lengths) and max(lengths) <= _LONGEST:
         text = "".join(keys)
         if text.isascii() and not text.encode().translate(None, _LETTERS):
             return [True] * len(keys)
-    return [valid_key(key) for key in keys]
+    return [is_valid_key(key) for key in keys]
 
 
-def valid_put(op: PutOp) -> bool:
+def is_valid_put(op: PutOp) -> bool:
     """Whether every store takes this operation."""
     try:
-        return valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers)
+        return is_valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers)
     except ValueError:  # a buffer was released
         return False
 
 
-def valid_get(op: GetOp) -> bool:
+def is_valid_get(op: GetOp) -> bool:
     """Whether every store takes this operation."""
     try:
-        return valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
+        return is_valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
     except ValueError:  # a buffer was released
         return False
 
@@ -369,5 +374,5 @@ def open_store(url: str) -> KVStore:
         PluginError: no store is registered under the URL's scheme; the message lists the known ones.
     """
     parsed = StoreURL.parse(url)
-    factory = cast("StoreFactory", plugins.load("stores", parsed.scheme))
+    factory = cast("StoreFactory", plugins.load_plugin("stores", parsed.scheme))
     return factory(parsed)

@@ -28,8 +28,8 @@ from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
 from demo.vllm_demo import NIXL, run_controls, start_vllm_fleet
 from kvparams.errors import KVParamsError
-from kvparams_connectors.settings import StoreURL, shown
 from kvparams_connectors.store import open_store
+from kvparams_connectors.store_url import StoreURL, redact_url
 
 __all__ = ["main"]
 
@@ -89,7 +89,7 @@ def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
         if size_bytes is not None and size_bytes < _LEAST_STORE_BYTES:
             least = f"{_LEAST_STORE_BYTES >> 20}MiB"
             return (
-                f"--store {shown(store)} is too small for the conversations: {size_bytes} bytes; "
+                f"--store {redact_url(store)} is too small for the conversations: {size_bytes} bytes; "
                 f"choose size={least} or more"
             )
         opened = open_store(store)
@@ -99,7 +99,7 @@ def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
     opened.close()
     if not shared:
         return (
-            f"--store {shown(store)} is not shared between processes; "
+            f"--store {redact_url(store)} is not shared between processes; "
             "choose one that is, e.g. file:///dev/shm/kv?size=1GiB"
         )
     return None
@@ -110,14 +110,16 @@ def _size_bytes(url: StoreURL) -> int | None:
     path = Path(url.path)
     if "size" not in url.settings and url.scheme == "file" and path.is_file():
         return path.stat().st_size
-    return url.size("size")
+    return url.read_size("size")
 
 
 async def _run(arguments: argparse.Namespace, directory: Path, display: Display) -> None:
     wanted = cast("str", arguments.store)
     with Processes(directory) as processes:
         store = start_store(wanted, processes, directory) if wanted in KINDS else wanted
-        display.step(f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {shown(store)}")
+        display.step(
+            f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {redact_url(store)}"
+        )
         fleet = _start(processes, store, cast("int", arguments.port))
         for server in (*fleet.prefill, *fleet.decode, fleet.single, fleet.proxy):
             processes.wait_ready(server)

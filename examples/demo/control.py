@@ -21,7 +21,7 @@ from demo.processes import Server
 from demo.texts import ADDRESS
 from kvparams import codec
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Phase, Transfer
-from kvparams_connectors.settings import StoreURL
+from kvparams_connectors.store_url import StoreURL
 
 __all__ = ["damage_unchecked", "damage_verified", "not_handed_over"]
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from kvparams.pages import HEADER_BYTES
 from kvparams.params import KVTransferParams
-from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.store import Code, GetOp, PutOp, open_store
+from kvparams_connectors.store import GetOp, PutOp, ResultCode, open_store
+from kvparams_connectors.store_url import StoreURL
 from reference_engine.shape import ModelShape
 
 __all__ = ["flip_stored_byte", "forged_peer", "is_stored"]
@@ -69,11 +69,11 @@ def forged_peer(
         assert result.producer is not None
         assert result.producer.address is not None
         keys = result.load_keys or ()
-        forger.locate(keys, result.producer.address)
+        forger.hint_location(keys, result.producer.address)
         for one in keys:
             room = memoryview(bytearray(_LARGEST_PAGE))
             (found,) = forger.get([GetOp(one, (room,))]).result()
-            if found.code is not Code.OK:
+            if found.code is not ResultCode.OK:
                 raise LookupError(f"{one} is not to be read from {result.producer.id}: {found.code.value}")
             page = room[: found.nbytes]
             if one == key:
@@ -105,7 +105,7 @@ def _replace(store_url: str, key: str, page: bytearray) -> None:
     try:
         store.delete([key]).result()
         (result,) = store.put([PutOp(key, (memoryview(page),))]).result()
-        if result.code is not Code.OK:
+        if result.code is not ResultCode.OK:
             raise LookupError(f"{key} could not be replaced: {result.code.value}")
     finally:
         store.close()
@@ -116,6 +116,6 @@ def _read(store_url: str, key: str) -> bytes | None:
     try:
         page = bytearray(_LARGEST_PAGE)
         (result,) = store.get([GetOp(key, (memoryview(page),))]).result()
-        return bytes(page[: result.nbytes]) if result.code is Code.OK else None
+        return bytes(page[: result.nbytes]) if result.code is ResultCode.OK else None
     finally:
         store.close()

@@ -25,7 +25,7 @@ from demo.vllm_engines import (
     start_vllm,
     store_transfer,
 )
-from kvparams_connectors.settings import shown
+from kvparams_connectors.store_url import redact_url
 
 __all__ = ["NIXL", "Started", "run_controls", "start_vllm_fleet"]
 
@@ -87,7 +87,8 @@ def start_vllm_fleet(
     each = each or (2 if free >= _ROOMY_BYTES else 1)
     store = wanted if wanted not in KINDS else start_store(wanted, processes, directory)
     display.step(
-        f"starting {each} prefill and {each} decode vLLM engines and 1 that does all the work; KV by {shown(store)}"
+        f"starting {each} prefill and {each} decode vLLM engines and 1 that does all the work; "
+        f"KV by {redact_url(store)}"
     )
 
     def transfer(name: str, role: str) -> Transfer:

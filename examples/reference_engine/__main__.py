@@ -17,9 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvparams.errors import KVParamsError
-from kvparams.trust.gate import Gate
-from kvparams.trust.verifying import SKEW_S
-from kvparams_connectors.process import began
+from kvparams.signing.request_verifier import RequestVerifier
+from kvparams.signing.verification import CLOCK_SKEW_S
+from kvparams_connectors.engines.process_start import process_start_time
 from reference_engine.api import create_app
 from reference_engine.cache import PagedCache
 from reference_engine.embeddings import Embedder
@@ -117,7 +117,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
     return 0
 
 
-def _gate(arguments: argparse.Namespace) -> Gate | None:
+def _gate(arguments: argparse.Namespace) -> RequestVerifier | None:
     """Lets only signed documents in, where keys are given.
 
     Raises:
@@ -131,7 +131,7 @@ def _gate(arguments: argparse.Namespace) -> Gate | None:
         raise ValueError("--verify-with needs --audience, the pool that this engine belongs to")
     skew_s = cast("int", arguments.clock_skew)
     name = cast("str | None", arguments.id)
-    return Gate(Path(keys), audience, time.time, since=began(), instance=name, skew_s=skew_s)
+    return RequestVerifier(Path(keys), audience, time.time, since=process_start_time(), instance=name, skew_s=skew_s)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clock-skew",
         type=_skew,
-        default=int(SKEW_S),
+        default=int(CLOCK_SKEW_S),
         metavar="SECONDS",
         help="... by how much clocks may differ; for so long after its start it is not ready (default: 30)",
     )

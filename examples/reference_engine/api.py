@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvparams.versions import SPOKEN
+from kvparams.versions import SUPPORTED_VERSIONS
 from reference_engine.answer_shapes import Chat, Completion, Generated
 from reference_engine.answers import error_body
 from reference_engine.ask import Ask, RequestError
@@ -80,7 +80,7 @@ def create_app(service: Service) -> Starlette:
     async def models(_: Request) -> Response:
         card = {"id": service.model_name, "object": "model", "created": 0, "owned_by": "kvparams"}
         card |= {"root": service.model_name, "parent": None, "max_model_len": service.max_model_len}
-        return JSONResponse({"object": "list", "data": [card], "kvparams_versions": SPOKEN})
+        return JSONResponse({"object": "list", "data": [card], "kvparams_versions": SUPPORTED_VERSIONS})
 
     async def health(_: Request) -> Response:
         sharing = service.sharing

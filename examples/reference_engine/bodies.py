@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import load_object
+from kvparams.jsontext.document import load_object
 from reference_engine.ask import Ask, RequestError
 from reference_engine.grammar import Expression
 from reference_engine.sampling import Sampling

@@ -6,7 +6,7 @@ The one rule: everything here follows from the request; nothing of the engine is
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvparams import peers
+from kvparams import peer_reads
 from kvparams.params import KVTransferParams
 
 __all__ = ["Handoff"]
@@ -29,7 +29,7 @@ class Handoff:
     @property
     def source(self) -> str | None:
         """Where prefill may find what another engine has of the prompt."""
-        return None if self.params is None else peers.source(self.params)
+        return None if self.params is None else peer_reads.peer_source(self.params)
 
     @property
     def decoding(self) -> bool:

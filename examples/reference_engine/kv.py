@@ -16,14 +16,14 @@ from kvparams.codec import read_request, write
 from kvparams.errors import InvalidParams
 from kvparams.keys import Geometry, Namespace
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
-from kvparams.peers import READS
+from kvparams.peer_reads import READS_EXTENSION
+from kvparams.signing.request_verifier import RequestVerifier
+from kvparams.signing.verification import UntrustedParams
 from kvparams.tokens import TokenPrefix
-from kvparams.trust.gate import Gate
-from kvparams.trust.verifying import Untrusted
-from kvparams.versions import LossyDowngrade, for_reader
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.layout import PagedKVLayout
+from kvparams.versions import LossyDowngrade, downgrade_for_reader
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.transfer.layout import PagedKVLayout
 from reference_engine.ask import RequestError
 from reference_engine.cache import PagedCache
 from reference_engine.handoff import Handoff
@@ -55,7 +55,7 @@ class KVSharing:
         page_tokens: int,
         verify: bool,
         metrics: Metrics,
-        gate: Gate | None = None,
+        gate: RequestVerifier | None = None,
     ) -> None:
         """Args:
             role: what legs this engine takes.
@@ -139,9 +139,9 @@ class KVSharing:
         """The document of a request, from somebody who may send one."""
         try:
             if self._gate is not None:
-                return self._gate.admit(kv_transfer_params)
+                return self._gate.verify(kv_transfer_params)
             return read_request(kv_transfer_params, request_id=request_id)
-        except (InvalidParams, Untrusted) as error:
+        except (InvalidParams, UntrustedParams) as error:
             raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
     @property
@@ -187,10 +187,10 @@ class KVSharing:
             if len(sessions) == 1:
                 more["prefix"] = TokenPrefix.by_digest(first.prompt)
             if self._address():
-                more["extensions"] = {**(result.extensions or {}), **READS}
+                more["extensions"] = {**(result.extensions or {}), **READS_EXTENSION}
             result = result.model_copy(update=more)
         try:
-            return write(for_reader(result, params.version))
+            return write(downgrade_for_reader(result, params.version))
         except LossyDowngrade as error:
             raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 

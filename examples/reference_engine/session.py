@@ -7,10 +7,10 @@ from dataclasses import replace
 from time import monotonic
 from typing import Final
 
-from kvparams_connectors.connector import KVStoreConnector
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.reports import Hit, LoadReport, SaveReport
-from kvparams_connectors.store import Code, KVStore
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.transfer.connector import KVStoreConnector
+from kvparams_connectors.transfer.reports import LoadReport, PrefixHit, SaveReport
 from reference_engine.handoff import Handoff
 
 __all__ = ["KVSession"]
@@ -38,7 +38,7 @@ class KVSession:
         if handoff.source is not None:
             self._plan = replace(self._plan, source=handoff.source)
         self._blocks: list[int] = []
-        self._lookup: Job[Hit] | None = None
+        self._lookup: Job[PrefixHit] | None = None
         self._load: Job[LoadReport] | None = None
         self._saves: list[Job[SaveReport]] = []
         self._until_s = self._again_s = 0.0
@@ -132,7 +132,7 @@ class KVSession:
         full = [key for page, key in mine if page.tokens == self._page_tokens]
         deleted = await store.delete(full)
         tail = (await self._connector.release(self._plan)).deleted if len(full) < len(mine) else 0
-        return sum(result.code is Code.OK for result in deleted) + tail
+        return sum(result.code is ResultCode.OK for result in deleted) + tail
 
     def _start_load(self, end: int) -> None:
         if end > self.loaded_to:

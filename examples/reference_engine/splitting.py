@@ -10,10 +10,10 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp
 
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.registry.access import Access
+from kvparams.instances import Instance, Role
+from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.fleet.registry.credentials import EngineCredentials
 from kvparams_proxy.secret import secret_from_file
-from kvparams_proxy.settings import Settings, known_rules
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 
 __all__ = ["split"]
@@ -40,6 +40,8 @@ def split(
     me = Instance(id, uuid4().hex, Role(role), url, "store")
     other = Role.DECODE if me.role is Role.PREFILL else Role.PREFILL
     instances = [Instance(f"{other}-{at}", uuid4().hex, other, each, "store") for at, each in enumerate(remotes)]
-    rules = replace(known_rules(), connector="store", access=Access(key))
-    settings = Settings((me, *instances), beside=id, rules=rules, probe_s=1.0, expose_route=True, log_requests="off")
+    rules = replace(default_spec_rules(), connector="store", credentials=EngineCredentials(key))
+    settings = Settings(
+        (me, *instances), local_id=id, spec_rules=rules, probe_interval_s=1.0, expose_route=True, log_requests="off"
+    )
     return DisaggregatedServerMixin(app, settings, key=key)

@@ -10,24 +10,41 @@ from typing import Final, cast
 
 from pydantic_core import to_json
 
-from kvparams.dialects.message import ABSENT, Message, Path, Tree, look, place, put, take
+from kvparams.dialects.message import (
+    ABSENT,
+    DialectMessage,
+    JSONObject,
+    MessagePath,
+    get_at,
+    parse_path,
+    pop_at,
+    set_at,
+)
 from kvparams.errors import Problem
-from kvparams.jsontext import loads
+from kvparams.jsontext.document import loads
 
-__all__ = ["CARRIERS", "USUAL", "Carrier", "lifted", "lowered", "root", "rooted"]
+__all__ = [
+    "CARRIERS",
+    "DEFAULT_CARRIER",
+    "MessageCarrier",
+    "lift_message",
+    "lower_message",
+    "original_path",
+    "with_original_path",
+]
 
-USUAL: Final = "kv_transfer_params"
+DEFAULT_CARRIER: Final = "kv_transfer_params"
 """Where most have it: a member of the body."""
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
+class MessageCarrier:
     """A place for the object."""
 
     name: str
     place: str
     """In the body, dotted."""
-    says: str
+    description: str
     """Who reads it there."""
     source: str
     """File and version."""
@@ -35,20 +52,20 @@ class Carrier:
     """Whether it is JSON text there."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> MessagePath:
         """The same as a path."""
-        return place(self.place)
+        return parse_path(self.place)
 
 
 CARRIERS: Final = (
-    Carrier(
+    MessageCarrier(
         "extra_args",
         "sampling_params.extra_args.kv_transfer_params",
         "requests to vLLM's /inference/v1/generate; 0.14 to 0.26 read it nowhere else there",
         "vLLM 0.14.0 entrypoints/serve/disagg/serving.py, 0.26.0 and 0.32.0 entrypoints/scale_out/token_in_token_out/"
         "serving.py; llm-d-router ebab687 pkg/coordinator/steps/utils.go",
     ),
-    Carrier(
+    MessageCarrier(
         "grpc",
         "kv_transfer_params_json",
         "requests and answers of vLLM over gRPC, as smg speaks to it",
@@ -58,43 +75,47 @@ CARRIERS: Final = (
 )
 
 
-def lifted(message: Message, carriers: Sequence[Carrier] = CARRIERS) -> tuple[Message, Carrier | None]:
+def lift_message(
+    message: DialectMessage, carriers: Sequence[MessageCarrier] = CARRIERS
+) -> tuple[DialectMessage, MessageCarrier | None]:
     """The same message with the object in its usual place, and where it stood; None where it stands there already, or
     where there is none. What stands in the usual place goes before all others, as in vLLM."""
-    if USUAL in message.body:
+    if DEFAULT_CARRIER in message.body:
         return message, None
     for carrier in carriers:
-        value = _spelled(look(message.body, carrier.path), carrier)
+        value = _spelled(get_at(message.body, carrier.path), carrier)
         if isinstance(value, dict):
             body = deepcopy(dict(message.body))
-            take(body, carrier.path)
-            return Message(message.request_id, {**body, USUAL: cast("Tree", value)}, message.headers), carrier
+            pop_at(body, carrier.path)
+            return DialectMessage(
+                message.request_id, {**body, DEFAULT_CARRIER: cast("JSONObject", value)}, message.headers
+            ), carrier
     return message, None
 
 
-def lowered(message: Message, carrier: Carrier | None) -> Message:
+def lower_message(message: DialectMessage, carrier: MessageCarrier | None) -> DialectMessage:
     """The other way: the object put where that carrier has it, text written without spaces."""
-    if carrier is None or message.body.get(USUAL) is None:
+    if carrier is None or message.body.get(DEFAULT_CARRIER) is None:
         return message
     body = deepcopy(dict(message.body))
-    value = body.pop(USUAL)
-    put(body, carrier.path, to_json(value).decode() if carrier.text else value)
-    return Message(message.request_id, body, message.headers)
+    value = body.pop(DEFAULT_CARRIER)
+    set_at(body, carrier.path, to_json(value).decode() if carrier.text else value)
+    return DialectMessage(message.request_id, body, message.headers)
 
 
-def root(path: Path, carrier: Carrier | None) -> Path:
+def original_path(path: MessagePath, carrier: MessageCarrier | None) -> MessagePath:
     """Where something stands in the message that came, by its path in the lifted one."""
-    if carrier is None or path[:1] != (USUAL,):
+    if carrier is None or path[:1] != (DEFAULT_CARRIER,):
         return path
     return (*carrier.path, *path[1:])
 
 
-def rooted(problem: Problem, carrier: Carrier | None) -> Problem:
+def with_original_path(problem: Problem, carrier: MessageCarrier | None) -> Problem:
     """A problem of a lifted message, with the path that it has in the message that came."""
-    return replace(problem, path=root(problem.path, carrier))
+    return replace(problem, path=original_path(problem.path, carrier))
 
 
-def _spelled(value: object, carrier: Carrier) -> object:
+def _spelled(value: object, carrier: MessageCarrier) -> object:
     if not carrier.text:
         return value
     try:

@@ -9,43 +9,45 @@ was (`vllm:external_prefix_cache_hits`).
 from collections.abc import Mapping
 from typing import Final
 
-from kvparams.dialects import Abandon, Bootstrap, Place
-from kvparams.dialects.forms import ANYTHING, WHOLE, Number
-from kvparams.dialects.shared import CACHE_SALT
-from kvparams.dialects.table import Row, Table
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, ReleaseRequest
+from kvparams.dialects.shared_keys import CACHE_SALT
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import ANYTHING, WHOLE, NumberType
+from kvparams.instances import RequestFacts
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts
 
-__all__ = ["CONTENT", "CONTENT_TABLE", "Content"]
+__all__ = ["CONTENT", "CONTENT_TABLE", "ContentDialect"]
 
-CONTENT_TABLE: Final = Table(
+CONTENT_TABLE: Final = DialectTable(
     name="content",
     title="Found by content: MooncakeStore, LMCache, LMCacheMP, FlexKV, HF3FS, Example, Offloading",
     extension="ai.vllm.content",
     mode="store",
     order="prefill first",
-    carried=dict.fromkeys("PRD", "kv_transfer_params"),
-    mints="nobody: the content of the prompt is the key",
+    container_paths=dict.fromkeys("PRD", "kv_transfer_params"),
+    transfer_id_source="nobody: the content of the prompt is the key",
     software="vLLM",
     since="0.9",
     source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/factory.py, lmcache_mp_connector.py and mooncake/store/; "
     "LMCache 0.5.6 integration/vllm/; llm-d-router ebab687 pkg/sidecar/proxy/connector_shared_storage.go",
-    rows=(
-        Row(
+    native_keys=(
+        NativeKey(
             "num_lmcache_extra_cached_tokens",
             WHOLE,
             "PDR",
             "asked for by its presence: hits beyond vLLM's own",
             since="0.20",
         ),
-        Row("cached_token_stats", ANYTHING, "PDR", "the same of LMCache's own connector, which answers with an object"),
-        Row("lmcache.*", ANYTHING, "PD", "settings of LMCache for this request"),
-        Row(
+        NativeKey(
+            "cached_token_stats", ANYTHING, "PDR", "the same of LMCache's own connector, which answers with an object"
+        ),
+        NativeKey("lmcache.*", ANYTHING, "PD", "settings of LMCache for this request"),
+        NativeKey(
             "cache_hit_threshold",
-            Number(0, 1),
+            NumberType(0, 1),
             "PD",
             "the part of the prompt that must be cached, or decode refuses; llm-d's shared storage sends 0",
-            where="body",
+            location="body",
         ),
         CACHE_SALT,
     ),
@@ -53,18 +55,18 @@ CONTENT_TABLE: Final = Table(
 )
 
 
-class Content:
+class ContentDialect:
     """See the module."""
 
     table = CONTENT_TABLE
     mode: Mode = CONTENT_TABLE.mode
-    together = in_body = False
-    reusable = True
+    sends_legs_together = carries_keys_in_body = False
+    has_reusable_kv = True
     lease_s = 600.0
     """What has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
-    bootstrap: Bootstrap | None = None
+    bootstrap: BootstrapProtocol | None = None
 
-    def splits(self, request: RequestFacts) -> bool:
+    def can_split(self, request: RequestFacts) -> bool:
         """Always: each prompt is found by its own content."""
         return True
 
@@ -72,13 +74,15 @@ class Content:
         """None."""
         return b"{}"
 
-    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+    def decode_keys(
+        self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
+    ) -> Mapping[str, object]:
         """None, and nothing is expected of the answer."""
         return {}
 
-    def abandon(self, native: bytes | None) -> Abandon | None:
+    def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """Nothing: what is saved stays for others."""
         return None
 
 
-CONTENT: Final = Content()
+CONTENT: Final = ContentDialect()

@@ -5,33 +5,42 @@ What it sends to the engines is NIXL (`nixlv2`), MoRIIO, Mooncake, the offload t
 
 from typing import Final
 
-from kvparams.dialects.forms import ADDRESSES
-from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK
-from kvparams.dialects.table import Row, Table
+from kvparams.dialects.shared_keys import CACHE_SALT, DATA_PARALLEL_RANK
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import ADDRESSES
 
 __all__ = ["LLM_D_TABLE"]
 
-LLM_D_TABLE: Final = Table(
+LLM_D_TABLE: Final = DialectTable(
     name="llm-d",
     title="llm-d headers",
     extension="ai.llm-d.routing",
     mode="pull",
     order="prefill first",
-    carried=dict.fromkeys("PRD", "kv_transfer_params"),
-    mints="the sidecar, as its connector wants it",
+    container_paths=dict.fromkeys("PRD", "kv_transfer_params"),
+    transfer_id_source="the sidecar, as its connector wants it",
     software="llm-d-router",
     since="0.2",
     source="llm-d-router ebab687 pkg/common/routing/common.go; pull request #236 (July 2025) for the header's name",
-    rows=(
-        Row("x-prefiller-host-port", ADDRESSES, "D", "the prefill pods to choose from", where="headers", address="url"),
-        Row("x-encoder-hosts-ports", ADDRESSES, "D", "the encoder pods", where="headers", address="url"),
-        Row("x-data-parallel-host-port", ADDRESSES, "D", "the rank of the decode pod", where="headers", address="url"),
-        Row(
+    native_keys=(
+        NativeKey(
+            "x-prefiller-host-port",
+            ADDRESSES,
+            "D",
+            "the prefill pods to choose from",
+            location="headers",
+            address="url",
+        ),
+        NativeKey("x-encoder-hosts-ports", ADDRESSES, "D", "the encoder pods", location="headers", address="url"),
+        NativeKey(
+            "x-data-parallel-host-port", ADDRESSES, "D", "the rank of the decode pod", location="headers", address="url"
+        ),
+        NativeKey(
             "x-kv-cache-source-host-port",
             ADDRESSES,
             "D",
             "a pod that has a prefix of the prompt",
-            where="headers",
+            location="headers",
             address="url",
         ),
         DATA_PARALLEL_RANK,

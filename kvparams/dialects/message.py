@@ -8,12 +8,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from kvparams.jsontext import loads
+from kvparams.jsontext.document import loads
 
-__all__ = ["ABSENT", "Message", "Path", "Tree", "look", "place", "put", "take", "unpacked"]
+__all__ = [
+    "ABSENT",
+    "DialectMessage",
+    "JSONObject",
+    "MessagePath",
+    "get_at",
+    "parse_path",
+    "pop_at",
+    "set_at",
+    "unpack_message",
+]
 
-Path = tuple[str | int, ...]
-Tree = dict[str, object]
+MessagePath = tuple[str | int, ...]
+JSONObject = dict[str, object]
 
 
 class _Absent:
@@ -26,7 +36,7 @@ ABSENT: Final = _Absent()
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class DialectMessage:
     """One leg's request or answer, as far as the dialect goes."""
 
     request_id: str
@@ -36,13 +46,13 @@ class Message:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     """Other headers, names in lower case."""
 
-    def to_json(self) -> Tree:
+    def to_json(self) -> JSONObject:
         """As a JSON object of its own; `headers` only where there are any."""
-        said: Tree = {"request_id": self.request_id, "body": deepcopy(dict(self.body))}
+        said: JSONObject = {"request_id": self.request_id, "body": deepcopy(dict(self.body))}
         return {**said, "headers": dict(self.headers)} if self.headers else said
 
 
-def unpacked(message: Message) -> Message:
+def unpack_message(message: DialectMessage) -> DialectMessage:
     """The same with `kv_transfer_params` as an object where some carrier has made text of it (spec, section 2)."""
     carrier = message.body.get("kv_transfer_params")
     if not isinstance(carrier, str):
@@ -53,57 +63,57 @@ def unpacked(message: Message) -> Message:
         return message
     if spelled is not None and not isinstance(spelled, dict):
         return message
-    body: Tree = {**message.body, "kv_transfer_params": cast("Tree | None", spelled)}
-    return Message(message.request_id, body, message.headers)
+    body: JSONObject = {**message.body, "kv_transfer_params": cast("JSONObject | None", spelled)}
+    return DialectMessage(message.request_id, body, message.headers)
 
 
-def place(dotted: str) -> Path:
+def parse_path(dotted: str) -> MessagePath:
     """`choices.0.disaggregated_params` as a path; empty for the body itself."""
     return tuple(int(part) if part.isdigit() else part for part in dotted.split(".")) if dotted else ()
 
 
-def look(tree: object, path: Sequence[str | int]) -> object:
+def get_at(tree: object, path: Sequence[str | int]) -> object:
     """What stands there, or ABSENT."""
     for part in path:
         if isinstance(part, int):
             found = cast("list[object]", tree) if isinstance(tree, list) else []
             tree = found[part] if part < len(found) else ABSENT
         else:
-            tree = cast("Tree", tree).get(part, ABSENT) if isinstance(tree, dict) else ABSENT
+            tree = cast("JSONObject", tree).get(part, ABSENT) if isinstance(tree, dict) else ABSENT
     return tree
 
 
-def take(tree: Tree, path: Path) -> object:
+def pop_at(tree: JSONObject, path: MessagePath) -> object:
     """What stands there, removed, and with it the objects (and lists of one) that are empty without it."""
-    taken = look(tree, path)
+    taken = get_at(tree, path)
     if taken is ABSENT:
         return taken
-    holder = look(tree, path[:-1])
+    holder = get_at(tree, path[:-1])
     last = path[-1]
     if isinstance(last, int):
         cast("list[object]", holder).pop(last)
     else:
-        del cast("Tree", holder)[last]
+        del cast("JSONObject", holder)[last]
     _prune(tree, path[:-1])
     return taken
 
 
-def put(tree: Tree, path: Path, value: object) -> bool:
+def set_at(tree: JSONObject, path: MessagePath, value: object) -> bool:
     """Puts it there, where nothing is, and makes the objects on the way; false where something else is in the way."""
     holder: object = tree
     for index, part in enumerate(path[:-1]):
-        inner = look(holder, (part,))
+        inner = get_at(holder, (part,))
         if inner is ABSENT:
-            inner = list[object]() if isinstance(path[index + 1], int) else Tree()
+            inner = list[object]() if isinstance(path[index + 1], int) else JSONObject()
             if not _set(holder, part, inner):
                 return False
         holder = inner
-    return look(holder, path[-1:]) is ABSENT and _set(holder, path[-1], value)
+    return get_at(holder, path[-1:]) is ABSENT and _set(holder, path[-1], value)
 
 
 def _set(holder: object, part: str | int, value: object) -> bool:
     if isinstance(part, str) and isinstance(holder, dict):
-        cast("Tree", holder)[part] = value
+        cast("JSONObject", holder)[part] = value
         return True
     if isinstance(part, int) and isinstance(holder, list) and len(cast("list[object]", holder)) == part:
         cast("list[object]", holder).append(value)
@@ -111,10 +121,10 @@ def _set(holder: object, part: str | int, value: object) -> bool:
     return False
 
 
-def _prune(tree: Tree, path: Path) -> None:
+def _prune(tree: JSONObject, path: MessagePath) -> None:
     while path:
-        holder = look(tree, path[:-1])
-        if look(tree, path):  # it still holds something
+        holder = get_at(tree, path[:-1])
+        if get_at(tree, path):  # it still holds something
             return
         last = path[-1]
         if isinstance(last, int):
@@ -123,5 +133,5 @@ def _prune(tree: Tree, path: Path) -> None:
                 return
             entries.pop()
         else:
-            del cast("Tree", holder)[last]
+            del cast("JSONObject", holder)[last]
         path = path[:-1]

@@ -8,32 +8,32 @@ named.
 from collections.abc import Mapping
 from typing import Final, cast
 
-from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
-from kvparams.dialects.asking import Asking, always
-from kvparams.dialects.forms import ID, URL
-from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, flags
-from kvparams.dialects.table import Row, Table
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.native_template import NativeKeysTemplate, constant_native_keys
+from kvparams.dialects.shared_keys import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, leg_flags
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import ID, URL
+from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["MOONCAKE", "MOONCAKE_TABLE", "Mooncake", "MooncakeBootstrap"]
+__all__ = ["MOONCAKE", "MOONCAKE_TABLE", "MooncakeBootstrap", "MooncakeDialect"]
 
-MOONCAKE_TABLE: Final = Table(
+MOONCAKE_TABLE: Final = DialectTable(
     name="mooncake",
     title="vLLM MooncakeConnector",
     extension="ai.vllm.mooncake",
     mode="rendezvous",
     order="together",
-    carried=dict.fromkeys("PRD", "kv_transfer_params"),
-    mints="the router: transfer_id",
+    container_paths=dict.fromkeys("PRD", "kv_transfer_params"),
+    transfer_id_source="the router: transfer_id",
     software="vLLM",
     since="0.14",
     source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py and mooncake_utils.py",
-    rows=(
-        *flags("P", "D"),
-        Row("transfer_id", ID, "PD", "by which both engines know the transfer", "PD", member="transfer.id"),
-        Row("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
-        Row("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D", address="url"),
+    native_keys=(
+        *leg_flags("P", "D"),
+        NativeKey("transfer_id", ID, "PD", "by which both engines know the transfer", "PD", member="transfer.id"),
+        NativeKey("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
+        NativeKey("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D", address="url"),
         PROMPT_TOKEN_IDS,
         *KV_HINT,
         CACHE_SALT,
@@ -58,7 +58,7 @@ class MooncakeBootstrap:
     port = 8998
     """`VLLM_MOONCAKE_BOOTSTRAP_PORT`."""
 
-    def place(self, url: str, answer: object) -> Place:
+    def parse_info(self, url: str, answer: object) -> BootstrapInfo:
         """`{"0": {"engine_id": ..., "worker_addr": {"0": {"0": "tcp://..."}}}}`, of one data-parallel rank: behind one
         URL the engine itself would choose among several, and decode would have to know which."""
         ranks = cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
@@ -79,22 +79,22 @@ class MooncakeBootstrap:
         return {"remote_engine_id": engine, "remote_bootstrap_addr": url}
 
 
-class Mooncake:
+class MooncakeDialect:
     """See the module."""
 
     table = MOONCAKE_TABLE
     mode: Mode = MOONCAKE_TABLE.mode
-    together = in_body = False
-    reusable = False
+    sends_legs_together = carries_keys_in_body = False
+    has_reusable_kv = False
     lease_s = 480.0
     """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, which nothing extends."""
-    bootstrap: Bootstrap | None = MooncakeBootstrap()
+    bootstrap: BootstrapProtocol | None = MooncakeBootstrap()
 
     def __init__(self) -> None:
-        self._prefill = Asking(MOONCAKE_TABLE, "prefill")
-        self._decode = always(MOONCAKE_TABLE, "decode")
+        self._prefill = NativeKeysTemplate(MOONCAKE_TABLE, "prefill")
+        self._decode = constant_native_keys(MOONCAKE_TABLE, "decode")
 
-    def splits(self, request: RequestFacts) -> bool:
+    def can_split(self, request: RequestFacts) -> bool:
         """A transfer id stands for the blocks of one sequence, sent once."""
         return request.prompts == request.choices == 1
 
@@ -102,16 +102,18 @@ class Mooncake:
         """Prefill keeps its blocks under this id, if its one token ends because of its length."""
         return self._prefill.fill(transfer_id)
 
-    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+    def decode_keys(
+        self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
+    ) -> Mapping[str, object]:
         """The id, and where to ask for it."""
         if place is None:
             raise HandoffMissing("the prefill engine's bootstrap server has not been asked")
         return {**self._decode, "transfer_id": transfer_id, **place}
 
-    def abandon(self, native: bytes | None) -> Abandon | None:
+    def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """As with NIXL: an engine that sees its client leave frees what it has; later a decode leg of one token has the
         blocks sent, or is aborted before and has them freed (request_finished)."""
-        return None if native is None else Abandon(Role.DECODE, native, leg=True)
+        return None if native is None else ReleaseRequest(Role.DECODE, native, leg=True)
 
 
-MOONCAKE: Final = Mooncake()
+MOONCAKE: Final = MooncakeDialect()

@@ -7,48 +7,69 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
-from kvparams.dialects.asking import Asking, wanted
-from kvparams.dialects.forms import BLOCK_GROUPS, BLOCKS, HOST, ID, NUMBER, PORT, SIZE, WHOLE, OneOf
-from kvparams.dialects.shared import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, flags
-from kvparams.dialects.table import Row, Table
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.native_template import NativeKeysTemplate, required_native_keys
+from kvparams.dialects.shared_keys import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, leg_flags
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import BLOCK_GROUPS, BLOCKS, HOST, ID, NUMBER, PORT, SIZE, WHOLE, EnumType
+from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["NIXL", "NIXL_TABLE", "Nixl"]
+__all__ = ["NIXL", "NIXL_TABLE", "NixlDialect"]
 
 _NULL: Final = {"P": None}
 
-NIXL_TABLE: Final = Table(
+NIXL_TABLE: Final = DialectTable(
     name="nixl",
     title="vLLM NixlConnector / NixlPullConnector",
     extension="ai.vllm.nixl",
     mode="pull",
     order="prefill first",
     family="nixl",
-    carried=dict.fromkeys("PRDA", "kv_transfer_params"),
-    mints="the prefill engine: remote_request_id, its internal id",
+    container_paths=dict.fromkeys("PRDA", "kv_transfer_params"),
+    transfer_id_source="the prefill engine: remote_request_id, its internal id",
     software="vLLM",
     since="0.9",
     source="vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py (request_finished)",
-    rows=(
-        *flags(),
-        Row("remote_engine_id", ID, "PRDA", "who holds the KV", "RDA", member="producer.id", of="RD", usual=_NULL),
-        Row("remote_block_ids", BLOCKS, "PRDA", "the blocks that hold it", "RDA", usual=_NULL, until="0.20"),
-        Row(
-            "remote_block_ids", BLOCK_GROUPS, "PRDA", "the blocks, by KV-cache group", "RDA", usual=_NULL, since="0.20"
+    native_keys=(
+        *leg_flags(),
+        NativeKey(
+            "remote_engine_id",
+            ID,
+            "PRDA",
+            "who holds the KV",
+            "RDA",
+            member="producer.id",
+            member_legs="RD",
+            default_values=_NULL,
         ),
-        Row("remote_host", HOST, "PRDA", "where its side channel listens", "RDA", usual=_NULL, address="host"),
-        Row("remote_port", PORT, "PRDA", "where its side channel listens", "RDA", usual=_NULL, address="port"),
-        Row("remote_request_id", ID, "RDA", "under which id it holds the KV", "RDA", since="0.14"),
-        Row("tp_size", SIZE, "RDA", "its tensor-parallel ranks"),
-        Row("dcp_size", SIZE, "RDA", "its decode-context-parallel ranks", since="0.32"),
-        Row("pp_size", SIZE, "RDA", "its pipeline stages", since="0.32"),
-        Row("remote_block_size", WHOLE, "D", "tokens of its blocks, where they differ", since="0.32"),
-        Row("remote_num_tokens", WHOLE, "RDA", "tokens whose KV it holds", since="0.26"),
-        Row("remote_blocks_expiry_time", NUMBER, "RDA", "until when, on its own clock", since="0.26"),
-        Row("transfer_mode", OneOf(("pull",)), "RDA", "who moves the blocks", since="0.32"),
-        Row(
+        NativeKey(
+            "remote_block_ids", BLOCKS, "PRDA", "the blocks that hold it", "RDA", default_values=_NULL, until="0.20"
+        ),
+        NativeKey(
+            "remote_block_ids",
+            BLOCK_GROUPS,
+            "PRDA",
+            "the blocks, by KV-cache group",
+            "RDA",
+            default_values=_NULL,
+            since="0.20",
+        ),
+        NativeKey(
+            "remote_host", HOST, "PRDA", "where its side channel listens", "RDA", default_values=_NULL, address="host"
+        ),
+        NativeKey(
+            "remote_port", PORT, "PRDA", "where its side channel listens", "RDA", default_values=_NULL, address="port"
+        ),
+        NativeKey("remote_request_id", ID, "RDA", "under which id it holds the KV", "RDA", since="0.14"),
+        NativeKey("tp_size", SIZE, "RDA", "its tensor-parallel ranks"),
+        NativeKey("dcp_size", SIZE, "RDA", "its decode-context-parallel ranks", since="0.32"),
+        NativeKey("pp_size", SIZE, "RDA", "its pipeline stages", since="0.32"),
+        NativeKey("remote_block_size", WHOLE, "D", "tokens of its blocks, where they differ", since="0.32"),
+        NativeKey("remote_num_tokens", WHOLE, "RDA", "tokens whose KV it holds", since="0.26"),
+        NativeKey("remote_blocks_expiry_time", NUMBER, "RDA", "until when, on its own clock", since="0.26"),
+        NativeKey("transfer_mode", EnumType(("pull",)), "RDA", "who moves the blocks", since="0.32"),
+        NativeKey(
             "remote_prefill_cached_tokens",
             WHOLE,
             "RD",
@@ -70,22 +91,22 @@ NIXL_TABLE: Final = Table(
 )
 
 
-class Nixl:
+class NixlDialect:
     """See the module."""
 
     table = NIXL_TABLE
     mode: Mode = NIXL_TABLE.mode
-    together = in_body = False
-    reusable = False
+    sends_legs_together = carries_keys_in_body = False
+    has_reusable_kv = False
     lease_s = 30.0
     """`kv_lease_duration`, which a decode engine that waits extends (vLLM 0.32.0 nixl/base_worker.py)."""
-    bootstrap: Bootstrap | None = None
+    bootstrap: BootstrapProtocol | None = None
 
     def __init__(self) -> None:
-        self._prefill = Asking(NIXL_TABLE, "prefill")
-        self._needed = wanted(NIXL_TABLE, "decode")
+        self._prefill = NativeKeysTemplate(NIXL_TABLE, "prefill")
+        self._needed = required_native_keys(NIXL_TABLE, "decode")
 
-    def splits(self, request: RequestFacts) -> bool:
+    def can_split(self, request: RequestFacts) -> bool:
         """The answer names the blocks of one sequence only (vLLM 0.32.0 completion/serving.py: prompt 0)."""
         return request.prompts == request.choices == 1
 
@@ -93,7 +114,9 @@ class Nixl:
         """The six keys that routers conventionally send."""
         return self._prefill.fill(transfer_id)
 
-    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+    def decode_keys(
+        self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
+    ) -> Mapping[str, object]:
         """What prefill said, as it said it, without our own document."""
         if None in map(answer.get, self._needed):
             missing = [name for name in self._needed if answer.get(name) is None]
@@ -105,11 +128,11 @@ class Nixl:
             return answer
         return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
 
-    def abandon(self, native: bytes | None) -> Abandon | None:
+    def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """Nothing as long as prefill has not answered: an engine that sees its client leave frees what it has. Then a
         decode leg of one token: its engine fetches the blocks, or is aborted before, and tells the prefill engine
         to free them either way (vLLM 0.32.0 nixl/base_scheduler.py: request_finished)."""
-        return None if native is None else Abandon(Role.DECODE, native, leg=True)
+        return None if native is None else ReleaseRequest(Role.DECODE, native, leg=True)
 
 
-NIXL: Final = Nixl()
+NIXL: Final = NixlDialect()

@@ -6,18 +6,18 @@ every transfer hung, until the connector was removed.
 
 from typing import Final
 
-from kvparams.dialects.table import Table
+from kvparams.dialects.table import DialectTable
 
 __all__ = ["P2P_NCCL_TABLE"]
 
-P2P_NCCL_TABLE: Final = Table(
+P2P_NCCL_TABLE: Final = DialectTable(
     name="p2p-nccl",
     title="vLLM P2pNcclConnector",
     extension="ai.vllm.p2p-nccl",
     mode="push",
     order="prefill first",
-    carried=dict.fromkeys("PRD", "kv_transfer_params"),
-    mints="the router: X-Request-Id, the same on both legs",
+    container_paths=dict.fromkeys("PRD", "kv_transfer_params"),
+    transfer_id_source="the router: X-Request-Id, the same on both legs",
     software="vLLM",
     since="0.9",
     until="0.26",

@@ -9,85 +9,93 @@ from hashlib import sha256
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
-from kvparams.dialects.forms import (
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.shared_keys import CACHE_SALT, hint_keys
+from kvparams.dialects.table import AddressKind, DialectTable, NativeKey
+from kvparams.dialects.value_types import (
     HOST,
     ID,
     PORT,
     RANK,
     SIZE,
     TOKENS,
-    Digits,
-    Each,
-    Either,
-    Form,
-    Text,
-    Whole,
+    DecimalTextType,
+    IntegerType,
+    ListType,
+    TextType,
+    UnionType,
+    ValueType,
 )
-from kvparams.dialects.shared import CACHE_SALT, hints
-from kvparams.dialects.table import AddressKind, Row, Table
-from kvparams.fields import MAX_ITEMS, MAX_LABEL
+from kvparams.field_types import MAX_ITEMS, MAX_LABEL
+from kvparams.instances import RequestFacts
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts
 
-__all__ = ["BOOTSTRAP_ROWS", "SGLANG", "SGLANG_TABLE", "SGLang", "SGLangBootstrap"]
+__all__ = ["BOOTSTRAP_KEYS", "SGLANG", "SGLANG_TABLE", "SGLangBootstrap", "SGLangDialect"]
 
-_ROOM: Final = Whole(1, 2**63 - 1)
+_ROOM: Final = IntegerType(1, 2**63 - 1)
 """0 stands for a room that is not ready yet: SGLang 0.5.23 srt/disaggregation/decode.py."""
 
-_LABEL: Final = Text(MAX_LABEL)
+_LABEL: Final = TextType(MAX_LABEL)
 
 
-def _each(form: Form) -> Form:
+def _each(form: ValueType) -> ValueType:
     """For one sequence, or for each of several."""
-    return Either((form, Each(form, MAX_ITEMS, null=True)))
+    return UnionType((form, ListType(form, MAX_ITEMS, null=True)))
 
 
-BOOTSTRAP_ROWS: Final = (
-    Row("bootstrap_host", _each(HOST), "PD", "the host of prefill's bootstrap server", address="host"),
-    Row("bootstrap_port", _each(PORT), "PD", "its port, 8998 if not said", address="port"),
-    Row("bootstrap_room", _each(_ROOM), "PD", "where the two engines meet", member="transfer.id"),
+BOOTSTRAP_KEYS: Final = (
+    NativeKey("bootstrap_host", _each(HOST), "PD", "the host of prefill's bootstrap server", address="host"),
+    NativeKey("bootstrap_port", _each(PORT), "PD", "its port, 8998 if not said", address="port"),
+    NativeKey("bootstrap_room", _each(_ROOM), "PD", "where the two engines meet", member="transfer.id"),
 )
 
 
-def _header(name: str, form: Form, says: str, address: AddressKind | None = None) -> Row:
+def _header(name: str, form: ValueType, says: str, address: AddressKind | None = None) -> NativeKey:
     says = f"beats the body: {says}"
-    return Row(f"x-override-{name}", form, "PD", says, where="headers", address=address, since="0.5.18")
+    return NativeKey(f"x-override-{name}", form, "PD", says, location="headers", address=address, since="0.5.18")
 
 
-SGLANG_TABLE: Final = Table(
+SGLANG_TABLE: Final = DialectTable(
     name="sglang",
     title="SGLang PD",
     extension="ai.sglang.pd",
     mode="rendezvous",
     order="together",
     family="bootstrap",
-    carried=dict.fromkeys("PRD", ""),
-    mints="the router: bootstrap_room, an integer of 63 bits",
+    container_paths=dict.fromkeys("PRD", ""),
+    transfer_id_source="the router: bootstrap_room, an integer of 63 bits",
     software="SGLang",
     since="0.4.6",
     source="SGLang 0.5.23 srt/entrypoints/openai/protocol.py (PDRoutingFields), srt/managers/io_struct.py "
     "(GenerateReqInput) and srt/entrypoints/request_headers.py",
-    rows=(
-        *BOOTSTRAP_ROWS,
-        Row("bootstrap_pair_key", _each(ID), "PD", "pairs the two engines; /generate only", since="0.5.3"),
-        Row("decode_tp_size", _each(SIZE), "PD", "tensor-parallel ranks of decode; /generate only", since="0.5.8"),
-        Row("routed_dp_rank", RANK, "PD", "the data-parallel rank that shall take this leg", since="0.5.12"),
-        Row("data_parallel_rank", RANK, "PD", "the same under its older name", since="0.4.10"),
-        Row("disagg_prefill_dp_rank", RANK, "D", "prefill's rank that holds the KV", since="0.5.12"),
-        Row("rid", _each(ID), "PD", "the request's id"),
-        Row("input_ids", Either((TOKENS, Each(TOKENS, MAX_ITEMS))), "PD", "the prompt as token ids", member="prefix"),
-        Row("extra_key", _each(_LABEL), "PD", "KV under other keys is not shared with this", since="0.5.3"),
-        *hints("kv_hints", since="0.5.22"),
+    native_keys=(
+        *BOOTSTRAP_KEYS,
+        NativeKey("bootstrap_pair_key", _each(ID), "PD", "pairs the two engines; /generate only", since="0.5.3"),
+        NativeKey(
+            "decode_tp_size", _each(SIZE), "PD", "tensor-parallel ranks of decode; /generate only", since="0.5.8"
+        ),
+        NativeKey("routed_dp_rank", RANK, "PD", "the data-parallel rank that shall take this leg", since="0.5.12"),
+        NativeKey("data_parallel_rank", RANK, "PD", "the same under its older name", since="0.4.10"),
+        NativeKey("disagg_prefill_dp_rank", RANK, "D", "prefill's rank that holds the KV", since="0.5.12"),
+        NativeKey("rid", _each(ID), "PD", "the request's id"),
+        NativeKey(
+            "input_ids",
+            UnionType((TOKENS, ListType(TOKENS, MAX_ITEMS))),
+            "PD",
+            "the prompt as token ids",
+            member="prefix",
+        ),
+        NativeKey("extra_key", _each(_LABEL), "PD", "KV under other keys is not shared with this", since="0.5.3"),
+        *hint_keys("kv_hints", since="0.5.22"),
         CACHE_SALT,
         _header("rid", ID, "the request's id"),
         _header("bootstrap-host", HOST, "the host of prefill's bootstrap server", "host"),
-        _header("bootstrap-port", Digits(1, 65_535), "its port", "port"),
-        _header("bootstrap-room", Digits(1, 2**63 - 1), "where the two engines meet"),
+        _header("bootstrap-port", DecimalTextType(1, 65_535), "its port", "port"),
+        _header("bootstrap-room", DecimalTextType(1, 2**63 - 1), "where the two engines meet"),
         _header("conversation-id", ID, "the conversation"),
-        _header("routed-dp-rank", Digits(0, 4095), "the rank that shall take this leg"),
-        _header("disagg-prefill-dp-rank", Digits(0, 4095), "prefill's rank that holds the KV"),
-        _header("priority", Digits(-(2**31), 2**31 - 1), "the priority"),
+        _header("routed-dp-rank", DecimalTextType(0, 4095), "the rank that shall take this leg"),
+        _header("disagg-prefill-dp-rank", DecimalTextType(0, 4095), "prefill's rank that holds the KV"),
+        _header("priority", DecimalTextType(-(2**31), 2**31 - 1), "the priority"),
     ),
     notes=(
         "Neither answer says anything of KV.",
@@ -106,7 +114,7 @@ class SGLangBootstrap:
     port = 8998
     """`--disaggregation-bootstrap-port`."""
 
-    def place(self, url: str, answer: object) -> Place:
+    def parse_info(self, url: str, answer: object) -> BootstrapInfo:
         """It answers as soon as every rank has registered; decode is told where it is, and asks it for the rest, a
         room's data-parallel rank among it."""
         if not isinstance(answer, dict) or "dp_size" not in answer:
@@ -115,18 +123,18 @@ class SGLangBootstrap:
         return {"bootstrap_host": there.hostname or "", "bootstrap_port": there.port or 80}
 
 
-class SGLang:
+class SGLangDialect:
     """See the module."""
 
     table = SGLANG_TABLE
     mode: Mode = SGLANG_TABLE.mode
-    together = in_body = True
-    reusable = False
+    sends_legs_together = carries_keys_in_body = True
+    has_reusable_kv = False
     lease_s = 300.0
     """`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`: then both engines give up."""
-    bootstrap: Bootstrap | None = SGLangBootstrap()
+    bootstrap: BootstrapProtocol | None = SGLangBootstrap()
 
-    def splits(self, request: RequestFacts) -> bool:
+    def can_split(self, request: RequestFacts) -> bool:
         """Of several prompts each has the room after the one before (io_struct.py, `normalize`); several answers to one
         share a room (tokenizer_manager.py, `_handle_batch_request`), in which only one can meet its prefill. Its decode
         engine refuses such a request in words."""
@@ -136,13 +144,15 @@ class SGLang:
         """None in `kv_transfer_params`."""
         return b"{}"
 
-    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+    def decode_keys(
+        self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
+    ) -> Mapping[str, object]:
         """Where the two engines meet."""
         if place is None:
             raise HandoffMissing("the prefill engine's bootstrap server has not been asked")
         return {**place, "bootstrap_room": _room(transfer_id)}
 
-    def abandon(self, native: bytes | None) -> Abandon | None:
+    def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """Nothing: an engine whose client leaves aborts its half, and with it the other one."""
         return None
 
@@ -152,4 +162,4 @@ def _room(transfer_id: str) -> int:
     return (int.from_bytes(sha256(transfer_id.encode()).digest()[:8], "big") >> 2) + 1
 
 
-SGLANG: Final = SGLang()
+SGLANG: Final = SGLangDialect()

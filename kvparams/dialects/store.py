@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import Abandon, Bootstrap, HandoffMissing, Place
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
-from kvparams.scheduling import RequestFacts, Role
 
-__all__ = ["DROPPING_STORE", "MEETING_STORE", "STORE", "Store"]
+__all__ = ["STORE", "STORE_DROP", "STORE_MEET", "StoreDialect"]
 
 
-class Store:
+class StoreDialect:
     """See the module."""
 
-    together = in_body = False
-    reusable = True
+    sends_legs_together = carries_keys_in_body = False
+    has_reusable_kv = True
     lease_s = 600.0
     """A page that has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
-    bootstrap: Bootstrap | None = None
+    bootstrap: BootstrapProtocol | None = None
 
     def __init__(self, *, drop: bool, meet: bool = False) -> None:
         """`drop`: pages that nobody fetched are dropped at once; otherwise they stay for others, until their time.
@@ -29,7 +29,7 @@ class Store:
         self._drop = drop
         self.mode: Mode = "rendezvous" if meet else "store"
 
-    def splits(self, request: RequestFacts) -> bool:
+    def can_split(self, request: RequestFacts) -> bool:
         """Always: pages are found by content, so several prompts and several answers share them."""
         return True
 
@@ -37,7 +37,9 @@ class Store:
         """None beside our document."""
         return b"{}"
 
-    def decode_keys(self, answer: Mapping[str, object], transfer_id: str, place: Place | None) -> Mapping[str, object]:
+    def decode_keys(
+        self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
+    ) -> Mapping[str, object]:
         """None beside our document, which prefill must have answered with."""
         if DOCUMENT_KEY not in answer and self.mode == "store":
             raise HandoffMissing(
@@ -45,11 +47,11 @@ class Store:
             )
         return {}
 
-    def abandon(self, native: bytes | None) -> Abandon | None:
+    def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """Nothing, or the release of what this transfer saved, be it a part of it."""
-        return Abandon(Role.PREFILL, native or b"{}", leg=False) if self._drop else None
+        return ReleaseRequest(Role.PREFILL, native or b"{}", leg=False) if self._drop else None
 
 
-STORE: Final = Store(drop=False)
-DROPPING_STORE: Final = Store(drop=True)
-MEETING_STORE: Final = Store(drop=False, meet=True)
+STORE: Final = StoreDialect(drop=False)
+STORE_DROP: Final = StoreDialect(drop=True)
+STORE_MEET: Final = StoreDialect(drop=False, meet=True)

@@ -1,7 +1,7 @@
 """A dialect as data: which native keys there are, where they stand, on which legs, and what they are in our document.
 
-A dialect is a `Table` of `Row`s, and each row reads like the engine's own documentation. The one rule: a native key is
-either one member of our document, or kept under the table's name in `extensions`; never both.
+A dialect is a `DialectTable` of `NativeKey`s, and each row reads like the engine's own documentation. The one rule: a
+native key is either one member of our document, or kept under the table's name in `extensions`; never both.
 
 Legs are letters: P the prefill request, R its answer, D the decode request, A its answer.
 """
@@ -13,23 +13,34 @@ from typing import Final, Literal, cast, get_args
 
 from pydantic import ValidationError
 
-from kvparams.dialects.forms import FLAG, JSON, Form
-from kvparams.dialects.message import ABSENT, Message, Path, look, place
+from kvparams.dialects.message import ABSENT, DialectMessage, MessagePath, get_at, parse_path
+from kvparams.dialects.value_types import FLAG, JSON, ValueType
 from kvparams.errors import InvalidParams, Problem
 from kvparams.params import KNOWN_PATHS, Mode, Phase
-from kvparams.problems import invalid
+from kvparams.validation import to_invalid_params
 
-__all__ = ["LEGS", "PHASES", "AddressKind", "Leg", "Order", "Row", "Table", "is_needed", "judge", "older"]
+__all__ = [
+    "LEGS",
+    "PHASES",
+    "AddressKind",
+    "DialectTable",
+    "LegCode",
+    "LegOrder",
+    "NativeKey",
+    "is_older_release",
+    "is_required",
+    "validate_message",
+]
 
-Leg = Literal["P", "R", "D", "A"]
+LegCode = Literal["P", "R", "D", "A"]
 AddressKind = Literal["host", "port", "url"]
 """Which part of an address a key is: a name or an IP address; a port; both, as `host:port` or in a URL. Each may be a
 list. An object that is a `url` holds URLs somewhere inside."""
-Order = Literal["prefill first", "together", "either"]
+LegOrder = Literal["prefill first", "together", "either"]
 """In which order the legs run: decode after prefill has answered; both at once; as the deployment likes."""
 
-LEGS: Final[Mapping[Phase, Leg]] = {"prefill": "P", "prefill_result": "R", "decode": "D", "decode_result": "A"}
-PHASES: Final[Mapping[Leg, Phase]] = {leg: phase for phase, leg in LEGS.items()}
+LEGS: Final[Mapping[Phase, LegCode]] = {"prefill": "P", "prefill_result": "R", "decode": "D", "decode_result": "A"}
+PHASES: Final[Mapping[LegCode, Phase]] = {leg: phase for phase, leg in LEGS.items()}
 _VERSION: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6}){0,3}")
 _HEADER: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _VISIBLE: Final = re.compile(r"[!-~]{1,256}")
@@ -50,7 +61,7 @@ def _releases(where: str, since: str | None, until: str | None) -> None:
         _accept(where, name, release, release is None or _VERSION.match(release) is not None)
 
 
-def older(version: str, than: str) -> bool:
+def is_older_release(version: str, than: str) -> bool:
     """Whether the release `version` came before `than`; both as `0.32.0`, further words (`.post1`) not counted."""
     return _numbers(version) < _numbers(than)
 
@@ -64,34 +75,35 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NativeKey:
     """One native key."""
 
     name: str
     """As it is written; `lmcache.tag.*` stands for every key that begins like this."""
-    form: Form
+    value_type: ValueType
     legs: str = "PRD"
     """Where engines or routers write it."""
-    says: str = ""
+    description: str = ""
     """In words: what it means."""
-    needed: str = ""
+    required_legs: str = ""
     """The legs that are worth nothing without it."""
-    marks: Mapping[str, object] = field(default_factory=dict[str, object])
+    marker_values: Mapping[str, object] = field(default_factory=dict[str, object])
     """By leg: the value by which it says which leg it is."""
-    tells: str = ""
+    implied_leg: str = ""
     """The leg that it is, where this has a value and nothing else decides."""
     member: str | None = None
     """Which member of our document it is, dotted; None where it has a meaning for the engine alone."""
-    of: str | None = None
+    member_legs: str | None = None
     """The legs on which it is that member; all of `legs` if not said."""
-    usual: Mapping[str, object] = field(default_factory=dict[str, object])
+    default_values: Mapping[str, object] = field(default_factory=dict[str, object])
     """By leg: what routers write where they have nothing to say."""
-    inside: tuple[str | int, ...] = ()
+    parents: tuple[str | int, ...] = ()
     """Objects on the way to it."""
-    where: Literal["home", "body", "headers"] = "home"
-    """Inside what `Table.carried` says, in the body itself, or a header."""
+    location: Literal["home", "body", "headers"] = "home"
+    """Inside what `DialectTable.container_paths` says, in the body itself, or a header."""
     address: AddressKind | None = None
-    """That engines connect to what it says: `kvparams.trust.pinning` holds it against the instance that said it."""
+    """That engines connect to what it says: `kvparams.routing.handoff_verifier` holds it against the instance that said
+    it."""
     since: str | None = None
     """The release of the engine that brought it, in this form."""
     until: str | None = None
@@ -101,7 +113,9 @@ class Row:
         """Whether an engine of this release knows it; None is any."""
         if engine is None:
             return True
-        return not (self.since and older(engine, self.since)) and not (self.until and not older(engine, self.until))
+        return not (self.since and is_older_release(engine, self.since)) and not (
+            self.until and not is_older_release(engine, self.until)
+        )
 
     def check(self, where: str) -> None:
         """Refuse a field that says what it cannot; `where` begins the error's message.
@@ -111,22 +125,28 @@ class Row:
         """
         _accept(where, "name", self.name, bool(self.name))
         _accept(where, "legs", self.legs, set(self.legs) <= set(PHASES))
-        of = () if self.of is None else self.of
-        legs = {"needed": self.needed, "marks": self.marks, "tells": self.tells, "of": of, "usual": self.usual}
+        of = () if self.member_legs is None else self.member_legs
+        legs = {
+            "required_legs": self.required_legs,
+            "marker_values": self.marker_values,
+            "implied_leg": self.implied_leg,
+            "member_legs": of,
+            "default_values": self.default_values,
+        }
         for field_name, said in legs.items():
             _accept(where, field_name, said, set(said) <= set(self.legs))
         _accept(where, "member", self.member, self.member is None or self.member in _MEMBERS)
-        _accept(where, "where", self.where, self.where in ("home", "body", "headers"))
+        _accept(where, "location", self.location, self.location in ("home", "body", "headers"))
         _accept(where, "address", self.address, self.address is None or self.address in get_args(AddressKind))
         _releases(where, self.since, self.until)
 
-    def is_member(self, leg: Leg) -> bool:
+    def is_member(self, leg: LegCode) -> bool:
         """Whether it is a member of our document on this leg."""
-        return self.member is not None and leg in (self.legs if self.of is None else self.of)
+        return self.member is not None and leg in (self.legs if self.member_legs is None else self.member_legs)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Table:
+class DialectTable:
     """A dialect."""
 
     name: str
@@ -135,16 +155,16 @@ class Table:
     extension: str
     """A domain name backwards, under which `extensions` keeps what only this dialect knows."""
     mode: Mode
-    order: Order
-    carried: Mapping[str, str]
+    order: LegOrder
+    container_paths: Mapping[str, str]
     """For each leg that exists the object that holds the native keys, dotted; empty for the body itself."""
-    mints: str
+    transfer_id_source: str
     """Who makes the id by which both sides know the transfer, and which it is."""
     software: str
     """What speaks it; `since` and `until` are releases of this."""
     source: str
     """File and version."""
-    rows: Sequence[Row] = ()
+    native_keys: Sequence[NativeKey] = ()
     since: str | None = None
     """The first release that speaks it."""
     until: str | None = None
@@ -155,7 +175,7 @@ class Table:
     """What one has to know besides."""
     family: str | None = None
     """What the native keys of several dialects have in common: from one to the other they go as they are."""
-    like: "Table | None" = None
+    indistinguishable_from: "DialectTable | None" = None
     """Whose messages these are as well: nobody can tell the two apart."""
 
     def __post_init__(self) -> None:
@@ -166,10 +186,15 @@ class Table:
         """
         _accept(self.name, "extension", self.extension, _EXTENSION.fullmatch(self.extension) is not None)
         _accept(self.name, "mode", self.mode, self.mode in get_args(Mode))
-        _accept(self.name, "order", self.order, self.order in get_args(Order))
-        _accept(self.name, "carried", list(self.carried), bool(self.carried) and set(self.carried) <= set(PHASES))
+        _accept(self.name, "order", self.order, self.order in get_args(LegOrder))
+        _accept(
+            self.name,
+            "container_paths",
+            list(self.container_paths),
+            bool(self.container_paths) and set(self.container_paths) <= set(PHASES),
+        )
         _releases(self.name, self.since, self.until)
-        for row in self.rows:
+        for row in self.native_keys:
             row.check(f"{self.name}, row {row.name!r}")
 
     def __repr__(self) -> str:
@@ -181,61 +206,63 @@ class Table:
         words = [f"from {self.since}" if self.since else "", f"before {self.until}" if self.until else ""]
         return " ".join([self.software, *filter(None, words)])
 
-    def home(self, leg: Leg) -> Path:
+    def home(self, leg: LegCode) -> MessagePath:
         """The path to the object that holds the native keys."""
-        return place(self.carried[leg])
+        return parse_path(self.container_paths[leg])
 
-    def path(self, row: Row, leg: Leg) -> Path:
+    def path(self, row: NativeKey, leg: LegCode) -> MessagePath:
         """Where the row's key stands: a path that begins with `body` or `headers`."""
-        if row.where == "headers":
+        if row.location == "headers":
             return ("headers", row.name)
-        before = self.home(leg) if row.where == "home" else ()
-        return ("body", *before, *row.inside, row.name)
+        before = self.home(leg) if row.location == "home" else ()
+        return ("body", *before, *row.parents, row.name)
 
-    def known(self, engine: str | None = None) -> Iterator[Row]:
+    def known(self, engine: str | None = None) -> Iterator[NativeKey]:
         """The rows of that release."""
-        return (row for row in self.rows if row.fits(engine))
+        return (row for row in self.native_keys if row.fits(engine))
 
 
-def judge(table: Table, message: Message, leg: Leg, engine: str | None = None) -> list[Problem]:
+def validate_message(
+    table: DialectTable, message: DialectMessage, leg: LegCode, engine: str | None = None
+) -> list[Problem]:
     """Everything that is wrong with a message on this leg; paths begin with `request_id`, `headers`, or in the body."""
     problems = _outline(table, message, leg)
-    if engine is not None and not Row("", FLAG, since=table.since, until=table.until).fits(engine):
+    if engine is not None and not NativeKey("", FLAG, since=table.since, until=table.until).fits(engine):
         problems.append(Problem(("engine",), "value", f"speaks no {table.name}: that is {table.fits}"))
     if problems:
         return problems
     tree = {"body": message.body, "headers": message.headers}
     blocked = _blocked(table, tree, leg)
     problems += blocked.values()
-    found: dict[Path, list[Row]] = {}
+    found: dict[MessagePath, list[NativeKey]] = {}
     for row in table.known(engine):
         for path in _paths(table, row, tree, leg):
             found.setdefault(path, []).append(row)
     for path, rows in found.items():
-        value = look(tree, path)
+        value = get_at(tree, path)
         shown = path[1:] if path[0] == "body" else path
         if any(shown[:length] in blocked for length in range(1, len(shown))):
             continue
         if value is ABSENT or value is None:
-            if any(is_needed(row, leg, engine) for row in rows):
+            if any(is_required(row, leg, engine) for row in rows):
                 problems.append(Problem(shown, "missing", "Field required"))
         else:
-            faults = [row.form.fault(value, shown) for row in rows]
+            faults = [row.value_type.find_problem(value, shown) for row in rows]
             if None not in faults:
                 problems.append(next(fault for fault in reversed(faults) if fault is not None))
-            elif any(leg in row.marks and row.marks[leg] != value for row in rows):
+            elif any(leg in row.marker_values and row.marker_values[leg] != value for row in rows):
                 problems.append(Problem(shown, "value", "is of another leg"))
     return problems
 
 
-def is_needed(row: Row, leg: Leg, engine: str | None) -> bool:
+def is_required(row: NativeKey, leg: LegCode, engine: str | None) -> bool:
     """Whether it must be there. What came with some release is asked for only of an engine that is known to have it."""
-    if leg in row.marks:
+    if leg in row.marker_values:
         return True
-    return leg in row.needed and (row.since is None or engine is not None)
+    return leg in row.required_legs and (row.since is None or engine is not None)
 
 
-def _outline(table: Table, message: Message, leg: Leg) -> list[Problem]:
+def _outline(table: DialectTable, message: DialectMessage, leg: LegCode) -> list[Problem]:
     problems: list[Problem] = []
     if _VISIBLE.fullmatch(message.request_id) is None:
         problems.append(Problem(("request_id",), "value", "is not 1 to 256 visible ASCII characters"))
@@ -249,20 +276,20 @@ def _outline(table: Table, message: Message, leg: Leg) -> list[Problem]:
     try:
         JSON.validate_python(_unknown(table, message.body, leg))
     except ValidationError as error:
-        problems += invalid(error).problems
+        problems += to_invalid_params(error).problems
     return problems
 
 
-def _unknown(table: Table, body: Mapping[str, object], leg: Leg) -> dict[str, object]:
+def _unknown(table: DialectTable, body: Mapping[str, object], leg: LegCode) -> dict[str, object]:
     """The body without what the rows judge: a list of token ids may be longer than one that nobody understands."""
     rest = dict(body)
-    for row in table.rows:
+    for row in table.native_keys:
         path = table.path(row, leg)
         if path[0] != "body":
             continue
         holder: object = rest
         for part in path[1:-1]:
-            inner = look(holder, (part,))
+            inner = get_at(holder, (part,))
             if isinstance(inner, dict):
                 inner = dict(cast("Mapping[str, object]", inner))
             elif isinstance(inner, list):
@@ -277,13 +304,13 @@ def _unknown(table: Table, body: Mapping[str, object], leg: Leg) -> dict[str, ob
     return rest
 
 
-def _blocked(table: Table, tree: Mapping[str, object], leg: Leg) -> dict[Path, Problem]:
+def _blocked(table: DialectTable, tree: Mapping[str, object], leg: LegCode) -> dict[MessagePath, Problem]:
     """Objects on the way to native keys that are no objects. Null is the same as nothing there."""
-    problems: dict[Path, Problem] = {}
-    ways = {table.home(leg), *(table.path(row, leg)[1:-1] for row in table.rows if row.where != "headers")}
+    problems: dict[MessagePath, Problem] = {}
+    ways = {table.home(leg), *(table.path(row, leg)[1:-1] for row in table.native_keys if row.location != "headers")}
     for way in ways:
         for length in range(1, len(way) + 1):
-            value = look(tree, ("body", *way[:length]))
+            value = get_at(tree, ("body", *way[:length]))
             if value is ABSENT or value is None:
                 break
             listed = length < len(way) and isinstance(way[length], int)
@@ -294,10 +321,10 @@ def _blocked(table: Table, tree: Mapping[str, object], leg: Leg) -> dict[Path, P
     return problems
 
 
-def _paths(table: Table, row: Row, tree: Mapping[str, object], leg: Leg) -> list[Path]:
+def _paths(table: DialectTable, row: NativeKey, tree: Mapping[str, object], leg: LegCode) -> list[MessagePath]:
     path = table.path(row, leg)
     if not row.name.endswith("*"):
         return [path]
-    holder = look(tree, path[:-1])
+    holder = get_at(tree, path[:-1])
     names: Mapping[str, object] = cast("Mapping[str, object]", holder) if isinstance(holder, dict) else {}
     return [(*path[:-1], name) for name in names if name.startswith(row.name[:-1])]

@@ -5,70 +5,76 @@ Decode goes on behind the first token that the context engine has generated; mos
 
 from typing import Final
 
-from kvparams.dialects.forms import (
+from kvparams.dialects.shared_keys import CACHE_SALT
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import (
     ANYTHING,
     FLAG,
     OBJECT,
     RANK,
     TOKENS,
     WHOLE,
-    Each,
-    Either,
-    OneOf,
-    Text,
+    EnumType,
+    ListType,
+    TextType,
+    UnionType,
 )
-from kvparams.dialects.shared import CACHE_SALT
-from kvparams.dialects.table import Row, Table
-from kvparams.fields import MAX_ITEMS, MAX_TEXT
+from kvparams.field_types import MAX_ITEMS, MAX_TEXT
 
-__all__ = ["TRTLLM_ROWS", "TRTLLM_TABLE"]
+__all__ = ["TRTLLM_KEYS", "TRTLLM_TABLE"]
 
-_BASE64: Final = Text(MAX_TEXT, r"[A-Za-z0-9+/=]*", "base64", least=0)
+_BASE64: Final = TextType(MAX_TEXT, r"[A-Za-z0-9+/=]*", "base64", least=0)
 _LEG: Final = {"P": "context_only", "R": "context_only", "D": "generation_only"}
 
-TRTLLM_ROWS: Final = (
-    Row("request_type", OneOf(tuple(dict.fromkeys(_LEG.values()))), "PRD", "which leg it is", marks=_LEG),
-    Row("disagg_request_id", WHOLE, "PRD", "by which both engines know the transfer", member="transfer.id"),
-    Row("ctx_request_id", WHOLE, "RD", "the context engine's own id", "D"),
-    Row("first_gen_tokens", TOKENS, "RD", "the tokens that are generated already"),
-    Row("first_gen_log_probs", Each(ANYTHING, MAX_ITEMS), "RD", "their probabilities"),
-    Row("first_gen_logits", Each(ANYTHING, MAX_ITEMS), "RD", "their logits"),
-    Row("encoded_opaque_state", _BASE64, "RD", "where the KV is, for TensorRT-LLM alone"),
-    Row("draft_tokens", TOKENS, "RD", "tokens that were guessed"),
-    Row("ctx_dp_rank", RANK, "RD", "the context engine's rank"),
-    Row(
-        "ctx_info_endpoint", Either((Text(2048), Each(Text(2048), 4096))), "RD", "where it can be asked", address="url"
+TRTLLM_KEYS: Final = (
+    NativeKey(
+        "request_type", EnumType(tuple(dict.fromkeys(_LEG.values()))), "PRD", "which leg it is", marker_values=_LEG
     ),
-    Row("schedule_style", OneOf((0, 1)), "PRD", "0: context first, 1: generation first"),
-    Row("conversation_id", Text(256), "PD", "the conversation"),
-    Row("ctx_usage", OBJECT, "D", "what the context leg counted"),
-    Row("return_prompt_token_ids_b64", FLAG, "P", "wants the prompt's ids in base64"),
-    Row("resolved_thinking", FLAG, "RD", "whether the template opened a thought"),
+    NativeKey("disagg_request_id", WHOLE, "PRD", "by which both engines know the transfer", member="transfer.id"),
+    NativeKey("ctx_request_id", WHOLE, "RD", "the context engine's own id", "D"),
+    NativeKey("first_gen_tokens", TOKENS, "RD", "the tokens that are generated already"),
+    NativeKey("first_gen_log_probs", ListType(ANYTHING, MAX_ITEMS), "RD", "their probabilities"),
+    NativeKey("first_gen_logits", ListType(ANYTHING, MAX_ITEMS), "RD", "their logits"),
+    NativeKey("encoded_opaque_state", _BASE64, "RD", "where the KV is, for TensorRT-LLM alone"),
+    NativeKey("draft_tokens", TOKENS, "RD", "tokens that were guessed"),
+    NativeKey("ctx_dp_rank", RANK, "RD", "the context engine's rank"),
+    NativeKey(
+        "ctx_info_endpoint",
+        UnionType((TextType(2048), ListType(TextType(2048), 4096))),
+        "RD",
+        "where it can be asked",
+        address="url",
+    ),
+    NativeKey("schedule_style", EnumType((0, 1)), "PRD", "0: context first, 1: generation first"),
+    NativeKey("conversation_id", TextType(256), "PD", "the conversation"),
+    NativeKey("ctx_usage", OBJECT, "D", "what the context leg counted"),
+    NativeKey("return_prompt_token_ids_b64", FLAG, "P", "wants the prompt's ids in base64"),
+    NativeKey("resolved_thinking", FLAG, "RD", "whether the template opened a thought"),
 )
 
-TRTLLM_TABLE: Final = Table(
+TRTLLM_TABLE: Final = DialectTable(
     name="trtllm",
     title="TensorRT-LLM",
     extension="com.nvidia.tensorrt-llm",
     mode="rendezvous",
     order="either",
     family="trtllm",
-    carried={"P": "disaggregated_params", "R": "choices.0.disaggregated_params", "D": "disaggregated_params"},
-    mints="the router: disagg_request_id, a snowflake; the context engine: ctx_request_id",
+    container_paths={"P": "disaggregated_params", "R": "choices.0.disaggregated_params", "D": "disaggregated_params"},
+    transfer_id_source="the router: disagg_request_id, a snowflake; the context engine: ctx_request_id",
     software="TensorRT-LLM",
     since="0.17",
     source="TensorRT-LLM (2026) tensorrt_llm/serve/openai_protocol.py, tensorrt_llm/disaggregated_params.py and "
     "tensorrt_llm/serve/disagg_auth.py",
-    rows=(
-        *TRTLLM_ROWS,
-        Row("prompt_token_ids", TOKENS, "RD", "the prompt as token ids", member="prefix", where="body"),
-        Row("prompt_token_ids_b64", _BASE64, "R", "the same as int32, little-endian", where="body"),
-        Row(
+    native_keys=(
+        *TRTLLM_KEYS,
+        NativeKey("prompt_token_ids", TOKENS, "RD", "the prompt as token ids", member="prefix", location="body"),
+        NativeKey("prompt_token_ids_b64", _BASE64, "R", "the same as int32, little-endian", location="body"),
+        NativeKey(
             "x-trtllm-disagg-auth",
-            Text(71, r"sha256=[0-9a-f]{64}"),
+            TextType(71, r"sha256=[0-9a-f]{64}"),
             "PD",
             "HMAC over ctx_info_endpoint and encoded_opaque_state",
-            where="headers",
+            location="headers",
         ),
         CACHE_SALT,
     ),

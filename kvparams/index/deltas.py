@@ -12,31 +12,31 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
-from kvparams.index.chain import Chain, Hashes
-from kvparams.index.holders import LEVELS
-from kvparams.index.prefix import PrefixIndex
+from kvparams.index.block_hashes import BlockHasher, BlockHashes
+from kvparams.index.holder_sets import LEVELS
+from kvparams.index.prefix_index import PrefixIndex
 
-__all__ = ["Delta", "decode", "encode", "snapshot", "take_in"]
+__all__ = ["IndexDelta", "apply_deltas", "decode_deltas", "encode_deltas", "snapshot_deltas"]
 
-Kind = Literal["stored", "removed", "cleared"]
+DeltaKind = Literal["stored", "removed", "cleared"]
 
-_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+_KINDS: Final[tuple[DeltaKind, ...]] = get_args(DeltaKind)
 _DOMAIN: Final = b"kvparams index 1\n"
 _HEAD: Final = struct.Struct("<BBHIQ")
 _NO_HASHES: Final = np.empty(0, np.uint64)
 
 
-class Delta(NamedTuple):
+class IndexDelta(NamedTuple):
     """What became true of one worker: the arguments of `PrefixIndex.stored`, `removed` and `cleared`."""
 
-    kind: Kind
+    kind: DeltaKind
     worker: Hashable
-    hashes: Hashes = _NO_HASHES
+    hashes: BlockHashes = _NO_HASHES
     parent: int = 0
     level: int = 0
 
 
-def take_in(index: PrefixIndex, deltas: Iterable[Delta], now: float = 0.0) -> None:
+def apply_deltas(index: PrefixIndex, deltas: Iterable[IndexDelta], now: float = 0.0) -> None:
     """Believe them."""
     for delta in deltas:
         if delta.kind == "stored":
@@ -47,7 +47,7 @@ def take_in(index: PrefixIndex, deltas: Iterable[Delta], now: float = 0.0) -> No
             index.cleared(delta.worker)
 
 
-def snapshot(index: PrefixIndex, step: int = 4096) -> Iterator[list[Delta]]:
+def snapshot_deltas(index: PrefixIndex, step: int = 4096) -> Iterator[list[IndexDelta]]:
     """All that is known, blocks in front of others first; when each was used last is not in it.
 
     The index may change between two steps, each of which looks at `step` blocks: then what is said was true at some
@@ -57,7 +57,7 @@ def snapshot(index: PrefixIndex, step: int = 4096) -> Iterator[list[Delta]]:
     said[0] = True
     waiting: list[tuple[int, int]] = []
     for first in range(1, tree.end, step):
-        deltas: list[Delta] = []
+        deltas: list[IndexDelta] = []
         for start, end, front in tree.rows(first, min(first + step, tree.end)):
             if said[front]:
                 said[start:end] = True
@@ -81,15 +81,15 @@ def snapshot(index: PrefixIndex, step: int = 4096) -> Iterator[list[Delta]]:
         waiting = rest
 
 
-def _of_row(index: PrefixIndex, start: int, end: int, front: int) -> Iterator[Delta]:
+def _of_row(index: PrefixIndex, start: int, end: int, front: int) -> Iterator[IndexDelta]:
     """One for each holder of nodes that follow one another and have the same holders."""
     hashes = index.tree.hashes_of(start, end)
     parent = int(index.tree.hashes_of(front, front + 1)[0])
     for worker, level in index.holders.members(int(index.tree.sets[start])):
-        yield Delta("stored", worker, hashes, parent, level)
+        yield IndexDelta("stored", worker, hashes, parent, level)
 
 
-def encode(deltas: Iterable[Delta], chain: Chain) -> bytes:
+def encode_deltas(deltas: Iterable[IndexDelta], chain: BlockHasher) -> bytes:
     """As bytes. Workers are text, or pairs of text.
 
     Raises:
@@ -103,8 +103,8 @@ def encode(deltas: Iterable[Delta], chain: Chain) -> bytes:
     return b"".join(parts)
 
 
-def decode(data: bytes, chain: Chain) -> Iterator[Delta]:
-    """What `encode` made.
+def decode_deltas(data: bytes, chain: BlockHasher) -> Iterator[IndexDelta]:
+    """What `encode_deltas` made.
 
     Raises:
         ValueError: it is of another chain, or is cut off or damaged there.
@@ -122,7 +122,7 @@ def decode(data: bytes, chain: Chain) -> Iterator[Delta]:
             at = start + 8 * count
             named: Hashable = tuple(cast("list[str]", worker)) if isinstance(worker, list) else worker
             hash(named)
-            delta = Delta(_KINDS[kind], named, hashes, parent, level)
+            delta = IndexDelta(_KINDS[kind], named, hashes, parent, level)
         except (struct.error, ValueError, IndexError, TypeError) as error:
             raise ValueError(f"deltas are damaged: {error}") from error
         if level >= LEVELS:
@@ -130,6 +130,6 @@ def decode(data: bytes, chain: Chain) -> Iterator[Delta]:
         yield delta
 
 
-def _mark(chain: Chain) -> bytes:
+def _mark(chain: BlockHasher) -> bytes:
     """Tells chains apart: the hash of a block of zeros."""
     return _DOMAIN + chain.hashes(bytes(4 * chain.block_size), 0).tobytes()

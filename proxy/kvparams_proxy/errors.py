@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import Final
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import JSONLimits, load_object
-from kvparams_proxy.clients.endpoints import Endpoint
-from kvparams_proxy.execution.privacy import Addresses, error_in, told
+from kvparams.jsontext.document import JSONLimits, load_object
+from kvparams_proxy.execution.response_privacy import EngineAddresses, embedded_error, public_error
+from kvparams_proxy.requests.endpoints import APIEndpoint
 
-__all__ = ["ProxyError", "engine_refusal", "reported_error"]
+__all__ = ["ProxyError", "engine_error_response", "reported_engine_error"]
 
 _LIMITS: Final = JSONLimits(max_bytes=64 << 10, max_containers=1_000, max_strings=4_000)
 """Of an engine's error that is read; of a longer one the client learns the status."""
@@ -59,19 +59,19 @@ class ProxyError(Exception):
         """Header lines beside content-type."""
         return b"" if self.retry_after_s is None else b"retry-after: %d\r\n" % self.retry_after_s
 
-    def event(self, endpoint: Endpoint) -> bytes:
+    def sse_event(self, endpoint: APIEndpoint) -> bytes:
         """The same as one server-sent event, for a stream of this endpoint that has begun.
 
         Source of the shape that `/v1/responses` has: OpenAI's API reference, streaming events, `error`.
         """
-        if endpoint.done:
+        if endpoint.sends_done_event:
             return b"data: " + self.body() + b"\n\n"
         error = {"type": "error", "code": self.code or self.kind, "message": self.message, "param": self.param}
         return b"event: error\ndata: %b\n\n" % json.dumps(error, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def engine_refusal(
-    role: str, status: int, raw: bytes, addresses: Addresses, sent: bytes, *, own_key: bool = True
+def engine_error_response(
+    role: str, status: int, raw: bytes, addresses: EngineAddresses, sent: bytes, *, own_key: bool = True
 ) -> ProxyError:
     """What an engine's answer other than 200 means for the client.
 
@@ -82,11 +82,17 @@ def engine_refusal(
     document: Mapping[str, object] = {}
     with suppress(JSONTextError):
         document, _ = load_object(raw, _LIMITS)
-    return reported_error(role, status, error_in(document) or document, addresses, sent, own_key=own_key)
+    return reported_engine_error(role, status, embedded_error(document) or document, addresses, sent, own_key=own_key)
 
 
-def reported_error(
-    role: str, status: int, error: Mapping[str, object], addresses: Addresses, sent: bytes, *, own_key: bool = True
+def reported_engine_error(
+    role: str,
+    status: int,
+    error: Mapping[str, object],
+    addresses: EngineAddresses,
+    sent: bytes,
+    *,
+    own_key: bool = True,
 ) -> ProxyError:
     """The same of an error object; `sent` is the client's body: what stands in it is no secret. `own_key`: the engine
     was shown a key of ours, or none, and not the client's."""
@@ -101,7 +107,7 @@ def reported_error(
     if isinstance(param, str) and f"{param}.".startswith("kv_transfer_params."):
         failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
         return failed
-    plain = told(error, addresses, sent)
+    plain = public_error(error, addresses, sent)
     refused = ProxyError(
         status,
         plain.kind or "invalid_request_error",

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["Secret", "SecretError", "open_to_others", "secret_from_file", "secret_from_variable"]
+__all__ = ["Secret", "SecretError", "is_accessible_by_others", "secret_from_file", "secret_from_variable"]
 
 _MAX_BYTES: Final = 4096
 _SECRET: Final = re.compile(r"[!-~]{1,4096}")
@@ -44,7 +44,7 @@ class Secret:
         """The text itself."""
         return self._text
 
-    def bearer_line(self) -> bytes:
+    def authorization_header(self) -> bytes:
         """A whole header line that shows it to an engine."""
         return b"authorization: Bearer %b\r\n" % self._text.encode()
 
@@ -76,7 +76,7 @@ def secret_from_file(path: Path) -> Secret:
     return _secret(raw.decode("ascii", "replace").strip(), str(path))
 
 
-def open_to_others(path: Path) -> bool:
+def is_accessible_by_others(path: Path) -> bool:
     """Whether others on this machine may read the file, or write it."""
     try:
         return path.stat().st_mode & 0o077 != 0

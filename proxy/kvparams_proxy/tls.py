@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["EngineTLS", "TLSError", "TLSSettings", "engine_context", "server_context"]
+__all__ = ["EngineTLSSettings", "ServerTLSSettings", "TLSError", "engine_ssl_context", "server_ssl_context"]
 
 _MAX_BYTES: Final = 8 << 20
 """Of one file; a bundle of every public authority has about 200 KiB."""
@@ -22,7 +22,7 @@ class TLSError(KVParamsError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TLSSettings:
+class ServerTLSSettings:
     """How the proxy shows itself to clients. All files are PEM."""
 
     certificate: Path
@@ -34,7 +34,7 @@ class TLSSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTLS:
+class EngineTLSSettings:
     """How the proxy and one engine know each other. All files are PEM. Hashable: engines may share a context."""
 
     ca: Path | None = None
@@ -52,7 +52,7 @@ class EngineTLS:
             raise TLSError("an engine's TLS server_name must have 1 to 253 characters")
 
 
-def server_context(settings: TLSSettings) -> ssl.SSLContext:
+def server_ssl_context(settings: ServerTLSSettings) -> ssl.SSLContext:
     """For the listener.
 
     Raises:
@@ -68,7 +68,7 @@ def server_context(settings: TLSSettings) -> ssl.SSLContext:
     return context
 
 
-def engine_context(settings: EngineTLS) -> ssl.SSLContext:
+def engine_ssl_context(settings: EngineTLSSettings) -> ssl.SSLContext:
     """For the connections to an engine. It takes milliseconds where the system's authorities are read.
 
     Raises:

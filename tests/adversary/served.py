@@ -4,9 +4,9 @@ import argparse
 import sys
 from dataclasses import replace
 
-from kvparams.breaker import BreakerLimits
-from kvparams_proxy.command import ProxyCommand, asked_for, start
-from kvparams_proxy.sidecar.command import SidecarCommand
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.cli.proxy_command import ProxyCommand, load_configuration, run_server
+from kvparams_proxy.cli.sidecar_command import SidecarCommand
 
 NEVER = BreakerLimits(consecutive=1_000_000, window=1_000_000, failures=1_000_000)
 
@@ -22,10 +22,10 @@ def main() -> int:
         engine = f"--engine={decode[0].removeprefix('--decode=')}"
         return sidecar.run(parser.parse_args(["--role", "decode", engine, *others]))
     ProxyCommand().add_arguments(parser)
-    asked = asked_for("proxy", parser.parse_args(words))
+    asked = load_configuration("proxy", parser.parse_args(words))
     if asked is None:
         return 2
-    return start("proxy", asked._replace(settings=replace(asked.settings, breaker=NEVER)))
+    return run_server("proxy", asked._replace(settings=replace(asked.settings, breaker=NEVER)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.replay.parts import ours, speed_for
 from benchmarks.replay.peers import PEERS, FewestRequests, RoundRobin, SGLang, VllmKvAware
 from benchmarks.replay.trace import BLOCK, Request, load, requests
 from benchmarks.replay.world import Cost, Store, World
-from kvparams.policies.cache_aware import CacheAware
+from kvparams.routing.policies.cache_aware import CacheAware
 
 BEST = "Mooncake ETTFT"
 TROUBLES: list[dict[str, Any]] = [{}, {"cost": Cost(pair_s=2e-9)}]
@@ -93,7 +93,7 @@ def test_nothing_is_lost_whatever_the_policy(
     assert outcome.computed + outcome.fetched <= outcome.asked + len(trace) * BLOCK
     assert sum(outcome.busy_s) == pytest.approx(0.02 * len(trace) + outcome.computed / 8000)
     if isinstance(router, Ours):
-        assert [(seat.in_flight, seat.tokens, seat.pace.wait_s) for seat in router.seats] == [(0, 0, 0.0)] * 3
+        assert [(seat.in_flight, seat.tokens, seat.backlog.wait_s) for seat in router.seats] == [(0, 0, 0.0)] * 3
     else:
         assert router.running == [0] * 3
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvparams_connectors.stores.file.map import open_map
+from kvparams_connectors.stores.file.file_map import open_map
 from tests.connectors.valkey_server import ValkeyServer
 
 from .faults import Fault

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+from kvparams_connectors.stores.file.file_map import open_map
 from kvparams_connectors.stores.file.index import FileIndex
-from kvparams_connectors.stores.file.map import open_map
 
 if __name__ == "__main__":
     deadline = time.monotonic() + 10.0
     index = FileIndex(open_map(Path(sys.argv[1]), int(sys.argv[2]), None, timeout_s=10.0), deadline)
-    with index.changing(deadline):
+    with index.locked(deadline):
         sys.stdout.write("held\n")
         sys.stdout.flush()
         time.sleep(60.0)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
-from kvparams_connectors.stores.file.map import Shape
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
+from kvparams_connectors.stores.file.file_map import FileGeometry
 from kvparams_connectors.stores.file.store import FileStore
 
 DEADLINE_S = 20.0
@@ -34,7 +34,7 @@ def content(key: str) -> memoryview:
     return words.data.cast("B")[: digest % (5 * UNIT)]
 
 
-def put(store: KVStore, *keys: str) -> list[Code]:
+def put(store: KVStore, *keys: str) -> list[ResultCode]:
     results = store.put([PutOp(key, (content(key),)) for key in keys], DEADLINE_S).result()
     return [result.code for result in results]
 
@@ -43,9 +43,9 @@ def read(store: KVStore, key: str) -> bool:
     """Whether the value is there; exits if it is there and wrong."""
     target = memoryview(bytearray(5 * UNIT))
     result = store.get([GetOp(key, (target,))], DEADLINE_S).result()[0]
-    if result.code is Code.MISS:
+    if result.code is ResultCode.MISS:
         return False
-    if result.code is not Code.OK or target[: result.nbytes] != content(key):
+    if result.code is not ResultCode.OK or target[: result.nbytes] != content(key):
         sys.exit(f"{key}: {result} and the bytes are not those of the key")
     return True
 
@@ -89,24 +89,24 @@ def change(path: Path, step: int) -> None:
     ops = [PutOp(key, (content(key),)) for key in ("new-1", "old-3", "new-2")]
     sys.settrace(Killer(step).trace)
     deadline = time.monotonic() + DEADLINE_S
-    results = store.put_now(ops, deadline)
-    store.delete_now(["old-3", "new-1"], deadline)
+    results = store.put_blocking(ops, deadline)
+    store.delete_blocking(["old-3", "new-1"], deadline)
     sys.settrace(None)
-    if Code.FULL in [result.code for result in results]:
+    if ResultCode.FULL in [result.code for result in results]:
         os._exit(3)
     os._exit(0)
 
 
 def be_killed_at_every_step(path: Path, stride: int) -> None:
     """A surviving process watches: nothing wrong, nothing lost but what had to go, all room usable."""
-    size = next(size for size in range(UNIT, 1 << 20, UNIT) if Shape.fitting(size, UNIT).units == 20)
+    size = next(size for size in range(UNIT, 1 << 20, UNIT) if FileGeometry.fitting(size, UNIT).units == 20)
     survivor = FileStore(path, size, unit_bytes=UNIT)
     old = [f"old-{number}" for number in range(6)]
     step, repairs = 0, survivor.repairs
     while True:
         survivor.delete([*old, "new-1", "new-2"], DEADLINE_S).result()
         whole = memoryview(bytearray(survivor.capabilities.max_value_bytes))
-        if survivor.put([PutOp("whole", (whole,))], DEADLINE_S).result()[0].code is not Code.OK:
+        if survivor.put([PutOp("whole", (whole,))], DEADLINE_S).result()[0].code is not ResultCode.OK:
             sys.exit(f"step {step}: room was lost")
         survivor.delete(["whole"], DEADLINE_S).result()
         put(survivor, *old)
@@ -129,7 +129,7 @@ def be_killed_at_every_step(path: Path, stride: int) -> None:
             read(survivor, key)
         if step % 2:  # what the dead process was writing is written anew; otherwise its room must come back by itself
             again = put(survivor, "new-1", "new-2")
-            if not set(again) <= {Code.OK, Code.EXISTS}:
+            if not set(again) <= {ResultCode.OK, ResultCode.EXISTS}:
                 sys.exit(f"step {step}: {again}")
             if not (read(survivor, "new-1") and read(survivor, "new-2")):
                 sys.exit(f"step {step}: what was put is not there")

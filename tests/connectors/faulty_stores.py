@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, PutOp, Result, Results
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.store import Capabilities, GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 Judge = Callable[[Operation, str], Fault | None]
 
@@ -31,60 +31,60 @@ class Wrapped(FaultyStore):
 class Overwriting(Wrapped):
     """The last value of a key stays."""
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         self.inner.delete([op.key for op in ops]).result()
-        return super().put_now(ops, deadline)
+        return super().put_blocking(ops, deadline)
 
 
 class Scribbling(Wrapped):
     """Fills the buffers to their end, also those that turn out to be too small."""
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         for op in ops:
             for buffer in op.buffers:
                 buffer.cast("B")[:] = bytes(buffer.nbytes)
-        return super().get_now(ops, deadline)
+        return super().get_blocking(ops, deadline)
 
 
 class Hasty(Wrapped):
     """Says that values have arrived before they have."""
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         for op in ops:
-            if op.arrived is not None:
-                op.arrived(op.buffers[0].nbytes)
-        return super().get_now(ops, deadline)
+            if op.on_complete is not None:
+                op.on_complete(op.buffers[0].nbytes)
+        return super().get_blocking(ops, deadline)
 
 
 class Foretelling(Wrapped):
     """Says how much of a value has come before it has."""
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         for op in ops:
-            if op.coming is not None:
-                op.coming(0)
-                op.coming(10)
-        return super().get_now(ops, deadline)
+            if op.on_progress is not None:
+                op.on_progress(0)
+                op.on_progress(10)
+        return super().get_blocking(ops, deadline)
 
 
 class Forgetful(Wrapped):
     """Takes values as they are before the caller has finished them."""
 
-    calls_going = True
+    calls_before_read = True
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        return super().put_now([PutOp(op.key, op.buffers) for op in ops], deadline)
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return super().put_blocking([PutOp(op.key, op.buffers) for op in ops], deadline)
 
 
 class Insistent(Wrapped):
     """Has the caller finish each value twice."""
 
-    calls_going = True
+    calls_before_read = True
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         for op in ops:
-            op.gone()
-        return super().put_now(ops, deadline)
+            op.resolve_before_read()
+        return super().put_blocking(ops, deadline)
 
 
 class Silent(Wrapped):
@@ -96,20 +96,20 @@ class Silent(Wrapped):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self.inner.capabilities, tells_sizes=not self.said)
+        return replace(self.inner.capabilities, reports_sizes=not self.said)
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
-        found = super().exists_now(keys, deadline)
-        return [Result(Code.OK, sized=False) if one.code is Code.OK else one for one in found]
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        found = super().exists_blocking(keys, deadline)
+        return [Result(ResultCode.OK, has_size=False) if one.code is ResultCode.OK else one for one in found]
 
 
 class Raising(Wrapped):
     """One missing key takes the whole batch with it."""
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
-        results = super().get_now(ops, deadline)
-        missing = any(result.code is Code.MISS for result in results)
-        return [Result(Code.UNAVAILABLE)] * len(ops) if missing else results
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        results = super().get_blocking(ops, deadline)
+        missing = any(result.code is ResultCode.MISS for result in results)
+        return [Result(ResultCode.UNAVAILABLE)] * len(ops) if missing else results
 
 
 class NeverEvicting(Wrapped):
@@ -119,11 +119,11 @@ class NeverEvicting(Wrapped):
         super().__init__()
         self.used = 0
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         self.used += sum(buffer.nbytes for op in ops for buffer in op.buffers)
         if self.used > 3 << 20:
-            return [Result(Code.FULL)] * len(ops)
-        return super().put_now(ops, deadline)
+            return [Result(ResultCode.FULL)] * len(ops)
+        return super().put_blocking(ops, deadline)
 
 
 class Immortal(Wrapped):
@@ -151,7 +151,7 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "tells wrong sizes": faulty(when("exists", Fault("truncate", at=100))),
     "tells no sizes": lambda _: Silent(said=False),
     "tells no sizes and says so": lambda _: Silent(said=True),
-    "fails to read one key": faulty(when("get", Fault("fail", code=Code.INTERNAL), "key-3")),
+    "fails to read one key": faulty(when("get", Fault("fail", code=ResultCode.INTERNAL), "key-3")),
     "writes after it has settled": faulty(when("get", Fault("after", at=1))),
     "keeps the last value": lambda _: Overwriting(),
     "writes beside the value": lambda _: Scribbling(),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvparams.keys import DTYPE_BYTES, Geometry, Rectangle
+from kvparams.keys import DTYPE_BYTES, Geometry, KVShard
 
 Raw = npt.NDArray[np.uint8]
 
@@ -27,7 +27,7 @@ def truth(shape: Geometry, tokens: int, dtype: str, seed: int) -> list[Raw]:
     ]
 
 
-def payload(kv: Sequence[Raw], unit: Rectangle, start: int, tokens: int) -> bytes:
+def payload(kv: Sequence[Raw], unit: KVShard, start: int, tokens: int) -> bytes:
     """The canonical payload of some tokens of a unit."""
     found = b""
     for layer in range(unit.layer_start, unit.layer_end):
@@ -41,7 +41,7 @@ def payload(kv: Sequence[Raw], unit: Rectangle, start: int, tokens: int) -> byte
 def engine_tensors(
     dims: str,
     kv: Sequence[Raw],
-    part: Rectangle,
+    part: KVShard,
     blocks: Sequence[int],
     *,
     num_blocks: int,

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from kvparams_connectors.conformance import Opener, StoreConformance
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
 from tests.connectors.lmcache_mp_server import MPServer
 
 DEADLINE_S: Final = 20.0
@@ -46,7 +46,7 @@ class TestMPStore(StoreConformance):
         content = [memoryview(bytearray([number]) * 1000) for number in range(45)]
         keys = [f"page-{number}" for number in range(45)]
         for key, one in zip(keys, content, strict=True):
-            assert store.put([PutOp(key, (one,))], DEADLINE_S).result()[0].code is Code.OK
+            assert store.put([PutOp(key, (one,))], DEADLINE_S).result()[0].code is ResultCode.OK
             if use == "exists":
                 store.exists(keys[:2], DEADLINE_S).result()
             else:
@@ -55,6 +55,6 @@ class TestMPStore(StoreConformance):
         ops = [GetOp(key, (target,)) for key, target in zip(keys, targets, strict=True)]
         results = store.get(ops, DEADLINE_S).result()
         for one, target, result in zip(content, targets, results, strict=True):
-            assert result.code is Code.MISS or (result.code is Code.OK and target == one)
-        assert [result.code for result in (*results[:2], *results[-5:])] == [Code.OK] * 7
-        assert Code.MISS in {result.code for result in results}
+            assert result.code is ResultCode.MISS or (result.code is ResultCode.OK and target == one)
+        assert [result.code for result in (*results[:2], *results[-5:])] == [ResultCode.OK] * 7
+        assert ResultCode.MISS in {result.code for result in results}

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from kvparams_connectors.store import Code, KVStore
-from kvparams_connectors.stores.lmcache.wire import Kind
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.stores.lmcache.wire import LMCacheEntryKind
 from tests.connectors.lmcache_server import PUT, BareClient, LMCacheServer
 from tests.connectors.steps import DEADLINE_S, codes, found
 from tests.connectors.valkey_server import wait_until
@@ -19,11 +19,11 @@ from tests.connectors.valkey_server import wait_until
 __all__ = ["break_off", "delete", "exists", "resident_mib", "sockets"]
 
 
-def exists(store: KVStore, numbers: range) -> list[Code]:
+def exists(store: KVStore, numbers: range) -> list[ResultCode]:
     return found(store, *(f"key-{number}" for number in numbers))
 
 
-def delete(store: KVStore, numbers: range) -> list[Code]:
+def delete(store: KVStore, numbers: range) -> list[ResultCode]:
     return codes(store.delete([f"key-{number}" for number in numbers], DEADLINE_S).result())
 
 
@@ -33,7 +33,7 @@ def break_off(server: LMCacheServer, name: bytes, content: bytes, nbytes: int, *
     with BareClient(server.port) as client, BareClient(server.port) as other:
         mark = name.replace(b"@uint8", b"%x@uint8" % Random(nbytes).getrandbits(32))[:150]
         client.put(mark, b"")
-        client.send(PUT, name, nbytes, (Kind.VALUE, nbytes, 0, 0))
+        client.send(PUT, name, nbytes, (LMCacheEntryKind.VALUE, nbytes, 0, 0))
         client.socket.sendall(content)
         wait_until(lambda: other.exist(mark) == 200)  # it has come as far as the value
         if reset:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results, open_store
 
 PAGE: Final = 256 << 10
 BATCH: Final = 4
@@ -70,7 +70,7 @@ class Rounds:
             self._fine("exists", self.store.exists(keys, DEADLINE_S).result())
             self._read(keys, self.targets, checked=True)
             if self.source is not None:
-                self.store.locate(self.theirs, str(self.source.address))
+                self.store.hint_location(self.theirs, str(self.source.address))
             self._read(keys if self.source is None else self.theirs, self.elsewhere, checked=False)
             self._fine("delete", self.store.delete(keys, DEADLINE_S).result())
 
@@ -78,7 +78,7 @@ class Rounds:
         return [PutOp(key, (source,)) for key, source in zip(keys, self.sources, strict=True)]
 
     def _gets(self, keys: list[str], targets: list[memoryview], *, checked: bool = False) -> list[GetOp]:
-        return [GetOp(key, (target,), checked=checked) for key, target in zip(keys, targets, strict=True)]
+        return [GetOp(key, (target,), caller_verifies=checked) for key, target in zip(keys, targets, strict=True)]
 
     def _read(self, keys: list[str], targets: list[memoryview], *, checked: bool) -> None:
         for target in targets:
@@ -89,7 +89,7 @@ class Rounds:
 
     @staticmethod
     def _fine(what: str, results: Results) -> None:
-        if any(result.code is not Code.OK for result in results):
+        if any(result.code is not ResultCode.OK for result in results):
             raise AssertionError(f"{what}: {[result.code.name for result in results]}")
 
 

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Final
 
 from demo.processes import free_port
-from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.stores.mooncake.client import Client
+from kvparams_connectors.store_url import StoreURL
+from kvparams_connectors.stores.mooncake.client import MooncakeClient
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 
 MASTER: Final = Path(sysconfig.get_path("scripts")) / "mooncake_master"
@@ -133,7 +133,7 @@ class Cluster:
         query = "&".join(f"{name}={value}" for name, value in {"buffer": "8MiB", **settings}.items())
         return f"mooncake://{self.address}?{query}"
 
-    def open(self, client: Client | None = None, **settings: str | int) -> MooncakeStore:
+    def open(self, client: MooncakeClient | None = None, **settings: str | int) -> MooncakeStore:
         return MooncakeStore(MooncakeSettings.of(StoreURL.parse(self.url(**settings))), client)
 
     def end(self) -> None:

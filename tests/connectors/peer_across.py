@@ -35,11 +35,11 @@ class Across(KVStore):
         return self.owner.put(ops, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        self.reader.locate([op.key for op in ops], self._source)
+        self.reader.hint_location([op.key for op in ops], self._source)
         return self.reader.get(ops, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        self.reader.locate(keys, self._source)
+        self.reader.hint_location(keys, self._source)
         return self.reader.exists(keys, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:

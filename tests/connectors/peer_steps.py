@@ -11,16 +11,16 @@ from contextlib import suppress
 from typing import Final, Self
 from urllib.parse import quote
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
-from kvparams_connectors.stores.peer.channel import Channel
-from kvparams_connectors.stores.peer.handshake import welcome
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
+from kvparams_connectors.stores.peer.channel import PeerChannel
+from kvparams_connectors.stores.peer.handshake import accept_handshake
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.peer.wire import (
     REPLY_HEAD,
     REQUEST_HEAD,
-    Operation,
-    Status,
-    keys_body,
+    PeerOperation,
+    PeerStatus,
+    encode_keys,
     parse_keys,
     parse_request,
 )
@@ -39,12 +39,12 @@ def peer(opened: list[KVStore], place: str = "127.0.0.1", **settings: str | int)
     return store
 
 
-def put(store: KVStore, seeds: Sequence[int], size: int = SIZE) -> list[Code]:
+def put(store: KVStore, seeds: Sequence[int], size: int = SIZE) -> list[ResultCode]:
     ops = [PutOp(f"key-{seed}", (page(seed, size),)) for seed in seeds]
     return [result.code for result in store.put(ops, WAIT_S).result()]
 
 
-def get(store: KVStore, seeds: Sequence[int], size: int = SIZE, deadline_s: float = WAIT_S) -> list[Code]:
+def get(store: KVStore, seeds: Sequence[int], size: int = SIZE, deadline_s: float = WAIT_S) -> list[ResultCode]:
     """The codes; what was read is right, or this fails."""
     targets = [memoryview(bytearray(size)) for _ in seeds]
     ops = [GetOp(f"key-{seed}", (target,)) for seed, target in zip(seeds, targets, strict=True)]
@@ -52,7 +52,7 @@ def get(store: KVStore, seeds: Sequence[int], size: int = SIZE, deadline_s: floa
     results = job.result()
     assert job.wait_settled(WAIT_S)
     for seed, target, result in zip(seeds, targets, results, strict=True):
-        if result.code is Code.OK:
+        if result.code is ResultCode.OK:
             assert (result.nbytes, target) == (size, page(seed, size)), f"key-{seed}"
     return [result.code for result in results]
 
@@ -78,7 +78,7 @@ def contacted(listener: socket.socket) -> bool:
 class Liar:
     """Something that begins as a peer does; what it answers is the test's."""
 
-    def __init__(self, answer: Callable[[Channel, list[str]], None]) -> None:
+    def __init__(self, answer: Callable[[PeerChannel, list[str]], None]) -> None:
         self._answer = answer
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -96,12 +96,12 @@ class Liar:
     def _serve(self) -> None:
         while True:
             try:
-                channel = Channel(self._listener.accept()[0])
+                channel = PeerChannel(self._listener.accept()[0])
             except OSError:
                 return
             with suppress(OSError):
-                channel.until(time.monotonic() + 1)
-                welcome(channel, b"", b"r" * 16)
+                channel.set_deadline(time.monotonic() + 1)
+                accept_handshake(channel, b"", b"r" * 16)
                 while True:
                     request = parse_request(channel.read(REQUEST_HEAD.size))
                     keys, _ = parse_keys(channel.read(request.nbytes), request.count)
@@ -110,18 +110,18 @@ class Liar:
 
 
 def lies(
-    table: bytes, *values: bytes, count: int = 2, status: int = Status.FINE
-) -> Callable[[Channel, list[str]], None]:
+    table: bytes, *values: bytes, count: int = 2, status: int = PeerStatus.FINE
+) -> Callable[[PeerChannel, list[str]], None]:
     return lambda channel, keys: channel.send_parts([REPLY_HEAD.pack(status, count, len(table)), table, *values])
 
 
-def reader_of(owner: PeerProcess) -> Channel:
+def reader_of(owner: PeerProcess) -> PeerChannel:
     host, _, port = owner.address.rpartition(":")
-    channel = Channel(socket.create_connection((host, int(port))))
-    channel.until(time.monotonic() + WAIT_S)
+    channel = PeerChannel(socket.create_connection((host, int(port))))
+    channel.set_deadline(time.monotonic() + WAIT_S)
     return channel
 
 
-def request(operation: Operation, seeds: Sequence[int], give_up_ms: int) -> bytes:
-    body = keys_body(names(seeds), [1 << 30] * len(seeds))
+def request(operation: PeerOperation, seeds: Sequence[int], give_up_ms: int) -> bytes:
+    body = encode_keys(names(seeds), [1 << 30] * len(seeds))
     return REQUEST_HEAD.pack(operation, len(seeds), len(body), give_up_ms) + body

@@ -11,7 +11,7 @@ from random import Random
 
 import torch
 
-from kvparams_connectors.devices import Event, Stream
+from kvparams_connectors.transfer.devices import DeviceEvent, DeviceStream
 
 
 class SimulatedEvent:
@@ -19,7 +19,7 @@ class SimulatedEvent:
         self._device = device
         self.reached: bool = False
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         with self._device.lock:
             return self.reached
 
@@ -39,13 +39,13 @@ class SimulatedStream:
         with self._device.lock:
             self.queue.append(work)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         with self._device.lock:
             event = SimulatedEvent(self._device)
             self.queue.append(event)
             return event
 
-    def after(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, SimulatedEvent)
         with self._device.lock:
             if not self._device.forgetful:
@@ -79,10 +79,10 @@ class SimulatedDevice:
             while any(stream.queue for stream in self._streams):
                 self.step()
 
-    def current(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         return self.engine
 
-    def stream(self) -> Stream:
+    def new_stream(self) -> DeviceStream:
         stream = SimulatedStream(self)
         self._streams.append(stream)
         return stream

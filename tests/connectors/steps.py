@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
 from tests.connectors.valkey_server import wait_until
 
 __all__ = ["DEADLINE_S", "SIZE", "codes", "found", "get", "in_thread", "page", "put", "until", "value"]
@@ -17,7 +17,7 @@ DEADLINE_S: Final = 20.0
 SIZE: Final = 400_000
 
 
-def codes(results: Results) -> list[Code]:
+def codes(results: Results) -> list[ResultCode]:
     return [result.code for result in results]
 
 
@@ -29,25 +29,25 @@ def page(seed: int, size: int = SIZE) -> memoryview:
     return memoryview(bytearray(Random(seed).randbytes(size)))
 
 
-def put(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
+def put(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[ResultCode]:
     ops = [PutOp(f"key-{number}", (page(number),)) for number in numbers]
     return codes(store.put(ops, deadline_s).result())
 
 
-def get(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[Code]:
+def get(store: KVStore, numbers: range, deadline_s: float = DEADLINE_S) -> list[ResultCode]:
     """The codes; what was read is right, or this fails."""
     targets = [memoryview(bytearray(SIZE)) for _ in numbers]
     ops = [GetOp(f"key-{number}", (target,)) for number, target in zip(numbers, targets, strict=True)]
     job = store.get(ops, deadline_s)
     results = job.result()
     for number, target, result in zip(numbers, targets, results, strict=True):
-        if result.code is Code.OK:
+        if result.code is ResultCode.OK:
             assert (result.nbytes, target) == (SIZE, page(number)), f"key-{number}"
     assert job.wait_settled(DEADLINE_S)
     return codes(results)
 
 
-def found(store: KVStore, *keys: str) -> list[Code]:
+def found(store: KVStore, *keys: str) -> list[ResultCode]:
     """What a lookup says."""
     return codes(store.exists(keys, DEADLINE_S).result())
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvparams_connectors.store import Code, GetOp, KVStore
+from kvparams_connectors.store import GetOp, KVStore, ResultCode
 from tests.connectors.steps import SIZE, get, put
 from tests.connectors.valkey_server import wait_until
 
 __all__ = ["LOST", "Case", "stopped_for_long"]
 
-LOST: Final = frozenset({Code.UNAVAILABLE, Code.TIMEOUT})
+LOST: Final = frozenset({ResultCode.UNAVAILABLE, ResultCode.TIMEOUT})
 _DEADLINE_S: Final = 0.5
 _MOST_S: Final = 1.5
 _BACK_S: Final = 60.0
@@ -27,7 +27,7 @@ class Case:
     store: KVStore
     stop: Callable[[], None]
     go_on: Callable[[], None]
-    lost: frozenset[Code] = LOST
+    lost: frozenset[ResultCode] = LOST
     """What a call says meanwhile."""
     writes: bool = True
     """Whether puts go to what is stopped."""
@@ -36,9 +36,9 @@ class Case:
 def stopped_for_long(case: Case, stopped_s: float, record: Callable[[dict[str, object]], None]) -> None:
     """Stop it for so long, ask all the while, let it go on and see that it works; `record` is told what was seen."""
     if case.writes:
-        assert put(case.store, range(3)) == [Code.OK] * 3
-    assert get(case.store, range(3)) == [Code.OK] * 3  # the control
-    longest, seen = 0.0, dict.fromkeys(Code, 0)
+        assert put(case.store, range(3)) == [ResultCode.OK] * 3
+    assert get(case.store, range(3)) == [ResultCode.OK] * 3  # the control
+    longest, seen = 0.0, dict.fromkeys(ResultCode, 0)
     case.stop()
     try:
         until = time.monotonic() + stopped_s
@@ -57,13 +57,15 @@ def stopped_for_long(case: Case, stopped_s: float, record: Callable[[dict[str, o
     assert longest < _MOST_S
     assert {code for code, count in seen.items() if count} <= case.lost
     if case.writes:  # what was stored may have been forgotten; the store works
-        wait_until(lambda: put(case.store, range(10, 11), 5.0)[0] in (Code.OK, Code.EXISTS), _BACK_S, pause_s=0.2)
-        wait_until(lambda: get(case.store, range(10, 11)) == [Code.OK], _BACK_S, pause_s=0.2)
+        wait_until(
+            lambda: put(case.store, range(10, 11), 5.0)[0] in (ResultCode.OK, ResultCode.EXISTS), _BACK_S, pause_s=0.2
+        )
+        wait_until(lambda: get(case.store, range(10, 11)) == [ResultCode.OK], _BACK_S, pause_s=0.2)
     else:
-        wait_until(lambda: get(case.store, range(3)) == [Code.OK] * 3, _BACK_S, pause_s=0.2)
+        wait_until(lambda: get(case.store, range(3)) == [ResultCode.OK] * 3, _BACK_S, pause_s=0.2)
 
 
-def _get_in_time(store: KVStore, deadline_s: float) -> list[Code]:
+def _get_in_time(store: KVStore, deadline_s: float) -> list[ResultCode]:
     """`get` into buffers that belong to the store until it has let go of them, which may be long after."""
     targets = [memoryview(bytearray(SIZE)) for _ in range(3)]
     ops = [GetOp(f"key-{number}", (target,)) for number, target in enumerate(targets)]

@@ -19,7 +19,7 @@ def MyStore(folder, size_bytes):
 """
 BAD = """
 from kvparams_connectors.conformance import Fault, FaultyStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 def MyStore(folder, size_bytes):
     return FaultyStore(MemoryStore(size_bytes), lambda operation, key: Fault("flip") if operation == "get" else None)

@@ -11,12 +11,12 @@ from time import monotonic
 
 import pytest
 
+from kvparams.page_auth import PageAuthKeys, TenantPageAuthKeys
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
-from kvparams.seals import PageKeys, SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.conformance.steps import Prompt, sealed_page
-from kvparams_connectors.store import Code, GetOp, PutOp
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.conformance.helpers import ConformancePrompt, make_sealed_page
+from kvparams_connectors.store import GetOp, PutOp, ResultCode
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 from .faulty_stores import STORES
 
@@ -256,7 +256,7 @@ def test_a_faulty_store_fails_exactly_the_tests_that_it_should(tmp_path: Path, n
 class Storm:
     """A caller that saves, looks up, loads and deletes pages, and a store in which much goes wrong."""
 
-    def __init__(self, seed: int, keys: PageKeys | None) -> None:
+    def __init__(self, seed: int, keys: TenantPageAuthKeys | None) -> None:
         self.random = Random(seed)
         self.faults: Counter[str] = Counter()
         """What went wrong, by operation and kind."""
@@ -267,10 +267,10 @@ class Storm:
         self.stopped = 0
         """Pages with a wrong byte that were refused: the control, without which the rest would prove nothing."""
         self.keys = keys
-        prompt = Prompt(16 * 48 + 7, dim=4, seed=seed)
+        prompt = ConformancePrompt(16 * 48 + 7, dim=4, seed=seed)
         self.names = prompt.keys
         self.identities: dict[str, PageIdentity] = dict(zip(prompt.keys, prompt.identities, strict=True))
-        self.pages = {key: bytes(sealed_page(identity)) for key, identity in self.identities.items()}
+        self.pages = {key: bytes(make_sealed_page(identity)) for key, identity in self.identities.items()}
         self.sealed: dict[str, memoryview] = {}
         for key, identity in self.identities.items():
             self.sealed[key] = memoryview(bytearray(self.pages[key]))
@@ -294,7 +294,7 @@ class Storm:
         random = self.random
         if random.random() < 0.0005:
             return Fault("delay", seconds=0.0005)
-        code = random.choice([Code.MISS, Code.UNAVAILABLE, Code.CORRUPT, Code.TIMEOUT])
+        code = random.choice([ResultCode.MISS, ResultCode.UNAVAILABLE, ResultCode.CORRUPT, ResultCode.TIMEOUT])
         if operation == "put":
             kinds = ["flip", "truncate", "drop", "fail"]
         elif operation == "get":
@@ -333,7 +333,7 @@ class Storm:
             self.late(ops)
             return
         for key, slot, result in zip(keys, slots, self.store.get(ops).result(), strict=True):
-            if result.code is not Code.OK:
+            if result.code is not ResultCode.OK:
                 continue
             page = slot[: result.nbytes]
             refusal = verify(page, self.identities[key], self.keys)
@@ -351,7 +351,7 @@ class Storm:
         self.held = True
         self.store.gate.clear()
         job = self.store.get(ops, 0.002)
-        assert {result.code for result in job.result()} == {Code.TIMEOUT}
+        assert {result.code for result in job.result()} == {ResultCode.TIMEOUT}
         self.held = False
         self.store.gate.set()
         assert job.wait_settled(20)
@@ -363,7 +363,7 @@ class Storm:
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["checksum", "tag"])
 def test_a_few_thousand_random_faults_and_not_one_wrong_byte(sealed: bool) -> None:
-    storm = Storm(1, SealKeys([bytes(range(32))]).for_tenant("t") if sealed else None)
+    storm = Storm(1, PageAuthKeys([bytes(range(32))]).for_tenant("t") if sealed else None)
     while storm.faults.total() < 3_000:
         storm.step()
     storm.close()
@@ -385,7 +385,7 @@ def test_a_million_random_faults_and_not_one_wrong_byte(
     start = monotonic()
     while faults.total() < wanted:
         seed += 1
-        storm = Storm(seed, SealKeys([bytes(range(32))]).for_tenant("t") if seed % 2 else None)
+        storm = Storm(seed, PageAuthKeys([bytes(range(32))]).for_tenant("t") if seed % 2 else None)
         while storm.faults.total() < 10_000:
             storm.step()
         storm.close()

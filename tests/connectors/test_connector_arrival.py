@@ -8,11 +8,11 @@ import torch
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
-from kvparams_connectors.conformance.toy_engine import WAIT_S, a_toy, saved, table
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+from kvparams_connectors.conformance.toy_engine import WAIT_S, block_table, save_sequence, toy_engine
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode
 from kvparams_connectors.stores.extents import copy_out
 from kvparams_connectors.stores.file.store import FileStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
 
 BIT = 8 * (HEADER_BYTES + 40)
@@ -39,14 +39,14 @@ def test_a_tier_that_announces_a_page_does_not_vouch_for_other_bytes(
 ) -> None:
     """The first tier announces a good page; what lies in the slot in the end is damaged, by itself or by the next."""
     if careless:
-        monkeypatch.setattr("kvparams_connectors.stores.tiered.reads._unannounced", list)
+        monkeypatch.setattr("kvparams_connectors.stores.tiered.reader._unannounced", list)
     tiers = [faulty(opened, first), faulty(opened, Fault("flip", at=BIT))]
     store = TieredStore(tiers, promote=False)
     opened.insert(0, store)
-    plan, wanted = saved(store, 20)
-    with a_toy(store) as engine:
-        report = engine.connector.load(plan, table(2), 0, 20).result()
-        got = engine.sequence(table(2))
+    plan, wanted = save_sequence(store, 20)
+    with toy_engine(store) as engine:
+        report = engine.connector.load(plan, block_table(2), 0, 20).result()
+        got = engine.sequence(block_table(2))
         if careless:
             assert (report.end_token, report.refused) == (20, ())
             assert not torch.equal(got[:, :, :20], wanted)
@@ -60,9 +60,9 @@ def test_a_tier_that_announces_a_page_does_not_vouch_for_other_bytes(
 def test_a_page_that_came_whole_and_is_said_to_be_shorter_is_torn(opened: list[KVStore], announced: bool) -> None:
     """It was good when it arrived; the result is of another size, so it is looked at again."""
     store = faulty(opened, Fault("truncate", at=300, announced=announced))
-    plan, _ = saved(store, 20)
-    with a_toy(store) as engine:
-        report = engine.connector.load(plan, table(2), 0, 20).result()
+    plan, _ = save_sequence(store, 20)
+    with toy_engine(store) as engine:
+        report = engine.connector.load(plan, block_table(2), 0, 20).result()
         assert report.end_token == 0
         assert [page.reason for page in report.refused] == ["torn"]
         assert not engine.tensor.any()
@@ -76,15 +76,17 @@ def test_a_value_that_was_overwritten_while_it_was_read_from_a_file_has_not_arri
     store, other = (FileStore(tmp_path / "store", 1 << 20, unit_bytes=4096) for _ in range(2))
     opened += [store, other]
     content = bytes(range(100))
-    assert store.put([PutOp("key", (memoryview(content),))], WAIT_S).result() == [Result(Code.OK, 100)]
+    assert store.put([PutOp("key", (memoryview(content),))], WAIT_S).result() == [Result(ResultCode.OK, 100)]
 
     def copy(*arguments: object) -> None:
         copy_out(*arguments)  # pyright: ignore[reportArgumentType]
         if overtaken:
-            assert other.delete(["key"], WAIT_S).result() == [Result(Code.OK)]
+            assert other.delete(["key"], WAIT_S).result() == [Result(ResultCode.OK)]
 
     monkeypatch.setattr("kvparams_connectors.stores.file.values.copy_out", copy)
     arrived: list[int] = []
     op = GetOp("key", (memoryview(bytearray(100)),), arrived.append)
     results = store.get([op], WAIT_S).result()
-    assert (results, arrived) == (([Result(Code.MISS)], []) if overtaken else ([Result(Code.OK, 100)], [100]))
+    assert (results, arrived) == (
+        ([Result(ResultCode.MISS)], []) if overtaken else ([Result(ResultCode.OK, 100)], [100])
+    )

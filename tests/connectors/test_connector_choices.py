@@ -10,17 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.keys import Geometry, KVShard, Namespace
+from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES
-from kvparams.seals import SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore
-from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, WAIT_S, a_toy, saved, table, tokens
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.rates import LoadRate
-from kvparams_connectors.reports import LoadReport
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Results
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.conformance.toy_engine import (
+    PAGE_BYTES,
+    SPACE,
+    WAIT_S,
+    block_table,
+    make_tokens,
+    save_sequence,
+    toy_engine,
+)
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.load_rate import LoadRate
+from kvparams_connectors.transfer.reports import LoadReport
 
 
 @pytest.fixture
@@ -38,25 +46,25 @@ def test_a_required_save_waits_for_room_and_stores_everything(store: KVStore, re
     """The arena has room for 2 of 10 pages, and the store is slow to take the first ones."""
     slow = FaultyStore(store, lambda operation, _: Fault("late") if operation == "put" else None)
     config = ConnectorSettings(arena_bytes=2 * PAGE_BYTES, save_portion_pages=1, deadline_s=WAIT_S)
-    with a_toy(slow, seed=1, settings=config) as engine, a_toy(store) as other:
-        plan = engine.connector.plan(tokens(80))
-        wanted = engine.sequence(table(1))[:, :, :80].clone()
+    with toy_engine(slow, seed=1, settings=config) as engine, toy_engine(store) as other:
+        plan = engine.connector.plan(make_tokens(80))
+        wanted = engine.sequence(block_table(1))[:, :, :80].clone()
         threading.Timer(0.1, slow.gate.set).start()
-        job = engine.connector.save(plan, table(1), 0, 80, required=required)
+        job = engine.connector.save(plan, block_table(1), 0, 80, required=required)
         engine.tensor.zero_()
         report = job.result()
         assert (report.saved, report.dropped, report.complete) == ((10, 0, True) if required else (2, 8, False))
-        assert other.connector.load(plan, table(2), 0, 8 * report.saved).result().end_token == 8 * report.saved
-        assert torch.equal(other.sequence(table(2))[:, :, :16], wanted[:, :, :16])
+        assert other.connector.load(plan, block_table(2), 0, 8 * report.saved).result().end_token == 8 * report.saved
+        assert torch.equal(other.sequence(block_table(2))[:, :, :16], wanted[:, :, :16])
     slow.close()
 
 
 def test_a_required_save_gives_up_at_its_deadline_and_says_what_is_missing(store: KVStore) -> None:
     held = FaultyStore(store, lambda operation, _: Fault("late") if operation == "put" else None)
     config = ConnectorSettings(arena_bytes=2 * PAGE_BYTES, save_portion_pages=1, deadline_s=0.3)
-    with a_toy(held, seed=1, settings=config) as engine:
+    with toy_engine(held, seed=1, settings=config) as engine:
         start = time.monotonic()
-        job = engine.connector.save(engine.connector.plan(tokens(40)), table(1), 0, 40, required=True)
+        job = engine.connector.save(engine.connector.plan(make_tokens(40)), block_table(1), 0, 40, required=True)
         report = job.result()
         assert time.monotonic() - start < 2
         assert (report.dropped + sum(report.failed.values()), report.saved, report.complete) == (5, 0, False)
@@ -70,12 +78,12 @@ def test_a_required_save_gives_up_at_its_deadline_and_says_what_is_missing(store
 
 def test_two_required_saves_share_an_arena_that_is_too_small_for_either(store: KVStore) -> None:
     config = ConnectorSettings(arena_bytes=2 * PAGE_BYTES, save_portion_pages=2, deadline_s=WAIT_S)
-    with a_toy(store, seed=1, settings=config) as engine:
-        plans = [engine.connector.plan(tokens(100, seed)) for seed in range(4)]
+    with toy_engine(store, seed=1, settings=config) as engine:
+        plans = [engine.connector.plan(make_tokens(100, seed)) for seed in range(4)]
         complete: list[bool] = []
 
         def one(number: int) -> None:
-            job = engine.connector.save(plans[number], table(1), 0, 100, required=True)
+            job = engine.connector.save(plans[number], block_table(1), 0, 100, required=True)
             complete.append(job.result().complete)
 
         threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
@@ -88,7 +96,7 @@ def test_two_required_saves_share_an_arena_that_is_too_small_for_either(store: K
 
 
 def test_what_is_stored_already_is_not_put_again(store: KVStore) -> None:
-    plan, _ = saved(store, 40)
+    plan, _ = save_sequence(store, 40)
     puts: list[str] = []
 
     def judge(operation: str, key: str) -> Fault | None:
@@ -96,8 +104,8 @@ def test_what_is_stored_already_is_not_put_again(store: KVStore) -> None:
         return None
 
     watched = FaultyStore(store, judge)
-    with a_toy(watched, seed=2) as engine:
-        report = engine.connector.save(plan, table(2), 0, 40).result()
+    with toy_engine(watched, seed=2) as engine:
+        report = engine.connector.save(plan, block_table(2), 0, 40).result()
         assert (report.saved, report.existing, puts) == (0, 5, [])
     watched.close()
 
@@ -105,9 +113,9 @@ def test_what_is_stored_already_is_not_put_again(store: KVStore) -> None:
 def test_after_a_save_in_portions_the_tail_is_evicted_before_the_head() -> None:
     store = MemoryStore(8 * 4096, unit_bytes=4096)  # a page takes one unit
     config = ConnectorSettings(save_portion_pages=2, deadline_s=WAIT_S)
-    with a_toy(store, seed=1, settings=config) as engine:
-        plan = engine.connector.plan(tokens(48))
-        assert engine.connector.save(plan, table(1), 0, 48).result().saved == 6
+    with toy_engine(store, seed=1, settings=config) as engine:
+        plan = engine.connector.plan(make_tokens(48))
+        assert engine.connector.save(plan, block_table(1), 0, 48).result().saved == 6
         store.put([PutOp(f"pressure-{number}", (memoryview(bytes(10)),)) for number in range(5)]).result()
         assert engine.connector.lookup(plan).result().pages == 3
     store.close()
@@ -117,7 +125,7 @@ def test_after_a_save_in_portions_the_tail_is_evicted_before_the_head() -> None:
 
 
 def test_a_load_that_would_take_longer_than_recomputing_is_skipped(store: KVStore) -> None:
-    plan, _ = saved(store, 40)
+    plan, _ = save_sequence(store, 40)
     gets: list[str] = []
 
     def judge(operation: str, key: str) -> Fault | None:
@@ -126,35 +134,35 @@ def test_a_load_that_would_take_longer_than_recomputing_is_skipped(store: KVStor
 
     watched = FaultyStore(store, judge)
     config = ConnectorSettings(recompute_tokens_per_s=1000, store_bytes_per_s=1000, deadline_s=WAIT_S)
-    with a_toy(watched, settings=config) as engine:  # 40 tokens: 40 ms; 5 pages: seconds
+    with toy_engine(watched, settings=config) as engine:  # 40 tokens: 40 ms; 5 pages: seconds
         for _ in range(15):
-            assert engine.connector.load(plan, table(2), 0, 40).result() == LoadReport(0, 0, skipped=True)
+            assert engine.connector.load(plan, block_table(2), 0, 40).result() == LoadReport(0, 0, skipped=True)
         assert (gets, engine.connector.stats().loads_skipped) == ([], 15)
         assert not engine.tensor.any()
-        assert engine.connector.load(plan, table(2), 0, 40).result().end_token == 40  # one in 16 looks again
+        assert engine.connector.load(plan, block_table(2), 0, 40).result().end_token == 40  # one in 16 looks again
     watched.close()
     fast = ConnectorSettings(recompute_tokens_per_s=1000, store_bytes_per_s=1e9, deadline_s=WAIT_S)
-    with a_toy(store, settings=fast) as engine:
-        assert engine.connector.load(plan, table(2), 0, 40).result().end_token == 40
+    with toy_engine(store, settings=fast) as engine:
+        assert engine.connector.load(plan, block_table(2), 0, 40).result().end_token == 40
 
 
 def test_a_store_that_became_slow_is_noticed_and_so_is_one_that_recovered() -> None:
     rate = LoadRate(10_000, None)
-    assert rate.worth(1 << 30, 1)  # nothing is known
+    assert rate.is_worth_loading(1 << 30, 1)  # nothing is known
     rate.observe(100 << 20, 0.1)
-    assert rate.worth(100 << 20, 2000)
+    assert rate.is_worth_loading(100 << 20, 2000)
     for _ in range(20):
         rate.observe(1 << 20, 1.0)
-    decisions = [rate.worth(100 << 20, 2000) for _ in range(32)]
+    decisions = [rate.is_worth_loading(100 << 20, 2000) for _ in range(32)]
     assert decisions == [number % 16 == 15 for number in range(32)]
     for _ in range(3):
         rate.observe(1 << 30, 0.1)
-    assert rate.worth(100 << 20, 2000)
+    assert rate.is_worth_loading(100 << 20, 2000)
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 21), st.floats(1, 1e12), st.floats(1, 1e7))
 def test_the_decision_is_the_comparison_of_two_times(nbytes: int, count: int, rate: float, recompute: float) -> None:
-    decision = LoadRate(recompute, rate).worth(nbytes, count)
+    decision = LoadRate(recompute, rate).is_worth_loading(nbytes, count)
     loading, computing = nbytes / rate, count / recompute
     if abs(loading - computing) > 1e-9 * computing:
         assert decision == (loading < computing)
@@ -174,27 +182,27 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> Non
 
 
 def test_sealed_pages_are_loaded_by_those_who_have_the_key_and_others_are_refused(store: KVStore) -> None:
-    keys, others = SealKeys([b"k" * 32], "hmac-sha256"), SealKeys([b"x" * 32], "hmac-sha256")
-    with a_toy(store, seed=1) as source:
+    keys, others = PageAuthKeys([b"k" * 32], "hmac-sha256"), PageAuthKeys([b"x" * 32], "hmac-sha256")
+    with toy_engine(store, seed=1) as source:
         layout = PagedKVLayout.from_stacked(source.tensor)
 
-        def load(seals: SealKeys | None) -> LoadReport:
+        def load(seals: PageAuthKeys | None) -> LoadReport:
             target = torch.zeros_like(source.tensor)
             connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(target), seals=seals)
-            report = connector.load(connector.plan(tokens(16)), table(2), 0, 16).result()
+            report = connector.load(connector.plan(make_tokens(16)), block_table(2), 0, 16).result()
             connector.close()
             assert bool(target.any()) == bool(report.end_token)
             return report
 
-        def save(seals: SealKeys | None) -> None:
+        def save(seals: PageAuthKeys | None) -> None:
             connector = KVStoreConnector(store, SPACE, layout, seals=seals)
-            assert connector.save(connector.plan(tokens(16)), table(1), 0, 16).result().saved
+            assert connector.save(connector.plan(make_tokens(16)), block_table(1), 0, 16).result().saved
             connector.close()
 
         save(keys)
         page = memoryview(bytearray(PAGE_BYTES))
-        key = source.connector.plan(tokens(16)).keys[0]
-        assert store.get([GetOp(key, (page,))]).result()[0].code is Code.OK
+        key = source.connector.plan(make_tokens(16)).keys[0]
+        assert store.get([GetOp(key, (page,))]).result()[0].code is ResultCode.OK
         assert load(keys).end_token == 16
         assert load(others).refused[0].reason == "locked"
         assert load(keys).end_token == 16  # it stays for those who have its key
@@ -210,7 +218,7 @@ def test_the_steady_path_allocates_nothing_of_a_pages_size() -> None:
     """Python's and numpy's allocations are seen here; torch makes nothing but views on this path."""
     shape = Geometry(layers=4, kv_heads=4, k_dim=64, v_dim=64)
     namespace = Namespace("model", "revision", "float32", shape, page_tokens=128)
-    page_bytes = namespace.payload_bytes(128, Rectangle.whole(shape))
+    page_bytes = namespace.payload_bytes(128, KVShard.whole(shape))
     store = MemoryStore(16 << 20)
     layout = PagedKVLayout.from_stacked(torch.ones(4, 2, 32, 16, 4, 64))
     connector = KVStoreConnector(store, namespace, layout, ConnectorSettings(arena_bytes=8 << 20, deadline_s=WAIT_S))
@@ -220,7 +228,7 @@ def test_the_steady_path_allocates_nothing_of_a_pages_size() -> None:
         """The most that was allocated at a time while four pages were saved and loaded."""
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        plan = connector.plan(tokens(500, number))
+        plan = connector.plan(make_tokens(500, number))
         assert connector.save(plan, blocks, 0, 500).result().saved == 4
         assert connector.load(plan, blocks, 0, 500).result().end_token == 500
         bytearray(control)
@@ -249,9 +257,9 @@ class Announcing(MemoryStore):
         self.asked: list[bool] = []
         self._later = later
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
-        self.asked += [op.arrived is not None for op in ops]
-        results = super().get_now(ops, deadline)
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        self.asked += [op.on_complete is not None for op in ops]
+        results = super().get_blocking(ops, deadline)
         if self._later:
             ops[0].buffers[0][HEADER_BYTES + 2] ^= 1
         return results
@@ -262,16 +270,18 @@ class Announcing(MemoryStore):
     [
         (ConnectorSettings(), None, True),
         (ConnectorSettings(verify=False), None, False),
-        (ConnectorSettings(), SealKeys([bytes(32)]), False),  # a tag takes too long for the store's own thread
+        (ConnectorSettings(), PageAuthKeys([bytes(32)]), False),  # a tag takes too long for the store's own thread
     ],
 )
-def test_pages_are_verified_when_they_arrive(settings: ConnectorSettings, seals: SealKeys | None, asked: bool) -> None:
+def test_pages_are_verified_when_they_arrive(
+    settings: ConnectorSettings, seals: PageAuthKeys | None, asked: bool
+) -> None:
     store = Announcing(later=False)
-    with a_toy(store, seed=1) as engine:
+    with toy_engine(store, seed=1) as engine:
         connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), settings, seals=seals)
-        plan = connector.plan(tokens(40))
-        assert connector.save(plan, table(1), 0, 40).result().complete
-        assert connector.load(plan, table(2), 0, 40).result().end_token == 40
+        plan = connector.plan(make_tokens(40))
+        assert connector.save(plan, block_table(1), 0, 40).result().complete
+        assert connector.load(plan, block_table(2), 0, 40).result().end_token == 40
         assert store.asked == [asked] * 5
         connector.close()
     store.close()
@@ -280,9 +290,9 @@ def test_pages_are_verified_when_they_arrive(settings: ConnectorSettings, seals:
 def test_whoever_announces_a_value_and_changes_it_is_believed() -> None:
     """The control: it was looked at then and not again, which is why the conformance suite forbids it."""
     store = Announcing(later=True)
-    with a_toy(store, seed=1) as engine, a_toy(store) as other:
-        plan = engine.connector.plan(tokens(8))
-        assert engine.connector.save(plan, table(1), 0, 8).result().complete
-        assert other.connector.load(plan, table(1), 0, 8).result().refused == ()
-        assert not torch.equal(other.sequence(table(1))[:, :, :8], engine.sequence(table(1))[:, :, :8])
+    with toy_engine(store, seed=1) as engine, toy_engine(store) as other:
+        plan = engine.connector.plan(make_tokens(8))
+        assert engine.connector.save(plan, block_table(1), 0, 8).result().complete
+        assert other.connector.load(plan, block_table(1), 0, 8).result().refused == ()
+        assert not torch.equal(other.sequence(block_table(1))[:, :, :8], engine.sequence(block_table(1))[:, :, :8])
     store.close()

@@ -8,19 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.keys import DTYPE_BYTES, Geometry, Namespace, Rectangle
+from kvparams.keys import DTYPE_BYTES, Geometry, KVShard, Namespace
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.grid import Grid
-from kvparams_connectors.layout import LayoutError, PagedKVLayout
-from kvparams_connectors.layout_forms import FORMS, CacheSpec, Form
-from kvparams_connectors.reports import SaveReport
-from kvparams_connectors.store import Code, KVStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheLayout, CacheSpec
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.transfer.layout import LayoutError, PagedKVLayout
+from kvparams_connectors.transfer.reports import SaveReport
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 from tests.connectors.kv_oracle import Raw, engine_tensors, same_bits, truth
 
-FORM = {form.name: form for form in FORMS}
-MHA = [form for form in FORMS if form.name != "mla"]
+FORM = {form.name: form for form in CACHE_LAYOUTS}
+MHA = [form for form in CACHE_LAYOUTS if form.name != "mla"]
 
 
 class Rank:
@@ -30,8 +30,8 @@ class Rank:
         self,
         store: KVStore,
         namespace: Namespace,
-        part: Rectangle,
-        form: Form,
+        part: KVShard,
+        form: CacheLayout,
         block_size: int,
         kv: Sequence[Raw],
         config: ConnectorSettings,
@@ -71,15 +71,15 @@ class Rank:
         return same_bits(self.tensors, self._build(tokens))
 
 
-def ranks(geometry: Geometry, tensor: int, pipeline: int) -> list[Rectangle]:
+def ranks(geometry: Geometry, tensor: int, pipeline: int) -> list[KVShard]:
     """What each rank holds; with more ranks than heads, several hold the same one."""
     heads = max(1, geometry.kv_heads // tensor)
-    parts: list[Rectangle] = []
+    parts: list[KVShard] = []
     for stage in range(pipeline):
         layers = geometry.layers * stage // pipeline, geometry.layers * (stage + 1) // pipeline
         for rank in range(tensor):
             head = rank * geometry.kv_heads // tensor
-            parts.append(Rectangle(*layers, head, head + heads))
+            parts.append(KVShard(*layers, head, head + heads))
     return parts
 
 
@@ -88,7 +88,7 @@ def engine(
     namespace: Namespace,
     tensor: int,
     pipeline: int,
-    form: Form,
+    form: CacheLayout,
     block_size: int,
     kv: Sequence[Raw],
     config: ConnectorSettings,
@@ -128,7 +128,7 @@ def serves(engine: Sequence[Rank], ids: list[int]) -> bool:
     return found
 
 
-def settings_for(grid: Grid | None, **more: bool) -> ConnectorSettings:
+def settings_for(grid: ShardGrid | None, **more: bool) -> ConnectorSettings:
     return ConnectorSettings(
         grid=grid, arena_bytes=1 << 20, portion_pages=2, save_portion_pages=1, deadline_s=20, **more
     )
@@ -146,7 +146,7 @@ def settings_for(grid: Grid | None, **more: bool) -> ConnectorSettings:
 def test_any_parallelism_form_and_block_size_serves_any_other(
     dtype: str,
     sizes: tuple[tuple[int, int], tuple[int, int]],
-    forms: tuple[Form, Form],
+    forms: tuple[CacheLayout, CacheLayout],
     blocks: tuple[int, int],
     page_tokens: int,
     heads: int,
@@ -154,7 +154,7 @@ def test_any_parallelism_form_and_block_size_serves_any_other(
 ) -> None:
     geometry = Geometry(layers=6, kv_heads=heads, k_dim=4, v_dim=4)
     namespace = Namespace("model", "revision", dtype, geometry, page_tokens)
-    grid = Grid.shared(geometry, tensor=[size[0] for size in sizes], pipeline=[size[1] for size in sizes])
+    grid = ShardGrid.shared(geometry, tensor=[size[0] for size in sizes], pipeline=[size[1] for size in sizes])
     kv = truth(geometry, count, dtype, seed=count)
     ids = list(range(count))
     store = MemoryStore(16 << 20, unit_bytes=1024)
@@ -173,7 +173,7 @@ def test_tensor_parallelism_1_2_4_8_and_back(dtype: str) -> None:
     """Each store is filled with what was loaded from the one before: what was wrong once would stay wrong."""
     geometry = Geometry(layers=2, kv_heads=8, k_dim=4, v_dim=4)
     namespace = Namespace("model", "revision", dtype, geometry, 16)
-    config = settings_for(Grid.shared(geometry, tensor=(1, 2, 4, 8)))
+    config = settings_for(ShardGrid.shared(geometry, tensor=(1, 2, 4, 8)))
     kv, ids = truth(geometry, 40, dtype, seed=2), list(range(40))
     form = FORM["kv_first_nhd"]
     stores = [MemoryStore(4 << 20, unit_bytes=1024) for _ in range(8)]
@@ -191,7 +191,7 @@ def test_tensor_parallelism_1_2_4_8_and_back(dtype: str) -> None:
 def test_ranks_that_hold_the_same_head_store_it_once() -> None:
     geometry = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=4)
     namespace = Namespace("model", "revision", "float16", geometry, 16)
-    config = settings_for(Grid.shared(geometry, tensor=(1, 8)))
+    config = settings_for(ShardGrid.shared(geometry, tensor=(1, 8)))
     kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
     store = MemoryStore(4 << 20, unit_bytes=1024)
     eight = engine(store, namespace, 8, 1, FORM["packed_nhd"], 16, kv, config, filled=True)
@@ -203,7 +203,7 @@ def test_ranks_that_hold_the_same_head_store_it_once() -> None:
 def test_mla_is_shared_over_pipeline_sizes_and_block_sizes() -> None:
     geometry = Geometry(layers=6, kv_heads=1, k_dim=12, v_dim=0)
     namespace = Namespace("model", "revision", "bfloat16", geometry, 24)
-    config = settings_for(Grid.shared(geometry, tensor=(1, 4), pipeline=(1, 2, 3)))
+    config = settings_for(ShardGrid.shared(geometry, tensor=(1, 4), pipeline=(1, 2, 3)))
     kv, ids = truth(geometry, 100, "bfloat16", seed=2), list(range(100))
     for before, after in (((4, 2), (1, 3)), ((1, 3), (4, 1))):
         store = MemoryStore(4 << 20, unit_bytes=1024)
@@ -229,7 +229,7 @@ def test_an_engine_that_holds_a_part_of_a_unit_loads_its_slice_and_may_not_store
     namespace = Namespace("model", "revision", "float16", geometry, 16)
     kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
     store = MemoryStore(4 << 20, unit_bytes=1024)
-    form, grid = FORM["kv_first_nhd"], Grid(4, 4)
+    form, grid = FORM["kv_first_nhd"], ShardGrid(4, 4)
     save(engine(store, namespace, 2, 1, form, 16, kv, settings_for(grid), filled=True), ids)
     with pytest.raises(LayoutError, match="load_only"):
         engine(store, namespace, 8, 2, form, 16, kv, settings_for(grid))
@@ -245,15 +245,15 @@ def test_a_page_that_lacks_one_part_is_not_found_and_nothing_of_it_is_written() 
     namespace = Namespace("model", "revision", "float16", geometry, 16)
     kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
     store = MemoryStore(4 << 20, unit_bytes=1024)
-    config = settings_for(Grid(2, 2))
+    config = settings_for(ShardGrid(2, 2))
     (source,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config, filled=True)
     plan = source.connector.plan(ids)
     save([source], ids)
-    assert store.delete([plan.keys[3]]).result()[0].code is Code.OK
+    assert store.delete([plan.keys[3]]).result()[0].code is ResultCode.OK
     (target,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config)
     assert target.connector.lookup(plan).result().tokens == 16
     report = target.connector.load(plan, target.blocks, 0, 40).result()
-    assert (report.end_token, report.failure, report.pages) == (16, Code.MISS, 1)
+    assert (report.end_token, report.failure, report.pages) == (16, ResultCode.MISS, 1)
     assert target.holds(16)
     target.connector.close()
     store.close()
@@ -264,12 +264,12 @@ def test_store_keys_that_name_one_part_of_a_page_store_that_part_alone() -> None
     namespace = Namespace("model", "revision", "float16", geometry, 16)
     kv, ids = truth(geometry, 40, "float16", seed=2), list(range(40))
     store = MemoryStore(4 << 20, unit_bytes=1024)
-    config = settings_for(Grid(2, 2))
+    config = settings_for(ShardGrid(2, 2))
     (source,) = engine(store, namespace, 1, 1, FORM["kv_first_nhd"], 16, kv, config, filled=True)
     keys = source.connector.plan(ids).keys
     assert len(keys) == 6  # three pages of two parts
 
-    def save_only(*wanted: str) -> list[Code]:
+    def save_only(*wanted: str) -> list[ResultCode]:
         named = KVTransferParams(
             version=PROTOCOL_VERSION,
             request_id="request",
@@ -282,7 +282,7 @@ def test_store_keys_that_name_one_part_of_a_page_store_that_part_alone() -> None
         assert (report.saved, report.complete) == (1, True)
         return [result.code for result in store.exists(keys).result()]
 
-    there, missing = Code.OK, Code.MISS
+    there, missing = ResultCode.OK, ResultCode.MISS
     assert save_only(keys[3]) == [missing, missing, missing, there, missing, missing]
     assert source.connector.lookup(source.connector.plan(ids)).result().tokens == 0
     assert save_only(keys[2]) == [missing, missing, there, there, missing, missing]  # the page is whole now
@@ -294,11 +294,11 @@ def test_store_keys_that_name_one_part_of_a_page_store_that_part_alone() -> None
 
 def test_a_grid_is_shared_by_all_sizes_that_were_named() -> None:
     geometry = Geometry(layers=80, kv_heads=8, k_dim=128, v_dim=128)
-    assert Grid.shared(geometry, tensor=(1, 2, 4)) == Grid(80, 2)
-    assert Grid.shared(geometry, tensor=(8, 16), pipeline=(1, 4)) == Grid(20, 1)
-    assert len(Grid(20, 2).touching(Rectangle(0, 80, 4, 8), geometry)) == 8
+    assert ShardGrid.shared(geometry, tensor=(1, 2, 4)) == ShardGrid(80, 2)
+    assert ShardGrid.shared(geometry, tensor=(8, 16), pipeline=(1, 4)) == ShardGrid(20, 1)
+    assert len(ShardGrid(20, 2).units_touching(KVShard(0, 80, 4, 8), geometry)) == 8
     for wrong in ({"tensor": (3,)}, {"pipeline": (3,)}, {"tensor": (0,)}):
         with pytest.raises(ValueError, match=r"ranks|stages"):
-            Grid.shared(geometry, **wrong)
+            ShardGrid.shared(geometry, **wrong)
     with pytest.raises(ValueError, match="head_unit"):
-        Grid(1, 0)
+        ShardGrid(1, 0)

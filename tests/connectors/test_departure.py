@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
-from kvparams_connectors.departure import Departure
-from kvparams_connectors.stores.stream import Stream
+from kvparams_connectors.stores.deadline_socket import DeadlineSocket
+from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
 from tests.connectors.valkey_server import wait_until
 
 STEP = 128 << 10
@@ -22,7 +22,7 @@ STEP = 128 << 10
 def page_of(payload_bytes: int) -> tuple[memoryview, PageIdentity]:
     page = memoryview(bytearray(HEADER_BYTES + payload_bytes))
     page[HEADER_BYTES:] = Random(payload_bytes).randbytes(payload_bytes)
-    return page, PageIdentity(b"n" * 32, b"c" * 32, 8, Rectangle(0, 1, 0, 1), payload_bytes)
+    return page, PageIdentity(b"n" * 32, b"c" * 32, 8, KVShard(0, 1, 0, 1), payload_bytes)
 
 
 @given(st.sampled_from([1, STEP - HEADER_BYTES, STEP - 1, STEP, STEP + 1, 3 * STEP, 1_000_000]), st.integers(0, 12))
@@ -30,12 +30,12 @@ def test_a_page_is_sealed_the_same_in_however_many_steps(payload_bytes: int, ste
     page, identity = page_of(payload_bytes)
     wanted = memoryview(bytearray(page))
     seal(wanted, identity)
-    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-    more = [departure.nearing() for _ in range(steps)]
+    departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    more = [departure.advance() for _ in range(steps)]
     needed = -(-payload_bytes // STEP)
     assert more == [step + 1 < needed for step in range(steps)]
     assert page[:HEADER_BYTES] == bytes(HEADER_BYTES), "the header is written in the end"
-    departure.going()
+    departure.finish()
     assert page == wanted
     assert verify(page, identity) is None
 
@@ -43,10 +43,10 @@ def test_a_page_is_sealed_the_same_in_however_many_steps(payload_bytes: int, ste
 def test_a_payload_that_changes_after_it_was_looked_at_is_refused_by_who_reads_it() -> None:
     """The control: what was hashed before is not looked at again, so that a change is seen, not covered up."""
     page, identity = page_of(2 * STEP)
-    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-    assert departure.nearing()
+    departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    assert departure.advance()
     page[HEADER_BYTES] ^= 1
-    departure.going()
+    departure.finish()
     refusal = verify(page, identity)
     assert refusal is not None
     assert refusal.reason == "flipped_payload"
@@ -55,11 +55,11 @@ def test_a_payload_that_changes_after_it_was_looked_at_is_refused_by_who_reads_i
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_page_that_was_released_is_not_sealed(steps: int) -> None:
     page, identity = page_of(2 * STEP)
-    departure = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+    departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
     for _ in range(steps):
-        departure.nearing()
+        departure.advance()
     page.release()
-    for act in (departure.going, departure.nearing):
+    for act in (departure.finish, departure.advance):
         with pytest.raises(ValueError, match="released"):
             act()
 
@@ -76,7 +76,7 @@ def test_what_is_sent_arrives_whatever_is_done_meanwhile(sizes: list[int], work:
     parts = [random.randbytes(size) for size in sizes]
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    stream, left = Stream(ours), [work]
+    stream, left = DeadlineSocket(ours), [work]
     received = bytearray()
 
     def receive() -> None:
@@ -90,7 +90,7 @@ def test_what_is_sent_arrives_whatever_is_done_meanwhile(sizes: list[int], work:
     with theirs:
         receiver = threading.Thread(target=receive)
         receiver.start()
-        stream.until(time.monotonic() + WAIT_S)
+        stream.set_deadline(time.monotonic() + WAIT_S)
         stream.send_parts(parts, meanwhile)
         stream.close()
         receiver.join(WAIT_S)
@@ -99,7 +99,7 @@ def test_what_is_sent_arrives_whatever_is_done_meanwhile(sizes: list[int], work:
 
 def test_what_is_done_while_nobody_receives_does_not_move_the_deadline() -> None:
     ours, theirs = socket.socketpair()
-    stream, called = Stream(ours), 0
+    stream, called = DeadlineSocket(ours), 0
 
     def meanwhile() -> bool:
         nonlocal called
@@ -108,7 +108,7 @@ def test_what_is_done_while_nobody_receives_does_not_move_the_deadline() -> None
 
     with theirs:
         begun = time.monotonic()
-        stream.until(begun + 0.2)
+        stream.set_deadline(begun + 0.2)
         with pytest.raises(TimeoutError):
             stream.send_parts([bytes(16 << 20)], meanwhile)
         assert 0.15 < time.monotonic() - begun < WAIT_S
@@ -118,7 +118,7 @@ def test_what_is_done_while_nobody_receives_does_not_move_the_deadline() -> None
 
 def test_a_stream_that_has_nothing_left_to_do_waits_and_sends_all() -> None:
     ours, theirs = socket.socketpair()
-    stream, calls, sent = Stream(ours), list[bool](), Random(1).randbytes(4 << 20)
+    stream, calls, sent = DeadlineSocket(ours), list[bool](), Random(1).randbytes(4 << 20)
     received = bytearray()
 
     def meanwhile() -> bool:
@@ -130,7 +130,7 @@ def test_a_stream_that_has_nothing_left_to_do_waits_and_sends_all() -> None:
             received.extend(theirs.recv(1 << 20))
 
     with theirs:
-        stream.until(time.monotonic() + WAIT_S)
+        stream.set_deadline(time.monotonic() + WAIT_S)
         stream.send_parts([sent[:100]], meanwhile)
         assert calls == [], "nothing was waited for"
         theirs.settimeout(WAIT_S)

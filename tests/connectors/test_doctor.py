@@ -7,12 +7,13 @@ import pytest
 
 from kvparams.cli import main
 from kvparams_connectors import advice
-from kvparams_connectors.advice import Advice, advice_of
+from kvparams_connectors.advice import Advice, advice_from_store
+from kvparams_connectors.cli import store_diagnosis
+from kvparams_connectors.cli.store_diagnosis import examine_huge_pages, examine_machine, examine_store
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.store import Code, KVStore
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.tools import diagnosis, file_advice
-from kvparams_connectors.tools.diagnosis import examine_machine, examine_store, huge_pages
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.stores.file import placement_advice
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def opened_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[KVStore], N
             return store
 
         stores.append(store)
-        monkeypatch.setattr(diagnosis, "open_store", open_it)
+        monkeypatch.setattr(store_diagnosis, "open_store", open_it)
 
     yield use
     for store in stores:
@@ -37,7 +38,7 @@ def memory() -> MemoryStore:
 
 
 def grades(found: list[Advice]) -> list[str]:
-    return [one.grade for one in found]
+    return [one.level for one in found]
 
 
 def test_a_good_store_has_nothing_but_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,20 +80,20 @@ def test_the_doctor_deletes_what_it_put(opened_as: Callable[[KVStore], None]) ->
     opened_as(FaultyStore(inner, watch))
     assert "error" not in grades(list(examine_store("memory:")))
     assert len(seen) > 5
-    assert {result.code for result in inner.exists(sorted(seen)).result()} == {Code.MISS}
+    assert {result.code for result in inner.exists(sorted(seen)).result()} == {ResultCode.MISS}
     inner.close()
 
 
 @pytest.mark.parametrize(
     ("operation", "fault", "words"),
     [
-        ("put", Fault("fail", code=Code.FULL), "no room"),
-        ("put", Fault("fail", code=Code.DENIED), "password_file"),
+        ("put", Fault("fail", code=ResultCode.FULL), "no room"),
+        ("put", Fault("fail", code=ResultCode.DENIED), "password_file"),
         ("put", Fault("drop"), "lost at once"),
-        ("exists", Fault("fail", code=Code.TIMEOUT), "too slow or stopped"),
+        ("exists", Fault("fail", code=ResultCode.TIMEOUT), "too slow or stopped"),
         ("get", Fault("flip", at=8 * 5000), "changes bytes"),
         ("get", Fault("truncate", at=100), "ended with ok, 100 bytes"),
-        ("delete", Fault("fail", code=Code.UNAVAILABLE), "server runs"),
+        ("delete", Fault("fail", code=ResultCode.UNAVAILABLE), "server runs"),
     ],
 )
 def test_a_store_that_goes_wrong_is_an_error_that_says_what_to_do(
@@ -101,8 +102,8 @@ def test_a_store_that_goes_wrong_is_an_error_that_says_what_to_do(
     opened_as(FaultyStore(memory(), lambda found, _: fault if found == operation else None))
     found = list(examine_store("memory:"))
     assert grades(found).count("error") == 1
-    assert found[-1].grade == "error"  # it ends there
-    assert words in f"{found[-1].found} {found[-1].todo}"
+    assert found[-1].level == "error"  # it ends there
+    assert words in f"{found[-1].finding} {found[-1].action}"
 
 
 def test_a_store_that_cannot_be_opened_is_an_error_and_the_others_are_examined(
@@ -131,13 +132,13 @@ def test_what_the_store_knows_of_its_settings_is_told(opened_as: Callable[[KVSto
     opened_as(Knowing(8 << 20, unit_bytes=4096))
     assert Advice("warning", "maxmemory-policy is noeviction", "set it to allkeys-lru") in examine_store("memory:")
     with_defect = Broken(1 << 20, unit_bytes=4096)
-    (said,) = advice_of(with_defect)
-    assert said.grade == "warning"
-    assert "secret" not in said.found
-    assert "ConnectionError" in said.found
+    (said,) = advice_from_store(with_defect)
+    assert said.level == "warning"
+    assert "secret" not in said.finding
+    assert "ConnectionError" in said.finding
     with_defect.close()
     plain = memory()
-    assert advice_of(plain) == [] or isinstance(plain, advice.Advising)
+    assert advice_from_store(plain) == [] or isinstance(plain, advice.StoreAdvisor)
     plain.close()
 
 
@@ -153,8 +154,8 @@ def test_an_error_in_the_settings_ends_the_examination(opened_as: Callable[[KVSt
 def test_every_warning_and_error_says_what_to_do(opened_as: Callable[[KVStore], None]) -> None:
     opened_as(MemoryStore(1 << 20, unit_bytes=4096))
     found = [*examine_machine(), *examine_store("memory:")]
-    assert [one for one in found if one.grade != "ok" and not one.todo] == []
-    assert any("at most 1048576 bytes" in one.found for one in found)
+    assert [one for one in found if one.level != "ok" and not one.action] == []
+    assert any("at most 1048576 bytes" in one.finding for one in found)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_huge_pages_are_judged(tmp_path: Path, text: str | None, grade: list[str
     setting = tmp_path / "enabled"
     if text is not None:
         setting.write_text(text)
-    assert grades(list(huge_pages(setting))) == grade
+    assert grades(list(examine_huge_pages(setting))) == grade
 
 
 MOUNTS = """\
@@ -186,7 +187,7 @@ server:/x /mnt/a\\040b nfs4 rw 0 0
     ],
 )
 def test_the_file_system_of_a_path_is_found(path: str, kind: str) -> None:
-    assert file_advice.file_system_of(Path(path), MOUNTS) == kind
+    assert placement_advice.file_system_of(Path(path), MOUNTS) == kind
 
 
 def test_a_file_on_the_network_is_an_error_and_one_on_a_disk_a_warning(
@@ -195,6 +196,6 @@ def test_a_file_on_the_network_is_an_error_and_one_on_a_disk_a_warning(
     for kind, grade in (("nfs4", "error"), ("ext4", "warning"), ("tmpfs", "ok")):
         mounts = tmp_path / "mounts"
         mounts.write_text(f"somewhere / {kind} rw 0 0\n")
-        monkeypatch.setattr(file_advice, "_MOUNTS", mounts)
-        assert file_advice.file_advice(tmp_path)[0].grade == grade
-    assert file_advice.file_advice(tmp_path / "none")[0].grade == "warning"
+        monkeypatch.setattr(placement_advice, "_MOUNTS", mounts)
+        assert placement_advice.file_advice(tmp_path)[0].level == grade
+    assert placement_advice.file_advice(tmp_path / "none")[0].level == "warning"

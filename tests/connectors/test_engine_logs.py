@@ -8,7 +8,7 @@ import pytest
 
 _ENGINE = """
 import logging, sys
-from kvparams_connectors.engines.logs import log_as
+from kvparams_connectors.engines.log_forwarding import forward_logs
 
 engine = logging.getLogger("engine")
 handler = logging.StreamHandler(sys.stdout)
@@ -18,11 +18,11 @@ engine.setLevel({level})
 engine.propagate = False
 """
 _TWICE = """
-log_as(engine)
-log_as(engine)
+forward_logs(engine)
+forward_logs(engine)
 """
 _LINES = """
-for name in ("kvparams.trust", "kvparams_connectors.stores.file"):
+for name in ("kvparams.signing", "kvparams_connectors.stores.file"):
     logging.getLogger(name).info("told")
     logging.getLogger(name).warning("warned")
 logging.getLogger("someone.else").warning("theirs")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
-from kvparams_connectors.stores.eviction import Entry, ScanResistant
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
 from kvparams_connectors.stores.file.store import FileStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.eviction import EvictionEntry, ScanResistantTable
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 WAIT_S = 20.0
 UNIT = 4096
@@ -19,7 +19,7 @@ UNITS = 400
 def put(store: KVStore, keys: list[str]) -> None:
     value = memoryview(bytes(UNIT))
     results = store.put([PutOp(key, (value,)) for key in keys], WAIT_S).result()
-    assert {result.code for result in results} == {Code.OK}
+    assert {result.code for result in results} == {ResultCode.OK}
 
 
 def get(store: KVStore, keys: list[str]) -> None:
@@ -27,7 +27,7 @@ def get(store: KVStore, keys: list[str]) -> None:
 
 
 def present(store: KVStore, keys: list[str]) -> int:
-    return sum(result.code is Code.OK for result in store.exists(keys, WAIT_S).result())
+    return sum(result.code is ResultCode.OK for result in store.exists(keys, WAIT_S).result())
 
 
 def after_a_scan(store: KVStore, *, read: bool) -> int:
@@ -62,12 +62,12 @@ def test_plain_least_recently_used_is_flushed(tmp_path: Path) -> None:
 
 
 def test_without_a_hot_part_the_table_is_plain_least_recently_used() -> None:
-    table = ScanResistant[Entry](8, hot_share=0)
+    table = ScanResistantTable[EvictionEntry](8, hot_share=0)
     for key in "abcd":
-        table.add(key, Entry(2))
-    table.use(list("abcd"))
-    table.use(["c"])
-    assert [key for key, _ in table.order()] == ["d", "b", "a", "c"]
+        table.add(key, EvictionEntry(2))
+    table.touch(list("abcd"))
+    table.touch(["c"])
+    assert [key for key, _ in table.eviction_order()] == ["d", "b", "a", "c"]
 
 
 def test_what_was_hot_once_gives_way_to_what_is_hot_now() -> None:
@@ -95,8 +95,8 @@ BATCHES = st.lists(
 
 @given(BATCHES, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 def test_of_the_keys_used_together_the_last_goes_first(batches: list[tuple[str, list[str]]], share: float) -> None:
-    table = ScanResistant[Entry](16, hot_share=share)
-    there: dict[str, Entry] = {}
+    table = ScanResistantTable[EvictionEntry](16, hot_share=share)
+    there: dict[str, EvictionEntry] = {}
     for action, keys in batches:
         if action == "remove":
             for key in set(there) & set(keys):
@@ -105,10 +105,10 @@ def test_of_the_keys_used_together_the_last_goes_first(batches: list[tuple[str, 
         else:
             for key in keys:
                 if action == "add" and key not in there:
-                    there[key] = Entry(2)
+                    there[key] = EvictionEntry(2)
                     table.add(key, there[key])
-            table.use(keys)
-        order = [key for key, _ in table.order()]
+            table.touch(keys)
+        order = [key for key, _ in table.eviction_order()]
         assert sorted(order) == sorted(there)
         assert len(table) == len(there)
         assert all(table.get(key) is value for key, value in there.items())

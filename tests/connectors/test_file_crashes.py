@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from kvparams_connectors.store import Code, GetOp, PutOp
+from kvparams_connectors.store import GetOp, PutOp, ResultCode
 from kvparams_connectors.stores.file.store import FileStore
 
 WORKER = Path(__file__).parent / "crash_worker.py"
@@ -81,9 +81,9 @@ def kill_in_a_loop(path: Path, workers: list["subprocess.Popen[str]"], *, kills:
     store.delete(keys, DEADLINE_S).result()
     whole = memoryview(bytearray(store.capabilities.max_value_bytes))
     whole[:] = b"\x5a" * len(whole)
-    assert store.put([PutOp("whole", (whole,))], DEADLINE_S).result()[0].code is Code.OK  # all room is there
+    assert store.put([PutOp("whole", (whole,))], DEADLINE_S).result()[0].code is ResultCode.OK  # all room is there
     target = memoryview(bytearray(len(whole)))
-    assert store.get([GetOp("whole", (target,))], DEADLINE_S).result()[0].code is Code.OK
+    assert store.get([GetOp("whole", (target,))], DEADLINE_S).result()[0].code is ResultCode.OK
     assert target == whole
     store.close()
 
@@ -118,5 +118,5 @@ def test_of_processes_that_create_a_store_at_once_one_does_and_all_share_it(
         assert (worker.returncode, out, err) == (0, "ok True\n", "")
     store = FileStore(path)
     found = store.exists([f"racer-{number}" for number in range(4)], DEADLINE_S).result()
-    assert [result.code for result in found] == [Code.OK] * 4
+    assert [result.code for result in found] == [ResultCode.OK] * 4
     store.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, PutOp, Result
-from kvparams_connectors.stores.file.lock import FileLock, Membership
+from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.stores.file.locks import FileLock, ProcessSeat
 from kvparams_connectors.stores.file.store import FileStore
 from tests.connectors.steps import until
 
@@ -21,19 +21,19 @@ SIZE = 1 << 20
 DEADLINE_S = 20.0
 
 
-def put(store: FileStore, key: str, size: int = 10_000, deadline_s: float = DEADLINE_S) -> Code:
+def put(store: FileStore, key: str, size: int = 10_000, deadline_s: float = DEADLINE_S) -> ResultCode:
     return store.put([PutOp(key, (memoryview(bytearray(size)),))], deadline_s).result()[0].code
 
 
 def has(store: FileStore, key: str) -> bool:
-    return store.exists([key], DEADLINE_S).result()[0].code is Code.OK
+    return store.exists([key], DEADLINE_S).result()[0].code is ResultCode.OK
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store with one value, closed."""
     store = FileStore(tmp_path / "store", SIZE, unit_bytes=4096)
-    assert put(store, "key") is Code.OK
+    assert put(store, "key") is ResultCode.OK
     store.close()
     return tmp_path / "store"
 
@@ -112,7 +112,7 @@ def test_a_creation_that_was_cut_short_is_done_again(tmp_path: Path, path: Path)
         other = tmp_path / "other"
         other.write_bytes(left_over)
         store = FileStore(other, SIZE, unit_bytes=4096)
-        assert put(store, "key") is Code.OK
+        assert put(store, "key") is ResultCode.OK
         store.close()
         other.unlink()
 
@@ -144,7 +144,7 @@ def test_after_a_restart_of_the_machine_the_store_starts_empty(path: Path) -> No
     patch(path, 1024 + 64, b"\0" * 16)  # where the boot id stands
     store = FileStore(path)
     assert not has(store, "key")
-    assert put(store, "key", size=store.capabilities.max_value_bytes) is Code.OK
+    assert put(store, "key", size=store.capabilities.max_value_bytes) is ResultCode.OK
     store.close()
 
 
@@ -163,13 +163,13 @@ def test_a_stopped_neighbour_costs_a_writer_its_deadline_and_a_reader_nothing(pa
     store = FileStore(path)
     with neighbour_holding_the_lock(path):
         before = time.monotonic()
-        assert put(store, "other", deadline_s=0.1) is Code.TIMEOUT
-        assert store.delete(["key"], 0.1).result()[0].code is Code.TIMEOUT
+        assert put(store, "other", deadline_s=0.1) is ResultCode.TIMEOUT
+        assert store.delete(["key"], 0.1).result()[0].code is ResultCode.TIMEOUT
         assert has(store, "key")
         target = memoryview(bytearray(10_000))
-        assert store.get([GetOp("key", (target,))], DEADLINE_S).result()[0].code is Code.OK
+        assert store.get([GetOp("key", (target,))], DEADLINE_S).result()[0].code is ResultCode.OK
         assert time.monotonic() - before < DEADLINE_S / 2
-    assert put(store, "other") is Code.OK
+    assert put(store, "other") is ResultCode.OK
     store.close()
 
 
@@ -182,7 +182,7 @@ def test_a_change_that_was_not_finished_is_repaired_by_whoever_comes_next(path: 
     store, other = FileStore(path), FileStore(path)
     patch(path, 1024, struct.pack("<Q", 1))  # the mark of a change in progress
     repairs = store.repairs
-    assert put(other, "other") is Code.OK
+    assert put(other, "other") is ResultCode.OK
     assert store.repairs == repairs + 1
     assert has(store, "key")
     assert has(store, "other")
@@ -197,7 +197,7 @@ def test_records_that_are_not_whole_are_dropped_by_a_repair_and_their_room_is_us
     patch(path, record + 200, b"\xff")
     assert not has(store, "key")  # the record's checksum does not fit
     patch(path, 1024, struct.pack("<Q", 1))
-    assert put(store, "whole", size=store.capabilities.max_value_bytes) is Code.OK
+    assert put(store, "whole", size=store.capabilities.max_value_bytes) is ResultCode.OK
     store.close()
 
 
@@ -205,14 +205,14 @@ def test_a_seat_ends_with_whoever_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "seats"
     path.touch()
     fds = [os.open(path, os.O_RDWR) for _ in range(3)]
-    first, second = Membership(fds[0], 2), Membership(fds[1], 2)
+    first, second = ProcessSeat(fds[0], 2), ProcessSeat(fds[1], 2)
     assert (first.seat, second.seat) == (0, 1)
-    assert (first.taken(1), second.taken(0)) == (True, True)
+    assert (first.is_taken(1), second.is_taken(0)) == (True, True)
     with pytest.raises(OSError, match="seats"):
-        Membership(fds[2], 2)
+        ProcessSeat(fds[2], 2)
     os.close(fds[0])  # as the kernel does when a process is killed
-    assert not second.taken(0)
-    assert Membership(fds[2], 2).seat == 0
+    assert not second.is_taken(0)
+    assert ProcessSeat(fds[2], 2).seat == 0
     second.leave()
     for fd in fds[1:]:
         os.close(fd)
@@ -238,12 +238,12 @@ def test_users_of_a_file_that_is_removed_go_on_together_with_a_new_one(path: Pat
     assert not any(has(user, "key") for user in users)
     users.append(FileStore(path))  # a late one
     value = memoryview(os.urandom(10_000))
-    assert users[0].put([PutOp("new", (value,))], DEADLINE_S).result()[0].code is Code.OK
+    assert users[0].put([PutOp("new", (value,))], DEADLINE_S).result()[0].code is ResultCode.OK
     for user in users:
         room = memoryview(bytearray(10_000))
-        assert user.get([GetOp("new", (room,))], DEADLINE_S).result()[0].code is Code.OK
+        assert user.get([GetOp("new", (room,))], DEADLINE_S).result()[0].code is ResultCode.OK
         assert room == value
-        assert user.exists_at_once(["new"]) is not None
+        assert user.exists_nowait(["new"]) is not None
     assert path.stat().st_size == SIZE  # nobody had to say it again
     assert f"{path} (deleted)" not in Path("/proc/self/maps").read_text()
     for user in users:
@@ -252,13 +252,13 @@ def test_users_of_a_file_that_is_removed_go_on_together_with_a_new_one(path: Pat
 
 def test_who_only_asks_without_waiting_notices_as_well(path: Path) -> None:
     store = FileStore(path)
-    assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
+    assert store.exists_nowait(["other"]) == [Result(ResultCode.MISS)]
     path.unlink()
-    until(lambda: store.exists_at_once(["other"]) is None)
+    until(lambda: store.exists_nowait(["other"]) is None)
     assert not has(store, "other")  # whoever waits has it opened anew
-    assert store.exists_at_once(["other"]) == [Result(Code.MISS)]
+    assert store.exists_nowait(["other"]) == [Result(ResultCode.MISS)]
     with store._changing:  # pyright: ignore[reportPrivateUsage]  somebody may be closing what is open
-        assert store.exists_at_once(["other"]) is None
+        assert store.exists_nowait(["other"]) is None
     store.close()
 
 
@@ -266,7 +266,7 @@ def test_what_was_begun_on_a_removed_file_ends_on_it(path: Path) -> None:
     """A value that is being read when the file is replaced comes whole, and is the old one."""
     store = FileStore(path, threads=2)
     value = os.urandom(10_000)
-    assert store.put([PutOp("mine", (memoryview(value),))], DEADLINE_S).result()[0].code is Code.OK
+    assert store.put([PutOp("mine", (memoryview(value),))], DEADLINE_S).result()[0].code is ResultCode.OK
     seen: list[bool] = []
 
     def arrived(nbytes: int) -> None:
@@ -274,8 +274,8 @@ def test_what_was_begun_on_a_removed_file_ends_on_it(path: Path) -> None:
         seen.append(has(store, "mine"))  # the other thread is on a new file by then
 
     rooms = [memoryview(bytearray(10_000)) for _ in range(2)]
-    gets = [GetOp("mine", (rooms[0],), arrived=arrived), GetOp("mine", (rooms[1],))]
-    assert [result.code for result in store.get(gets, DEADLINE_S).result()] == [Code.OK] * 2
+    gets = [GetOp("mine", (rooms[0],), on_complete=arrived), GetOp("mine", (rooms[1],))]
+    assert [result.code for result in store.get(gets, DEADLINE_S).result()] == [ResultCode.OK] * 2
     assert seen == [False]
     assert rooms[0] == rooms[1] == value
     assert not has(store, "mine")
@@ -286,13 +286,13 @@ def test_where_something_else_takes_the_files_place_the_store_is_unavailable_and
     store = FileStore(path)
     path.unlink()
     path.write_text("not a store")
-    assert put(store, "new") is Code.UNAVAILABLE
-    assert store.exists(["new"], DEADLINE_S).result()[0].code is Code.UNAVAILABLE
-    assert store.exists_at_once(["new"]) is None
+    assert put(store, "new") is ResultCode.UNAVAILABLE
+    assert store.exists(["new"], DEADLINE_S).result()[0].code is ResultCode.UNAVAILABLE
+    assert store.exists_nowait(["new"]) is None
     assert path.read_text() == "not a store"
     path.unlink()
     until_s = time.monotonic() + 20
-    while (code := put(store, "new")) is Code.UNAVAILABLE and time.monotonic() < until_s:
+    while (code := put(store, "new")) is ResultCode.UNAVAILABLE and time.monotonic() < until_s:
         time.sleep(0.05)
-    assert code is Code.OK
+    assert code is ResultCode.OK
     store.close()

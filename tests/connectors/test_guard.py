@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.breaker import BreakerLimits, BreakerState
-from kvparams_connectors.alarm import Alarm
+from kvparams.routing.breaker import BreakerLimits, BreakerState
 from kvparams_connectors.conformance import Fault, FaultyStore, Floors, Opener, StoreConformance
+from kvparams_connectors.deadline_timer import DeadlineTimer
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results
-from kvparams_connectors.stores.guard.health import Flight, Health
+from kvparams_connectors.store import BlockingStore, Capabilities, GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.stores.guard.health import InFlightOperation, StoreHealth
 from kvparams_connectors.stores.guard.quarantine import Quarantine
-from kvparams_connectors.stores.guard.rates import Rate
 from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits, open_guarded
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.guard.transfer_rate import TransferRate
+from kvparams_connectors.stores.memory.store import MemoryStore
 from tests.connectors.steps import until
 
 WAIT_S = 20.0
@@ -78,16 +78,16 @@ def broken() -> Iterator[Broken]:
 
 
 def test_a_hanging_store_costs_its_deadline_three_times_and_then_nothing(broken: Broken) -> None:
-    assert broken.put("key").code is Code.OK
+    assert broken.put("key").code is ResultCode.OK
     broken.fault = Fault("late")
     for _ in range(3):
         before = time.monotonic()
-        assert broken.get("key", 0.1).code is Code.TIMEOUT
+        assert broken.get("key", 0.1).code is ResultCode.TIMEOUT
         assert 0.1 <= time.monotonic() - before < 2
     broken.wait_for(BreakerState.OPEN, BreakerState.HALF_OPEN)
     before = time.monotonic()
     for _ in range(200):
-        assert broken.get("key").code is Code.UNAVAILABLE
+        assert broken.get("key").code is ResultCode.UNAVAILABLE
     assert time.monotonic() - before < 1
     assert broken.store.statistics.refused == 200
     assert broken.store.statistics.in_flight == 3  # the store has not let go of their buffers
@@ -98,7 +98,7 @@ def test_without_a_guard_every_operation_costs_the_deadline(broken: Broken) -> N
     broken.fault = Fault("late")
     before = time.monotonic()
     for _ in range(6):
-        assert broken.faulty.exists(["key"], 0.1).result()[0].code is Code.TIMEOUT
+        assert broken.faulty.exists(["key"], 0.1).result()[0].code is ResultCode.TIMEOUT
     assert time.monotonic() - before >= 0.6
 
 
@@ -106,7 +106,7 @@ def test_a_time_out_gives_no_buffer_back_early(broken: Broken) -> None:
     broken.put("key")
     broken.fault = Fault("late")
     job = broken.store.get([GetOp("key", (memoryview(bytearray(4096)),))], 0.05)
-    assert job.result()[0].code is Code.TIMEOUT
+    assert job.result()[0].code is ResultCode.TIMEOUT
     assert not job.settled()
     broken.faulty.gate.set()
     assert job.wait_settled(WAIT_S)
@@ -114,30 +114,30 @@ def test_a_time_out_gives_no_buffer_back_early(broken: Broken) -> None:
 
 def test_a_store_that_is_back_is_noticed_without_any_operation(broken: Broken) -> None:
     broken.put("key")
-    broken.fault = Fault("fail", code=Code.UNAVAILABLE)
+    broken.fault = Fault("fail", code=ResultCode.UNAVAILABLE)
     for _ in range(3):
-        assert broken.get("key").code is Code.UNAVAILABLE
+        assert broken.get("key").code is ResultCode.UNAVAILABLE
     assert broken.store.statistics.opened >= 1
     broken.asked.clear()
     until(lambda: broken.store.statistics.probes >= 2)  # it is asked again and again
     assert set(broken.asked) == {"exists kvparams-probe"}
     broken.fault = None
     broken.wait_for(BreakerState.HALF_OPEN)
-    until(lambda: broken.get("key").code is Code.OK)
+    until(lambda: broken.get("key").code is ResultCode.OK)
     broken.wait_for(BreakerState.CLOSED)
-    assert broken.get("key").code is Code.OK
+    assert broken.get("key").code is ResultCode.OK
 
 
 def test_one_operation_is_tried_when_only_the_probe_goes_well(broken: Broken) -> None:
     """A store may answer lookups and nothing else."""
     broken.put("key")
-    failing = Fault("fail", code=Code.UNAVAILABLE)
+    failing = Fault("fail", code=ResultCode.UNAVAILABLE)
     half = FaultyStore(broken.memory, lambda operation, _: failing if operation == "get" else None)
     store = GuardedStore(half, LIMITS)
     target = memoryview(bytearray(4096))
 
     def failures() -> int:
-        assert store.get([GetOp("key", (target,))], WAIT_S).result()[0].code is Code.UNAVAILABLE
+        assert store.get([GetOp("key", (target,))], WAIT_S).result()[0].code is ResultCode.UNAVAILABLE
         return store.statistics.failed
 
     until(lambda: failures() == 3)
@@ -149,7 +149,14 @@ def test_one_operation_is_tried_when_only_the_probe_goes_well(broken: Broken) ->
 
 def test_failures_of_keys_are_no_failures_of_the_store(broken: Broken) -> None:
     """The control: misses, full, refused and damaged values never open the breaker."""
-    for code in (Code.MISS, Code.FULL, Code.DENIED, Code.CORRUPT, Code.TOO_LARGE, Code.INVALID):
+    for code in (
+        ResultCode.MISS,
+        ResultCode.FULL,
+        ResultCode.DENIED,
+        ResultCode.CORRUPT,
+        ResultCode.TOO_LARGE,
+        ResultCode.INVALID,
+    ):
         broken.fault = Fault("fail", code=code)
         for number in range(12):
             broken.get(f"{code.value}-{number}")
@@ -161,17 +168,17 @@ def test_a_deadline_that_was_too_short_is_not_the_stores_fault(broken: Broken) -
     for _ in range(20):
         broken.get("key", 0.0)
     assert broken.store.statistics.state is BreakerState.CLOSED
-    assert broken.get("key").code is Code.MISS
+    assert broken.get("key").code is ResultCode.MISS
 
 
 def test_only_so_much_is_in_flight() -> None:
     broken = Broken(GuardLimits(breaker=QUICK, in_flight=4))
     broken.fault = Fault("late")
     jobs = [broken.store.exists(["key"], WAIT_S) for _ in range(10)]
-    assert [job.result()[0].code for job in jobs[4:]] == [Code.UNAVAILABLE] * 6
+    assert [job.result()[0].code for job in jobs[4:]] == [ResultCode.UNAVAILABLE] * 6
     assert broken.store.statistics.in_flight == 4
     broken.faulty.gate.set()
-    assert [job.result()[0].code for job in jobs[:4]] == [Code.MISS] * 4
+    assert [job.result()[0].code for job in jobs[:4]] == [ResultCode.MISS] * 4
     until(lambda: broken.store.statistics.in_flight == 0)
     broken.store.close()
     broken.memory.close()
@@ -181,30 +188,30 @@ def test_no_operation_gets_more_than_the_guards_deadline() -> None:
     broken = Broken(GuardLimits(deadline_s=0.05))
     broken.fault = Fault("late")
     before = time.monotonic()
-    assert broken.get("key", WAIT_S).code is Code.TIMEOUT
+    assert broken.get("key", WAIT_S).code is ResultCode.TIMEOUT
     assert time.monotonic() - before < WAIT_S / 2
     broken.faulty.gate.set()
     broken.store.close()
     broken.memory.close()
 
 
-class Raising(LaneStore):
+class Raising(BlockingStore):
     """A store that breaks the contract: it raises where it should answer."""
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(persistent=False, shared=False, max_value_bytes=1 << 20)
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         raise NotImplementedError
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         raise NotImplementedError
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         raise NotImplementedError
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         raise NotImplementedError
 
     def release(self) -> None:
@@ -217,8 +224,8 @@ class Raising(LaneStore):
 def test_a_store_that_raises_is_a_store_that_fails() -> None:
     store = GuardedStore(Raising("raising"), LIMITS)
     for _ in range(3):
-        assert store.exists(["a", "b"], WAIT_S).result() == [Result(Code.INTERNAL)] * 2
-    assert store.exists(["a", "b"], WAIT_S).result() == [Result(Code.UNAVAILABLE)] * 2
+        assert store.exists(["a", "b"], WAIT_S).result() == [Result(ResultCode.INTERNAL)] * 2
+    assert store.exists(["a", "b"], WAIT_S).result() == [Result(ResultCode.UNAVAILABLE)] * 2
     until(lambda: store.statistics.probes >= 2)  # the background survives it as well
     store.close()
 
@@ -229,39 +236,39 @@ def test_a_store_that_raises_is_a_store_that_fails() -> None:
 def test_a_damaged_value_is_a_miss_until_it_is_stored_anew(broken: Broken) -> None:
     broken.put("bad", b"damaged")
     broken.put("good")
-    assert broken.get("bad").code is Code.OK  # the control
+    assert broken.get("bad").code is ResultCode.OK  # the control
     broken.store.quarantine(["bad"])
-    assert broken.get("bad").code is Code.MISS
+    assert broken.get("bad").code is ResultCode.MISS
     found = broken.store.exists(["good", "bad", "good"], WAIT_S).result()
-    assert found == [Result(Code.OK, 7), Result(Code.MISS), Result(Code.OK, 7)]
+    assert found == [Result(ResultCode.OK, 7), Result(ResultCode.MISS), Result(ResultCode.OK, 7)]
     broken.asked.clear()
     broken.get("bad")
     assert broken.asked == []  # it is not even asked for
-    assert broken.put("bad").code is Code.EXISTS  # the damaged one is still there
-    assert broken.get("bad").code is Code.MISS
-    assert broken.store.delete(["bad"], WAIT_S).result()[0].code is Code.OK
-    assert broken.put("bad", b"whole").code is Code.OK
-    assert broken.get("bad") == Result(Code.OK, 5)
+    assert broken.put("bad").code is ResultCode.EXISTS  # the damaged one is still there
+    assert broken.get("bad").code is ResultCode.MISS
+    assert broken.store.delete(["bad"], WAIT_S).result()[0].code is ResultCode.OK
+    assert broken.put("bad", b"whole").code is ResultCode.OK
+    assert broken.get("bad") == Result(ResultCode.OK, 5)
 
 
 def test_who_hears_that_a_put_has_ended_finds_what_it_has_put(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the guard takes to note it: it does so first."""
     noted = GuardedStore._settled  # pyright: ignore[reportPrivateUsage]
 
-    def settled(self: GuardedStore, flight: Flight, results: Results | None) -> None:
+    def settled(self: GuardedStore, flight: InFlightOperation, results: Results | None) -> None:
         time.sleep(0.05)
         noted(self, flight, results)
 
     broken.store.quarantine(["bad"])
     monkeypatch.setattr(GuardedStore, "_settled", settled)
-    assert broken.put("bad").code is Code.OK
-    assert broken.get("bad") == Result(Code.OK, 7)
+    assert broken.put("bad").code is ResultCode.OK
+    assert broken.get("bad") == Result(ResultCode.OK, 7)
 
 
 def test_what_the_store_itself_calls_damaged_goes_into_quarantine(broken: Broken) -> None:
-    broken.fault = Fault("fail", code=Code.CORRUPT)
-    assert broken.get("bad").code is Code.CORRUPT
-    assert broken.get("bad").code is Code.MISS
+    broken.fault = Fault("fail", code=ResultCode.CORRUPT)
+    assert broken.get("bad").code is ResultCode.CORRUPT
+    assert broken.get("bad").code is ResultCode.MISS
     assert broken.store.statistics.corrupt == 1
     assert broken.store.statistics.quarantined == 1
 
@@ -282,10 +289,10 @@ def test_a_quarantine_is_bounded_in_number_and_time() -> None:
 
 @given(st.floats(1e-5, 1e-2), st.floats(1e8, 1e10))
 def test_latency_and_bandwidth_are_told_apart(latency: float, bandwidth: float) -> None:
-    rate = Rate()
+    rate = TransferRate()
     for number in range(100):
         nbytes = (1 + number % 7) << 20
-        rate.saw(nbytes, latency + nbytes / bandwidth)
+        rate.record(nbytes, latency + nbytes / bandwidth)
     for nbytes in (1 << 18, 3 << 20, 32 << 20):
         expected = latency + nbytes / bandwidth
         assert rate.expected_s(nbytes) == pytest.approx(expected, rel=0.05)
@@ -293,11 +300,11 @@ def test_latency_and_bandwidth_are_told_apart(latency: float, bandwidth: float) 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 100)), min_size=1, max_size=50))
 def test_an_expectation_is_never_negative_and_grows_with_the_bytes(seen: list[tuple[int, float]]) -> None:
-    rate = Rate()
+    rate = TransferRate()
     assert rate.expected_s(1) is None
     assert rate.bytes_per_s is None
     for nbytes, seconds in seen:
-        rate.saw(nbytes, seconds)
+        rate.record(nbytes, seconds)
     few, many = rate.expected_s(1000), rate.expected_s(1_000_000)
     assert few is not None
     assert many is not None
@@ -305,11 +312,11 @@ def test_an_expectation_is_never_negative_and_grows_with_the_bytes(seen: list[tu
 
 
 def test_a_store_that_became_slow_is_expected_to_be_slow(broken: Broken) -> None:
-    rate = Rate()
+    rate = TransferRate()
     for _ in range(1000):
-        rate.saw(1 << 20, 0.001)
+        rate.record(1 << 20, 0.001)
     for _ in range(100):
-        rate.saw(1 << 20, 0.1)
+        rate.record(1 << 20, 0.1)
     assert rate.expected_s(1 << 20) == pytest.approx(0.1, rel=0.1)
     assert broken.store.statistics.get_bytes_per_s is None
     broken.put("key", bytes(4096))
@@ -333,25 +340,27 @@ def test_an_engine_opens_what_can_fail_with_a_guard(scheme: str, guarded: bool, 
 
 
 def test_a_time_out_is_counted_once_and_what_began_before_says_nothing() -> None:
-    health = Health(GuardLimits(breaker=BreakerLimits(consecutive=2, window=4, failures=4, open_s=1.0, longest_s=4.0)))
+    health = StoreHealth(
+        GuardLimits(breaker=BreakerLimits(consecutive=2, window=4, failures=4, open_s=1.0, longest_s=4.0))
+    )
     flights = [health.admit("get", ["a"], 1, 1.0, 0.0) for _ in range(3)]
     assert health.next_time() == 1.0
-    assert health.overdue(1.0)
+    assert health.expire_deadlines(1.0)
     assert health.admit("get", ["a"], 1, 1.0, 1.0) is None
     assert not health.begin_probe(1.5)
     assert health.begin_probe(2.0)
     assert health.admit("get", ["a"], 1, 1.0, 2.0) is None  # the probe is the trial
     for flight in flights:
         assert flight is not None
-        assert health.settled(flight, [Result(Code.OK, 1)], 2.1) is None
-    health.probed(2.2, good=False)
+        assert health.operation_settled(flight, [Result(ResultCode.OK, 1)], 2.1) is None
+    health.record_probe(2.2, good=False)
     assert health.next_time() == pytest.approx(4.2)  # twice as long
     assert health.begin_probe(4.2)
-    health.probed(4.3, good=True)
+    health.record_probe(4.3, good=True)
     trial = health.admit("get", ["a"], 1, 1.0, 4.4)
     assert trial is not None
     assert health.admit("get", ["a"], 1, 1.0, 4.4) is None  # one at a time
-    assert health.settled(trial, [Result(Code.OK, 1)], 4.5) is False
+    assert health.operation_settled(trial, [Result(ResultCode.OK, 1)], 4.5) is False
     assert health.statistics().timed_out == 3
     assert health.statistics().state is BreakerState.CLOSED
 
@@ -376,13 +385,13 @@ def test_an_alarm_rings_at_the_earliest_time_and_outlives_what_it_calls() -> Non
         done.set()
         return None
 
-    alarm = Alarm("test", ring)
+    alarm = DeadlineTimer("test", ring)
     start = time.monotonic()
-    alarm.no_later_than(start + WAIT_S)
-    alarm.no_later_than(start + 0.01)
+    alarm.schedule(start + WAIT_S)
+    alarm.schedule(start + 0.01)
     assert done.wait(WAIT_S)
     assert rung[0] >= start + 0.01
     assert rung[1] >= rung[0] + 0.01
     alarm.close()
-    alarm.no_later_than(0.0)
+    alarm.schedule(0.0)
     assert len(rung) == 3

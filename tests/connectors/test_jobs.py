@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.jobs import Job, Lane
+from kvparams_connectors.jobs import Job, WorkerPool
 
 WAIT_S = 10.0
 
@@ -67,10 +67,10 @@ def test_a_job_ends_once() -> None:
 def test_some_hear_before_those_who_wait() -> None:
     job = a_job()
     heard: list[object] = []
-    job.before_done(lambda value: heard.append((value, job.done(), job.settled())))
-    job.before_done(lambda value: heard.append(value))
+    job.add_before_done_callback(lambda value: heard.append((value, job.done(), job.settled())))
+    job.add_before_done_callback(lambda value: heard.append(value))
     job.finish("value")
-    job.before_done(lambda value: heard.append(value))  # too late to be before
+    job.add_before_done_callback(lambda value: heard.append(value))  # too late to be before
     assert heard == [("value", False, False), "value", "value"]
     assert (job.done(), job.settled(), job.result()) == (True, True, "value")
 
@@ -79,12 +79,12 @@ def test_they_hear_what_those_who_wait_hear() -> None:
     late, failed = a_job(0.0), a_job()
     heard: list[object] = []
     for job in (late, failed):
-        job.before_done(heard.append)
+        job.add_before_done_callback(heard.append)
     assert late.done()
     late.finish("too late")
     failed.fail(OSError("broken"))
     assert heard == ["timed out", None]
-    failed.before_done(heard.append)
+    failed.add_before_done_callback(heard.append)
     assert heard[2:] == [None]
 
 
@@ -94,7 +94,7 @@ def test_a_job_ends_although_who_hears_first_raises() -> None:
     def defect(value: str | None) -> None:
         raise OSError(value)
 
-    job.before_done(defect)
+    job.add_before_done_callback(defect)
     with pytest.raises(OSError, match="value"):
         job.finish("value")
     assert (job.settled(), job.result()) == (True, "value")
@@ -103,10 +103,10 @@ def test_a_job_ends_although_who_hears_first_raises() -> None:
 def test_who_comes_while_others_hear_first_hears_at_the_end() -> None:
     job = a_job()
     go, heard = threading.Event(), list[object]()
-    job.before_done(lambda _: go.wait(WAIT_S))
+    job.add_before_done_callback(lambda _: go.wait(WAIT_S))
     with ThreadPoolExecutor(2) as pool:
         ending = pool.submit(job.finish, "value")
-        coming = pool.submit(job.before_done, heard.append)
+        coming = pool.submit(job.add_before_done_callback, heard.append)
         go.set()
         ending.result(WAIT_S)
         coming.result(WAIT_S)
@@ -116,17 +116,17 @@ def test_who_comes_while_others_hear_first_hears_at_the_end() -> None:
 def test_callbacks_come_when_the_work_has_ended_and_once() -> None:
     job = a_job(0.0)
     calls: list[str] = []
-    job.on_settled(lambda: calls.append("before"))
+    job.add_settled_callback(lambda: calls.append("before"))
     assert job.done()
     assert calls == []  # the deadline has passed, the work has not ended
     job.finish("value")
-    job.on_settled(lambda: calls.append("after"))
+    job.add_settled_callback(lambda: calls.append("after"))
     assert calls == ["before", "after"]
 
 
 def test_an_offer_is_what_the_deadline_finds() -> None:
     job = a_job(0.0)
-    job.offer("half")
+    job.set_partial_result("half")
     assert job.result() == "half"
     job.finish("whole")
     assert job.result() == "half"
@@ -138,10 +138,10 @@ def test_a_section_holds_the_wait_back_and_is_refused_when_the_wait_is_over() ->
     leave = threading.Event()
 
     def work() -> list[bool]:
-        with job.section() as first:
+        with job.guarded_section() as first:
             entered.set()
             leave.wait(WAIT_S)
-        with job.section() as second:
+        with job.guarded_section() as second:
             pass
         return [first, second]
 
@@ -176,7 +176,7 @@ def test_a_derived_job_finds_at_its_deadline_what_its_origin_had_reached() -> No
     job = a_job(0.0)
     derived = job.then(len)
     further = derived.then(str)
-    job.offer("half")
+    job.set_partial_result("half")
     assert further.result() == "4"
     assert derived.result() == 4
     assert not derived.settled()
@@ -185,7 +185,7 @@ def test_a_derived_job_finds_at_its_deadline_what_its_origin_had_reached() -> No
 
 
 async def test_awaiting_gives_the_result_of_another_thread() -> None:
-    lane = Lane("test")
+    lane = WorkerPool("test")
     job = lane.submit(lambda _: "value", WAIT_S, timed_out="timed out", refused="refused")
     assert await job == "value"
     assert await job == "value"
@@ -204,7 +204,7 @@ async def test_awaiting_lets_a_section_finish() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
-        with job.section():
+        with job.guarded_section():
             entered.set()
             leave.wait(WAIT_S)
 
@@ -244,7 +244,7 @@ def test_a_job_that_settles_after_its_loop_was_closed_hurts_nobody() -> None:
 
 
 def test_a_lane_does_jobs_in_order() -> None:
-    lane = Lane("test")
+    lane = WorkerPool("test")
     order: list[int] = []
     jobs = [
         lane.submit(lambda _, number=number: order.append(number), WAIT_S, timed_out=None, refused=None)
@@ -256,7 +256,7 @@ def test_a_lane_does_jobs_in_order() -> None:
 
 
 def test_work_whose_deadline_passed_while_it_waited_is_not_started() -> None:
-    lane = Lane("test")
+    lane = WorkerPool("test")
     gate = threading.Event()
     started: list[str] = []
     first = lane.submit(lambda _: str(gate.wait(WAIT_S)), WAIT_S, timed_out="timed out", refused="refused")
@@ -271,7 +271,7 @@ def test_work_whose_deadline_passed_while_it_waited_is_not_started() -> None:
 
 
 def test_a_full_or_closed_lane_refuses() -> None:
-    lane = Lane("test", max_waiting=1)
+    lane = WorkerPool("test", max_waiting=1)
     gate, running = threading.Event(), threading.Event()
 
     def work(_: Job[str]) -> str:
@@ -292,7 +292,7 @@ def test_a_full_or_closed_lane_refuses() -> None:
 
 
 def test_closing_a_lane_gives_up_on_stuck_work_in_time() -> None:
-    lane = Lane("test")
+    lane = WorkerPool("test")
     gate = threading.Event()
     job = lane.submit(lambda _: gate.wait(WAIT_S), WAIT_S, timed_out=False, refused=False)
     assert not lane.close(0.05)
@@ -302,7 +302,7 @@ def test_closing_a_lane_gives_up_on_stuck_work_in_time() -> None:
 
 
 def test_an_exception_in_the_work_does_not_end_the_thread() -> None:
-    lane = Lane("test")
+    lane = WorkerPool("test")
 
     def broken(_: Job[int]) -> int:
         raise ValueError("broken")
@@ -326,8 +326,8 @@ def test_slots_are_apart_aligned_and_keep_what_is_written() -> None:
     assert len(arena.memory) == arena.slots * 1024
     assert arena.lease() is None
     for slot in slots:
-        slot.give_back()
-    assert arena.free == arena.slots
+        slot.release()
+    assert arena.free_slots == arena.slots
 
 
 def test_an_arena_has_at_least_one_slot() -> None:
@@ -340,12 +340,12 @@ def test_a_slot_is_given_back_once_even_if_it_was_leased_again() -> None:
     arena = Arena(64, 64)
     first = arena.lease()
     assert first is not None
-    first.give_back()
+    first.release()
     second = arena.lease()
     assert second is not None
     with pytest.raises(RuntimeError):
-        first.give_back()
-    assert arena.free == 0
+        first.release()
+    assert arena.free_slots == 0
 
 
 def test_a_lease_waits_for_a_slot_within_its_bound() -> None:
@@ -355,5 +355,5 @@ def test_a_lease_waits_for_a_slot_within_its_bound() -> None:
     assert arena.lease(0.01) is None
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(arena.lease, WAIT_S)
-        first.give_back()
+        first.release()
         assert waiting.result(WAIT_S) is not None

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.settings import StoreError, StoreUnreachable
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
-from kvparams_connectors.stores.guard.late import LateStore
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError, StoreUnreachable
+from kvparams_connectors.stores.guard.deferred_store import DeferredStore
 from kvparams_connectors.stores.guard.store import open_guarded
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 
 WORDS = b"what was put"
@@ -28,11 +28,11 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
         server.kill()
 
 
-def put(store: KVStore) -> Code:
+def put(store: KVStore) -> ResultCode:
     return store.put([PutOp("key", (memoryview(WORDS),))]).result()[0].code
 
 
-def get(store: KVStore) -> tuple[Code, bytes]:
+def get(store: KVStore) -> tuple[ResultCode, bytes]:
     into = bytearray(len(WORDS))
     found = store.get([GetOp("key", (memoryview(into),))]).result()[0]
     return found.code, bytes(into)
@@ -52,13 +52,13 @@ def test_it_costs_nothing_while_it_is_away_and_is_used_when_it_is_there(
         began = time.monotonic()
         answers = [put(store) for _ in range(20)]
         assert time.monotonic() - began < 1
-        assert set(answers) == {Code.UNAVAILABLE}
+        assert set(answers) == {ResultCode.UNAVAILABLE}
         for found in (store.exists(["key", "other"]), store.delete(["key", "other"]), store.discard(["key", "other"])):
             answers_of = found.then(lambda results: [result.code for result in results])  # what a connector does
-            assert answers_of.result() == [Code.UNAVAILABLE] * 2
+            assert answers_of.result() == [ResultCode.UNAVAILABLE] * 2
         server.start()
-        wait_until(lambda: put(store) in (Code.OK, Code.EXISTS), pause_s=0.1)
-        assert get(store) == (Code.OK, WORDS)
+        wait_until(lambda: put(store) in (ResultCode.OK, ResultCode.EXISTS), pause_s=0.1)
+        assert get(store) == (ResultCode.OK, WORDS)
         assert store.capabilities.shared
     finally:
         store.close()
@@ -94,23 +94,23 @@ class Opening:
 def test_attempts_are_apart_and_what_is_wrong_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     wrong = StoreError("the password is wrong")
     opening = Opening(StoreUnreachable("away"), wrong, wrong, ZeroDivisionError(), wrong)
-    store = LateStore(opening, "test", pause_s=0.02)
+    store = DeferredStore(opening, "test", pause_s=0.02)
     try:
-        assert put(store) is Code.UNAVAILABLE
+        assert put(store) is ResultCode.UNAVAILABLE
         assert opening.tries == 0  # it has just been tried
-        wait_until(lambda: put(store) is Code.OK)
+        wait_until(lambda: put(store) is ResultCode.OK)
         assert opening.tries == 6
         assert caplog.text.count("the password is wrong") == 2  # again after another failure
-        assert get(store) == (Code.OK, WORDS)
+        assert get(store) == (ResultCode.OK, WORDS)
     finally:
         store.close()
 
 
 def test_a_store_that_is_opened_while_its_user_closes_is_closed_too() -> None:
     opening = Opening()
-    store = LateStore(opening, "test", pause_s=0.0)
+    store = DeferredStore(opening, "test", pause_s=0.0)
     put(store)
     store.close()
     store.close()
-    assert put(store) is Code.UNAVAILABLE
-    assert all(put(made) is Code.UNAVAILABLE for made in opening.made)
+    assert put(store) is ResultCode.UNAVAILABLE
+    assert all(put(made) is ResultCode.UNAVAILABLE for made in opening.made)

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from kvparams_connectors.conformance.toy_engine import SPACE, WAIT_S, a_toy, saved, table
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.devices import Event
+from kvparams_connectors.conformance.toy_engine import SPACE, WAIT_S, block_table, save_sequence, toy_engine
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.reports import LoadReport
-from kvparams_connectors.staging import Copy, HostMover
-from kvparams_connectors.store import Code
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.store import ResultCode
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.block_copier import HostBlockCopier, PageCopy
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.transfer.devices import DeviceEvent
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.reports import LoadReport
 
 
-class OvertakenMover(HostMover):
+class OvertakenMover(HostBlockCopier):
     """While it writes the second page, the deadline of the load passes."""
 
     def __init__(self, layout: PagedKVLayout) -> None:
@@ -25,7 +25,7 @@ class OvertakenMover(HostMover):
         self.loads: queue.Queue[Job[LoadReport]] = queue.Queue()
         self.writes = 0
 
-    def scatter(self, block_ids: Sequence[int], copies: Sequence[Copy], fence: Event | None) -> None:
+    def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
         super().scatter(block_ids, copies, fence)
         self.writes += 1
         if self.writes == 2:
@@ -36,18 +36,18 @@ class OvertakenMover(HostMover):
 def test_the_pages_behind_the_one_that_was_written_at_the_deadline_are_not_written() -> None:
     """All eight pages are there, whole and verified, when the deadline passes; six of them are too late."""
     store = MemoryStore(4 << 20, unit_bytes=4096)
-    plan, wanted = saved(store, 64)
-    with a_toy(store) as engine:
+    plan, wanted = save_sequence(store, 64)
+    with toy_engine(store) as engine:
         layout = PagedKVLayout.from_stacked(engine.tensor)
         mover = OvertakenMover(layout)
         connector = KVStoreConnector(store, SPACE, layout, ConnectorSettings(deadline_s=1.0), mover=mover)
-        load = connector.load(plan, table(2), 0, 64)
+        load = connector.load(plan, block_table(2), 0, 64)
         mover.loads.put(load)
         report = load.result()
-        assert report.failure is Code.TIMEOUT
+        assert report.failure is ResultCode.TIMEOUT
         assert load.wait_settled(WAIT_S)
         assert (report.end_token, report.pages, mover.writes) == (16, 2, 2)
-        assert torch.equal(engine.sequence(table(2))[:, :, :16], wanted[:, :, :16])
+        assert torch.equal(engine.sequence(block_table(2))[:, :, :16], wanted[:, :, :16])
         assert int((engine.tensor != 0).sum()) == wanted[:, :, :16].numel()
         connector.close()
     store.close()

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.keys import Geometry, Namespace, Rectangle
-from kvparams_connectors.layout import LayoutError, PagedKVLayout
+from kvparams.keys import Geometry, KVShard, Namespace
+from kvparams_connectors.transfer.layout import LayoutError, PagedKVLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
 
@@ -160,10 +160,10 @@ def test_stacked_tensors_that_are_not_understood_are_refused(shape: tuple[int, .
 
 def test_a_rectangle_says_which_part_of_the_model_the_tensors_are() -> None:
     namespace = Namespace("model", "revision", "float32", Geometry(6, 4, 8, 8), 16)
-    part = PagedKVLayout([A, A], [A, A], rectangle=Rectangle(2, 4, 2, 4))
+    part = PagedKVLayout([A, A], [A, A], rectangle=KVShard(2, 4, 2, 4))
     part.check(namespace)
     with pytest.raises(LayoutError):
-        PagedKVLayout([A, A], [A, A], rectangle=Rectangle(2, 5, 2, 4))
+        PagedKVLayout([A, A], [A, A], rectangle=KVShard(2, 5, 2, 4))
     for wrong in (
         replace(namespace, dtype="bfloat16"),
         replace(namespace, geometry=Geometry(3, 4, 8, 8)),

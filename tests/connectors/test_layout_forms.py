@@ -6,18 +6,18 @@ from random import Random
 import pytest
 import torch
 
-from kvparams.keys import DTYPE_BYTES, Geometry, Rectangle
-from kvparams_connectors.layout import LayoutError, PagedKVLayout
-from kvparams_connectors.layout_forms import FORMS, CacheSpec, Form, read_spec
+from kvparams.keys import DTYPE_BYTES, Geometry, KVShard
+from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheLayout, CacheSpec, read_cache_spec
+from kvparams_connectors.transfer.layout import LayoutError, PagedKVLayout
 from tests.connectors.kv_oracle import PHYSICAL, TORCH, engine_tensors, payload, same_bits, truth
 
 SHAPE = Geometry(layers=3, kv_heads=2, k_dim=8, v_dim=8)
 LATENT = Geometry(layers=3, kv_heads=1, k_dim=12, v_dim=0)
 BLOCKS = 9
-BY_NAME = {form.name: form for form in FORMS}
+BY_NAME = {form.name: form for form in CACHE_LAYOUTS}
 
 
-def shape_of(form: Form) -> Geometry:
+def shape_of(form: CacheLayout) -> Geometry:
     return LATENT if form.name == "mla" else SHAPE
 
 
@@ -26,13 +26,13 @@ def spec_of(shape: Geometry, block_size: int, dtype: str) -> CacheSpec:
 
 
 def check(
-    form: Form, dtype: str, block_size: int, *, physical: str | None = None, shape: Geometry | None = None
+    form: CacheLayout, dtype: str, block_size: int, *, physical: str | None = None, shape: Geometry | None = None
 ) -> None:
     """Gather from, and scatter to, tensors that were filled by loops; page from inside a block to inside another."""
     shape = shape or shape_of(form)
     tokens = 2 * block_size + 5
     kv = truth(shape, tokens, dtype, seed=block_size)
-    whole = Rectangle.whole(shape)
+    whole = KVShard.whole(shape)
     blocks = Random(block_size).sample(range(BLOCKS), -(-tokens // block_size))
 
     def tensors(filled: int | None) -> list[torch.Tensor]:
@@ -177,16 +177,14 @@ def test_control_a_layout_that_is_read_wrongly_gives_other_bytes() -> None:
         shape = Geometry(1, heads, 8, 8)
         kv = truth(shape, 16, "float16", seed=1)
         form = BY_NAME[right]
-        tensors = engine_tensors(
-            form.dims, kv, Rectangle.whole(shape), [3], num_blocks=5, block_size=16, dtype="float16"
-        )
+        tensors = engine_tensors(form.dims, kv, KVShard.whole(shape), [3], num_blocks=5, block_size=16, dtype="float16")
         pages: list[bytes] = []
         for name in (right, wrong):
             layout = PagedKVLayout.from_engine(tensors, replace(SPEC, kv_heads=heads), form=name)
             page = memoryview(bytearray(layout.payload_bytes(16)))
             layout.gather([3], 0, 16, page)
             pages.append(bytes(page))
-        assert pages[0] == payload(kv, Rectangle.whole(shape), 0, 16)
+        assert pages[0] == payload(kv, KVShard.whole(shape), 0, 16)
         assert pages[0] != pages[1]
 
 
@@ -217,16 +215,16 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 def test_a_cache_spec_is_read_from_the_engines_own() -> None:
-    assert read_spec(FullAttentionSpec()) == CacheSpec(32, 4, 64, 64, "bfloat16")
-    assert read_spec(MLAAttentionSpec()) == CacheSpec(32, 1, 576, 0, "bfloat16")
+    assert read_cache_spec(FullAttentionSpec()) == CacheSpec(32, 4, 64, 64, "bfloat16")
+    assert read_cache_spec(MLAAttentionSpec()) == CacheSpec(32, 1, 576, 0, "bfloat16")
     fp8 = FullAttentionSpec(dtype=torch.uint8)
-    assert read_spec(fp8, cache_dtype="float8_e4m3fn").dtype == "float8_e4m3fn"
+    assert read_cache_spec(fp8, cache_dtype="float8_e4m3fn").dtype == "float8_e4m3fn"
     with pytest.raises(LayoutError, match="cache_dtype="):
-        read_spec(fp8)
+        read_cache_spec(fp8)
     with pytest.raises(LayoutError, match="MambaSpec is not known"):
-        read_spec(MambaSpec())
+        read_cache_spec(MambaSpec())
     with pytest.raises(LayoutError, match=r"MambaSpec is not known here; known: .*SlidingWindowSpec"):
-        read_spec(MambaSpec(), windows=True)
-    assert read_spec(SlidingWindowSpec(), windows=True) == CacheSpec(32, 4, 64, 64, "bfloat16")
+        read_cache_spec(MambaSpec(), windows=True)
+    assert read_cache_spec(SlidingWindowSpec(), windows=True) == CacheSpec(32, 4, 64, 64, "bfloat16")
     with pytest.raises(LayoutError, match="SlidingWindowSpec is not known"):
-        read_spec(SlidingWindowSpec())  # by whoever takes it that all blocks are kept
+        read_cache_spec(SlidingWindowSpec())  # by whoever takes it that all blocks are kept

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams_connectors.settings import StoreError, StoreURL
-from kvparams_connectors.stores.lmcache.mp_memory import HEAD_BYTES, PoolMemory
-from kvparams_connectors.stores.lmcache.mp_native import Library, token_ids
+from kvparams_connectors.store_url import StoreError, StoreURL
+from kvparams_connectors.stores.lmcache.mp_client import LMCacheMPLibrary, pseudo_token_ids
+from kvparams_connectors.stores.lmcache.mp_shared_memory import HEAD_BYTES, SharedPoolMemory
 from kvparams_connectors.stores.lmcache.mp_store import open_url
 from tests.connectors.lmcache_env import ROOT, environment, python
 
@@ -54,18 +54,18 @@ def test_without_lmcache_it_is_said_what_to_install() -> None:
     """The environment of this project has none: LMCache pins old versions of what it uses."""
     assert importlib.util.find_spec("lmcache") is None
     with pytest.raises(StoreError, match=r"pip install 'kvparams\[lmcache\]'"):
-        Library()
+        LMCacheMPLibrary()
     with pytest.raises(StoreError, match="unknown setting size"):
         open_url(StoreURL.parse("lmcache-mp://127.0.0.1:5555?size=1GiB"))
 
 
 @given(st.text(st.characters(codec="ascii"), max_size=128), st.text(st.characters(codec="ascii"), max_size=128))
 def test_keys_have_tokens_of_their_own(one: str, other: str) -> None:
-    tokens = token_ids(one, 256)
+    tokens = pseudo_token_ids(one, 256)
     assert len(tokens) == 256
     assert all(0 <= token < 1 << 31 for token in tokens)
-    assert tokens == token_ids(one, 256)
-    assert (tokens == token_ids(other, 256)) is (one == other)
+    assert tokens == pseudo_token_ids(one, 256)
+    assert (tokens == pseudo_token_ids(other, 256)) is (one == other)
 
 
 # ---- memory
@@ -84,7 +84,7 @@ def slot_at(offset: int, length: int) -> dict[str, object]:
 
 
 def test_a_value_comes_back_and_only_under_its_key(name: str) -> None:
-    memory = PoolMemory(f"/{name}", 1 << 16)
+    memory = SharedPoolMemory(f"/{name}", 1 << 16)
     slot = (4096, 4096)
     assert memory.slot(slot_at(*slot)) == slot
     memory.write(slot, "key", [memoryview(b"ab"), memoryview(b""), memoryview(b"cde")], 5)
@@ -101,7 +101,7 @@ def test_a_value_comes_back_and_only_under_its_key(name: str) -> None:
 
 
 def test_a_length_that_cannot_be_is_no_value(name: str) -> None:
-    memory = PoolMemory(name, 1 << 16)
+    memory = SharedPoolMemory(name, 1 << 16)
     memory.write((0, 4096), "key", [memoryview(b"x")], 1)
     with Path(f"/dev/shm/{name}").open("r+b") as file:
         file.write((4096 - HEAD_BYTES + 1).to_bytes(8, "little"))
@@ -123,14 +123,14 @@ def test_a_length_that_cannot_be_is_no_value(name: str) -> None:
     ],
 )
 def test_an_answer_that_leads_out_of_the_pool_is_none(name: str, answer: object) -> None:
-    memory = PoolMemory(name, 1 << 16)
+    memory = SharedPoolMemory(name, 1 << 16)
     assert memory.slot(answer) is None
     memory.close()
 
 
 def test_memory_of_a_server_that_was_started_anew_is_not_current(name: str) -> None:
     path = Path(f"/dev/shm/{name}")
-    memory = PoolMemory(name, 1 << 16)
+    memory = SharedPoolMemory(name, 1 << 16)
     assert memory.current
     kept = path.with_name(f"{name}-kept")
     path.rename(kept)  # so that the new file cannot get the number of the old one
@@ -144,4 +144,4 @@ def test_memory_of_a_server_that_was_started_anew_is_not_current(name: str) -> N
 @pytest.mark.parametrize("wrong", ["", "../etc/passwd", "no-such-memory", "a b"])
 def test_memory_that_is_not_there_is_said_in_words(wrong: str) -> None:
     with pytest.raises(StoreError, match=r"shares no memory|cannot be mapped"):
-        PoolMemory(wrong, 4096)
+        SharedPoolMemory(wrong, 4096)

@@ -17,12 +17,12 @@ import valkey
 
 from benchmarks.lmcache_process import ChunkShape, LMCacheError, LMCacheWorker, Spec
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.engines.lmcache.chunks import Chunk, ChunkForm
+from kvparams_connectors.engines.lmcache.chunk_keys import LMCacheChunk, LMCacheChunkLayout
 from tests.connectors.lmcache_env import environment, python
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 
 SHAPE: Final = ChunkShape(layers=4, tokens=16, heads=2, head_size=32)
-FORM: Final = ChunkForm("KV_2LTD", (("bfloat16", 2, 4, 64),), 1024, 16)
+FORM: Final = LMCacheChunkLayout("KV_2LTD", (("bfloat16", 2, 4, 64),), 1024, 16)
 COUNT: Final = 6
 LAST: Final = 5
 """Tokens of the last chunk."""
@@ -69,8 +69,8 @@ def tiered(server: ValkeyServer) -> str:
     return f"tiered:?l1={quote('memory:?size=8MiB', safe='')}&l2={quote(server.url, safe='')}"
 
 
-def chunk(worker: LMCacheWorker, name: str, number: int) -> Chunk:
-    return Chunk(FORM, worker.ask("keys", name)["keys"][number], 0)
+def chunk(worker: LMCacheWorker, name: str, number: int) -> LMCacheChunk:
+    return LMCacheChunk(FORM, worker.ask("keys", name)["keys"][number], 0)
 
 
 def flip_in_valkey(server: ValkeyServer, key: str, at: int) -> None:
@@ -81,7 +81,7 @@ def flip_in_valkey(server: ValkeyServer, key: str, at: int) -> None:
     client.close()
 
 
-def flip_in_file(path: Path, one: Chunk, at: int) -> None:
+def flip_in_file(path: Path, one: LMCacheChunk, at: int) -> None:
     """In the mapped file that all processes share."""
     content = path.read_bytes()
     digest = content.index(one.digest, content.index(b"KVPG"))  # in the header, 80 bytes behind its start

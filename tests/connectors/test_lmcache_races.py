@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvparams_connectors.store import Code, GetOp, PutOp
-from kvparams_connectors.stores.lmcache.connection import Connection, Server
+from kvparams_connectors.store import GetOp, PutOp, ResultCode
+from kvparams_connectors.stores.lmcache.connection import LMCacheAddress, LMCacheConnection
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
 
 PUT, GET, EXIST = 1, 2, 3
@@ -114,7 +114,7 @@ class NoSocket:
         return lambda *_: None
 
 
-class ModelConnection(Connection):
+class ModelConnection(LMCacheConnection):
     """A connection to the model; everything above the socket is the real one."""
 
     def __init__(self, world: World, owner: int, kill_after: list[int], remains: bool) -> None:
@@ -168,7 +168,7 @@ class ModelConnection(Connection):
             return count
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         return not self._wire.replies and not self._wire.ended
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class ModelStore(LMCacheStore):
     def _check(self) -> None:
         """It is there."""
 
-    def _connect(self, server: Server, deadline: float) -> Connection:
+    def _connect(self, server: LMCacheAddress, deadline: float) -> LMCacheConnection:
         return ModelConnection(self._world, self._owner, self._left, self._remains)
 
 
@@ -202,7 +202,7 @@ class Client:
     value: bytes
     kill_after: int
     remains: bool
-    codes: list[Code]
+    codes: list[ResultCode]
     read: list[bytes]
 
     def run(self, world: World) -> None:
@@ -213,16 +213,16 @@ class Client:
         finally:
             store.close()
 
-    def do(self, store: LMCacheStore, step: str) -> Code:
+    def do(self, store: LMCacheStore, step: str) -> ResultCode:
         if step == "put":
-            return store.put_now([PutOp("key", (memoryview(self.value),))], deadline())[0].code
+            return store.put_blocking([PutOp("key", (memoryview(self.value),))], deadline())[0].code
         if step == "delete":
-            return store.delete_now(["key"], deadline())[0].code
+            return store.delete_blocking(["key"], deadline())[0].code
         if step == "exists":
-            return store.exists_now(["key"], deadline())[0].code
+            return store.exists_blocking(["key"], deadline())[0].code
         target = memoryview(bytearray(20))
-        (result,) = store.get_now([GetOp("key", (target,))], deadline())
-        if result.code is Code.OK:
+        (result,) = store.get_blocking([GetOp("key", (target,))], deadline())
+        if result.code is ResultCode.OK:
             self.read.append(bytes(target[: result.nbytes]))
         return result.code
 
@@ -246,7 +246,7 @@ def test_whatever_clients_do_at_the_same_time_values_are_whole_and_one_read_puts
     values = {client.value for client in clients} | {b"last" * 4}
     for client in clients:
         assert set(client.read) <= values
-        assert set(client.codes) <= {Code.OK, Code.EXISTS, Code.MISS, Code.UNAVAILABLE}
+        assert set(client.codes) <= {ResultCode.OK, ResultCode.EXISTS, ResultCode.MISS, ResultCode.UNAVAILABLE}
     everything = [step for client in clients for step in client.steps]
     calm = all(client.kill_after == 1 << 30 for client in clients) and "delete" not in everything
     world.free = True
@@ -256,19 +256,19 @@ def test_whatever_clients_do_at_the_same_time_values_are_whole_and_one_read_puts
         before = last.do(store, "exists")
         if calm and "put" in everything:
             puts = [code for one in clients for step, code in zip(one.steps, one.codes, strict=True) if step == "put"]
-            assert Code.OK in puts
-            assert set(puts) <= {Code.OK, Code.EXISTS}
-            assert before is Code.OK
+            assert ResultCode.OK in puts
+            assert set(puts) <= {ResultCode.OK, ResultCode.EXISTS}
+            assert before is ResultCode.OK
         found = last.do(store, "get")
         after = last.do(store, "exists")
         event(f"{before.name} {found.name} {after.name}")
-        assert found in (Code.OK, Code.MISS)
-        assert found is Code.OK or after is Code.MISS  # what cannot be read is not found any more
-        assert last.do(store, "put") is (Code.EXISTS if after is Code.OK else Code.OK)
-        assert last.do(store, "get") is Code.OK  # so a key is never lost for good
-        assert last.do(store, "exists") is Code.OK
-        assert last.do(store, "delete") is Code.OK
-        assert [last.do(store, "get"), last.do(store, "exists")] == [Code.MISS, Code.MISS]
+        assert found in (ResultCode.OK, ResultCode.MISS)
+        assert found is ResultCode.OK or after is ResultCode.MISS  # what cannot be read is not found any more
+        assert last.do(store, "put") is (ResultCode.EXISTS if after is ResultCode.OK else ResultCode.OK)
+        assert last.do(store, "get") is ResultCode.OK  # so a key is never lost for good
+        assert last.do(store, "exists") is ResultCode.OK
+        assert last.do(store, "delete") is ResultCode.OK
+        assert [last.do(store, "get"), last.do(store, "exists")] == [ResultCode.MISS, ResultCode.MISS]
         assert set(last.read) <= values
     finally:
         store.close()
@@ -279,7 +279,7 @@ def test_two_who_put_at_the_same_time_may_both_be_told_ok() -> None:
     world = World()
     clients = [Client(number, ["put", "get"], bytes([number]) * 10, 1 << 30, False, [], []) for number in range(2)]
     world.run([lambda client=client: client.run(world) for client in clients], [0, 1, 0, 0, 0, 0, 0, 0])
-    assert [client.codes for client in clients] == [[Code.OK, Code.OK]] * 2
+    assert [client.codes for client in clients] == [[ResultCode.OK, ResultCode.OK]] * 2
     store = ModelStore(world, 2)
     assert not store.capabilities.one_winner
     store.close()

@@ -14,14 +14,14 @@ from kvparams_connectors.stores.lmcache.wire import (
     MAX_VALUE_BYTES,
     REPLY_BYTES,
     REQUEST_BYTES,
-    Command,
-    Entry,
-    Kind,
-    Names,
-    ProtocolError,
-    replies_of,
-    reply_of,
-    request,
+    LMCacheCommand,
+    LMCacheEntry,
+    LMCacheEntryKind,
+    LMCacheNames,
+    LMCacheProtocolError,
+    decode_replies,
+    decode_reply,
+    encode_request,
 )
 from tests.connectors.lmcache_env import environment, python
 
@@ -47,24 +47,28 @@ json.dump({"answers": answers, "request": ClientMetaMessage.packlength(), "reply
           sys.stdout)
 """
 KEYS = st.text("ABCabc019._-", min_size=1, max_size=128)
-ENTRIES = [(Kind.VALUE, 4096, 2**62 - 1), (Kind.RECORD, MAX_VALUE_BYTES, 2**31), (Kind.GONE, 0, 0)]
+ENTRIES = [
+    (LMCacheEntryKind.VALUE, 4096, 2**62 - 1),
+    (LMCacheEntryKind.RECORD, MAX_VALUE_BYTES, 2**31),
+    (LMCacheEntryKind.GONE, 0, 0),
+]
 NUMBERS = st.integers(0, 2**31 - 1)
 
 
 @pytest.mark.slow  # LMCache takes seconds to import; the tests against its server say the same in other words
 def test_the_messages_are_those_of_lmcaches_own_classes() -> None:
-    names = [Names(prefix) for prefix in ("", "p", "x" * Names.LONGEST_PREFIX)]
+    names = [LMCacheNames(prefix) for prefix in ("", "p", "x" * LMCacheNames.LONGEST_PREFIX)]
     asked = [
-        (command, named(key), nbytes, Entry(kind, nbytes, tag))
+        (command, named(key), nbytes, LMCacheEntry(kind, nbytes, tag))
         for one in names
         for named in (one.value, one.record)
         for key in ("key", "k" * 128, "..")
         for kind, nbytes, tag in (
-            (Kind.VALUE, 4096, 2**62 - 1),
-            (Kind.RECORD, MAX_VALUE_BYTES, 2**31),
-            (Kind.GONE, 0, 0),
+            (LMCacheEntryKind.VALUE, 4096, 2**62 - 1),
+            (LMCacheEntryKind.RECORD, MAX_VALUE_BYTES, 2**31),
+            (LMCacheEntryKind.GONE, 0, 0),
         )
-        for command in Command
+        for command in LMCacheCommand
     ]
     words = [[command.name, name.decode().strip(), nbytes, entry.shape()] for command, name, nbytes, entry in asked]
     done = subprocess.run(
@@ -80,20 +84,20 @@ def test_the_messages_are_those_of_lmcaches_own_classes() -> None:
     theirs: dict[str, Any] = json.loads(done.stdout)
     assert (theirs["request"], theirs["reply"]) == (REQUEST_BYTES, REPLY_BYTES) == (186, 36)
     for (command, name, nbytes, entry), (sent, replies, same_key) in zip(asked, theirs["answers"], strict=True):
-        assert request(command, name, nbytes, entry).hex() == sent
+        assert encode_request(command, name, nbytes, entry).hex() == sent
         assert same_key
-        kept, exists, missing = (reply_of(bytes.fromhex(reply)) for reply in replies)
-        whole = entry.kind is Kind.VALUE or not nbytes
+        kept, exists, missing = (decode_reply(bytes.fromhex(reply)) for reply in replies)
+        whole = entry.kind is LMCacheEntryKind.VALUE or not nbytes
         assert (kept.found, kept.nbytes, kept.entry) == (True, nbytes, entry if whole else None)
         assert (exists.found, exists.nbytes, exists.entry) == (True, 0, None)
         assert (missing.found, missing.nbytes, missing.entry) == (False, 0, None)
 
 
-@given(kind=st.sampled_from(Kind), size=NUMBERS, tag=st.integers(0, 2**62 - 1))
-def test_an_entry_comes_back_as_it_was_put(kind: Kind, size: int, tag: int) -> None:
-    entry = Entry(kind, size, tag)
-    nbytes = size if kind is Kind.VALUE else 0
-    reply = reply_of(struct.pack("=9i", 200, nbytes, 4, 6, *entry.shape(), 0))
+@given(kind=st.sampled_from(LMCacheEntryKind), size=NUMBERS, tag=st.integers(0, 2**62 - 1))
+def test_an_entry_comes_back_as_it_was_put(kind: LMCacheEntryKind, size: int, tag: int) -> None:
+    entry = LMCacheEntry(kind, size, tag)
+    nbytes = size if kind is LMCacheEntryKind.VALUE else 0
+    reply = decode_reply(struct.pack("=9i", 200, nbytes, 4, 6, *entry.shape(), 0))
     assert (reply.found, reply.nbytes, reply.entry) == (True, nbytes, entry)
 
 
@@ -101,8 +105,8 @@ def test_an_entry_comes_back_as_it_was_put(kind: Kind, size: int, tag: int) -> N
 def test_bytes_from_a_stranger_are_replies_or_a_protocol_error(data: bytes) -> None:
     whole = data[: len(data) // REPLY_BYTES * REPLY_BYTES]
     try:
-        replies = list(replies_of(whole))
-    except ProtocolError:
+        replies = list(decode_replies(whole))
+    except LMCacheProtocolError:
         return
     assert len(replies) == len(whole) // REPLY_BYTES
     assert all(reply.nbytes >= 0 for reply in replies)
@@ -113,37 +117,40 @@ def test_bytes_from_a_stranger_are_replies_or_a_protocol_error(data: bytes) -> N
     [
         (0, 0, 4, 6, 0, 0, 0, 0, 0),
         (404, 0, 4, 6, 0, 0, 0, 0, 0),
-        (200, -1, 4, 6, Kind.VALUE, -1, 0, 0, 0),
+        (200, -1, 4, 6, LMCacheEntryKind.VALUE, -1, 0, 0, 0),
         (400, 5, 1, 2, 0, 0, 0, 0, 0),
         struct.unpack("=9i", b"HTTP/1.1 400 Bad Request\r\nContent-Le"),
         struct.unpack("=9i", b"-ERR unknown command '\\x01', with ar"),
     ],
 )
 def test_what_no_lm_server_says_is_refused(numbers: tuple[int, ...]) -> None:
-    with pytest.raises(ProtocolError):
-        reply_of(struct.pack("=9i", *numbers))
+    with pytest.raises(LMCacheProtocolError):
+        decode_reply(struct.pack("=9i", *numbers))
 
 
 @pytest.mark.parametrize(
     "numbers",
     [
-        (200, 10, 5, 6, Kind.VALUE, 10, 0, 0, 0),  # another format
+        (200, 10, 5, 6, LMCacheEntryKind.VALUE, 10, 0, 0, 0),  # another format
         (200, 10, 4, 6, 77, 10, 0, 0, 0),  # another kind
-        (200, 10, 4, 6, Kind.VALUE, 11, 0, 0, 0),  # it says two sizes
-        (200, 10, 4, 6, Kind.RECORD, 10, 0, 0, 0),  # a record has no bytes
-        (200, 0, 4, 6, Kind.RECORD, -10, 0, 0, 0),
-        (200, 0, 4, 6, Kind.RECORD, 10, -1, 0, 0),
+        (200, 10, 4, 6, LMCacheEntryKind.VALUE, 11, 0, 0, 0),  # it says two sizes
+        (200, 10, 4, 6, LMCacheEntryKind.RECORD, 10, 0, 0, 0),  # a record has no bytes
+        (200, 0, 4, 6, LMCacheEntryKind.RECORD, -10, 0, 0, 0),
+        (200, 0, 4, 6, LMCacheEntryKind.RECORD, 10, -1, 0, 0),
     ],
 )
 def test_what_somebody_else_has_stored_is_no_entry_of_ours(numbers: tuple[int, ...]) -> None:
-    reply = reply_of(struct.pack("=9i", *numbers))
+    reply = decode_reply(struct.pack("=9i", *numbers))
     assert (reply.found, reply.entry) == (True, None)
 
 
 @given(st.lists(KEYS, min_size=2, max_size=6, unique=True), st.sampled_from(["", "a", "b", "kvparams"]))
 def test_every_key_and_prefix_has_names_of_its_own(keys: list[str], prefix: str) -> None:
     names = [
-        named(key) for one in (Names(prefix), Names(f"{prefix}x")) for named in (one.value, one.record) for key in keys
+        named(key)
+        for one in (LMCacheNames(prefix), LMCacheNames(f"{prefix}x"))
+        for named in (one.value, one.record)
+        for key in keys
     ]
     assert all(one != other for one, other in combinations(names, 2))
     assert {len(name) for name in names} == {150}

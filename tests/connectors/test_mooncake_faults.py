@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 from kvparams_connectors.arena import Arena
-from kvparams_connectors.store import Code, GetOp, PutOp
+from kvparams_connectors.store import GetOp, PutOp, ResultCode
 from kvparams_connectors.stores.mooncake.store import MooncakeStore
 from tests.connectors.mooncake_cluster import Cluster, until
 from tests.connectors.steps import codes
@@ -26,16 +26,16 @@ def content(seed: int, size: int = SIZE) -> memoryview:
     return memoryview(bytearray((seed * 31 + number * 7) % 251 for number in range(256)) * (size // 256 + 1))[:size]
 
 
-def put(store: MooncakeStore, *keys: str, deadline_s: float = 5.0) -> list[Code]:
+def put(store: MooncakeStore, *keys: str, deadline_s: float = 5.0) -> list[ResultCode]:
     ops = [PutOp(key, (content(len(key)),)) for key in keys]
     return codes(store.put(ops, deadline_s).result())
 
 
-def get(store: MooncakeStore, key: str, deadline_s: float = 5.0) -> Code:
+def get(store: MooncakeStore, key: str, deadline_s: float = 5.0) -> ResultCode:
     """The code; bytes that are said to be good are."""
     target = memoryview(bytearray(SIZE))
     [result] = store.get([GetOp(key, (target,))], deadline_s).result()
-    assert result.code is not Code.OK or target == content(len(key))
+    assert result.code is not ResultCode.OK or target == content(len(key))
     return result.code
 
 
@@ -43,21 +43,21 @@ def refused_at_once(store: MooncakeStore) -> bool:
     before = time.monotonic()
     found = {get(store, "any"), *put(store, "any"), *codes(store.exists(["any"]).result())}
     found |= {*codes(store.delete(["any"]).result())}
-    return found == {Code.UNAVAILABLE} and time.monotonic() - before < AT_ONCE_S
+    return found == {ResultCode.UNAVAILABLE} and time.monotonic() - before < AT_ONCE_S
 
 
 def test_a_master_that_is_killed_costs_one_deadline_and_is_back_by_itself(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB") as cluster:
         store = cluster.open()
-        assert put(store, "key") == [Code.OK]
+        assert put(store, "key") == [ResultCode.OK]
         cluster.master.end()
-        assert until(lambda: put(store, "key-2", deadline_s=0.5) == [Code.UNAVAILABLE], 5.0) < 2.5
+        assert until(lambda: put(store, "key-2", deadline_s=0.5) == [ResultCode.UNAVAILABLE], 5.0) < 2.5
         assert refused_at_once(store)
         assert store.stalls >= 1
         cluster.restart_master()
-        until(lambda: put(store, "key-2") == [Code.OK], 20.0)
-        assert get(store, "key-2") is Code.OK
-        assert get(store, "key") is Code.MISS  # what was stored is forgotten
+        until(lambda: put(store, "key-2") == [ResultCode.OK], 20.0)
+        assert get(store, "key-2") is ResultCode.OK
+        assert get(store, "key") is ResultCode.MISS  # what was stored is forgotten
         store.close()
 
 
@@ -65,16 +65,16 @@ def test_a_master_that_is_killed_costs_one_deadline_and_is_back_by_itself(tmp_pa
 def test_a_master_that_is_stopped_delays_nobody_beyond_a_deadline(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB") as cluster:
         store = cluster.open()
-        assert put(store, "key") == [Code.OK]
+        assert put(store, "key") == [ResultCode.OK]
         cluster.master.stop()
         before = time.monotonic()
         job = store.exists(["key"], 1.5)
-        assert codes(job.result()) == [Code.TIMEOUT]
+        assert codes(job.result()) == [ResultCode.TIMEOUT]
         assert 1.4 < time.monotonic() - before < 2.0
         assert not job.settled()
         assert refused_at_once(store)
         cluster.master.send(signal.SIGCONT)
-        until(lambda: get(store, "key") is Code.OK, 20.0)
+        until(lambda: get(store, "key") is ResultCode.OK, 20.0)
         assert job.settled()
         store.close()
 
@@ -84,12 +84,12 @@ def test_an_owner_that_is_killed_loses_its_values_and_stalls_nobody(tmp_path: Pa
     with Cluster(tmp_path, "64MiB", "64MiB") as cluster:
         store = cluster.open()
         keys = [f"key-{number}" for number in range(40)]
-        assert set(put(store, *keys)) == {Code.OK}
+        assert set(put(store, *keys)) == {ResultCode.OK}
         cluster.owners[0].end()
         before = time.monotonic()
         found = {get(store, key) for key in keys[:10]}
-        assert Code.OK in found  # the other owner's
-        assert found <= {Code.OK, Code.MISS, Code.UNAVAILABLE}
+        assert ResultCode.OK in found  # the other owner's
+        assert found <= {ResultCode.OK, ResultCode.MISS, ResultCode.UNAVAILABLE}
         assert time.monotonic() - before < 10 * 2.0
         store.close()
 
@@ -100,11 +100,11 @@ def test_with_two_copies_an_owner_may_be_killed(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB", "64MiB", options=("--client_ttl=2",)) as cluster:
         store, control = cluster.open(replicas=2), cluster.open(prefix="control:")
         keys = [f"key-{number}" for number in range(20)]
-        assert set(put(store, *keys) + put(control, *keys)) == {Code.OK}
+        assert set(put(store, *keys) + put(control, *keys)) == {ResultCode.OK}
         cluster.owners[0].end()
-        assert get(store, keys[0]) in (Code.OK, Code.UNAVAILABLE)
-        until(lambda: {get(store, key) for key in keys} == {Code.OK}, 30.0)
-        assert {get(control, key) for key in keys} == {Code.OK, Code.MISS}
+        assert get(store, keys[0]) in (ResultCode.OK, ResultCode.UNAVAILABLE)
+        until(lambda: {get(store, key) for key in keys} == {ResultCode.OK}, 30.0)
+        assert {get(control, key) for key in keys} == {ResultCode.OK, ResultCode.MISS}
         control.close()
         store.close()
 
@@ -119,23 +119,23 @@ def test_an_owner_that_is_stopped_costs_one_deadline_and_no_buffer(tmp_path: Pat
         slot = arena.lease()
         assert slot is not None
         slot.view[:] = content(3)
-        assert codes(store.put([PutOp("key", (slot.view,))]).result()) == [Code.OK]
+        assert codes(store.put([PutOp("key", (slot.view,))]).result()) == [ResultCode.OK]
         cluster.owners[0].stop()
         start = time.monotonic()
         job = store.get([GetOp("key", (slot.view,))], 1.5)
-        job.on_settled(slot.give_back)
-        assert codes(job.result()) == [Code.TIMEOUT]
+        job.add_settled_callback(slot.release)
+        assert codes(job.result()) == [ResultCode.TIMEOUT]
         assert time.monotonic() - start < 2.0
         while time.monotonic() - start < 8.0:
             assert refused_at_once(store)
             time.sleep(0.5)
         assert not job.settled()
-        assert arena.free == arena.slots - 1
+        assert arena.free_slots == arena.slots - 1
         cluster.owners[0].send(signal.SIGCONT)
         until(job.settled, 40.0)
-        assert arena.free == arena.slots
-        until(lambda: put(store, "other") == [Code.OK], 40.0)
-        assert get(store, "key") in (Code.OK, Code.MISS)
+        assert arena.free_slots == arena.slots
+        until(lambda: put(store, "other") == [ResultCode.OK], 40.0)
+        assert get(store, "key") in (ResultCode.OK, ResultCode.MISS)
         store.close()
 
 
@@ -170,7 +170,7 @@ def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
                 if took > 1.5:
                     slow.append(took)
                 seen[code.value] = seen.get(code.value, 0) + 1
-                if code is Code.UNAVAILABLE:
+                if code is ResultCode.UNAVAILABLE:
                     ended.wait(0.01)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
@@ -182,11 +182,11 @@ def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
             cluster.add_owner("64MiB")
             ended.wait(1.0)
             cluster.restart_master()
-            until(lambda number=number: Code.OK in put(stores[0], f"back-{number}"), 40.0)
+            until(lambda number=number: ResultCode.OK in put(stores[0], f"back-{number}"), 40.0)
             cluster.owners[-1].stop()
             ended.wait(4.0)
             cluster.owners[-1].send(signal.SIGCONT)
-            until(lambda number=number: Code.OK in put(stores[1], f"again-{number}"), 60.0)
+            until(lambda number=number: ResultCode.OK in put(stores[1], f"again-{number}"), 60.0)
         ended.set()
         for thread in threads:
             thread.join()

@@ -6,18 +6,18 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from kvparams.pages import HEADER_BYTES, Reason, seal
+from kvparams.page_auth import PageAuthKeys, PageAuthMethod
+from kvparams.pages import HEADER_BYTES, PageRefusalReason, seal
 from kvparams.params import Isolation, KVTransferParams, Transfer
-from kvparams.seals import Method, SealKeys
-from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, a_toy, table, tokens
-from kvparams_connectors.connector import KVStoreConnector, Plan
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.reports import LoadReport
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, block_table, make_tokens, toy_engine
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.connector import KVStoreConnector, SequencePlan
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.reports import LoadReport
 
-KEYS = SealKeys([bytes(range(32))])
-OTHERS = SealKeys([bytes(range(1, 33))])
+KEYS = PageAuthKeys([bytes(range(32))])
+OTHERS = PageAuthKeys([bytes(range(1, 33))])
 POISON = b"\x3f\x80\x00\x00"
 
 
@@ -39,32 +39,32 @@ def params(tenant: str) -> KVTransferParams:
     )
 
 
-def save(store: KVStore, seals: SealKeys | None, tenant: str = "acme") -> Plan:
-    with a_toy(store, seed=1) as engine:
+def save(store: KVStore, seals: PageAuthKeys | None, tenant: str = "acme") -> SequencePlan:
+    with toy_engine(store, seed=1) as engine:
         connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), seals=seals)
-        plan = connector.plan(tokens(24), params(tenant))
-        assert connector.save(plan, table(1), 0, 24).result().saved == 3
+        plan = connector.plan(make_tokens(24), params(tenant))
+        assert connector.save(plan, block_table(1), 0, 24).result().saved == 3
         connector.close()
         return plan
 
 
-def load(store: KVStore, seals: SealKeys | None, tenant: str = "acme") -> tuple[LoadReport, torch.Tensor]:
-    with a_toy(store) as engine:
+def load(store: KVStore, seals: PageAuthKeys | None, tenant: str = "acme") -> tuple[LoadReport, torch.Tensor]:
+    with toy_engine(store) as engine:
         connector = KVStoreConnector(store, SPACE, PagedKVLayout.from_stacked(engine.tensor), seals=seals)
-        report = connector.load(connector.plan(tokens(24), params(tenant)), table(2), 0, 24).result()
+        report = connector.load(connector.plan(make_tokens(24), params(tenant)), block_table(2), 0, 24).result()
         connector.close()
-        return report, engine.sequence(table(2)).clone()
+        return report, engine.sequence(block_table(2)).clone()
 
 
 def replaced(store: KVStore, key: str, change: Callable[[bytearray], None]) -> None:
     """What whoever can write to the store can do: any bytes, under checksums that fit."""
     page = bytearray(PAGE_BYTES)
-    assert store.get([GetOp(key, (memoryview(page),))]).result()[0].code is Code.OK
+    assert store.get([GetOp(key, (memoryview(page),))]).result()[0].code is ResultCode.OK
     change(page)
     page[40:48] = xxh3_64_intdigest(bytes(page[HEADER_BYTES:])).to_bytes(8, "little")
     page[248:256] = xxh3_64_intdigest(bytes(page[:248])).to_bytes(8, "little")
     store.delete([key]).result()
-    assert store.put([PutOp(key, (memoryview(page),))]).result()[0].code is Code.OK
+    assert store.put([PutOp(key, (memoryview(page),))]).result()[0].code is ResultCode.OK
 
 
 def poison(page: bytearray) -> None:
@@ -88,9 +88,9 @@ def poison_under_a_key_of_his_own(page: bytearray) -> None:
     [(poison, "forged"), (poison_and_take_the_tag_off, "unsealed"), (poison_under_a_key_of_his_own, "locked")],
 )
 def test_a_forged_page_with_good_checksums_reaches_no_block(
-    store: KVStore, change: Callable[[bytearray], None], reason: Reason, method: Method
+    store: KVStore, change: Callable[[bytearray], None], reason: PageRefusalReason, method: PageAuthMethod
 ) -> None:
-    keys = SealKeys([bytes(range(32))], method)
+    keys = PageAuthKeys([bytes(range(32))], method)
     plan = save(store, keys)
     replaced(store, plan.keys[1], change)
     report, sequence = load(store, keys)

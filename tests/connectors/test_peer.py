@@ -9,19 +9,19 @@ from urllib.parse import quote
 import pytest
 
 from kvparams.params import PROTOCOL_VERSION, Endpoint, KVTransferParams, Transfer
-from kvparams_connectors.advice import advice_of
+from kvparams_connectors.advice import advice_from_store
+from kvparams_connectors.cli.store_diagnosis import examine_store
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
-from kvparams_connectors.conformance.toy_engine import a_toy, table, tokens
-from kvparams_connectors.settings import StoreError, StoreURL
-from kvparams_connectors.store import Code, GetOp, KVStore, Result, open_store
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.peer.located import Located
-from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed, Place, place_of
-from kvparams_connectors.stores.peer.settings import PeerSettings, url_of_rank
-from kvparams_connectors.stores.peer.sources import Sources
+from kvparams_connectors.conformance.toy_engine import block_table, make_tokens, toy_engine
+from kvparams_connectors.store import GetOp, KVStore, Result, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError, StoreURL
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.stores.peer.addresses import LOOPBACK_HOSTS, AllowedPeers, PeerAddress, parse_peer_address
+from kvparams_connectors.stores.peer.connections import PeerConnections
+from kvparams_connectors.stores.peer.key_locations import KeyLocations
+from kvparams_connectors.stores.peer.settings import PeerSettings, url_for_rank
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.tiered.store import TieredStore
-from kvparams_connectors.tools.diagnosis import examine_store
 from tests.connectors.peer_across import Across
 from tests.connectors.peer_process import PeerProcess, page
 from tests.connectors.peer_steps import SIZE, WAIT_S, a_listener, contacted, get, names, peer, put
@@ -71,12 +71,12 @@ class TestThroughTheNetwork(StoreConformance):
     ],
 )
 def test_engines_of_one_machine_have_ports_of_their_own(url: str, rank: int, found: str) -> None:
-    assert url_of_rank(url, rank) == found
+    assert url_for_rank(url, rank) == found
 
 
 def test_a_rank_without_a_port_is_refused() -> None:
     with pytest.raises(StoreError, match="rank 2 of this machine would listen at port 65537"):
-        url_of_rank("peer://127.0.0.1:65535", 2)
+        url_for_rank("peer://127.0.0.1:65535", 2)
 
 
 @pytest.mark.parametrize(
@@ -125,31 +125,31 @@ def test_where_others_can_read(opened: list[KVStore]) -> None:
     assert peer(opened, "127.0.0.1:0").address is None
     store = peer(opened, local="node-5")
     assert store.address is not None
-    place = place_of(store.address)
+    place = parse_peer_address(store.address)
     assert place is not None
     assert place.host == "node-5"
-    assert place_of(str(Place("::1", 7400))) == Place("::1", 7400)
+    assert parse_peer_address(str(PeerAddress("::1", 7400))) == PeerAddress("::1", 7400)
     six = peer(opened, "[::1]")
     assert six.address is not None
     assert six.address.startswith("[::1]:")
     put(six, [1])
     reader = peer(opened, "127.0.0.1:0")
-    reader.locate(names([1]), six.address)
-    assert get(reader, [1]) == [Code.OK]
+    reader.hint_location(names([1]), six.address)
+    assert get(reader, [1]) == [ResultCode.OK]
 
 
 def test_what_the_doctor_hears(opened: list[KVStore], tmp_path: Path) -> None:
-    assert [advice.grade for advice in advice_of(peer(opened))] == ["ok"]
+    assert [advice.level for advice in advice_from_store(peer(opened))] == ["ok"]
     open_to_all = peer(opened, "0.0.0.0", local="127.0.0.1", peers="127.0.0.0/8")
-    assert [advice.grade for advice in advice_of(open_to_all)] == ["ok", "warning"]
+    assert [advice.level for advice in advice_from_store(open_to_all)] == ["ok", "warning"]
     secret = tmp_path / "secret"
     secret.write_text("x" * 32)
     guarded = peer(opened, "0.0.0.0", local="127.0.0.1", peers="127.0.0.0/8", secret_file=str(secret))
-    assert [advice.grade for advice in advice_of(guarded)] == ["ok"]
+    assert [advice.level for advice in advice_from_store(guarded)] == ["ok"]
     seen = list(examine_store("peer://127.0.0.1?size=64MiB"))
-    assert "error" not in [advice.grade for advice in seen]
-    assert "no other process sees what is stored here" not in [advice.found for advice in seen]
-    assert "no other process sees what is stored here" in [one.found for one in examine_store("memory:?size=64MiB")]
+    assert "error" not in [advice.level for advice in seen]
+    assert "no other process sees what is stored here" not in [advice.finding for advice in seen]
+    assert "no other process sees what is stored here" in [one.finding for one in examine_store("memory:?size=64MiB")]
 
 
 def test_a_secret_with_an_engine_that_asks_for_none_is_refused(tmp_path: Path) -> None:
@@ -163,58 +163,58 @@ def test_a_secret_with_an_engine_that_asks_for_none_is_refused(tmp_path: Path) -
 
 def test_what_was_put_is_leased_and_nothing_evicts_it(opened: list[KVStore]) -> None:
     store = peer(opened, size="1MiB", lease=30)
-    assert put(store, range(10)) == [Code.OK] * 10
-    assert put(store, [10]) == [Code.FULL]
-    assert get(store, range(10)) == [Code.OK] * 10
-    assert codes(store.delete(names([3]), WAIT_S).result()) == [Code.OK]  # a release waits for no lease
-    assert put(store, [10]) == [Code.OK]
-    assert get(store, [3]) == [Code.MISS]
+    assert put(store, range(10)) == [ResultCode.OK] * 10
+    assert put(store, [10]) == [ResultCode.FULL]
+    assert get(store, range(10)) == [ResultCode.OK] * 10
+    assert codes(store.delete(names([3]), WAIT_S).result()) == [ResultCode.OK]  # a release waits for no lease
+    assert put(store, [10]) == [ResultCode.OK]
+    assert get(store, [3]) == [ResultCode.MISS]
 
 
 def test_without_a_lease_the_oldest_goes(opened: list[KVStore]) -> None:
     """The control of the test before."""
     store = peer(opened, size="1MiB", lease=0)
-    assert put(store, range(10)) == [Code.OK] * 10
-    assert put(store, [10]) == [Code.OK]
-    assert sorted(get(store, range(10)), key=lambda code: code.name) == [Code.MISS] + [Code.OK] * 9
+    assert put(store, range(10)) == [ResultCode.OK] * 10
+    assert put(store, [10]) == [ResultCode.OK]
+    assert sorted(get(store, range(10)), key=lambda code: code.name) == [ResultCode.MISS] + [ResultCode.OK] * 9
 
 
 def test_a_lease_ends_and_being_found_renews_it(opened: list[KVStore]) -> None:
     store = peer(opened, size="1MiB", lease=1)
     start = time.monotonic()
-    assert put(store, range(10)) == [Code.OK] * 10
+    assert put(store, range(10)) == [ResultCode.OK] * 10
     until = time.monotonic() + WAIT_S
-    while put(store, [10]) == [Code.FULL]:
+    while put(store, [10]) == [ResultCode.FULL]:
         assert time.monotonic() < until
-        assert put(store, [0]) == [Code.EXISTS]  # found, and so leased anew
-        assert get(store, [1]) == [Code.OK]
-        assert codes(store.exists(names([2]), WAIT_S).result()) == [Code.OK]
+        assert put(store, [0]) == [ResultCode.EXISTS]  # found, and so leased anew
+        assert get(store, [1]) == [ResultCode.OK]
+        assert codes(store.exists(names([2]), WAIT_S).result()) == [ResultCode.OK]
     assert time.monotonic() - start >= 1
-    while (said := put(store, [11, 12, 13, 14, 15, 16])) != [Code.OK] * 6:
+    while (said := put(store, [11, 12, 13, 14, 15, 16])) != [ResultCode.OK] * 6:
         assert time.monotonic() < until
-        assert said[-1] is not Code.OK
-        assert get(store, [0, 1, 2]) == [Code.OK] * 3
-    assert get(store, [0, 1, 2]) == [Code.OK] * 3
+        assert said[-1] is not ResultCode.OK
+        assert get(store, [0, 1, 2]) == [ResultCode.OK] * 3
+    assert get(store, [0, 1, 2]) == [ResultCode.OK] * 3
 
 
 def test_others_that_read_renew_no_lease(opened: list[KVStore]) -> None:
     owner, reader = peer(opened, size="1MiB", lease=1), peer(opened, "127.0.0.1:0")
     assert owner.address is not None
     put(owner, range(10))
-    reader.locate(names(range(10)), owner.address)
+    reader.hint_location(names(range(10)), owner.address)
     until = time.monotonic() + WAIT_S
-    while put(owner, [10]) == [Code.FULL]:
+    while put(owner, [10]) == [ResultCode.FULL]:
         assert time.monotonic() < until
         get(reader, range(10))
-    assert get(owner, [10]) == [Code.OK]
+    assert get(owner, [10]) == [ResultCode.OK]
 
 
 # ---- hints, and whom it asks
 
 
 def test_the_newest_hint_of_a_key_counts_for_a_while() -> None:
-    located = Located(3, 10.0)
-    here, there = Place("10.0.0.1", 1), Place("10.0.0.2", 2)
+    located = KeyLocations(3, 10.0)
+    here, there = PeerAddress("10.0.0.1", 1), PeerAddress("10.0.0.2", 2)
     located.add(["a", "b"], here, 0.0)
     located.add(["b"], there, 5.0)
     assert located.find(["a", "b", "c"], 9.0) == [here, there, None]
@@ -232,18 +232,18 @@ def test_the_newest_hint_of_a_key_counts_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("hosts", "place", "allowed"),
     [
-        (LOOPBACK, "127.0.0.1:1", True),
-        (LOOPBACK, "127.9.9.9:65535", True),
-        (LOOPBACK, "[::1]:5", True),
-        (LOOPBACK, "[::ffff:127.0.0.1]:5", True),
-        (LOOPBACK, "LocalHost:5", True),
-        (LOOPBACK, "10.0.0.1:5", False),
-        (LOOPBACK, "[::ffff:10.0.0.1]:5", False),
-        (LOOPBACK, "0.0.0.0:5", False),
-        (LOOPBACK, "localhost.example.org:5", False),
-        (LOOPBACK, "127.0.0.1.example.org:5", False),
-        (LOOPBACK, "2130706433:5", False),  # 127.0.0.1 as some resolvers read it
-        (LOOPBACK, "0x7f.1:5", False),
+        (LOOPBACK_HOSTS, "127.0.0.1:1", True),
+        (LOOPBACK_HOSTS, "127.9.9.9:65535", True),
+        (LOOPBACK_HOSTS, "[::1]:5", True),
+        (LOOPBACK_HOSTS, "[::ffff:127.0.0.1]:5", True),
+        (LOOPBACK_HOSTS, "LocalHost:5", True),
+        (LOOPBACK_HOSTS, "10.0.0.1:5", False),
+        (LOOPBACK_HOSTS, "[::ffff:10.0.0.1]:5", False),
+        (LOOPBACK_HOSTS, "0.0.0.0:5", False),
+        (LOOPBACK_HOSTS, "localhost.example.org:5", False),
+        (LOOPBACK_HOSTS, "127.0.0.1.example.org:5", False),
+        (LOOPBACK_HOSTS, "2130706433:5", False),  # 127.0.0.1 as some resolvers read it
+        (LOOPBACK_HOSTS, "0x7f.1:5", False),
         ("10.0.0.0/8,node-5", "10.200.0.1:5", True),
         ("10.0.0.0/8,node-5", "node-5:5", True),
         ("10.0.0.0/8,node-5", "node-6:5", False),
@@ -251,10 +251,10 @@ def test_the_newest_hint_of_a_key_counts_for_a_while() -> None:
     ],
 )
 def test_whom_it_may_ask(hosts: str, place: str, allowed: bool) -> None:
-    parsed = place_of(place)
+    parsed = parse_peer_address(place)
     assert parsed is not None
-    assert (parsed in Allowed(hosts)) is allowed
-    assert parsed not in Allowed(hosts, range(7400, 7500))
+    assert (parsed in AllowedPeers(hosts)) is allowed
+    assert parsed not in AllowedPeers(hosts, range(7400, 7500))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_whom_it_may_ask(hosts: str, place: str, allowed: bool) -> None:
     ],
 )
 def test_what_is_no_place_is_none(text: str) -> None:
-    assert place_of(text) is None
+    assert parse_peer_address(text) is None
 
 
 def a_document(address: str) -> KVTransferParams:
@@ -286,20 +286,20 @@ def test_an_address_that_is_not_allowed_is_never_contacted(opened: list[KVStore]
         elsewhere = peer(opened, peers="10.0.0.0/8,localhost")  # a name is not its address
         other_port = peer(opened, ports="1-2")
         for store in (elsewhere, other_port):
-            store.locate(names([1]), forged)
-            assert get(store, [1]) == [Code.MISS]
-            assert codes(store.exists(names([1]), WAIT_S).result()) == [Code.MISS]
-            with a_toy(store) as engine:
-                plan = engine.connector.plan(tokens(20), a_document(forged))
+            store.hint_location(names([1]), forged)
+            assert get(store, [1]) == [ResultCode.MISS]
+            assert codes(store.exists(names([1]), WAIT_S).result()) == [ResultCode.MISS]
+            with toy_engine(store) as engine:
+                plan = engine.connector.plan(make_tokens(20), a_document(forged))
                 assert plan.source == forged
                 assert engine.connector.lookup(plan).result().tokens == 0
-                assert engine.connector.load(plan, table(1), 0, 20).result().end_token == 0
+                assert engine.connector.load(plan, block_table(1), 0, 20).result().end_token == 0
             assert not contacted(listener)
             assert store.statistics.connections == 0
             assert store.statistics.places_refused == 3
         control = peer(opened, connect_ms=100)
-        control.locate(names([1]), forged)
-        assert get(control, [1]) == [Code.MISS]
+        control.hint_location(names([1]), forged)
+        assert get(control, [1]) == [ResultCode.MISS]
         assert control.statistics.values_lost == 1
         assert contacted(listener)
 
@@ -307,22 +307,24 @@ def test_an_address_that_is_not_allowed_is_never_contacted(opened: list[KVStore]
 def test_no_connection_is_made_to_whom_is_not_allowed() -> None:
     """Whoever asks: the connections themselves look, too. Allowed, it is the control."""
     with a_listener() as listener:
-        place = place_of(f"127.0.0.1:{listener.getsockname()[1]}")
+        place = parse_peer_address(f"127.0.0.1:{listener.getsockname()[1]}")
         assert place is not None
-        closed = Sources(Allowed("10.0.0.0/8"), secret=b"", connect_s=0.1)
+        closed = PeerConnections(AllowedPeers("10.0.0.0/8"), secret=b"", connect_s=0.1)
         with pytest.raises(PermissionError, match="not among the peers"):
-            closed.take(place, time.monotonic() + WAIT_S)
+            closed.acquire(place, time.monotonic() + WAIT_S)
         assert not contacted(listener)
         with pytest.raises(TimeoutError):
-            Sources(Allowed(LOOPBACK), secret=b"", connect_s=0.1).take(place, time.monotonic() + WAIT_S)
+            PeerConnections(AllowedPeers(LOOPBACK_HOSTS), secret=b"", connect_s=0.1).acquire(
+                place, time.monotonic() + WAIT_S
+            )
         assert contacted(listener)
 
 
 def test_a_hint_to_itself_asks_nobody(opened: list[KVStore]) -> None:
     store = peer(opened)
     assert store.address is not None
-    store.locate(names([1]), store.address)
-    assert get(store, [1]) == [Code.MISS]
+    store.hint_location(names([1]), store.address)
+    assert get(store, [1]) == [ResultCode.MISS]
     assert store.statistics.connections == 0
 
 
@@ -333,26 +335,28 @@ def test_pages_are_read_from_the_process_that_made_them(opened: list[KVStore]) -
     with PeerProcess("peer://127.0.0.1?size=16MiB&unit=4KiB") as owner:
         assert owner.put(range(8), SIZE) == ["OK"] * 8
         store = peer(opened, "127.0.0.1:0")
-        assert get(store, [0]) == [Code.MISS]  # nobody has said where
-        store.locate(names(range(12)), owner.address)
-        assert get(store, range(12)) == [Code.OK] * 8 + [Code.MISS] * 4
+        assert get(store, [0]) == [ResultCode.MISS]  # nobody has said where
+        store.hint_location(names(range(12)), owner.address)
+        assert get(store, range(12)) == [ResultCode.OK] * 8 + [ResultCode.MISS] * 4
         assert store.exists(names([0, 9, 1]), WAIT_S).result() == [
-            Result(Code.OK, SIZE),
-            Result(Code.MISS),
-            Result(Code.OK, SIZE),
+            Result(ResultCode.OK, SIZE),
+            Result(ResultCode.MISS),
+            Result(ResultCode.OK, SIZE),
         ]
-        assert put(store, [3, 20]) == [Code.OK, Code.OK]
-        assert get(store, [3, 20, 4]) == [Code.OK] * 3  # its own, and another's
+        assert put(store, [3, 20]) == [ResultCode.OK, ResultCode.OK]
+        assert get(store, [3, 20, 4]) == [ResultCode.OK] * 3  # its own, and another's
         assert owner.delete([4]) == ["OK"]
-        assert get(store, [4]) == [Code.MISS]
+        assert get(store, [4]) == [ResultCode.MISS]
         assert owner.put([4], SIZE) == ["OK"]
-        assert get(store, [4]) == [Code.MISS]  # it was not there: nobody is asked again, until somebody says it is
-        store.locate(names([4]), owner.address)
-        assert get(store, [4]) == [Code.OK]
-        assert codes(store.delete(names([5]), WAIT_S).result()) == [Code.MISS]  # it is the other's
-        assert get(store, [5]) == [Code.OK]
+        assert get(store, [4]) == [
+            ResultCode.MISS
+        ]  # it was not there: nobody is asked again, until somebody says it is
+        store.hint_location(names([4]), owner.address)
+        assert get(store, [4]) == [ResultCode.OK]
+        assert codes(store.delete(names([5]), WAIT_S).result()) == [ResultCode.MISS]  # it is the other's
+        assert get(store, [5]) == [ResultCode.OK]
         store.quarantine(names([5]))
-        assert get(store, [5]) == [Code.MISS]
+        assert get(store, [5]) == [ResultCode.MISS]
         assert store.statistics.connections == 1
         assert store.statistics.bytes_read == SIZE * 11
 
@@ -361,12 +365,12 @@ def test_a_lookup_is_one_round_trip_and_so_is_a_batch_of_values(opened: list[KVS
     owner, reader = peer(opened), peer(opened, "127.0.0.1:0")
     put(owner, range(1000), 100)
     with Relay(int(str(owner.address).rpartition(":")[2]), delay_s=0.02) as relay:
-        reader.locate(names(range(1000)), f"127.0.0.1:{relay.port}")
-        assert get(reader, [0], 100) == [Code.OK]  # connected
+        reader.hint_location(names(range(1000)), f"127.0.0.1:{relay.port}")
+        assert get(reader, [0], 100) == [ResultCode.OK]  # connected
         before = relay.round_trips
-        assert codes(reader.exists(names(range(1000)), WAIT_S).result()) == [Code.OK] * 1000
+        assert codes(reader.exists(names(range(1000)), WAIT_S).result()) == [ResultCode.OK] * 1000
         assert relay.round_trips == before + 1
-        assert get(reader, range(1000), 100) == [Code.OK] * 1000
+        assert get(reader, range(1000), 100) == [ResultCode.OK] * 1000
         assert relay.round_trips == before + 2
 
 
@@ -375,10 +379,10 @@ def test_batches_of_more_keys_than_one_request_takes(opened: list[KVStore]) -> N
     assert owner.address is not None
     seeds = range(5000)
     put(owner, seeds, 100)
-    reader.locate(names(range(6000)), owner.address)
-    assert get(reader, seeds, 100) == [Code.OK] * 5000
+    reader.hint_location(names(range(6000)), owner.address)
+    assert get(reader, seeds, 100) == [ResultCode.OK] * 5000
     found = codes(reader.exists(names(range(6000)), WAIT_S).result())
-    assert found == [Code.OK] * 5000 + [Code.MISS] * 1000
+    assert found == [ResultCode.OK] * 5000 + [ResultCode.MISS] * 1000
     assert reader.statistics.connections == 1
 
 
@@ -395,11 +399,11 @@ def test_only_who_knows_the_secret_reads(opened: list[KVStore], tmp_path: Path, 
     owner, reader = open_with(theirs, "127.0.0.1"), open_with(ours, "127.0.0.1:0")
     assert owner.address is not None
     put(owner, [1])
-    reader.locate(names([1]), owner.address)
+    reader.hint_location(names([1]), owner.address)
     if ours == theirs:
-        assert get(reader, [1]) == [Code.OK]
+        assert get(reader, [1]) == [ResultCode.OK]
     else:
-        assert get(reader, [1]) == [Code.MISS]
+        assert get(reader, [1]) == [ResultCode.MISS]
         assert (reader.statistics.values_lost, reader.statistics.places_resting) == (1, 1)
         assert owner.statistics.bytes_served == 0
 
@@ -420,15 +424,15 @@ def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
 def test_kv_travels_from_one_engine_to_the_other_by_the_document_alone(opened: list[KVStore]) -> None:
     prefill, decode = peer(opened), peer(opened, "127.0.0.1:0")
     assert prefill.address is not None
-    with a_toy(prefill, seed=1) as producer, a_toy(decode) as consumer:
-        plan = producer.connector.plan(tokens(60))
-        assert producer.connector.save(plan, table(1), 0, 60).result().saved == len(plan.pages)
-        blind = consumer.connector.plan(tokens(60))
+    with toy_engine(prefill, seed=1) as producer, toy_engine(decode) as consumer:
+        plan = producer.connector.plan(make_tokens(60))
+        assert producer.connector.save(plan, block_table(1), 0, 60).result().saved == len(plan.pages)
+        blind = consumer.connector.plan(make_tokens(60))
         assert consumer.connector.lookup(blind).result().tokens == 0
-        told = consumer.connector.plan(tokens(60), a_document(prefill.address))
+        told = consumer.connector.plan(make_tokens(60), a_document(prefill.address))
         assert consumer.connector.lookup(told).result().tokens == 60
-        assert consumer.connector.load(told, table(2), 0, 60).result().end_token == 60
-        ours, theirs = consumer.sequence(table(2)), producer.sequence(table(1))
+        assert consumer.connector.load(told, block_table(2), 0, 60).result().end_token == 60
+        ours, theirs = consumer.sequence(block_table(2)), producer.sequence(block_table(1))
         assert ours[:, :, :60].equal(theirs[:, :, :60])
         assert producer.connector.release(plan).result().deleted == 1
         assert consumer.connector.lookup(told).result().tokens == 56
@@ -437,16 +441,16 @@ def test_kv_travels_from_one_engine_to_the_other_by_the_document_alone(opened: l
 def test_a_flipped_byte_in_the_peers_memory_is_never_loaded(opened: list[KVStore]) -> None:
     prefill, decode = peer(opened), peer(opened, "127.0.0.1:0")
     assert prefill.address is not None
-    with a_toy(prefill, seed=1) as producer, a_toy(decode) as consumer:
-        plan = producer.connector.plan(tokens(60))
-        producer.connector.save(plan, table(1), 0, 60).result()
-        memory = prefill._own.whole  # pyright: ignore[reportPrivateUsage]
-        [held] = prefill._own.hold([plan.keys[2]])  # pyright: ignore[reportPrivateUsage]
+    with toy_engine(prefill, seed=1) as producer, toy_engine(decode) as consumer:
+        plan = producer.connector.plan(make_tokens(60))
+        producer.connector.save(plan, block_table(1), 0, 60).result()
+        memory = prefill._own.buffer  # pyright: ignore[reportPrivateUsage]
+        [held] = prefill._own.pin_values([plan.keys[2]])  # pyright: ignore[reportPrivateUsage]
         assert held is not None
         memory[held.addresses[0][0] - memory.ctypes.data + 300] ^= 1
-        prefill._own.let_go([held])  # pyright: ignore[reportPrivateUsage]
-        told = consumer.connector.plan(tokens(60), a_document(prefill.address))
-        report = consumer.connector.load(told, table(2), 0, 60).result()
+        prefill._own.unpin_values([held])  # pyright: ignore[reportPrivateUsage]
+        told = consumer.connector.plan(make_tokens(60), a_document(prefill.address))
+        report = consumer.connector.load(told, block_table(2), 0, 60).result()
         assert (report.end_token, [page.reason for page in report.refused]) == (16, ["flipped_payload"])
         assert consumer.connector.lookup(told).result().tokens >= 16
 
@@ -473,12 +477,12 @@ def test_peer_first_then_the_shared_store(opened: list[KVStore], shared: str) ->
     prefill, decode = tiers("127.0.0.1"), tiers("127.0.0.1:0")
     assert prefill.address is not None
     assert decode.address is None
-    assert put(prefill, range(6)) == [Code.OK] * 6
-    decode.locate(names(range(6)), prefill.address)
-    assert get(decode, range(6)) == [Code.OK] * 6
+    assert put(prefill, range(6)) == [ResultCode.OK] * 6
+    decode.hint_location(names(range(6)), prefill.address)
+    assert get(decode, range(6)) == [ResultCode.OK] * 6
     assert decode.statistics.found == (6, 0)
     prefill.close()  # the peer is gone; the shared store has everything
-    assert get(decode, range(6)) == [Code.OK] * 6
+    assert get(decode, range(6)) == [ResultCode.OK] * 6
     assert decode.statistics.found == (6, 6)
 
 
@@ -488,19 +492,19 @@ def test_peer_first_then_the_shared_store(opened: list[KVStore], shared: str) ->
 def test_what_is_held_is_not_overwritten(opened: list[KVStore]) -> None:
     store = MemoryStore(1 << 20, unit_bytes=4096)
     opened.append(store)
-    assert put(store, [1]) == [Code.OK]
-    [held, nothing] = store.hold(names([1, 2]))
+    assert put(store, [1]) == [ResultCode.OK]
+    [held, nothing] = store.pin_values(names([1, 2]))
     assert nothing is None
     assert held is not None
     store.delete(names([1]), WAIT_S).result()
     for seed in range(100, 140):
         put(store, [seed])
     assert b"".join(held.views) == page(1, SIZE)
-    assert put(store, [1]) == [Code.OK]
-    [again] = store.hold(names([1]))
+    assert put(store, [1]) == [ResultCode.OK]
+    [again] = store.pin_values(names([1]))
     assert again is not None
     assert again.generation > held.generation
-    store.let_go([held, again])
+    store.unpin_values([held, again])
     for seed in range(200, 240):
         put(store, [seed])
     assert b"".join(held.views) != page(1, SIZE)  # the control: let go, it was overwritten
@@ -513,12 +517,12 @@ def test_random_sizes_through_the_network(opened: list[KVStore]) -> None:
     for round_ in range(20):
         sizes = {round_ * 100 + number: random.choice([0, 1, 4095, 4096, 4097, 70_000]) for number in range(20)}
         for seed, size in sizes.items():
-            assert put(owner, [seed], size) == [Code.OK]
-        reader.locate(names(list(sizes)), owner.address)
+            assert put(owner, [seed], size) == [ResultCode.OK]
+        reader.hint_location(names(list(sizes)), owner.address)
         targets = {
             seed: [memoryview(bytearray(size // 2)), memoryview(bytearray(size))] for seed, size in sizes.items()
         }
         results = reader.get([GetOp(f"key-{seed}", parts) for seed, parts in targets.items()], WAIT_S).result()
         for (seed, size), result in zip(sizes.items(), results, strict=True):
-            assert result == Result(Code.OK, size)
+            assert result == Result(ResultCode.OK, size)
             assert b"".join(targets[seed])[:size] == page(seed, size)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from demo.processes import free_port
-from kvparams_connectors.store import Code, KVStore
-from kvparams_connectors.stores.stream import tcp_socket
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.stores.deadline_socket import tcp_socket
 from tests.connectors.peer_steps import WAIT_S, get, names, peer
 
 HOLES = [f"127.0.0.{number}" for number in range(2, 8)]
@@ -82,7 +82,7 @@ def test_a_peer_of_many_addresses_costs_its_time_once(
 ) -> None:
     named(monkeypatch, HOLES[:-1])
     store = peer(opened, "127.0.0.1:0", peers="node-5", connect_ms=300)
-    store.locate(names([1]), f"node-5:{port}")
+    store.hint_location(names([1]), f"node-5:{port}")
     start = time.monotonic()
-    assert get(store, [1], deadline_s=2.0) == [Code.MISS]  # settled, too
+    assert get(store, [1], deadline_s=2.0) == [ResultCode.MISS]  # settled, too
     assert time.monotonic() - start < 1.0

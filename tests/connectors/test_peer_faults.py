@@ -10,16 +10,16 @@ from contextlib import suppress
 import pytest
 
 from demo.processes import free_port
-from kvparams_connectors.store import Code, GetOp, KVStore, Result
+from kvparams_connectors.store import GetOp, KVStore, Result, ResultCode
 from kvparams_connectors.stores.guard.store import GuardedStore
-from kvparams_connectors.stores.peer.channel import Channel
-from kvparams_connectors.stores.peer.handshake import greet
+from kvparams_connectors.stores.peer.channel import PeerChannel
+from kvparams_connectors.stores.peer.handshake import connect_handshake
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.peer.wire import (
     REPLY_HEAD,
-    Operation,
-    Status,
-    found_table,
+    PeerOperation,
+    PeerStatus,
+    encode_found,
 )
 from tests.connectors.mooncake_cluster import until
 from tests.connectors.peer_process import PeerProcess, a_peer, page
@@ -44,24 +44,24 @@ def owner(kept: list[PeerProcess]) -> PeerProcess:
 
 def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:
     store = peer(opened, "127.0.0.1:0", **settings)
-    store.locate(names(seeds), address)
+    store.hint_location(names(seeds), address)
     return store
 
 
 def recovers(store: KVStore, seeds: Sequence[int]) -> None:
     """It is read from there again, once it has been left alone long enough."""
-    until(lambda: set(get(store, seeds)) == {Code.OK}, WAIT_S)
+    until(lambda: set(get(store, seeds)) == {ResultCode.OK}, WAIT_S)
 
 
 def test_a_peer_that_is_killed_costs_nothing_and_its_pages_are_gone(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(4), SIZE)
     store = told(opened, owner.address)
-    assert get(store, range(4)) == [Code.OK] * 4
+    assert get(store, range(4)) == [ResultCode.OK] * 4
     owner.kill()
     start = time.monotonic()
-    assert get(store, range(4)) == [Code.MISS] * 4
+    assert get(store, range(4)) == [ResultCode.MISS] * 4
     assert (store.statistics.values_lost, store.statistics.places_resting) == (4, 1)
-    assert get(store, range(4)) == [Code.MISS] * 4
+    assert get(store, range(4)) == [ResultCode.MISS] * 4
     assert (store.statistics.values_lost, store.statistics.connections) == (8, 1 + 1)
     assert time.monotonic() - start < 1
 
@@ -70,27 +70,27 @@ def test_a_peer_that_was_restarted_has_nothing_of_what_was(opened: list[KVStore]
     with PeerProcess(f"peer://127.0.0.1:{free_port()}?size=32MiB&unit=4KiB") as owner:
         owner.put(range(4), SIZE)
         store = told(opened, owner.address)
-        assert get(store, range(4)) == [Code.OK] * 4
+        assert get(store, range(4)) == [ResultCode.OK] * 4
         owner.restart()
-        assert get(store, range(4)) == [Code.MISS] * 4
+        assert get(store, range(4)) == [ResultCode.MISS] * 4
         owner.put([1], SIZE)
-        store.locate(names(range(4)), owner.address)
+        store.hint_location(names(range(4)), owner.address)
         recovers(store, [1])
-        assert get(store, [0, 1]) == [Code.MISS, Code.OK]
+        assert get(store, [0, 1]) == [ResultCode.MISS, ResultCode.OK]
 
 
 def test_a_stopped_peer_costs_its_deadline_once(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(4), SIZE)
     store = told(opened, owner.address)
-    assert get(store, range(2)) == [Code.OK] * 2
+    assert get(store, range(2)) == [ResultCode.OK] * 2
     owner.stop()
     start = time.monotonic()
-    assert get(store, range(4), deadline_s=0.5) == [Code.MISS] * 4
+    assert get(store, range(4), deadline_s=0.5) == [ResultCode.MISS] * 4
     assert 0.3 < time.monotonic() - start < 1.5
     assert store.statistics.values_lost == 4
     start = time.monotonic()
-    assert get(store, range(4), deadline_s=0.5) == [Code.MISS] * 4
-    assert put(store, [50]) == [Code.OK]
+    assert get(store, range(4), deadline_s=0.5) == [ResultCode.MISS] * 4
+    assert put(store, [50]) == [ResultCode.OK]
     assert time.monotonic() - start < 0.4
     owner.go_on()
     recovers(store, range(4))
@@ -101,16 +101,16 @@ def test_a_stopped_peer_keeps_nobody_from_the_others(opened: list[KVStore], owne
         owner.put(range(4), SIZE)
         other.put(range(10, 14), SIZE)
         store = told(opened, owner.address, threads=2)
-        store.locate(names(range(10, 14)), other.address)
-        assert get(store, [0, 1, 10, 11]) == [Code.OK] * 4
+        store.hint_location(names(range(10, 14)), other.address)
+        assert get(store, [0, 1, 10, 11]) == [ResultCode.OK] * 4
         owner.stop()
         stuck = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 2.0)
-        assert get(store, range(10, 14), deadline_s=0.9) == [Code.OK] * 4
-        assert put(store, [30]) == [Code.OK]
-        assert get(store, [30]) == [Code.OK]
+        assert get(store, range(10, 14), deadline_s=0.9) == [ResultCode.OK] * 4
+        assert put(store, [30]) == [ResultCode.OK]
+        assert get(store, [30]) == [ResultCode.OK]
         assert not stuck.done()
         owner.go_on()
-        assert stuck.result()[0].code is Code.OK
+        assert stuck.result()[0].code is ResultCode.OK
 
 
 @pytest.mark.parametrize("threads", [1, *(pytest.param(more, marks=pytest.mark.slow) for more in (2, 4))])
@@ -121,17 +121,17 @@ def test_one_batch_over_a_stopped_peer_loses_nothing_else(
         owner.put(range(4), SIZE)
         other.put(range(10, 14), SIZE)
         store = told(opened, owner.address, threads=threads)
-        store.locate(names(range(10, 14)), other.address)
+        store.hint_location(names(range(10, 14)), other.address)
         put(store, [50])
         owner.stop()
         start = time.monotonic()
-        assert get(store, [0, 50, 10], deadline_s=1.0) == [Code.MISS, Code.OK, Code.OK]
+        assert get(store, [0, 50, 10], deadline_s=1.0) == [ResultCode.MISS, ResultCode.OK, ResultCode.OK]
         assert time.monotonic() - start < 1.5
         owner.go_on()
         until(lambda: store.statistics.places_resting == 0)
         owner.stop()
         found = store.exists(names([0, 50, 10]), 1.0).result()
-        assert [result.code for result in found] == [Code.MISS, Code.OK, Code.OK]
+        assert [result.code for result in found] == [ResultCode.MISS, ResultCode.OK, ResultCode.OK]
         owner.go_on()
 
 
@@ -143,18 +143,18 @@ def test_more_batches_than_threads_wait_for_no_peer_beyond_their_time(
         owner.put([0], SIZE)
         other.put(range(10, 14), SIZE)
         store = told(opened, owner.address, threads=1)
-        store.locate(names(range(10, 14)), other.address)
+        store.hint_location(names(range(10, 14)), other.address)
         owner.stop()
         first = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 5.0)  # the one thread is at it for a second
         targets = [memoryview(bytearray(b"\xa5" * SIZE)) for _ in range(4)]
         jobs = [store.get([GetOp(f"key-{10 + at}", (target,))], 0.5) for at, target in enumerate(targets)]
         for job in jobs:
-            assert [result.code for result in job.result()] == [Code.MISS]
+            assert [result.code for result in job.result()] == [ResultCode.MISS]
             assert time.monotonic() < job.deadline + 0.5
             assert job.wait_settled(0.2)
         assert not first.done()
-        assert [result.code for result in first.result()] == [Code.MISS]
-        assert get(store, range(10, 14)) == [Code.OK] * 4
+        assert [result.code for result in first.result()] == [ResultCode.MISS]
+        assert get(store, range(10, 14)) == [ResultCode.OK] * 4
         assert all(target == b"\xa5" * SIZE for target in targets)
         owner.go_on()
 
@@ -164,10 +164,10 @@ def test_a_peer_that_says_nothing_is_not_waited_for_until_the_deadline(
 ) -> None:
     owner.put(range(4), SIZE)
     store = told(opened, owner.address, connect_ms=300)
-    assert get(store, range(4)) == [Code.OK] * 4
+    assert get(store, range(4)) == [ResultCode.OK] * 4
     owner.stop()
     start = time.monotonic()
-    assert get(store, range(4)) == [Code.MISS] * 4
+    assert get(store, range(4)) == [ResultCode.MISS] * 4
     assert 0.2 < time.monotonic() - start < 2.0
     owner.go_on()
 
@@ -187,8 +187,8 @@ def test_what_came_whole_and_in_time_counts(opened: list[KVStore], owner: PeerPr
         relay.change = stall
         found = get(store, range(4), deadline_s=1.0)
         go_on.set()
-        assert found[0] is Code.OK
-        assert found[-1] is Code.MISS
+        assert found[0] is ResultCode.OK
+        assert found[-1] is ResultCode.MISS
 
 
 @pytest.mark.parametrize("deadline_s", [pytest.param(WAIT_S, marks=pytest.mark.slow), 0.2])
@@ -200,19 +200,19 @@ def test_a_guard_stays_closed_whatever_becomes_of_peers(
         owner.put(range(30), SIZE)
         other.put([40], SIZE)
         inner = told(opened, owner.address, range(30))
-        inner.locate(names([40]), other.address)
+        inner.hint_location(names([40]), other.address)
         guarded = GuardedStore(inner, name="peer")
         opened.append(guarded)
         put(guarded, [50])
         owner.stop()
         for number in range(6, 12):
-            assert get(guarded, [number], deadline_s=deadline_s) == [Code.MISS]
+            assert get(guarded, [number], deadline_s=deadline_s) == [ResultCode.MISS]
         for number in range(6):
-            guarded.locate(names([60 + number]), f"127.0.0.1:{free_port()}")
-            assert get(guarded, [60 + number], deadline_s=deadline_s) == [Code.MISS]
-            assert get(guarded, [number], deadline_s=deadline_s) == [Code.MISS]
-            assert get(guarded, [50, 40]) == [Code.OK] * 2
-            assert put(guarded, [number + 100]) == [Code.OK]
+            guarded.hint_location(names([60 + number]), f"127.0.0.1:{free_port()}")
+            assert get(guarded, [60 + number], deadline_s=deadline_s) == [ResultCode.MISS]
+            assert get(guarded, [number], deadline_s=deadline_s) == [ResultCode.MISS]
+            assert get(guarded, [50, 40]) == [ResultCode.OK] * 2
+            assert put(guarded, [number + 100]) == [ResultCode.OK]
         assert (guarded.statistics.opened, guarded.statistics.refused) == (0, 0)
         owner.go_on()
 
@@ -224,12 +224,12 @@ def test_a_connection_may_be_reset_anywhere(opened: list[KVStore], owner: PeerPr
         store = told(opened, f"127.0.0.1:{relay.port}")
         relay.cut_after = after
         found = get(store, range(4))
-        whole = found.count(Code.OK)  # a reset takes along what had come and was not received yet
+        whole = found.count(ResultCode.OK)  # a reset takes along what had come and was not received yet
         assert whole <= after // SIZE
-        assert found == [Code.OK] * whole + [Code.MISS] * (4 - whole)
+        assert found == [ResultCode.OK] * whole + [ResultCode.MISS] * (4 - whole)
         assert store.statistics.values_lost == 4 - whole
-        assert get(store, range(4)) == [Code.MISS] * 4  # it is left alone for a while
-        assert get(told(opened, f"127.0.0.1:{relay.port}"), range(4)) == [Code.OK] * 4
+        assert get(store, range(4)) == [ResultCode.MISS] * 4  # it is left alone for a while
+        assert get(told(opened, f"127.0.0.1:{relay.port}"), range(4)) == [ResultCode.OK] * 4
     until(lambda: owner.pins() == 0)
 
 
@@ -237,10 +237,10 @@ def test_a_trickling_peer_is_given_up_at_the_deadline(opened: list[KVStore], own
     owner.put(range(4), SIZE)
     with Relay(int(owner.address.rpartition(":")[2])) as relay:
         store = told(opened, f"127.0.0.1:{relay.port}")
-        assert get(store, [0]) == [Code.OK]
+        assert get(store, [0]) == [ResultCode.OK]
         relay.trickle_s = 0.001
         start = time.monotonic()
-        assert get(store, range(4), deadline_s=0.5) == [Code.MISS] * 4
+        assert get(store, range(4), deadline_s=0.5) == [ResultCode.MISS] * 4
         assert time.monotonic() - start < 1.5
         assert store.statistics.values_lost == 4
         relay.trickle_s = 0
@@ -264,37 +264,37 @@ def test_buffers_are_left_alone_once_the_job_is_settled(opened: list[KVStore], o
 # ---- liars
 
 
-def says(words: bytes) -> Callable[[Channel, list[str]], None]:
+def says(words: bytes) -> Callable[[PeerChannel, list[str]], None]:
     return lambda channel, keys: channel.send_parts([words])
 
 
-TWO = found_table([Result(Code.OK, SIZE), Result(Code.OK, SIZE)])
+TWO = encode_found([Result(ResultCode.OK, SIZE), Result(ResultCode.OK, SIZE)])
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        lies(found_table([Result(Code.OK, SIZE + 1), Result(Code.OK, SIZE)]), bytes(2 * SIZE + 1)),
-        lies(found_table([Result(Code.OK, 1 << 62), Result(Code.OK, SIZE)]), bytes(2 * SIZE)),
-        lies(found_table([Result(Code.OK, SIZE)]), bytes(SIZE)),
+        lies(encode_found([Result(ResultCode.OK, SIZE + 1), Result(ResultCode.OK, SIZE)]), bytes(2 * SIZE + 1)),
+        lies(encode_found([Result(ResultCode.OK, 1 << 62), Result(ResultCode.OK, SIZE)]), bytes(2 * SIZE)),
+        lies(encode_found([Result(ResultCode.OK, SIZE)]), bytes(SIZE)),
         lies(TWO + b"x", bytes(2 * SIZE)),
         lies(TWO, bytes(2 * SIZE), count=3),
         lies(b"\xff" * 18, bytes(2 * SIZE)),
-        lies(b"", status=Status.UNABLE, count=0),
+        lies(b"", status=PeerStatus.UNABLE, count=0),
         lies(b"", status=7, count=0),
         says(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
         says(REPLY_HEAD.pack(0, 2, 0xFFFFFFFF)),
     ],
 )
 def test_a_peer_that_lies_is_believed_nothing(
-    opened: list[KVStore], answer: Callable[[Channel, list[str]], None]
+    opened: list[KVStore], answer: Callable[[PeerChannel, list[str]], None]
 ) -> None:
     with Liar(answer) as liar:
         store = told(opened, liar.address)
         memory = memoryview(bytearray(b"\xa5" * (4 * SIZE)))
         targets = [memory[SIZE : 2 * SIZE], memory[2 * SIZE : 3 * SIZE]]
         results = store.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], WAIT_S).result()
-        assert [result.code for result in results] == [Code.MISS] * 2
+        assert [result.code for result in results] == [ResultCode.MISS] * 2
         assert (store.statistics.values_lost, store.statistics.places_resting) == (2, 1)
         assert memory[:SIZE] == memory[3 * SIZE :] == b"\xa5" * SIZE
 
@@ -303,8 +303,8 @@ def test_what_a_peer_says_beyond_its_answer_is_nobodys_page(opened: list[KVStore
     """The connection is not used again, so that the next answer is not taken from what was left over."""
     with Liar(lies(TWO, bytes(page(0, SIZE)), bytes(page(1, SIZE)), TWO)) as liar:
         store = told(opened, liar.address)
-        assert get(store, range(2)) == [Code.OK] * 2
-        assert get(store, range(2)) == [Code.OK] * 2
+        assert get(store, range(2)) == [ResultCode.OK] * 2
+        assert get(store, range(2)) == [ResultCode.OK] * 2
         assert store.statistics.connections == 2
 
 
@@ -322,7 +322,7 @@ def test_something_else_that_listens_there_is_no_peer(opened: list[KVStore]) -> 
         thread = threading.Thread(target=serve)
         thread.start()
         store = told(opened, f"127.0.0.1:{listener.getsockname()[1]}")
-        assert get(store, [0]) == [Code.MISS]
+        assert get(store, [0]) == [ResultCode.MISS]
         assert (store.statistics.values_lost, store.statistics.places_resting) == (1, 1)
         thread.join(WAIT_S)
 
@@ -337,14 +337,14 @@ def test_nonsense_ends_a_connection_and_nothing_else(opened: list[KVStore], owne
     stranger.send_parts([said])
     stranger.hang_up()
     stranger.close()
-    assert get(told(opened, owner.address), [1]) == [Code.OK]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.OK]
 
 
 def test_a_reader_that_does_not_read_is_cut_off_and_pins_nothing(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(12), 2 << 20)
     slow = reader_of(owner)
-    greet(slow, b"")
-    slow.send_parts([request(Operation.GET, range(12), 300)])
+    connect_handshake(slow, b"")
+    slow.send_parts([request(PeerOperation.GET, range(12), 300)])
     until(lambda: owner.pins() > 0)  # it is being sent: far more than sockets take
     until(lambda: owner.pins() == 0)
     with pytest.raises(OSError):  # noqa: PT011 - reset, or an end
@@ -358,8 +358,8 @@ def test_a_reader_that_takes_nothing_is_cut_off_whatever_time_it_wants(
 ) -> None:
     owner.put(range(12), 2 << 20)
     slow = reader_of(owner)
-    greet(slow, b"")
-    slow.send_parts([request(Operation.GET, range(12), 3_600_000)])
+    connect_handshake(slow, b"")
+    slow.send_parts([request(PeerOperation.GET, range(12), 3_600_000)])
     until(lambda: owner.pins() > 0)
     until(lambda: owner.pins() == 0, 6.0)
     slow.close()
@@ -369,13 +369,13 @@ def test_so_many_readers_and_no_more(opened: list[KVStore], owner: PeerProcess) 
     owner.put([1], SIZE)
     crowd = [reader_of(owner) for _ in range(128)]
     for channel in crowd:
-        greet(channel, b"")
+        connect_handshake(channel, b"")
     until(lambda: owner.readers() == 128)
-    assert get(told(opened, owner.address), [1]) == [Code.MISS]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.MISS]
     for channel in crowd:
         channel.close()
     until(lambda: owner.readers() == 0)
-    assert get(told(opened, owner.address), [1]) == [Code.OK]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.OK]
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_who_says_nothing_takes_no_readers_place(opened: list[KVStore], owner: P
     """The oldest of them goes for everybody who is new."""
     owner.put([1], SIZE)
     crowd = [reader_of(owner) for _ in range(300)]
-    assert get(told(opened, owner.address), [1]) == [Code.OK]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.OK]
     with pytest.raises(OSError):  # noqa: PT011 - reset, or an end
         crowd[0].read(1)
     assert owner.readers() <= 1
@@ -405,8 +405,8 @@ def test_a_thread_that_cannot_start_costs_one_reader(opened: list[KVStore], monk
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-    assert get(told(opened, owner.address), [1]) == [Code.MISS]
-    assert get(told(opened, owner.address), [1]) == [Code.OK]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.MISS]
+    assert get(told(opened, owner.address), [1]) == [ResultCode.OK]
     assert (len(refused), owner.statistics.readers_refused) == (1, 1)
 
 
@@ -429,8 +429,8 @@ def test_connections_of_the_dead_are_closed(opened: list[KVStore]) -> None:
     owners = [peer(opened) for _ in range(3)]
     for number, owner in enumerate(owners):
         put(owner, [number])
-        store.locate(names([number]), str(owner.address))
-        assert get(store, [number]) == [Code.OK]
+        store.hint_location(names([number]), str(owner.address))
+        assert get(store, [number]) == [ResultCode.OK]
         owner.close()
     states = store._sources._states  # pyright: ignore[reportPrivateUsage]
     assert [len(state.idle) for state in states.values()] == [0, 0, 1]
@@ -441,14 +441,14 @@ def test_an_owner_that_closes_in_the_middle_pins_nothing(opened: list[KVStore]) 
         owner, reader = peer(opened, size="32MiB"), peer(opened, "127.0.0.1:0")
         assert owner.address is not None
         put(owner, range(8), 2 << 20)
-        reader.locate(names(range(8)), owner.address)
+        reader.hint_location(names(range(8)), owner.address)
         targets = [memoryview(bytearray(2 << 20)) for _ in range(8)]
         job = reader.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], WAIT_S)
         owner.close()
         results = job.result()
-        assert {result.code for result in results} <= {Code.MISS, Code.OK}
+        assert {result.code for result in results} <= {ResultCode.MISS, ResultCode.OK}
         for at, (target, result) in enumerate(zip(targets, results, strict=True)):
-            assert result.code is not Code.OK or target == page(at, 2 << 20)
+            assert result.code is not ResultCode.OK or target == page(at, 2 << 20)
 
 
 # ---- many at a time, and for long
@@ -475,9 +475,9 @@ def test_readers_while_pages_come_and_go(opened: list[KVStore]) -> None:
         reader = peer(opened, "127.0.0.1:0")
         try:
             while not over.is_set():
-                reader.locate(names(range(64)), str(owner.address))
+                reader.hint_location(names(range(64)), str(owner.address))
                 for first in range(0, 64, 8):
-                    hits[at] += get(reader, range(first, first + 8)).count(Code.OK)
+                    hits[at] += get(reader, range(first, first + 8)).count(ResultCode.OK)
         except BaseException as error:  # noqa: BLE001 - shown by the test
             failures.append(error)
 
@@ -495,8 +495,8 @@ def test_readers_while_pages_come_and_go(opened: list[KVStore]) -> None:
 
 def test_a_number_too_large_for_memory_is_never_allocated(owner: PeerProcess) -> None:
     stranger = reader_of(owner)
-    greet(stranger, b"")
-    stranger.send_parts([struct.pack("!BxHII", Operation.GET, 65_535, 0xFFFFFFFF, 1000)])
+    connect_handshake(stranger, b"")
+    stranger.send_parts([struct.pack("!BxHII", PeerOperation.GET, 65_535, 0xFFFFFFFF, 1000)])
     with pytest.raises(OSError):  # noqa: PT011
         stranger.read(1)
     stranger.close()

@@ -10,25 +10,25 @@ from random import Random
 import pytest
 
 from demo.processes import free_port
-from kvparams_connectors.advice import advice_of
+from kvparams_connectors.advice import advice_from_store
 from kvparams_connectors.conformance import Opener, StoreConformance
-from kvparams_connectors.settings import StoreError, StoreURL
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.extents import Bytes
-from kvparams_connectors.stores.peer.channel import Channel
-from kvparams_connectors.stores.peer.handshake import greet
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError, StoreURL
+from kvparams_connectors.stores.extents import ByteArray
+from kvparams_connectors.stores.peer.channel import PeerChannel
+from kvparams_connectors.stores.peer.handshake import connect_handshake
 from kvparams_connectors.stores.peer.settings import PeerSettings
 from kvparams_connectors.stores.peer.store import PeerStore
-from kvparams_connectors.stores.peer.transfer import Transfer
+from kvparams_connectors.stores.peer.transfer_engine import GuardedTransferEngine
 from kvparams_connectors.stores.peer.wire import (
     REPLY_HEAD,
-    Operation,
-    Placed,
-    Placement,
-    Status,
+    PeerOperation,
+    PeerStatus,
+    PlacedValue,
+    PlacementTable,
+    encode_placement,
     parse_placement,
     parse_reply,
-    placement_table,
 )
 from tests.connectors.mooncake_cluster import until
 from tests.connectors.peer_across import Across
@@ -67,14 +67,17 @@ def owner(kept: list[PeerProcess]) -> PeerProcess:
 
 def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:
     store = peer(opened, "127.0.0.1:0", **{"transport": "mooncake", "buffer": "16MiB"} | settings)
-    store.locate(names(seeds), address)
+    store.hint_location(names(seeds), address)
     return store
 
 
 @pytest.fixture(scope="module")
-def transfers() -> Iterator[tuple[Transfer, Transfer]]:
+def transfers() -> Iterator[tuple[GuardedTransferEngine, GuardedTransferEngine]]:
     """For all tests of the suite: one for stores that are read from, one for those that read. To end one takes 1 s."""
-    both = [Transfer("127.0.0.1", protocol="tcp", devices="", buffer_bytes=8 << 20, threads=4) for _ in range(2)]
+    both = [
+        GuardedTransferEngine("127.0.0.1", protocol="tcp", devices="", buffer_bytes=8 << 20, threads=4)
+        for _ in range(2)
+    ]
     yield both[0], both[1]
     for one in both:
         one.close()
@@ -86,7 +89,7 @@ class TestThroughMooncake(StoreConformance):
 
     @pytest.fixture
     def opener(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, opened: list[KVStore], transfers: tuple[Transfer, Transfer]
+        self, opened: list[KVStore], transfers: tuple[GuardedTransferEngine, GuardedTransferEngine]
     ) -> Iterator[Opener]:
         made: list[Across] = []
 
@@ -109,7 +112,7 @@ def test_pages_are_read_from_the_memory_of_the_process_that_made_them(
 ) -> None:
     assert owner.put(range(8), SIZE) == ["OK"] * 8
     store = told(opened, owner.address)
-    assert get(store, range(12)) == [Code.OK] * 8 + [Code.MISS] * 4
+    assert get(store, range(12)) == [ResultCode.OK] * 8 + [ResultCode.MISS] * 4
     assert store.statistics.bytes_transferred == store.statistics.bytes_read == 8 * SIZE
     until(lambda: owner.pins() == 0)
 
@@ -121,16 +124,16 @@ def test_values_of_any_size_and_place(opened: list[KVStore]) -> None:
     random = Random(5)
     sizes = {seed: random.choice([0, 1, 4097, 30_000, 70_000]) for seed in range(100)}
     for seed, size in sizes.items():
-        assert put(owner, [seed], size) == [Code.OK]
+        assert put(owner, [seed], size) == [ResultCode.OK]
     owner.delete(names([seed for seed in sizes if seed % 2]), WAIT_S).result()
     for seed, size in {200: 600_000, 201: 900_000}.items():  # into the gaps, and too large for a slot of 256 KiB
-        assert put(owner, [seed], size) == [Code.OK]
+        assert put(owner, [seed], size) == [ResultCode.OK]
     sizes = {seed: size for seed, size in sizes.items() if seed % 2 == 0} | {200: 600_000, 201: 900_000}
-    reader.locate(names(list(sizes)), owner.address)
+    reader.hint_location(names(list(sizes)), owner.address)
     targets = {seed: [memoryview(bytearray(size // 3)), memoryview(bytearray(size))] for seed, size in sizes.items()}
     results = reader.get([GetOp(f"key-{seed}", parts) for seed, parts in targets.items()], WAIT_S).result()
     for (seed, size), result in zip(sizes.items(), results, strict=True):
-        assert result == Result(Code.OK, size)
+        assert result == Result(ResultCode.OK, size)
         assert b"".join(targets[seed])[:size] == page(seed, size), seed
     seen = reader.statistics
     assert seen.bytes_read - seen.bytes_transferred == 1_500_000  # those two came over the socket
@@ -140,33 +143,33 @@ def test_who_has_no_transfer_engine_is_read_over_the_socket(opened: list[KVStore
     plain, engine = peer(opened), peer(opened, transport="mooncake")
     for owner, reader in ((plain, told(opened, str(plain.address))), (engine, peer(opened, "127.0.0.1:0"))):
         put(owner, range(4))
-        reader.locate(names(range(4)), str(owner.address))
-        assert get(reader, range(4)) == [Code.OK] * 4
+        reader.hint_location(names(range(4)), str(owner.address))
+        assert get(reader, range(4)) == [ResultCode.OK] * 4
         assert reader.statistics.bytes_transferred == 0
 
 
 def test_what_is_held_stays_until_it_is_returned_or_its_time_is_over(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(4), SIZE)
     reader = reader_of(owner)
-    greet(reader, b"")
+    connect_handshake(reader, b"")
 
-    def hold(give_up_ms: int) -> list[Placed]:
-        reader.send_parts([request(Operation.HOLD, range(4), give_up_ms)])
+    def hold(give_up_ms: int) -> list[PlacedValue]:
+        reader.send_parts([request(PeerOperation.HOLD, range(4), give_up_ms)])
         reply = parse_reply(reader.read(REPLY_HEAD.size), 4)
         return parse_placement(reader.read(reply.nbytes), ROOM * 4).values
 
-    def give_back() -> Status:
-        reader.send_parts([request(Operation.RETURN, [], 1000)])
+    def give_back() -> PeerStatus:
+        reader.send_parts([request(PeerOperation.RETURN, [], 1000)])
         return parse_reply(reader.read(REPLY_HEAD.size), 0).status
 
     first = hold(5000)
     assert owner.pins() == 4
-    assert give_back() is Status.FINE
+    assert give_back() is PeerStatus.FINE
     assert owner.pins() == 0
-    assert give_back() is Status.OVER  # once
+    assert give_back() is PeerStatus.OVER  # once
     hold(100)
     until(lambda: owner.pins() == 0)
-    assert give_back() is Status.OVER
+    assert give_back() is PeerStatus.OVER
     owner.delete(range(4))
     owner.put(range(4), SIZE)
     again = hold(5000)
@@ -178,15 +181,15 @@ def test_what_is_held_stays_until_it_is_returned_or_its_time_is_over(opened: lis
 def test_a_reader_that_goes_on_asking_holds_nothing_beyond_its_time(opened: list[KVStore], owner: PeerProcess) -> None:
     """Neither by asking all the time, nor by a request that it does not end."""
     owner.put(range(4), SIZE)
-    for more in (request(Operation.SIZES, range(4), 30_000), request(Operation.RETURN, [], 30_000)[:5]):
+    for more in (request(PeerOperation.SIZES, range(4), 30_000), request(PeerOperation.RETURN, [], 30_000)[:5]):
         reader = reader_of(owner)
-        greet(reader, b"")
-        reader.send_parts([request(Operation.HOLD, range(4), 400)])
+        connect_handshake(reader, b"")
+        reader.send_parts([request(PeerOperation.HOLD, range(4), 400)])
         reader.read(parse_reply(reader.read(REPLY_HEAD.size), 4).nbytes)
         start, over = time.monotonic(), threading.Event()
         assert owner.pins() == 4
 
-        def ask(reader: Channel = reader, more: bytes = more, over: threading.Event = over) -> None:
+        def ask(reader: PeerChannel = reader, more: bytes = more, over: threading.Event = over) -> None:
             with suppress(OSError):
                 reader.send_parts([more])
                 while len(more) > 5 and not over.is_set():
@@ -205,18 +208,18 @@ def test_a_reader_that_goes_on_asking_holds_nothing_beyond_its_time(opened: list
 def test_a_stopped_peer_costs_its_deadline_and_nothing_lands_later(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(8), 1 << 20)
     store = told(opened, owner.address, threads=1)
-    assert get(store, range(8), 1 << 20) == [Code.OK] * 8
+    assert get(store, range(8), 1 << 20) == [ResultCode.OK] * 8
     owner.stop()
     memory = memoryview(bytearray(8 << 20))
     targets = [memory[at << 20 : (at + 1) << 20] for at in range(8)]
     start = time.monotonic()
     job = store.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], 0.5)
-    assert codes(job.result()) == [Code.MISS] * 8
+    assert codes(job.result()) == [ResultCode.MISS] * 8
     assert job.wait_settled(1.0)  # not when the engine is through with it: that takes 30 s
     assert time.monotonic() - start < 1.5
     memory[:] = b"\xa5" * (8 << 20)
     owner.go_on()
-    until(lambda: set(get(store, range(8), 1 << 20)) == {Code.OK}, WAIT_S)
+    until(lambda: set(get(store, range(8), 1 << 20)) == {ResultCode.OK}, WAIT_S)
     assert memory == b"\xa5" * (8 << 20)
 
 
@@ -225,7 +228,7 @@ def test_a_peer_that_is_stopped_during_a_transfer(opened: list[KVStore], owner: 
     """Whenever it stops: in time, nothing wrong, and it is read again afterwards."""
     owner.put(range(24), 1 << 20)
     store = told(opened, owner.address)
-    assert get(store, range(24), 1 << 20) == [Code.OK] * 24
+    assert get(store, range(24), 1 << 20) == [ResultCode.OK] * 24
     for pause_s in (0.0, 0.002, 0.005, 0.01):
         targets = [memoryview(bytearray(1 << 20)) for _ in range(24)]
         job = store.get([GetOp(f"key-{at}", (target,)) for at, target in enumerate(targets)], 0.6)
@@ -234,17 +237,17 @@ def test_a_peer_that_is_stopped_during_a_transfer(opened: list[KVStore], owner: 
         results = job.result()
         assert job.wait_settled(1.0)
         for at, (target, result) in enumerate(zip(targets, results, strict=True)):
-            assert result.code is not Code.OK or target == page(at, 1 << 20)
+            assert result.code is not ResultCode.OK or target == page(at, 1 << 20)
         owner.go_on()
-        until(lambda: set(get(store, range(24), 1 << 20)) == {Code.OK}, WAIT_S)
+        until(lambda: set(get(store, range(24), 1 << 20)) == {ResultCode.OK}, WAIT_S)
 
 
 def test_a_peer_that_is_killed(opened: list[KVStore], owner: PeerProcess) -> None:
     owner.put(range(8), SIZE)
     store = told(opened, owner.address)
-    assert get(store, range(8)) == [Code.OK] * 8
+    assert get(store, range(8)) == [ResultCode.OK] * 8
     owner.kill()
-    assert get(store, range(8)) == [Code.MISS] * 8
+    assert get(store, range(8)) == [ResultCode.MISS] * 8
     assert (store.statistics.values_lost, store.statistics.places_resting) == (8, 1)
 
 
@@ -252,36 +255,40 @@ def test_a_peer_that_was_restarted_is_read_again(opened: list[KVStore]) -> None:
     with PeerProcess(f"{URL.replace('127.0.0.1', f'127.0.0.1:{free_port()}')}") as owner:
         owner.put(range(4), SIZE)
         store = told(opened, owner.address)
-        assert get(store, range(4)) == [Code.OK] * 4
+        assert get(store, range(4)) == [ResultCode.OK] * 4
         owner.restart()
-        assert get(store, range(4)) == [Code.MISS] * 4
+        assert get(store, range(4)) == [ResultCode.MISS] * 4
         owner.put(range(2, 6), SIZE)
-        store.locate(names(range(64)), owner.address)
-        until(lambda: get(store, range(6)) == [Code.MISS] * 2 + [Code.OK] * 4, WAIT_S)
+        store.hint_location(names(range(64)), owner.address)
+        until(lambda: get(store, range(6)) == [ResultCode.MISS] * 2 + [ResultCode.OK] * 4, WAIT_S)
 
 
-@pytest.mark.parametrize(("said", "code"), [(Status.FINE, Code.OK), (Status.OVER, Code.MISS)])
-def test_what_was_not_held_until_the_end_is_not_believed(opened: list[KVStore], said: Status, code: Code) -> None:
+@pytest.mark.parametrize(("said", "code"), [(PeerStatus.FINE, ResultCode.OK), (PeerStatus.OVER, ResultCode.MISS)])
+def test_what_was_not_held_until_the_end_is_not_believed(
+    opened: list[KVStore], said: PeerStatus, code: ResultCode
+) -> None:
     """The peer's time was over while we read: the memory may have had another owner. FINE is the control."""
     owner = peer(opened, transport="mooncake")
     put(owner, range(2))
-    held = owner._own.hold(names(range(2)))  # pyright: ignore[reportPrivateUsage]
+    held = owner._own.pin_values(names(range(2)))  # pyright: ignore[reportPrivateUsage]
     session = owner._transfer.session  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
-    placed = [Placed(Result(Code.OK, SIZE), one.generation, one.addresses) for one in held if one is not None]
-    table = placement_table(Placement(session, placed))
+    placed = [
+        PlacedValue(Result(ResultCode.OK, SIZE), one.generation, one.addresses) for one in held if one is not None
+    ]
+    table = encode_placement(PlacementTable(session, placed))
 
-    def answer(channel: Channel, keys: list[str]) -> None:
+    def answer(channel: PeerChannel, keys: list[str]) -> None:
         if keys:
-            channel.send_parts([REPLY_HEAD.pack(Status.FINE, 2, len(table)), table])
+            channel.send_parts([REPLY_HEAD.pack(PeerStatus.FINE, 2, len(table)), table])
         else:
             channel.send_parts([REPLY_HEAD.pack(said, 0, 0)])
 
     with Liar(answer) as liar:
         store = told(opened, liar.address)
         assert get(store, range(2)) == [code] * 2
-        assert store.statistics.bytes_transferred == (2 * SIZE if code is Code.OK else 0)
-        assert store.statistics.values_lost == (0 if code is Code.OK else 2)
-    owner._own.let_go([one for one in held if one is not None])  # pyright: ignore[reportPrivateUsage]
+        assert store.statistics.bytes_transferred == (2 * SIZE if code is ResultCode.OK else 0)
+        assert store.statistics.values_lost == (0 if code is ResultCode.OK else 2)
+    owner._own.unpin_values([one for one in held if one is not None])  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(("host", "asked"), [("127.0.0.2", False), ("127.0.0.1", True)])
@@ -289,14 +296,14 @@ def test_memory_that_is_said_to_be_on_another_host_is_not_asked_for(
     opened: list[KVStore], host: str, asked: bool
 ) -> None:
     """1.0#3.14 holds for what a peer says, too: also where the other host is a peer. The same host is the control."""
-    placed = Placed(Result(Code.OK, SIZE), 1, ((1 << 40, SIZE),))
+    placed = PlacedValue(Result(ResultCode.OK, SIZE), 1, ((1 << 40, SIZE),))
     with socket.create_server((host, 0)) as elsewhere:
-        table = placement_table(Placement(f"{host}:{elsewhere.getsockname()[1]}", [placed, placed]))
+        table = encode_placement(PlacementTable(f"{host}:{elsewhere.getsockname()[1]}", [placed, placed]))
         with Liar(lies(table)) as liar:
             store = told(opened, liar.address, peers="127.0.0.0/8")
             ops = [GetOp(key, (memoryview(bytearray(SIZE)),)) for key in names(range(2))]
             job = store.get(ops, 0.5)
-            assert codes(job.result()) == [Code.MISS] * 2
+            assert codes(job.result()) == [ResultCode.MISS] * 2
             assert store.statistics.values_lost == 2
             elsewhere.settimeout(0.3)
             assert contacted(elsewhere) is asked
@@ -312,44 +319,44 @@ def test_landing_slots_that_are_lost_are_replaced_a_few_times_and_said(
     transfer = reader._transfer  # pyright: ignore[reportPrivateUsage]
     session = owner._transfer.session  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
     assert transfer is not None
-    first, slots = transfer.landing, transfer.landing.slots
+    first, slots = transfer.landing_area, transfer.landing_area.slots
 
     def fail() -> None:
-        lost = transfer.lost
-        slot = transfer.landing.lease(WAIT_S)
+        lost = transfer.lost_slots
+        slot = transfer.landing_area.lease(WAIT_S)
         assert slot is not None
         assert not transfer.read(session, slot, [(1 << 40, SIZE)], time.monotonic() + WAIT_S)
-        until(lambda: transfer.lost == lost + 1)
+        until(lambda: transfer.lost_slots == lost + 1)
 
     for _ in range(slots):
         fail()
-    until(lambda: transfer.landing is not first)
-    assert get(reader, [0]) == [Code.OK]
+    until(lambda: transfer.landing_area is not first)
+    assert get(reader, [0]) == [ResultCode.OK]
     assert reader.statistics.bytes_transferred == SIZE
     assert reader.statistics.slots_lost == slots
-    while not transfer.spent:
+    while not transfer.is_exhausted:
         fail()
     until(lambda: "no landing slot is left" in caplog.text)
-    assert transfer.lost == 4 * slots
-    assert get(reader, [1]) == [Code.OK]  # over the connection
+    assert transfer.lost_slots == 4 * slots
+    assert get(reader, [1]) == [ResultCode.OK]  # over the connection
     assert reader.statistics.bytes_transferred == SIZE
-    assert any("not used any more" in one.found for one in advice_of(reader))
+    assert any("not used any more" in one.finding for one in advice_from_store(reader))
 
 
 def test_what_the_doctor_hears_of_an_engine_that_asks_nobody(opened: list[KVStore]) -> None:
     """Also on a loopback address: the engine listens everywhere."""
-    found = advice_of(peer(opened, transport="mooncake"))
-    assert [one.grade for one in found] == ["ok", "warning", "warning"]
-    assert "whoever reaches it read and write" in found[1].found
-    assert "authenticated pages" in found[1].todo
+    found = advice_from_store(peer(opened, transport="mooncake"))
+    assert [one.level for one in found] == ["ok", "warning", "warning"]
+    assert "whoever reaches it read and write" in found[1].finding
+    assert "authenticated pages" in found[1].action
 
 
 def test_an_engine_that_takes_no_memory_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Transfer, memory: Bytes) -> None:
+    def refuse(self: GuardedTransferEngine, memory: ByteArray) -> None:
         if memory.size > 4 << 20:  # the store's own, not the landing area
             raise StoreError("peer store: not taken")
 
-    monkeypatch.setattr(Transfer, "offer", refuse)
+    monkeypatch.setattr(GuardedTransferEngine, "register_memory", refuse)
     before = threading.enumerate()
     with pytest.raises(StoreError, match="not taken"):
         open_store("peer://127.0.0.1?size=8MiB&buffer=1MiB&transport=mooncake")
@@ -361,23 +368,23 @@ def test_an_address_that_is_not_there_is_a_failure_and_the_socket_is_used(opened
     owner = peer(opened, transport="mooncake")
     assert owner.address is not None
     put(owner, range(2))
-    [held] = owner._own.hold(names([0]))  # pyright: ignore[reportPrivateUsage]
+    [held] = owner._own.pin_values(names([0]))  # pyright: ignore[reportPrivateUsage]
     assert held is not None
     transfer = told(opened, owner.address)._transfer  # pyright: ignore[reportPrivateUsage]
     assert transfer is not None
     session = owner._transfer.session  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
-    slot = transfer.landing.lease()
+    slot = transfer.landing_area.lease()
     assert slot is not None
     assert transfer.read(session, slot, held.addresses, time.monotonic() + WAIT_S)  # the control
     assert slot.view[:SIZE] == page(0, SIZE)
-    slot.give_back()
-    free = transfer.landing.free
-    slot = transfer.landing.lease()
+    slot.release()
+    free = transfer.landing_area.free_slots
+    slot = transfer.landing_area.lease()
     assert slot is not None
     assert not transfer.read(session, slot, [(1 << 40, SIZE)], time.monotonic() + WAIT_S)
-    until(lambda: transfer.lost == 1)
-    assert transfer.landing.free == free - 1
-    owner._own.let_go([held])  # pyright: ignore[reportPrivateUsage]
+    until(lambda: transfer.lost_slots == 1)
+    assert transfer.landing_area.free_slots == free - 1
+    owner._own.unpin_values([held])  # pyright: ignore[reportPrivateUsage]
 
 
 def test_puts_of_many_threads_read_by_a_transfer_engine(opened: list[KVStore]) -> None:
@@ -388,7 +395,7 @@ def test_puts_of_many_threads_read_by_a_transfer_engine(opened: list[KVStore]) -
     for round_ in range(60):
         seeds = [(round_ * 11 + number) % 64 for number in range(8)]
         jobs = [owner.put([PutOp(f"key-{seed}", (page(seed, SIZE),))], WAIT_S) for seed in seeds]
-        seen += get(reader, seeds).count(Code.OK)
+        seen += get(reader, seeds).count(ResultCode.OK)
         for job in jobs:
             job.result()
     assert seen > 0

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvparams.seals import SealError, SealKeys
-from kvparams_connectors.seal_keys import read_seal_keys
+from kvparams.page_auth import PageAuthError, PageAuthKeys
+from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 KEY = bytes(range(32))
 
@@ -14,8 +14,8 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# engines\n{KEY.hex()}\n")
     path.chmod(0o640)
-    assert read_seal_keys(path).key_ids == SealKeys([KEY]).key_ids
-    assert read_seal_keys(path, "hmac-sha256").method == "hmac-sha256"
+    assert read_page_auth_keys(path).key_ids == PageAuthKeys([KEY]).key_ids
+    assert read_page_auth_keys(path, "hmac-sha256").method == "hmac-sha256"
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_a_file_that_is_not_safe_or_holds_something_else_is_refused(
     path = tmp_path / "keys"
     path.write_bytes(content.encode("latin-1"))
     path.chmod(mode)
-    with pytest.raises(SealError, match=words) as caught:
-        read_seal_keys(path)
+    with pytest.raises(PageAuthError, match=words) as caught:
+        read_page_auth_keys(path)
     assert str(path) in str(caught.value)
     assert KEY.hex()[1:20] not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SealError, match="No such file"):
-        read_seal_keys(tmp_path / "none")
+    with pytest.raises(PageAuthError, match="No such file"):
+        read_page_auth_keys(tmp_path / "none")

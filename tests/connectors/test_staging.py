@@ -9,21 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.keys import Geometry, KVShard, Namespace
+from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES
-from kvparams.seals import SealKeys
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector
-from kvparams_connectors.devices import CudaDevice
-from kvparams_connectors.grid import Grid
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.staging import Copy, HostMover, StagedMover, mover_for
 from kvparams_connectors.store import KVStore, PutOp, Results
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.transfer.block_copier import HostBlockCopier, PageCopy, StagedBlockCopier, make_block_copier
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector
+from kvparams_connectors.transfer.devices import CudaDevice
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 from tests.connectors.simulated_device import SimulatedDevice
 
 SHAPE = Geometry(layers=3, kv_heads=4, k_dim=8, v_dim=8)
 SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
-PAGE_BYTES = HEADER_BYTES + SPACE.payload_bytes(8, Rectangle.whole(SHAPE))
+PAGE_BYTES = HEADER_BYTES + SPACE.payload_bytes(8, KVShard.whole(SHAPE))
 BLOCKS = 24
 
 
@@ -46,10 +46,10 @@ def staged(
 ) -> KVStoreConnector:
     layout = PagedKVLayout.from_stacked(cache)
     config = ConnectorSettings(
-        deadline_s=20, portion_pages=5, save_portion_pages=4, grid=Grid(SHAPE.layers, heads), arena_bytes=1 << 20
+        deadline_s=20, portion_pages=5, save_portion_pages=4, grid=ShardGrid(SHAPE.layers, heads), arena_bytes=1 << 20
     )
-    part = SPACE.payload_bytes(8, Rectangle(0, SHAPE.layers, 0, heads))
-    mover = StagedMover(device, layout, payload_bytes=part, bounce_bytes=bounce_pages * part)
+    part = SPACE.payload_bytes(8, KVShard(0, SHAPE.layers, 0, heads))
+    mover = StagedBlockCopier(device, layout, payload_bytes=part, bounce_bytes=bounce_pages * part)
     return KVStoreConnector(store, SPACE, layout, config, mover=mover)
 
 
@@ -128,25 +128,25 @@ class Putting(MemoryStore):
         self.told: list[bool] = []
         self._forgetful = forgetful
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        self.told += [op.going is not None for op in ops]
-        return super().put_now([PutOp(op.key, op.buffers) for op in ops] if self._forgetful else ops, deadline)
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        self.told += [op.before_read is not None for op in ops]
+        return super().put_blocking([PutOp(op.key, op.buffers) for op in ops] if self._forgetful else ops, deadline)
 
 
 @pytest.mark.parametrize(
     ("on_device", "seals", "told"),
-    [(True, None, True), (True, SealKeys([bytes(32)]), False), (False, None, False)],
+    [(True, None, True), (True, PageAuthKeys([bytes(32)]), False), (False, None, False)],
     ids=["device", "tagged", "host"],
 )
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_what_comes_from_a_device_is_sealed_when_the_store_lets_it_go(
-    on_device: bool, seals: SealKeys | None, told: bool, forgetful: bool
+    on_device: bool, seals: PageAuthKeys | None, told: bool, forgetful: bool
 ) -> None:
     """On the host the copying tells the checksum. A store that forgets to ask for the rest keeps nothing good."""
     store, cache, device = Putting(forgetful=forgetful), a_cache(1), SimulatedDevice(1)
     layout = PagedKVLayout.from_stacked(cache)
-    part = SPACE.payload_bytes(8, Rectangle.whole(SHAPE))
-    mover = StagedMover(device, layout, payload_bytes=part, bounce_bytes=4 * part) if on_device else None
+    part = SPACE.payload_bytes(8, KVShard.whole(SHAPE))
+    mover = StagedBlockCopier(device, layout, payload_bytes=part, bounce_bytes=4 * part) if on_device else None
     connector = KVStoreConnector(store, SPACE, layout, ConnectorSettings(deadline_s=20), seals=seals, mover=mover)
     plan = connector.plan(list(range(16)))
     job = connector.save(plan, list(range(4)), 0, 16, required=True)
@@ -197,19 +197,19 @@ def test_both_ways_agree_on_every_piece_of_a_page() -> None:
     """Numpy on the host and torch on a device, from and to any position."""
     cache = a_cache(5)
     layout = PagedKVLayout.from_stacked(cache)
-    unit = Rectangle(1, 3, 1, 3)
+    unit = KVShard(1, 3, 1, 3)
     nbytes = layout.payload_bytes(13, unit)
     blocks = Random(3).sample(range(BLOCKS), 8)
     device = SimulatedDevice(1)
     movers = (
-        HostMover(layout, payload_bytes=nbytes),
-        StagedMover(device, layout, payload_bytes=nbytes, bounce_bytes=nbytes),
+        HostBlockCopier(layout, payload_bytes=nbytes),
+        StagedBlockCopier(device, layout, payload_bytes=nbytes, bounce_bytes=nbytes),
     )
     pages: list[bytes] = []
     for mover in movers:
         payload = memoryview(bytearray(nbytes))
         written: list[int] = []
-        event = mover.gather(blocks, [Copy(unit, 3, 13, range(3, 16), payload)], written.append)
+        event = mover.gather(blocks, [PageCopy(unit, 3, 13, range(3, 16), payload)], written.append)
         assert written == ([0] if event is None else [])
         if event is not None:
             event.wait()
@@ -220,11 +220,11 @@ def test_both_ways_agree_on_every_piece_of_a_page() -> None:
         target = a_cache(None)
         to = PagedKVLayout.from_stacked(target)
         made = (
-            HostMover(to, payload_bytes=nbytes)
+            HostBlockCopier(to, payload_bytes=nbytes)
             if on_host
-            else StagedMover(device, to, payload_bytes=nbytes, bounce_bytes=nbytes)
+            else StagedBlockCopier(device, to, payload_bytes=nbytes, bounce_bytes=nbytes)
         )
-        made.scatter(blocks, [Copy(unit, 5, 10, range(3, 16), memoryview(bytearray(pages[0])))], made.fence())
+        made.scatter(blocks, [PageCopy(unit, 5, 10, range(3, 16), memoryview(bytearray(pages[0])))], made.fence())
         results.append(target)
     assert torch.equal(*results)
     assert int((results[0] != 0).sum()) == 10 * 2 * 2 * 2 * 8
@@ -236,7 +236,9 @@ def test_a_gpu_is_asked_for_only_where_there_is_one(record: Callable[[dict[str, 
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="no CUDA device"):
             CudaDevice(torch.device("cuda"))
-        assert isinstance(mover_for(PagedKVLayout.from_stacked(a_cache(1)), payload_bytes=1, bounce_bytes=1), HostMover)
+        assert isinstance(
+            make_block_copier(PagedKVLayout.from_stacked(a_cache(1)), payload_bytes=1, bounce_bytes=1), HostBlockCopier
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the same ran on simulated streams")

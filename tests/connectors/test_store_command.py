@@ -9,28 +9,28 @@ from pathlib import Path
 import pytest
 
 from kvparams.cli import main
-from kvparams.keys import Geometry, Namespace, Rectangle, page_chain, page_key
-from kvparams.pages import HEADER_BYTES, PageIdentity, claimed, identify, seal
-from kvparams.seals import SealKeys
+from kvparams.keys import Geometry, KVShard, Namespace, chain_pages, page_key
+from kvparams.page_auth import PageAuthKeys
+from kvparams.pages import HEADER_BYTES, PageIdentity, page_identity, read_claim, seal
+from kvparams_connectors.cli.loopback_peer import LoopbackPeer, run_loopback_peer
+from kvparams_connectors.cli.store_benchmark import BenchmarkPlan, format_size, measure_lookup_s, run_benchmark
 from kvparams_connectors.conformance import Fault, FaultyStore
-from kvparams_connectors.conformance.steps import value
-from kvparams_connectors.settings import StoreError, parse_size
+from kvparams_connectors.conformance.helpers import make_value
 from kvparams_connectors.store import PutOp, open_store
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.tools.loopback import Loopback, loopback
-from kvparams_connectors.tools.measuring import Plan, lookup_s, measure, size_text
+from kvparams_connectors.store_url import StoreError, parse_size
+from kvparams_connectors.stores.memory.store import MemoryStore
 from tests.connectors.valkey_server import ValkeyServer
 
 SHAPE = Geometry(layers=2, kv_heads=2, k_dim=8, v_dim=8)
 SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
-PART = Rectangle.whole(SHAPE)
-PAGES = page_chain(SPACE, list(range(16)))
+PART = KVShard.whole(SHAPE)
+PAGES = chain_pages(SPACE, list(range(16)))
 KEY, OTHER = (page_key(SPACE, page, PART) for page in PAGES)
-IDENTITY = identify(SPACE, PAGES[0], PART)
+IDENTITY = page_identity(SPACE, PAGES[0], PART)
 SECRET = b"a prompt that nobody should see "
 
 
-def page(keys: SealKeys | None = None) -> memoryview:
+def page(keys: PageAuthKeys | None = None) -> memoryview:
     content = (SECRET * 100)[: IDENTITY.payload_bytes]
     buffer = memoryview(bytearray(bytes(HEADER_BYTES) + content))
     seal(buffer, IDENTITY, None if keys is None else keys.for_tenant("acme"))
@@ -55,8 +55,8 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 @pytest.fixture(scope="module")
-def floor() -> Iterator[Loopback]:
-    with loopback() as found:
+def floor() -> Iterator[LoopbackPeer]:
+    with run_loopback_peer() as found:
         yield found
 
 
@@ -98,11 +98,11 @@ def test_bench_prints_a_table_and_leaves_nothing_behind(
         store.close()
 
 
-def test_a_store_that_changes_bytes_is_not_measured(floor: Loopback) -> None:
+def test_a_store_that_changes_bytes_is_not_measured(floor: LoopbackPeer) -> None:
     inner = MemoryStore(4 << 20, unit_bytes=4096)
     store = FaultyStore(inner, lambda operation, _: Fault("flip", at=9000) if operation == "get" else None)
     with pytest.raises(StoreError, match="not to be trusted"):
-        measure(store, floor, Plan(16384, 2, 4, 2, 2), lambda _: None)
+        run_benchmark(store, floor, BenchmarkPlan(16384, 2, 4, 2, 2), lambda _: None)
     store.close()
     inner.close()
 
@@ -118,15 +118,15 @@ def test_the_lookup_of_a_store_that_fails_is_an_error() -> None:
     inner = MemoryStore(1 << 20, unit_bytes=4096)
     store = FaultyStore(inner, lambda operation, key: Fault("fail"))
     with pytest.raises(StoreError, match="unavailable"):
-        lookup_s(store)
+        measure_lookup_s(store)
     store.close()
     inner.close()
 
 
-def test_the_bare_connection_carries_what_it_is_given(floor: Loopback) -> None:
+def test_the_bare_connection_carries_what_it_is_given(floor: LoopbackPeer) -> None:
     """The other process gives back what it was sent last: so both directions are seen to carry real bytes."""
     for size in (1, 100_000, 3 << 20, 7):
-        source, target = value(size, size), memoryview(bytearray(size))
+        source, target = make_value(size, size), memoryview(bytearray(size))
         floor.put(source)
         floor.get(target)
         assert target == source
@@ -213,7 +213,7 @@ def test_inspect_says_that_there_is_no_such_key(shelf: Shelf, capsys: pytest.Cap
 def test_inspect_checks_a_tag_with_the_keys_it_is_given(
     shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = SealKeys([bytes(range(32))])
+    keys = PageAuthKeys([bytes(range(32))])
     shelf.put(KEY, page(keys))
     file = tmp_path / "keys"
     file.write_text(f"{bytes(range(32)).hex()}\n")
@@ -232,13 +232,13 @@ def test_inspect_checks_a_tag_with_the_keys_it_is_given(
 
 
 def test_what_a_header_claims_is_read_or_refused() -> None:
-    assert claimed(page()).identity == IDENTITY
-    assert isinstance(claimed(page()).identity, PageIdentity)
+    assert read_claim(page()).identity == IDENTITY
+    assert isinstance(read_claim(page()).identity, PageIdentity)
     impossible = page()
     impossible[16:32] = b"\xff" * 16
     for wrong in (page()[:255], memoryview(bytes(300)), impossible):
         with pytest.raises(ValueError, match=r"fewer|start|must be in"):
-            claimed(wrong)
+            read_claim(wrong)
 
 
 @pytest.mark.parametrize("action", [["doctor"], ["store", "inspect"], ["store", "bench"]], ids=" ".join)
@@ -277,8 +277,11 @@ def test_a_store_that_stops_is_told_soon_and_in_words(capsys: pytest.CaptureFixt
         server.start()
         store = open_store(server.url)
         began = time.monotonic()
-        with loopback() as floor, pytest.raises(StoreError, match="ended with timeout: it has stopped, or is slower"):
-            measure(store, floor, Plan(16384, 1, 8, 4, 1000), stop)
+        with (
+            run_loopback_peer() as floor,
+            pytest.raises(StoreError, match="ended with timeout: it has stopped, or is slower"),
+        ):
+            run_benchmark(store, floor, BenchmarkPlan(16384, 1, 8, 4, 1000), stop)
         assert stopped.is_set()
         assert time.monotonic() - began < 20
         store.close()
@@ -288,7 +291,7 @@ def test_a_store_that_stops_is_told_soon_and_in_words(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("nbytes", [4 << 10, 96 << 10, 1 << 20, 3 << 19])
 def test_the_sizes_of_pages_are_written_as_they_are_given(nbytes: int) -> None:
-    assert parse_size(size_text(nbytes).replace(" ", "")) == nbytes
+    assert parse_size(format_size(nbytes).replace(" ", "")) == nbytes
 
 
 def test_a_store_that_cannot_be_opened_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.model import StoreMachine
-from kvparams_connectors.store import Code, KVStore, Result
-from kvparams_connectors.stores.file.map import Shape
+from kvparams_connectors.store import KVStore, Result, ResultCode
+from kvparams_connectors.stores.file.file_map import FileGeometry
 from kvparams_connectors.stores.file.store import FileStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 
 class MemoryMachine(StoreMachine):
@@ -32,7 +32,7 @@ class MemoryMachine(StoreMachine):
 
     def _put(self, key: str, value: bytes, batch: set[str]) -> Result:
         result = super()._put(key, value, batch)
-        if result.code is Code.OK:
+        if result.code is ResultCode.OK:
             self.hot.discard(key)
             self.born.pop(key, None)
             self.clock += self._units(value)
@@ -60,7 +60,7 @@ class MemoryMachine(StoreMachine):
 class FileMachine(StoreMachine):
     def open_store(self) -> KVStore:
         self.directory = Path(tempfile.mkdtemp())
-        size = next(size for size in range(4096, 1 << 20, 4096) if Shape.fitting(size, 4096).units == 16)
+        size = next(size for size in range(4096, 1 << 20, 4096) if FileGeometry.fitting(size, 4096).units == 16)
         return FileStore(self.directory / "store", size, unit_bytes=4096)
 
     def teardown(self) -> None:
@@ -84,7 +84,7 @@ class WrongByteMachine(MemoryMachine):
 class ForgetfulMachine(MemoryMachine):
     def open_store(self) -> KVStore:
         return FaultyStore(
-            super().open_store(), lambda _, key: Fault("fail", code=Code.MISS) if key == "key-7" else None
+            super().open_store(), lambda _, key: Fault("fail", code=ResultCode.MISS) if key == "key-7" else None
         )
 
 

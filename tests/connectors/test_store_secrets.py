@@ -10,14 +10,14 @@ import pytest
 
 from kvparams.cli import main
 from kvparams.errors import KVParamsError
-from kvparams_connectors import doctor_command
 from kvparams_connectors.advice import Advice
+from kvparams_connectors.cli import doctor_command
 from kvparams_connectors.engines.lmcache.settings import PluginSettings
 from kvparams_connectors.engines.sglang.settings import SGLangSettings
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.vllm_tier.settings import TierSettings
-from kvparams_connectors.settings import StoreError, StoreURL, shown
 from kvparams_connectors.store import open_store
+from kvparams_connectors.store_url import StoreError, StoreURL, redact_url
 from kvparams_connectors.stores.guard.store import open_guarded
 
 SECRET = "hunter2"
@@ -112,9 +112,9 @@ def test_no_repr_has_it(url: str) -> None:
         parsed = StoreURL.parse(url)
     except StoreError:
         parsed = StoreURL(url, "", "", "")
-    assert SECRET not in f"{parsed!r} {parsed} {parsed.text}"
+    assert SECRET not in f"{parsed!r} {parsed} {parsed.redacted}"
     assert parsed.raw == url
-    assert HOST in shown(url) or url in UNNAMED
+    assert HOST in redact_url(url) or url in UNNAMED
 
 
 @pytest.mark.parametrize("settings", [VLLMSettings, TierSettings, SGLangSettings, PluginSettings])
@@ -142,4 +142,4 @@ def test_no_engines_settings_show_the_url(settings: type) -> None:
 )
 def test_the_rest_of_a_url_is_shown(url: str, what: str | None) -> None:
     """The control: where nothing could be a secret, nothing is hidden."""
-    assert shown(url) == (url if what is None else what)
+    assert redact_url(url) == (url if what is None else what)

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from kvparams_connectors.store import Code, KVStore, open_store
+from kvparams_connectors.store import KVStore, ResultCode, open_store
 from tests.connectors.lmcache_server import LMCacheServer
 from tests.connectors.mooncake_cluster import Cluster
 from tests.connectors.peer_process import PeerProcess
@@ -39,8 +39,8 @@ def opened(kind: str, folder: Path, stack: ExitStack) -> Case:
         owner = stack.enter_context(PeerProcess("peer://127.0.0.1?size=16MiB&lease=0"))
         store = use("peer://127.0.0.1:0?size=16MiB")
         assert owner.put(range(3), SIZE) == ["OK"] * 3
-        store.locate([f"key-{number}" for number in range(3)], owner.address)
-        return Case(store, owner.stop, owner.go_on, frozenset({Code.MISS}), writes=False)
+        store.hint_location([f"key-{number}" for number in range(3)], owner.address)
+        return Case(store, owner.stop, owner.go_on, frozenset({ResultCode.MISS}), writes=False)
     cluster = stack.enter_context(Cluster(folder, "64MiB"))
     process = cluster.master if kind == "mooncake-master" else cluster.owners[0]
     return Case(use(cluster.url()), process.stop, lambda: process.send(signal.SIGCONT))
@@ -92,7 +92,7 @@ def test_a_server_may_be_killed_in_the_middle_of_batches(
     stack.enter_context(server)
     url = server.unix_url if kind == "valkey-unix" and isinstance(server, ValkeyServer) else server.url
     store = stack.enter_context(_Closing(f"{url}?threads=2")).store
-    seen: set[Code] = set()
+    seen: set[ResultCode] = set()
     batches = [0]
     over = threading.Event()
     failures: list[AssertionError] = []
@@ -110,17 +110,17 @@ def test_a_server_may_be_killed_in_the_middle_of_batches(
     threads = [in_thread(work) for _ in range(2)]
     try:
         for _ in range(kills):
-            wait_until(lambda: Code.OK in seen)
+            wait_until(lambda: ResultCode.OK in seen)
             server.kill()
             wait_until(lambda: bool(seen & LOST))
             server.start()
             seen.clear()
-        wait_until(lambda: Code.OK in seen)
+        wait_until(lambda: ResultCode.OK in seen)
     finally:
         over.set()
         for thread in threads:
             thread.join(BACK_S)
     record({"kills": kills, "batches": batches[0], "wrong": len(failures)})
     assert failures == []
-    assert seen <= {Code.OK, Code.EXISTS, Code.MISS, *LOST}
-    assert put(store, range(3, 4)) in ([Code.OK], [Code.EXISTS])
+    assert seen <= {ResultCode.OK, ResultCode.EXISTS, ResultCode.MISS, *LOST}
+    assert put(store, range(3, 4)) in ([ResultCode.OK], [ResultCode.EXISTS])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvparams.errors import PluginError
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
-from kvparams_connectors.settings import StoreError, parse_size
-from kvparams_connectors.store import Code, KVStore, open_store, valid_key
+from kvparams_connectors.store import KVStore, ResultCode, is_valid_key, open_store
+from kvparams_connectors.store_url import StoreError, parse_size
 from kvparams_connectors.stores.file.store import FileStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 
 SIZE = 8 << 20
 
@@ -143,6 +143,6 @@ def test_sizes_are_read_with_their_units() -> None:
 def test_the_keys_of_a_lookup_are_checked_as_each_by_itself(keys: list[str]) -> None:
     store = MemoryStore(1 << 20)
     results = store.exists(keys, 20.0).result()
-    assert [result.code is Code.MISS for result in results] == [valid_key(key) for key in keys]
-    assert {result.code for result in results} <= {Code.MISS, Code.INVALID}
+    assert [result.code is ResultCode.MISS for result in results] == [is_valid_key(key) for key in keys]
+    assert {result.code for result in results} <= {ResultCode.MISS, ResultCode.INVALID}
     store.close()

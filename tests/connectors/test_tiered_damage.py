@@ -8,14 +8,14 @@ import pytest
 from kvparams.params import PROTOCOL_VERSION, Endpoint, KVTransferParams, Transfer
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
-from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, a_toy, saved, table, tokens
+from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, block_table, make_tokens, save_sequence, toy_engine
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.reports import LoadReport
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results, open_store
 from kvparams_connectors.stores.guard.store import GuardedStore, open_guarded
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.tiered.origins import Origins
+from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
+from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
+from kvparams_connectors.transfer.reports import LoadReport
 from tests.connectors.steps import until
 
 WAIT_S = 20.0
@@ -26,13 +26,13 @@ def read(store: KVStore, key: str) -> bytes | None:
     """The value there; None if there is none."""
     target = memoryview(bytearray(LARGE))
     result = store.get([GetOp(key, (target,))], WAIT_S).result()[0]
-    assert result.code in (Code.OK, Code.MISS)
-    return bytes(target[: result.nbytes]) if result.code is Code.OK else None
+    assert result.code in (ResultCode.OK, ResultCode.MISS)
+    return bytes(target[: result.nbytes]) if result.code is ResultCode.OK else None
 
 
 def write(store: KVStore, key: str, content: bytes) -> None:
     store.delete([key], WAIT_S).result()
-    assert store.put([PutOp(key, (memoryview(content),))], WAIT_S).result()[0].code is Code.OK
+    assert store.put([PutOp(key, (memoryview(content),))], WAIT_S).result()[0].code is ResultCode.OK
 
 
 def damaged(content: bytes) -> bytes:
@@ -63,7 +63,7 @@ class Stack:
         self.memories = [MemoryStore(4 << 20, unit_bytes=4096) for _ in range(3)]
         self.tiers = [self._tier(number, memory) for number, memory in enumerate(self.memories)]
         self.store = Remembering(self.tiers)
-        self.plan, _ = saved(self.store, 20)
+        self.plan, _ = save_sequence(self.store, 20)
         self.key = self.plan.keys[1]
         good = read(self.memories[2], self.key)
         assert good is not None
@@ -78,8 +78,8 @@ class Stack:
         return FaultyStore(memory, judge)
 
     def load(self) -> LoadReport:
-        with a_toy(self.store) as engine:
-            report = engine.connector.load(self.plan, table(2), 0, 20).result()
+        with toy_engine(self.store) as engine:
+            report = engine.connector.load(self.plan, block_table(2), 0, 20).result()
         self.store.calm()
         return report
 
@@ -112,7 +112,7 @@ def test_the_next_tier_answers_for_a_page_that_was_damaged(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, tier: int, *, everywhere: bool
 ) -> None:
     if everywhere:
-        monkeypatch.setattr(Origins, "of", lambda _self, _key: (0, 1, 2))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        monkeypatch.setattr(ValueOrigins, "tiers_of", lambda _self, _key: (0, 1, 2))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     for number in range(tier):
         stack.memories[number].delete([stack.key], WAIT_S).result()
     write(stack.memories[tier], stack.key, stack.bad)
@@ -128,8 +128,8 @@ def test_the_last_copy_goes_and_can_be_stored_anew(stack: Stack) -> None:
         write(memory, stack.key, stack.bad)
     assert [stack.load().end_token for _ in range(4)] == [8] * 4  # three damaged copies, and then none
     assert stack.copies() == [None] * 3
-    with a_toy(stack.store, seed=1) as engine:
-        assert engine.connector.save(stack.plan, table(1), 0, 20).result().saved == 1
+    with toy_engine(stack.store, seed=1) as engine:
+        assert engine.connector.save(stack.plan, block_table(1), 0, 20).result().saved == 1
     assert stack.load().end_token == 20
 
 
@@ -137,7 +137,7 @@ def test_a_value_that_is_too_long_goes_from_the_tier_that_has_it(stack: Stack) -
     write(stack.memories[0], stack.key, bytes(LARGE))
     assert stack.load().end_token == 20  # the next tier has it
     write(stack.memories[0], stack.key, bytes(LARGE))
-    stack.faults |= {(number, "get"): Fault("fail", code=Code.UNAVAILABLE) for number in (1, 2)}
+    stack.faults |= {(number, "get"): Fault("fail", code=ResultCode.UNAVAILABLE) for number in (1, 2)}
     report = stack.load()
     assert [page.reason for page in report.refused] == ["torn"]
     assert stack.copies() == [None, stack.good, stack.good]
@@ -152,17 +152,17 @@ def test_a_damaged_copy_that_is_on_its_way_goes_when_it_has_come(stack: Stack) -
     job = stack.store.discard([stack.key], WAIT_S)
     assert not job.done()
     stack.tiers[0].gate.set()
-    assert job.result() == [Result(Code.OK)]
+    assert job.result() == [Result(ResultCode.OK)]
     assert stack.copies() == [None, None, stack.good]
 
 
 def test_a_good_copy_in_a_tier_that_did_not_answer_is_not_taken_for_the_damaged_one(stack: Stack) -> None:
     """What is promoted there finds it, and changes nothing."""
     write(stack.memories[1], stack.key, stack.bad)
-    stack.faults[0, "get"] = Fault("fail", code=Code.UNAVAILABLE)
+    stack.faults[0, "get"] = Fault("fail", code=ResultCode.UNAVAILABLE)
     assert read(stack.store, stack.key) == stack.bad
     stack.store.calm()
-    assert stack.discard() == [Result(Code.OK)]
+    assert stack.discard() == [Result(ResultCode.OK)]
     assert stack.copies() == [stack.good, None, stack.good]
 
 
@@ -172,15 +172,15 @@ def test_a_get_that_came_between_counts_and_not_the_promotion_before_it(stack: S
     stack.store.calm()
     write(stack.memories[0], stack.key, stack.bad)
     assert read(stack.store, stack.key) == stack.bad
-    assert stack.discard() == [Result(Code.OK)]
+    assert stack.discard() == [Result(ResultCode.OK)]
     assert stack.copies() == [None, stack.good, stack.good]
 
 
 def test_where_nobody_knows_it_came_from_it_goes_everywhere(stack: Stack) -> None:
     assert stack.store.discard([stack.plan.keys[0], "nothing", "not a key"], WAIT_S).result() == [
-        Result(Code.OK),
-        Result(Code.MISS),
-        Result(Code.INVALID),
+        Result(ResultCode.OK),
+        Result(ResultCode.MISS),
+        Result(ResultCode.INVALID),
     ]
     assert [read(memory, stack.plan.keys[0]) for memory in stack.memories] == [None] * 3
 
@@ -188,13 +188,13 @@ def test_where_nobody_knows_it_came_from_it_goes_everywhere(stack: Stack) -> Non
 def test_a_tier_that_cannot_discard_says_so_and_the_good_copies_stay(stack: Stack) -> None:
     write(stack.memories[0], stack.key, stack.bad)
     assert read(stack.store, stack.key) == stack.bad
-    stack.faults[0, "delete"] = Fault("fail", code=Code.DENIED)
-    assert stack.discard() == [Result(Code.DENIED)]
+    stack.faults[0, "delete"] = Fault("fail", code=ResultCode.DENIED)
+    assert stack.discard() == [Result(ResultCode.DENIED)]
     stack.faults[0, "delete"] = Fault("late")
-    assert stack.store.discard([stack.key], 0.05).result() == [Result(Code.TIMEOUT)]
+    assert stack.store.discard([stack.key], 0.05).result() == [Result(ResultCode.TIMEOUT)]
     stack.tiers[0].gate.set()
     stack.store.close()
-    assert stack.discard() == [Result(Code.UNAVAILABLE)]
+    assert stack.discard() == [Result(ResultCode.UNAVAILABLE)]
     assert stack.copies()[1:] == [stack.good] * 2
 
 
@@ -206,10 +206,10 @@ def test_a_tier_that_damages_what_it_reads_is_passed_over(opened: list[KVStore])
     guarded = GuardedStore(first)
     store = Remembering([guarded, memories[1]])
     opened += [store, first, *memories]
-    plan, _ = saved(store, 8)
-    with a_toy(store) as engine:
+    plan, _ = save_sequence(store, 8)
+    with toy_engine(store) as engine:
         for end in (0, 8, 8):
-            assert engine.connector.load(plan, table(2), 0, 8).result().end_token == end
+            assert engine.connector.load(plan, block_table(2), 0, 8).result().end_token == end
             store.calm()
     assert guarded.statistics.quarantined == 1
     assert read(memories[1], plan.keys[0]) is not None
@@ -225,7 +225,7 @@ def test_a_damaged_value_is_not_given_again_while_its_deletion_has_to_wait(opene
     assert not job.done()
     assert read(store, "key") is None
     slow.gate.set()
-    assert job.result() == [Result(Code.OK)]
+    assert job.result() == [Result(ResultCode.OK)]
     assert [read(memory, "key") for memory in memories] == [None, None]
     opened += [store, slow, *memories]
 
@@ -238,7 +238,7 @@ def test_a_guard_has_what_it_guards_discard(opened: list[KVStore]) -> None:
     guarded, given_up = GuardedStore(tiered), GuardedStore(hanging)
     write(guarded, "key", b"value")
     assert read(guarded, "key") == b"value"
-    assert guarded.discard(["key"], WAIT_S).result() == [Result(Code.OK)]
+    assert guarded.discard(["key"], WAIT_S).result() == [Result(ResultCode.OK)]
     assert [read(memory, "key") for memory in memories] == [None, b"value"]
     assert guarded.statistics.quarantined == 1
     first = MemoryStore(1 << 20, unit_bytes=4096)
@@ -246,11 +246,11 @@ def test_a_guard_has_what_it_guards_discard(opened: list[KVStore]) -> None:
     write(outer, "other", b"value")
     first.delete(["other"], WAIT_S).result()
     assert read(outer, "other") == b"value"
-    assert outer.discard(["other"], WAIT_S).result() == [Result(Code.OK)]
+    assert outer.discard(["other"], WAIT_S).result() == [Result(ResultCode.OK)]
     assert [read(memory, "other") for memory in memories] == [None, b"value"]
     for _ in range(3):
         given_up.exists(["key"], 0.06).result()
-    assert given_up.discard(["key"], WAIT_S).result() == [Result(Code.UNAVAILABLE)]
+    assert given_up.discard(["key"], WAIT_S).result() == [Result(ResultCode.UNAVAILABLE)]
     hanging.gate.set()
     opened += [given_up, outer, *memories]
 
@@ -262,8 +262,8 @@ def test_a_peers_damaged_pages_cost_the_store_that_all_share_nothing(opened: lis
     store = Remembering([open_guarded("peer://127.0.0.1:0?size=1MiB&unit=4KiB&lease=0"), open_guarded(shared)])
     other = open_store(shared)
     opened += [store, prefill, other]
-    plan, _ = saved(prefill, 20)
-    saved(other, 20)
+    plan, _ = save_sequence(prefill, 20)
+    save_sequence(other, 20)
     good = read(other, plan.keys[1])
     assert good is not None
     write(prefill, plan.keys[1], damaged(good))
@@ -276,32 +276,32 @@ def test_a_peers_damaged_pages_cost_the_store_that_all_share_nothing(opened: lis
         mode="store",
         producer=producer,
     )
-    with a_toy(store) as engine:
+    with toy_engine(store) as engine:
         for end in (8, 20):
-            report = engine.connector.load(engine.connector.plan(tokens(20), told), table(2), 0, 20).result()
+            report = engine.connector.load(engine.connector.plan(make_tokens(20), told), block_table(2), 0, 20).result()
             assert report.end_token == end
             store.calm()
     assert read(other, plan.keys[1]) == good
 
 
 class TestOrigins:
-    def of(self, origins: Origins, keys: Sequence[str]) -> list[tuple[int, ...]]:
-        return [origins.of(key) for key in keys]
+    def of(self, origins: ValueOrigins, keys: Sequence[str]) -> list[tuple[int, ...]]:
+        return [origins.tiers_of(key) for key in keys]
 
     def test_the_oldest_are_forgotten(self) -> None:
-        origins = Origins(3, most=2)
-        origins.gave(0, ["a", "b"])
-        origins.gave(1, ["a"])
-        origins.gave(2, ["c"])
+        origins = ValueOrigins(3, most=2)
+        origins.record_source(0, ["a", "b"])
+        origins.record_source(1, ["a"])
+        origins.record_source(2, ["c"])
         assert self.of(origins, "abc") == [(1,), (0, 1, 2), (2,)]
 
     def test_only_copies_of_what_was_given_last_count(self) -> None:
-        origins = Origins(3)
-        origins.gave(2, ["a"])
-        origins.took(0, 2, ["a", "b"])
-        origins.took(0, 2, ["a"])
-        origins.took(1, 1, ["a"])
+        origins = ValueOrigins(3)
+        origins.record_source(2, ["a"])
+        origins.record_copy(0, 2, ["a", "b"])
+        origins.record_copy(0, 2, ["a"])
+        origins.record_copy(1, 1, ["a"])
         assert self.of(origins, "ab") == [(2, 0), (0, 1, 2)]
-        origins.gave(0, ["a"])
-        origins.took(1, 2, ["a"])
+        origins.record_source(0, ["a"])
+        origins.record_copy(1, 2, ["a"])
         assert self.of(origins, "a") == [(0,)]

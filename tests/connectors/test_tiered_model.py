@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Code, GetOp, PutOp, Results
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.tiered.moves import Moves
-from kvparams_connectors.stores.tiered.origins import Origins
+from kvparams_connectors.store import GetOp, PutOp, ResultCode, Results
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.stores.tiered.staging import StagingArea
 from kvparams_connectors.stores.tiered.store import TieredStore
+from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
 from tests.connectors.steps import until
 
 WAIT_S = 60.0
@@ -32,7 +32,16 @@ SLACK_S = 10.0
 TIERS = st.integers(0, 2)
 OPERATIONS = st.sampled_from(["put", "get", "exists", "delete"])
 CODES = st.sampled_from(
-    [Code.MISS, Code.CORRUPT, Code.UNAVAILABLE, Code.TIMEOUT, Code.TOO_LARGE, Code.FULL, Code.DENIED, Code.INTERNAL]
+    [
+        ResultCode.MISS,
+        ResultCode.CORRUPT,
+        ResultCode.UNAVAILABLE,
+        ResultCode.TIMEOUT,
+        ResultCode.TOO_LARGE,
+        ResultCode.FULL,
+        ResultCode.DENIED,
+        ResultCode.INTERNAL,
+    ]
 )
 SIZES = {"a": 0, "b": 100, "c": 5_000, "d": 65_536, "e": 70_000, "f": 200_000}
 KEYS = st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=4, unique=True)
@@ -82,7 +91,7 @@ class TieredMachine(RuleBasedStateMachine):
     # ---- the tiers
 
     @rule(tier=TIERS, operation=OPERATIONS, code=CODES)
-    def fail(self, tier: int, operation: str, code: Code) -> None:
+    def fail(self, tier: int, operation: str, code: ResultCode) -> None:
         self.faults[tier, operation] = Fault("fail", code=code)
 
     @rule(tier=TIERS, operation=OPERATIONS)
@@ -109,7 +118,7 @@ class TieredMachine(RuleBasedStateMachine):
             memory = self.memories[tier]
             memory.delete([key]).result()
             op = PutOp(key, (memoryview(damaged(content(key, self.life[key]))),))
-            assert memory.put([op]).result()[0].code is Code.OK
+            assert memory.put([op]).result()[0].code is ResultCode.OK
             self.spoilt.add(key)
 
     # ---- the store
@@ -119,7 +128,7 @@ class TieredMachine(RuleBasedStateMachine):
         ops = [PutOp(key, (memoryview(content(key, self.life[key])),)) for key in keys]
         self.put_once |= set(keys)
         for key, code in zip(keys, self.end("put", keys, self.store.put(ops, self.deadline)), strict=True):
-            if code in (Code.OK, Code.EXISTS) and not self.busy("delete", key):
+            if code in (ResultCode.OK, ResultCode.EXISTS) and not self.busy("delete", key):
                 self.sure.add(key)
 
     @rule(keys=KEYS)
@@ -130,7 +139,7 @@ class TieredMachine(RuleBasedStateMachine):
         job = self.store.get(ops, self.deadline)
         refused: list[str] = []
         for key, code, target in zip(keys, self.end("get", keys, job), targets, strict=True):
-            if code is Code.OK:
+            if code is ResultCode.OK:
                 assert key in self.put_once, f"{key} was deleted and came back"
                 found, wanted = bytes(target[: SIZES[key]]), content(key, self.life[key])
                 if key in self.spoilt and found == damaged(wanted):
@@ -139,7 +148,7 @@ class TieredMachine(RuleBasedStateMachine):
                     assert found == wanted, f"wrong bytes of {key}"
             elif calm:
                 assert key not in self.sure, f"{key} is lost: {code}"
-                assert code is Code.MISS
+                assert code is ResultCode.MISS
         if refused:
             self.discard(refused, calm=calm)
 
@@ -150,7 +159,10 @@ class TieredMachine(RuleBasedStateMachine):
             self.end("delete", keys, self.store.discard(keys, self.deadline))
             return
         before = {key: self.copies(key) for key in keys}
-        assert set(self.end("delete", keys, self.store.discard(keys, self.deadline))) <= {Code.OK, Code.MISS}
+        assert set(self.end("delete", keys, self.store.discard(keys, self.deadline))) <= {
+            ResultCode.OK,
+            ResultCode.MISS,
+        }
         until(lambda: self.store.idle)
         for key in keys:
             good = content(key, self.life[key])
@@ -165,20 +177,20 @@ class TieredMachine(RuleBasedStateMachine):
     def exists(self, keys: list[str]) -> None:
         calm = self.calm
         for key, code in zip(keys, self.end("exists", keys, self.store.exists(keys, self.deadline)), strict=True):
-            if code is Code.OK:
+            if code is ResultCode.OK:
                 assert key in self.put_once, f"{key} was deleted and came back"
             elif calm:
                 assert key not in self.sure, f"{key} is lost: {code}"
-                assert code is Code.MISS
+                assert code is ResultCode.MISS
 
     @rule(keys=KEYS)
     def delete(self, keys: list[str]) -> None:
         # A put that has not settled may come after the delete.
         writing = {key for key in keys if self.busy("put", key)}
         self.sure -= set(keys)
-        lying = any(fault.code is Code.MISS for (_, called), fault in self.faults.items() if called == "delete")
+        lying = any(fault.code is ResultCode.MISS for (_, called), fault in self.faults.items() if called == "delete")
         for key, code in zip(keys, self.end("delete", keys, self.store.delete(keys, self.deadline)), strict=True):
-            if code in (Code.OK, Code.MISS) and key not in writing and not lying:
+            if code in (ResultCode.OK, ResultCode.MISS) and key not in writing and not lying:
                 self.life[key] += 1
                 self.put_once.discard(key)
                 self.spoilt.discard(key)
@@ -205,21 +217,21 @@ class TieredMachine(RuleBasedStateMachine):
         for memory in self.memories:
             target = memoryview(bytearray(SIZES[key] + 1))
             [result] = memory.get([GetOp(key, (target,))]).result()
-            found.append(bytes(target[: result.nbytes]) if result.code is Code.OK else None)
+            found.append(bytes(target[: result.nbytes]) if result.code is ResultCode.OK else None)
         return found
 
     def busy(self, operation: str, key: str) -> bool:
         self.running = [entry for entry in self.running if not entry[2].settled()]
         return any(called == operation and key in keys for called, keys, _ in self.running)
 
-    def end(self, operation: str, keys: Iterable[str], job: Job[Results]) -> list[Code]:
+    def end(self, operation: str, keys: Iterable[str], job: Job[Results]) -> list[ResultCode]:
         """The codes, in time; a job that still touches buffers is remembered."""
         wanted = list(keys)
         results = job.result()
         assert time.monotonic() < job.deadline + SLACK_S
         assert len(results) == len(wanted)
         for key, result in zip(wanted, results, strict=True):
-            if operation != "delete" and result.code is Code.OK:
+            if operation != "delete" and result.code is ResultCode.OK:
                 assert result.nbytes == SIZES[key]
         if not job.settled():
             self.running.append((operation, frozenset(wanted), job))
@@ -286,7 +298,7 @@ def test_a_good_copy_that_goes_with_a_damaged_one_is_seen(
     monkeypatch: pytest.MonkeyPatch, tier: int, *, broken: bool
 ) -> None:
     if broken:
-        monkeypatch.setattr(Origins, "of", lambda _self, _key: (0, 1, 2))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        monkeypatch.setattr(ValueOrigins, "tiers_of", lambda _self, _key: (0, 1, 2))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     machine = TieredMachine()
     machine.put(["b", "c"])
     for number in range(tier):
@@ -303,7 +315,7 @@ def test_a_good_copy_that_goes_with_a_damaged_one_is_seen(
 
 
 def test_a_damaged_copy_that_stays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Origins, "of", lambda _self, _key: (1,))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(ValueOrigins, "tiers_of", lambda _self, _key: (1,))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     machine = TieredMachine()
     machine.put(["c"])
     machine.memories[1].delete(["c"]).result()
@@ -318,8 +330,12 @@ def test_a_delete_that_does_not_wait_for_what_is_on_its_way_is_seen(
     monkeypatch: pytest.MonkeyPatch, *, broken: bool
 ) -> None:
     if broken:
-        begin = Moves.begin_delete
-        monkeypatch.setattr(Moves, "begin_delete", lambda self, keys, go: begin(cast("Moves", self), [], go))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+        begin = StagingArea.begin_delete
+
+        def nothing(self: StagingArea, _keys: Any, go: Any) -> Any:
+            return begin(self, [], go)
+
+        monkeypatch.setattr(StagingArea, "begin_delete", nothing)
     machine = WriteBackMachine()
     machine.hang(2, "put")
     machine.put(["c"])

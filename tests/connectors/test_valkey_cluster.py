@@ -7,9 +7,9 @@ import pytest
 
 from kvparams_connectors.conformance import Opener
 from kvparams_connectors.conformance.levels import BytesLevel
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
 from kvparams_connectors.stores.valkey.store import ValkeyStore
-from kvparams_connectors.stores.valkey.topology import slot_of
+from kvparams_connectors.stores.valkey.topology import hash_slot
 from tests.connectors.valkey_server import Cluster, ValkeyServer, wait_until
 
 DEADLINE_S = 20.0
@@ -33,17 +33,17 @@ def page(number: int) -> memoryview:
     return memoryview(bytearray([number, 7]) * (5000 + number))
 
 
-def put(store: KVStore) -> list[Code]:
+def put(store: KVStore) -> list[ResultCode]:
     ops = [PutOp(key, (page(number),)) for number, key in enumerate(KEYS)]
     return [result.code for result in store.put(ops, DEADLINE_S).result()]
 
 
-def get(store: KVStore) -> list[Code]:
+def get(store: KVStore) -> list[ResultCode]:
     targets = [memoryview(bytearray(20_000)) for _ in KEYS]
     ops = [GetOp(key, (target,)) for key, target in zip(KEYS, targets, strict=True)]
     results = store.get(ops, DEADLINE_S).result()
     for number, (target, result) in enumerate(zip(targets, results, strict=True)):
-        assert result.code is not Code.OK or target[: result.nbytes] == page(number)
+        assert result.code is not ResultCode.OK or target[: result.nbytes] == page(number)
     return [result.code for result in results]
 
 
@@ -60,22 +60,22 @@ class TestValkeyCluster(BytesLevel):
 def test_keys_are_spread_over_all_servers_and_asked_of_them(cluster: Cluster, opened: list[KVStore]) -> None:
     store = open_store(cluster.servers[2].url)
     opened.append(store)
-    assert put(store) == [Code.OK] * 60
-    assert put(store) == [Code.EXISTS] * 60
-    assert get(store) == [Code.OK] * 60
+    assert put(store) == [ResultCode.OK] * 60
+    assert put(store) == [ResultCode.EXISTS] * 60
+    assert get(store) == [ResultCode.OK] * 60
     empty = store.put([PutOp("empty", ())], DEADLINE_S).result()
-    assert empty == [Result(Code.OK, 0)]
+    assert empty == [Result(ResultCode.OK, 0)]
     found = store.exists(["none", *KEYS, "empty", "nothing"], DEADLINE_S).result()
     assert found == [
-        Result(Code.MISS),
-        *(Result(Code.OK, page(number).nbytes) for number in range(60)),
-        Result(Code.OK, 0),
-        Result(Code.MISS),
+        Result(ResultCode.MISS),
+        *(Result(ResultCode.OK, page(number).nbytes) for number in range(60)),
+        Result(ResultCode.OK, 0),
+        Result(ResultCode.MISS),
     ]
     sizes = [int(server.ask("DBSIZE")[1:]) for server in cluster.servers]
     assert sum(sizes) == 61
     assert min(sizes) > 5
-    assert {result.code for result in store.delete(KEYS, DEADLINE_S).result()} == {Code.OK}
+    assert {result.code for result in store.delete(KEYS, DEADLINE_S).result()} == {ResultCode.OK}
     assert isinstance(store, ValkeyStore)
     assert store.connections == 3
 
@@ -90,42 +90,42 @@ def test_a_slot_on_its_way_is_asked_for_at_both_ends_and_found_when_it_has_moved
 ) -> None:
     store = open_store(cluster.url)
     opened.append(store)
-    assert put(store) == [Code.OK] * 60
-    number = next(number for number, key in enumerate(KEYS) if slot_of(key.encode()) < cluster.bounds[1])
-    key, slot = KEYS[number], slot_of(KEYS[number].encode())
+    assert put(store) == [ResultCode.OK] * 60
+    number = next(number for number, key in enumerate(KEYS) if hash_slot(key.encode()) < cluster.bounds[1])
+    key, slot = KEYS[number], hash_slot(KEYS[number].encode())
     source, target = cluster.servers[0], cluster.servers[1]
     slot_command(cluster, target, slot, "IMPORTING", cluster.identity(source))
     slot_command(cluster, source, slot, "MIGRATING", cluster.identity(target))
-    assert get(store) == [Code.OK] * 60
+    assert get(store) == [ResultCode.OK] * 60
     moved = source.ask("MIGRATE", "127.0.0.1", str(target.port), key, "0", "5000")
     assert moved.startswith("+OK"), moved
     # Now the source sends everybody on with ASK, for gets, sizes, puts and deletes alike.
-    assert get(store) == [Code.OK] * 60
-    assert put(store) == [Code.EXISTS] * 60
-    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {Code.OK}
-    assert store.delete([key], DEADLINE_S).result() == [Result(Code.OK)]
-    assert store.exists([key], DEADLINE_S).result() == [Result(Code.MISS)]
-    assert store.put([PutOp(key, (page(number),))], DEADLINE_S).result() == [Result(Code.OK, page(number).nbytes)]
+    assert get(store) == [ResultCode.OK] * 60
+    assert put(store) == [ResultCode.EXISTS] * 60
+    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {ResultCode.OK}
+    assert store.delete([key], DEADLINE_S).result() == [Result(ResultCode.OK)]
+    assert store.exists([key], DEADLINE_S).result() == [Result(ResultCode.MISS)]
+    assert store.put([PutOp(key, (page(number),))], DEADLINE_S).result() == [Result(ResultCode.OK, page(number).nbytes)]
     assert target.ask("EXISTS", key).startswith("-MOVED")  # it still is the source's
     # The target is told first: it takes a new epoch, which the others believe.
     for server in (target, source, cluster.servers[2]):
         slot_command(cluster, server, slot, "NODE", cluster.identity(target))
     # And now with MOVED.
-    assert get(store) == [Code.OK] * 60
+    assert get(store) == [ResultCode.OK] * 60
     assert target.ask("EXISTS", key).startswith(":1")
 
 
 def test_a_store_that_believes_an_old_map_finds_everything(cluster: Cluster, opened: list[KVStore]) -> None:
     store = open_store(cluster.url)
     opened.append(store)
-    assert put(store) == [Code.OK] * 60
+    assert put(store) == [ResultCode.OK] * 60
     assert isinstance(store, ValkeyStore)
     topology = store._topology  # pyright: ignore[reportPrivateUsage] - what no server would tell us
     first = topology.node(KEYS[0].encode())
     topology.replace([(0, 16383, first)])
-    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {Code.OK}
+    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {ResultCode.OK}
     topology.replace([(0, 16383, first)])
-    assert get(store) == [Code.OK] * 60
+    assert get(store) == [ResultCode.OK] * 60
 
 
 def test_a_cluster_is_recognised_by_who_may_not_ask_for_facts(
@@ -137,8 +137,8 @@ def test_a_cluster_is_recognised_by_who_may_not_ask_for_facts(
         assert server.ask("ACL", "SETUSER", "kv", "on", ">a password", *rights).startswith("+OK")
     store = open_store(f"{cluster.url}?user=kv&password_file={tmp_path}/password")
     opened.append(store)
-    assert put(store) == [Code.OK] * 60
-    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {Code.OK}
+    assert put(store) == [ResultCode.OK] * 60
+    assert {result.code for result in store.exists(KEYS, DEADLINE_S).result()} == {ResultCode.OK}
     assert isinstance(store, ValkeyStore)
     assert store.connections == 3
 
@@ -152,12 +152,12 @@ def test_one_server_that_is_gone_takes_its_own_keys_only(
             assert server.ask("CONFIG", "SET", "cluster-require-full-coverage", "no").startswith("+OK")
         store = open_store(cluster.url)
         opened.append(store)
-        assert put(store) == [Code.OK] * 60
+        assert put(store) == [ResultCode.OK] * 60
         gone = range(cluster.bounds[1], cluster.bounds[2])
         cluster.servers[1].kill()
-        expected = [Code.UNAVAILABLE if slot_of(key.encode()) in gone else Code.OK for key in KEYS]
+        expected = [ResultCode.UNAVAILABLE if hash_slot(key.encode()) in gone else ResultCode.OK for key in KEYS]
         assert get(store) == expected
         assert [result.code for result in store.exists(KEYS, DEADLINE_S).result()] == expected
         cluster.servers[1].start()
-        wait_until(lambda: set(put(store)) <= {Code.OK, Code.EXISTS})
-        assert get(store) == [Code.OK] * 60
+        wait_until(lambda: set(put(store)) <= {ResultCode.OK, ResultCode.EXISTS})
+        assert get(store) == [ResultCode.OK] * 60

@@ -6,15 +6,15 @@ import time
 from functools import partial
 from pathlib import Path
 
-from kvparams.keys import Rectangle
+from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
-from kvparams_connectors.departure import Departure
-from kvparams_connectors.store import Code, GetOp, PutOp, Result
-from kvparams_connectors.stores.valkey.exchange import run_batch
-from kvparams_connectors.stores.valkey.pool import Access, Pool
+from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
+from kvparams_connectors.stores.valkey.connection_pool import ValkeyAccess, ValkeyConnectionPool
+from kvparams_connectors.stores.valkey.pipeline import run_batch
 from kvparams_connectors.stores.valkey.requests import GetRequest, PutRequest
-from kvparams_connectors.stores.valkey.topology import Node, Topology
+from kvparams_connectors.stores.valkey.topology import ClusterTopology, ValkeyNode
+from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
 
 BIG = 4 << 20
 """Of these one is under way at a time."""
@@ -64,10 +64,10 @@ def test_the_next_value_is_looked_at_while_one_is_sent(tmp_path: Path) -> None:
             PutOp(f"key-{number}", (page,), partial(going, number), partial(nearing, number))
             for number, page in enumerate(pages)
         ]
-        pool = Pool(Access(WAIT_S))
+        pool = ValkeyConnectionPool(ValkeyAccess(WAIT_S))
         requests = [PutRequest(op.key.encode(), op, 0) for op in ops]
-        batch = run_batch(pool, Topology(Node("", 0, path)), requests, time.monotonic() + WAIT_S)
-        assert [result.code for result in batch.results] == [Code.OK, Code.OK, Code.INVALID]
+        batch = run_batch(pool, ClusterTopology(ValkeyNode("", 0, path)), requests, time.monotonic() + WAIT_S)
+        assert [result.code for result in batch.results] == [ResultCode.OK, ResultCode.OK, ResultCode.INVALID]
         near = [[f"near {number}"] * 3 for number in range(3)]
         assert said == ["go 0", *near[1], "go 1", *near[2], "go 2"]
         pool.close()
@@ -77,23 +77,21 @@ def test_the_next_value_is_looked_at_while_one_is_sent(tmp_path: Path) -> None:
 def test_a_page_that_was_half_looked_at_when_its_connection_died_is_stored_right_the_next_time(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     pages = [memoryview(bytearray(BIG)) for _ in range(2)]
-    identities = [
-        PageIdentity(b"n" * 32, bytes([n]) * 32, 1, Rectangle(0, 1, 0, 1), BIG - HEADER_BYTES) for n in (1, 2)
-    ]
+    identities = [PageIdentity(b"n" * 32, bytes([n]) * 32, 1, KVShard(0, 1, 0, 1), BIG - HEADER_BYTES) for n in (1, 2)]
     half, whole = threading.Event(), list[bytes]()
 
     def departure(number: int) -> PutOp:
         page, identity = pages[number], identities[number]
         page[HEADER_BYTES:] = bytes([65 + number]) * identity.payload_bytes
-        leaving = Departure(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
+        leaving = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
 
         def nearing() -> bool:
-            more = leaving.nearing()
+            more = leaving.advance()
             if number == 1:
                 half.set()
             return more
 
-        return PutOp(f"key-{number}", (page,), leaving.going, nearing)
+        return PutOp(f"key-{number}", (page,), leaving.finish, nearing)
 
     def serve() -> None:
         peer, _ = listening.accept()
@@ -114,12 +112,12 @@ def test_a_page_that_was_half_looked_at_when_its_connection_died_is_stored_right
         listening.listen()
         server = threading.Thread(target=serve)
         server.start()
-        pool, topology = Pool(Access(WAIT_S)), Topology(Node("", 0, path))
+        pool, topology = ValkeyConnectionPool(ValkeyAccess(WAIT_S)), ClusterTopology(ValkeyNode("", 0, path))
         requests = [PutRequest(op.key.encode(), op, 0) for op in map(departure, range(2))]
         first = run_batch(pool, topology, requests, time.monotonic() + WAIT_S)
-        assert [result.code for result in first.results] == [Code.UNAVAILABLE] * 2
+        assert [result.code for result in first.results] == [ResultCode.UNAVAILABLE] * 2
         second = run_batch(pool, topology, requests, time.monotonic() + WAIT_S)
-        assert [result.code for result in second.results] == [Code.OK] * 2
+        assert [result.code for result in second.results] == [ResultCode.OK] * 2
         pool.close()
         server.join(WAIT_S)
     assert [verify(memoryview(page), one) for page, one in zip(whole, identities, strict=True)] == [None, None]
@@ -157,11 +155,11 @@ def test_the_next_value_is_asked_for_before_one_is_looked_at(tmp_path: Path) -> 
             GetOp(f"key-{number}", (target,), lambda nbytes, number=number: looking(number, nbytes))
             for number, target in enumerate(targets)
         ]
-        node = Node("", 0, path)
-        pool = Pool(Access(WAIT_S))
+        node = ValkeyNode("", 0, path)
+        pool = ValkeyConnectionPool(ValkeyAccess(WAIT_S))
         requests = [GetRequest(op.key.encode(), op) for op in ops]
-        batch = run_batch(pool, Topology(node), requests, time.monotonic() + WAIT_S)
-        assert batch.results == [Result(Code.OK, BIG)] * len(ops)
+        batch = run_batch(pool, ClusterTopology(node), requests, time.monotonic() + WAIT_S)
+        assert batch.results == [Result(ResultCode.OK, BIG)] * len(ops)
         assert in_time == [True] * len(ops)
         pool.close()
         server.join(WAIT_S)

@@ -9,25 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvparams_connectors.arrival import step_bytes
-from kvparams_connectors.store import Code, Result
-from kvparams_connectors.stores.valkey.requests import result_of
+from kvparams_connectors.store import Result, ResultCode
+from kvparams_connectors.stores.valkey.requests import result_of_error
 from kvparams_connectors.stores.valkey.resp import (
-    Oversized,
-    ProtocolError,
-    Receive,
+    ErrorReply,
+    OversizedValue,
+    ReceiveInto,
     ReplyReader,
-    ServerError,
-    command,
-    flat,
+    RESPProtocolError,
+    encode_command,
+    flatten_buffers,
 )
-from kvparams_connectors.stores.valkey.topology import SLOTS, Node, Redirect, Topology, redirect_of, slot_of
+from kvparams_connectors.stores.valkey.topology import (
+    SLOTS,
+    ClusterRedirect,
+    ClusterTopology,
+    ValkeyNode,
+    hash_slot,
+    parse_redirect,
+)
+from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
 
 CANARY = 0xA5
 STEP = 256 << 10
 
 
-def cut(stream: bytes, seed: int) -> Receive:
+def cut(stream: bytes, seed: int) -> ReceiveInto:
     """Gives out the stream in pieces of any size, then says that it has ended; now and then it is waited for."""
     random = Random(seed)
     at = 0
@@ -51,7 +58,7 @@ LINES = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(lambda number: (b":%d\r\n" % number, number)),
     st.binary(max_size=50).filter(lambda text: b"\r" not in text).map(lambda text: (b"+%b\r\n" % text, text)),
     st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=50).map(
-        lambda text: (f"-{text}\r\n".encode(), ServerError(text))
+        lambda text: (f"-{text}\r\n".encode(), ErrorReply(text))
     ),
     st.just((b"$-1\r\n", None)),
 )
@@ -93,13 +100,13 @@ def test_values_go_to_their_buffers_however_the_stream_is_cut(
         memory = memoryview(bytearray([CANARY]) * (room + 2))
         whole = memory[1:-1]
         middle = random.randint(0, room)
-        found = reader.value(flat([whole[:middle], whole[middle:]]))
+        found = reader.value(flatten_buffers([whole[:middle], whole[middle:]]))
         if room >= size:
             assert found == size
             assert whole[:size] == content
             assert set(memory[1 + size :]) <= {CANARY}
         else:
-            assert found == Oversized(size)
+            assert found == OversizedValue(size)
             assert set(memory) == {CANARY}
         assert memory[0] == memory[-1] == CANARY
         assert reader.reply() == meaning
@@ -119,14 +126,14 @@ def test_what_is_said_to_have_come_is_there(size: int, seed: int, middle: int, s
     reader = ReplyReader(cut(b"$%d\r\n%b\r\n:1\r\n" % (size, content), seed), step=step)
     whole = memoryview(bytearray(size + 100))
     seen: list[tuple[int, bool]] = []
-    buffers = flat([whole[: min(middle, size)], whole[min(middle, size) :]])
+    buffers = flatten_buffers([whole[: min(middle, size)], whole[min(middle, size) :]])
     assert reader.value(buffers, lambda nbytes: seen.append((nbytes, whole[:nbytes] == content[:nbytes]))) == size
     sizes = [nbytes for nbytes, _ in seen]
     assert sizes[:1] == ([0] if size >= (512 << 10 if step else 16 << 10) else [])
     if step and sizes:
-        assert 0 < size - sizes[-1] <= step_bytes(size, step), "the last part is looked at when it has arrived"
+        assert 0 < size - sizes[-1] <= progress_step_bytes(size, step), "the last part is looked at when it has arrived"
     assert max((after - before for before, after in pairwise(sizes)), default=0) <= (
-        step_bytes(size, step) if step else 64 << 10
+        progress_step_bytes(size, step) if step else 64 << 10
     )
     assert sizes == sorted(sizes)
     assert all(there for _, there in seen)
@@ -199,60 +206,62 @@ def test_a_hostile_value_is_refused_and_nothing_is_allocated_for_it(stream: byte
 
 def test_a_value_where_a_line_was_asked_for_is_refused() -> None:
     for ask in (lambda reader: reader.reply(), lambda reader: reader.replies(2)):  # type: ignore[var-annotated]
-        with pytest.raises(ProtocolError):
+        with pytest.raises(RESPProtocolError):
             ask(ReplyReader(cut(b":1\r\n$3\r\n:1\r\n\r\n"[4:], 1), step=STEP))
 
 
 def test_commands_count_bytes() -> None:
-    assert command(b"GET", b"a") == b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
+    assert encode_command(b"GET", b"a") == b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
 
 
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("OOM command not allowed when used memory > 'maxmemory'.", Code.FULL),
-        ("NOAUTH Authentication required.", Code.DENIED),
-        ("WRONGPASS invalid username-password pair or user is disabled.", Code.DENIED),
-        ("NOPERM User x has no permissions to run the 'set' command", Code.DENIED),
-        ("READONLY You can't write against a read only replica.", Code.UNAVAILABLE),
-        ("LOADING Valkey is loading the dataset in memory", Code.UNAVAILABLE),
-        ("CLUSTERDOWN The cluster is down", Code.UNAVAILABLE),
-        ("ERR max number of clients reached", Code.UNAVAILABLE),
-        ("ERR Protocol error: invalid bulk length", Code.TOO_LARGE),
-        ("WRONGTYPE Operation against a key holding the wrong kind of value", Code.CORRUPT),
-        ("ERR who knows", Code.INTERNAL),
-        ("", Code.INTERNAL),
+        ("OOM command not allowed when used memory > 'maxmemory'.", ResultCode.FULL),
+        ("NOAUTH Authentication required.", ResultCode.DENIED),
+        ("WRONGPASS invalid username-password pair or user is disabled.", ResultCode.DENIED),
+        ("NOPERM User x has no permissions to run the 'set' command", ResultCode.DENIED),
+        ("READONLY You can't write against a read only replica.", ResultCode.UNAVAILABLE),
+        ("LOADING Valkey is loading the dataset in memory", ResultCode.UNAVAILABLE),
+        ("CLUSTERDOWN The cluster is down", ResultCode.UNAVAILABLE),
+        ("ERR max number of clients reached", ResultCode.UNAVAILABLE),
+        ("ERR Protocol error: invalid bulk length", ResultCode.TOO_LARGE),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", ResultCode.CORRUPT),
+        ("ERR who knows", ResultCode.INTERNAL),
+        ("", ResultCode.INTERNAL),
     ],
 )
-def test_error_replies_have_codes(text: str, code: Code) -> None:
-    assert result_of(ServerError(text)) == Result(code)
+def test_error_replies_have_codes(text: str, code: ResultCode) -> None:
+    assert result_of_error(ErrorReply(text)) == Result(code)
 
 
 def test_slots_are_the_specifications() -> None:
-    assert slot_of(b"123456789") == 0x31C3
-    assert slot_of(b"foo") == 12182
-    assert slot_of(b"") == 0
+    assert hash_slot(b"123456789") == 0x31C3
+    assert hash_slot(b"foo") == 12182
+    assert hash_slot(b"") == 0
 
 
 @given(st.text(max_size=60))
 def test_redirects_are_read_or_refused(text: str) -> None:
-    redirect_of(text, Node("h", 1))
-    redirect_of(f"MOVED {text}", Node("h", 1))
+    parse_redirect(text, ValkeyNode("h", 1))
+    parse_redirect(f"MOVED {text}", ValkeyNode("h", 1))
 
 
 def test_redirects_say_where_to_go() -> None:
-    here = Node("here", 7)
-    assert redirect_of("MOVED 3999 127.0.0.1:6381", here) == Redirect("MOVED", 3999, Node("127.0.0.1", 6381))
-    assert redirect_of("ASK 0 [::1]:6381", here) == Redirect("ASK", 0, Node("::1", 6381))
-    assert redirect_of("ASK 0 ::1:6381", here) == Redirect("ASK", 0, Node("::1", 6381))
-    assert redirect_of("MOVED 1 :6381", here) == Redirect("MOVED", 1, Node("here", 6381))
+    here = ValkeyNode("here", 7)
+    assert parse_redirect("MOVED 3999 127.0.0.1:6381", here) == ClusterRedirect(
+        "MOVED", 3999, ValkeyNode("127.0.0.1", 6381)
+    )
+    assert parse_redirect("ASK 0 [::1]:6381", here) == ClusterRedirect("ASK", 0, ValkeyNode("::1", 6381))
+    assert parse_redirect("ASK 0 ::1:6381", here) == ClusterRedirect("ASK", 0, ValkeyNode("::1", 6381))
+    assert parse_redirect("MOVED 1 :6381", here) == ClusterRedirect("MOVED", 1, ValkeyNode("here", 6381))
     for text in ("MOVED 16384 h:1", "MOVED 1 h", "MOVED 1 h:0", "MOVED 1 h:65536", "MOVED x h:1", "ERR 1 h:1", "MOVED"):
-        assert redirect_of(text, here) is None
+        assert parse_redirect(text, here) is None
 
 
 def test_a_map_changes_slot_by_slot_or_whole() -> None:
-    seed, one, other = Node("seed", 1), Node("one", 1), Node("other", 1)
-    topology = Topology(seed)
+    seed, one, other = ValkeyNode("seed", 1), ValkeyNode("one", 1), ValkeyNode("other", 1)
+    topology = ClusterTopology(seed)
     assert (topology.cluster, topology.node(b"foo"), topology.known()) == (False, seed, [seed])
     topology.replace([(0, 12181, one), (12182, SLOTS + 5, other)])
     assert (topology.cluster, topology.node(b"foo"), topology.node(b"")) == (True, other, one)

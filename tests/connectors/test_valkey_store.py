@@ -13,18 +13,18 @@ import trustme
 
 from benchmarks.processes import free_ports
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
-from kvparams_connectors.stores.valkey.control import (
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.stores.valkey.server_facts import (
     ServerFacts,
     TLSFiles,
-    advice_of,
-    facts_of,
+    advice_from_facts,
     find_primary,
+    parse_facts,
     tls_context,
 )
 from kvparams_connectors.stores.valkey.store import ValkeyStore
-from kvparams_connectors.stores.valkey.topology import Node
+from kvparams_connectors.stores.valkey.topology import ValkeyNode
 from tests.connectors.steps import DEADLINE_S, found, value
 from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import ValkeyServer, wait_until
@@ -69,10 +69,10 @@ class TestValkeyStore(StoreConformance):
         store.exists(keys[:1], DEADLINE_S).result()
         store.get([GetOp(keys[1], (target,))], DEADLINE_S).result()
         store.put([PutOp(keys[2], (target,))], DEADLINE_S).result()
-        assert store.put([PutOp("pressure", (value(size * 5 // 2),))], DEADLINE_S).result()[0].code is Code.OK
+        assert store.put([PutOp("pressure", (value(size * 5 // 2),))], DEADLINE_S).result()[0].code is ResultCode.OK
         present = found(store, *keys)
-        assert present[:3] == [Code.OK] * 3
-        assert Code.MISS in present[3:]
+        assert present[:3] == [ResultCode.OK] * 3
+        assert ResultCode.MISS in present[3:]
 
 
 def test_a_lookup_of_a_thousand_keys_is_one_round_trip(empty: ValkeyServer, opened: list[KVStore]) -> None:
@@ -83,14 +83,14 @@ def test_a_lookup_of_a_thousand_keys_is_one_round_trip(empty: ValkeyServer, open
         puts = [PutOp(key, (value(number % 3),)) for number, key in enumerate(keys[:700])]
         near = open_store(empty.url)
         opened.append(near)
-        assert {result.code for result in near.put(puts[1::3], DEADLINE_S).result()} == {Code.OK}
+        assert {result.code for result in near.put(puts[1::3], DEADLINE_S).result()} == {ResultCode.OK}
         found(store, "connected")
         before = relay.round_trips
         there = found(store, *keys)
-        assert there == [Code.OK if number in range(1, 700, 3) else Code.MISS for number in range(1000)]
+        assert there == [ResultCode.OK if number in range(1, 700, 3) else ResultCode.MISS for number in range(1000)]
         assert relay.round_trips == before + 1
         near.put([PutOp("empty", ())], DEADLINE_S).result()
-        assert found(store, "empty", "missing") == [Code.OK, Code.MISS]
+        assert found(store, "empty", "missing") == [ResultCode.OK, ResultCode.MISS]
         assert relay.round_trips == before + 3  # the control: an empty value is asked about a second time
         store.close()
 
@@ -100,9 +100,9 @@ def test_empty_values_among_missing_ones_are_found(empty: ValkeyServer, opened: 
     opened.append(store)
     keys = [f"key-{number}" for number in range(300)]
     ops = [PutOp(key, (value(number % 3),)) for number, key in enumerate(keys[:200])]
-    assert {result.code for result in store.put(ops, DEADLINE_S).result()} == {Code.OK}
+    assert {result.code for result in store.put(ops, DEADLINE_S).result()} == {ResultCode.OK}
     assert store.exists(keys, DEADLINE_S).result() == [
-        Result(Code.OK, number % 3) if number < 200 else Result(Code.MISS) for number in range(300)
+        Result(ResultCode.OK, number % 3) if number < 200 else Result(ResultCode.MISS) for number in range(300)
     ]
 
 
@@ -128,18 +128,22 @@ def test_the_fastest_of_200_lookups_of_a_thousand_keys_takes_less_than_three_mil
 def test_values_go_by_themselves_when_they_have_a_time_to_live(empty: ValkeyServer, opened: list[KVStore]) -> None:
     store = open_store(f"{empty.url}?ttl=1")
     opened.append(store)
-    assert store.put([PutOp("key", (value(5000),)), PutOp("empty", ())], DEADLINE_S).result()[0].code is Code.OK
-    assert found(store, "key", "empty") == [Code.OK, Code.OK]
+    assert store.put([PutOp("key", (value(5000),)), PutOp("empty", ())], DEADLINE_S).result()[0].code is ResultCode.OK
+    assert found(store, "key", "empty") == [ResultCode.OK, ResultCode.OK]
     assert 0 < int(empty.ask("PTTL", "key")[1:]) <= 1000
-    wait_until(lambda: found(store, "key", "empty") == [Code.MISS, Code.MISS])
+    wait_until(lambda: found(store, "key", "empty") == [ResultCode.MISS, ResultCode.MISS])
 
 
 def test_deployments_with_prefixes_do_not_meet(empty: ValkeyServer, opened: list[KVStore]) -> None:
     one, other, none = stores = [open_store(empty.url + more) for more in ("?prefix=one", "?prefix=other", "")]
     opened += stores
     one.put([PutOp("key", (value(10),))], DEADLINE_S).result()
-    assert [found(store, "key") for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
-    assert other.delete(["key"], DEADLINE_S).result() == [Result(Code.MISS)]
+    assert [found(store, "key") for store in (one, other, none)] == [
+        [ResultCode.OK],
+        [ResultCode.MISS],
+        [ResultCode.MISS],
+    ]
+    assert other.delete(["key"], DEADLINE_S).result() == [Result(ResultCode.MISS)]
     assert empty.ask("EXISTS", "one:key").startswith(":1")
 
 
@@ -152,9 +156,9 @@ def test_a_value_that_does_not_fit_is_thrown_away_and_the_rest_of_the_batch_arri
     targets = [memoryview(bytearray(size)) for size in (700_000, 699_999, 700_000)]
     ops = [GetOp(f"key-{number}", (target,)) for number, target in enumerate(targets)]
     assert store.get(ops, DEADLINE_S).result() == [
-        Result(Code.OK, 700_000),
-        Result(Code.TOO_LARGE, 700_000),
-        Result(Code.OK, 700_000),
+        Result(ResultCode.OK, 700_000),
+        Result(ResultCode.TOO_LARGE, 700_000),
+        Result(ResultCode.OK, 700_000),
     ]
     assert targets[1] == bytes(699_999)
     assert (targets[0], targets[2]) == (value(700_000, 0), value(700_000, 2))
@@ -178,8 +182,8 @@ def test_something_else_under_a_key_of_ours_is_corrupt(empty: ValkeyServer, open
     empty.ask("LPUSH", "key", "no value")
     store.put([PutOp("other", (value(10),))], DEADLINE_S).result()
     target = memoryview(bytearray(10))
-    assert store.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(Code.CORRUPT)]
-    assert found(store, "key", "other") == [Code.CORRUPT, Code.OK]
+    assert store.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(ResultCode.CORRUPT)]
+    assert found(store, "key", "other") == [ResultCode.CORRUPT, ResultCode.OK]
 
 
 def test_a_buffer_that_was_released_spoils_its_own_operation_only(empty: ValkeyServer, opened: list[KVStore]) -> None:
@@ -191,12 +195,15 @@ def test_a_buffer_that_was_released_spoils_its_own_operation_only(empty: ValkeyS
     gone_ops = [GetOp("a", (memoryview(bytearray(10)),)), GetOp("a", (gone,))]
     gone.release()
     # As the lane calls it: the buffers were whole when the batch was submitted.
-    assert [result.code for result in store.put_now(ops, time.monotonic() + DEADLINE_S)] == [
-        Code.OK,
-        Code.INVALID,
-        Code.OK,
+    assert [result.code for result in store.put_blocking(ops, time.monotonic() + DEADLINE_S)] == [
+        ResultCode.OK,
+        ResultCode.INVALID,
+        ResultCode.OK,
     ]
-    assert [result.code for result in store.get_now(gone_ops, time.monotonic() + DEADLINE_S)] == [Code.OK, Code.INVALID]
+    assert [result.code for result in store.get_blocking(gone_ops, time.monotonic() + DEADLINE_S)] == [
+        ResultCode.OK,
+        ResultCode.INVALID,
+    ]
 
 
 def test_with_tls_the_servers_name_and_certificate_are_checked(tmp_path: Path, opened: list[KVStore]) -> None:
@@ -218,10 +225,10 @@ def test_with_tls_the_servers_name_and_certificate_are_checked(tmp_path: Path, o
         opened.append(store)
         pages = [value(900_000, seed) for seed in range(4)]
         puts = [PutOp(f"key-{number}", (page[:7], page[7:])) for number, page in enumerate(pages)]
-        assert [result.code for result in store.put(puts, DEADLINE_S).result()] == [Code.OK] * 4
+        assert [result.code for result in store.put(puts, DEADLINE_S).result()] == [ResultCode.OK] * 4
         targets = [memoryview(bytearray(900_000)) for _ in pages]
         gets = [GetOp(f"key-{number}", (target,)) for number, target in enumerate(targets)]
-        assert [result.code for result in store.get(gets, DEADLINE_S).result()] == [Code.OK] * 4
+        assert [result.code for result in store.get(gets, DEADLINE_S).result()] == [ResultCode.OK] * 4
         assert targets == pages
         assert isinstance(store, ValkeyStore)
         assert store.connections == 1
@@ -249,14 +256,14 @@ def test_who_may_not_is_refused_when_it_opens_and_denied_later(tmp_path: Path, o
         opened += [store, outside, only_reads]
         page = value(100_000)
         target = memoryview(bytearray(100_000))
-        assert store.put([PutOp("key", (page,))], DEADLINE_S).result() == [Result(Code.OK, 100_000)]
-        assert only_reads.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(Code.OK, 100_000)]
+        assert store.put([PutOp("key", (page,))], DEADLINE_S).result() == [Result(ResultCode.OK, 100_000)]
+        assert only_reads.get([GetOp("key", (target,))], DEADLINE_S).result() == [Result(ResultCode.OK, 100_000)]
         assert target == page
-        assert found(store, "key", "none") == [Code.OK, Code.MISS]
-        assert store.delete(["none"], DEADLINE_S).result() == [Result(Code.MISS)]
+        assert found(store, "key", "none") == [ResultCode.OK, ResultCode.MISS]
+        assert store.delete(["none"], DEADLINE_S).result() == [Result(ResultCode.MISS)]
         for forbidden in (only_reads, outside):
-            assert forbidden.put([PutOp("new", (page,))], DEADLINE_S).result() == [Result(Code.DENIED)]
-        assert found(outside, "key", "other") == [Code.DENIED, Code.DENIED]
+            assert forbidden.put([PutOp("new", (page,))], DEADLINE_S).result() == [Result(ResultCode.DENIED)]
+        assert found(outside, "key", "other") == [ResultCode.DENIED, ResultCode.DENIED]
         for url in (
             f"{server.url}?user=kv&prefix=kv&password_file={tmp_path}/wrong",
             f"{server.url}?user=nobody&prefix=kv&password_file={tmp_path}/right",
@@ -316,21 +323,21 @@ def test_settings_of_a_server_that_will_hurt_are_warned_of(
     info = {"valkey_version": "8.0.1", "maxmemory": 100, "maxmemory_policy": "allkeys-lru", "role": "master"}
 
     def bad(facts: ServerFacts, *, ttl: bool) -> str:
-        found = [advice for advice in advice_of(facts, ttl=ttl) if advice.grade != "ok"]
-        assert all(advice.todo for advice in found)
-        return " ".join(advice.found for advice in found)
+        found = [advice for advice in advice_from_facts(facts, ttl=ttl) if advice.level != "ok"]
+        assert all(advice.action for advice in found)
+        return " ".join(advice.finding for advice in found)
 
-    assert bad(facts_of(info, {}), ttl=False) == ""
-    assert "noeviction" in bad(facts_of({**info, "maxmemory_policy": "noeviction"}, {}), ttl=True)
-    assert "volatile" in bad(facts_of({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=False)
-    assert bad(facts_of({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=True) == ""
-    assert "maxmemory" in bad(facts_of({**info, "maxmemory": 0}, {}), ttl=True)
-    assert "does not say of whom" in bad(facts_of({**info, "role": "slave"}, {}), ttl=True)
+    assert bad(parse_facts(info, {}), ttl=False) == ""
+    assert "noeviction" in bad(parse_facts({**info, "maxmemory_policy": "noeviction"}, {}), ttl=True)
+    assert "volatile" in bad(parse_facts({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=False)
+    assert bad(parse_facts({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=True) == ""
+    assert "maxmemory" in bad(parse_facts({**info, "maxmemory": 0}, {}), ttl=True)
+    assert "does not say of whom" in bad(parse_facts({**info, "role": "slave"}, {}), ttl=True)
     known = {**info, "role": "slave", "master_host": "10.0.0.1", "master_port": 6379}
-    assert "10.0.0.1:6379 is asked in its place" in bad(facts_of(known, {}), ttl=True)
-    assert bad(facts_of({**known, "cluster_enabled": 1}, {}), ttl=True) == ""  # it says itself whom to ask
+    assert "10.0.0.1:6379 is asked in its place" in bad(parse_facts(known, {}), ttl=True)
+    assert bad(parse_facts({**known, "cluster_enabled": 1}, {}), ttl=True) == ""  # it says itself whom to ask
     assert "INFO" in bad(ServerFacts(), ttl=False)
-    assert facts_of(info, {"proto-max-bulk-len": "50"}).max_value_bytes == 50
+    assert parse_facts(info, {"proto-max-bulk-len": "50"}).max_value_bytes == 50
     with caplog.at_level(logging.WARNING):
         opened.append(open_store(server.url))
         assert caplog.records == []
@@ -342,15 +349,15 @@ def test_settings_of_a_server_that_will_hurt_are_warned_of(
     assert "noeviction" in caplog.text
 
 
-A, B, C, D = (Node(f"10.0.0.{number}", 6379) for number in range(1, 5))
+A, B, C, D = (ValkeyNode(f"10.0.0.{number}", 6379) for number in range(1, 5))
 
 
 def test_the_primary_is_found_among_those_that_are_known_and_those_that_they_name() -> None:
     one = ServerFacts(version="8.0.1")
     said = {A: replace(one, replica=True, primary=B), B: replace(one, replicas=(A,)), C: one, D: ServerFacts()}
-    asked: list[Node] = []
+    asked: list[ValkeyNode] = []
 
-    def ask(node: Node) -> ServerFacts | None:
+    def ask(node: ValkeyNode) -> ServerFacts | None:
         asked.append(node)
         return said.get(node)
 
@@ -362,14 +369,16 @@ def test_the_primary_is_found_among_those_that_are_known_and_those_that_they_nam
     for start, end in ((A, B), (B, A)):  # two that name each other
         said[start] = replace(one, replica=True, primary=end)
     assert find_primary([A], ask) is None
-    chain = {Node("h", port): replace(one, replica=True, primary=Node("h", port + 1)) for port in range(1, 100)}
-    assert find_primary([Node("h", 1)], chain.get) is None  # it does not go on for ever
+    chain = {
+        ValkeyNode("h", port): replace(one, replica=True, primary=ValkeyNode("h", port + 1)) for port in range(1, 100)
+    }
+    assert find_primary([ValkeyNode("h", 1)], chain.get) is None  # it does not go on for ever
 
 
 def test_replicas_are_those_that_info_lists() -> None:
     info: dict[str, object] = {"connected_slaves": 3, "slave0": {"ip": "10.0.0.1", "port": 6379, "state": "online"}}
     info |= {"slave1": "odd", "slave2": {"ip": "", "port": 0}}
-    assert facts_of(info, {}).replicas == (A,)
+    assert parse_facts(info, {}).replicas == (A,)
 
 
 def test_the_context_for_tls_checks_names() -> None:

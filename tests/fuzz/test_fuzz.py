@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from kvparams import KVParamsError, dump, dump_json, parse, read_request, trio
-from kvparams.dialects.message import Message
-from kvparams.dialects.registry import tables
+from kvparams import KVParamsError, dump, dump_json, legacy_params, parse, read_request
+from kvparams.cli.descriptions import describe_document, describe_message
+from kvparams.cli.input_files import find_document, recognize_message, to_message
+from kvparams.dialects.detection import detect_dialect
+from kvparams.dialects.message import DialectMessage
+from kvparams.dialects.registry import load_tables
+from kvparams.dialects.translation import decode_message, encode_message, translate_params
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import edit, load_object, loads
+from kvparams.instances import Instance, Role
+from kvparams.jsontext.document import edit, load_object, loads
 from kvparams.params import KVTransferParams
-from kvparams.scheduling import Instance, Role
-from kvparams.sniffing import sniff
-from kvparams.tools.reading import document_in, message_of, recognise
-from kvparams.tools.words import given_in_words, told
-from kvparams.translation import decode, encode, translate
-from kvparams.trust.canonical import canonical
-from kvparams.trust.pinning import HandoffRefused, Pins
+from kvparams.routing.handoff_verifier import HandoffRefused, HandoffVerifier
+from kvparams.signing.canonical_json import canonical_document
 from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
 from .campaign import FOUND, Campaign
@@ -29,8 +29,8 @@ from .mutation import spoiled_json
 Effort = Callable[[int, int], int]
 Record = Callable[[dict[str, object]], None]
 
-TABLES = tables()
-PINS = Pins(TABLES.values())
+TABLES = load_tables()
+PINS = HandoffVerifier(TABLES.values())
 ENGINE = Instance("p0", "b", Role.PREFILL, "http://10.0.0.7:8000", "nixl")
 
 
@@ -75,7 +75,7 @@ def read(data: bytes) -> Hashable:
         assert parse(dump(params)) == params
         ways.append((params.phase, len(params.model_fields_set)))
         try:
-            canonical(dump(params))
+            canonical_document(dump(params))
         except KVParamsError as error:
             ways.append(kinds(error))
     try:
@@ -90,7 +90,7 @@ def read(data: bytes) -> Hashable:
             except KVParamsError as error:
                 ways.append(kinds(error))
         try:
-            trio.read(given)
+            legacy_params.read_legacy_params(given)
         except KVParamsError as error:
             ways.append(kinds(error))
         edited(data, given)
@@ -120,20 +120,20 @@ def judged(data: bytes) -> Hashable:
     found = cast("dict[str, Any]", value)
     ways: list[Hashable] = []
     try:
-        document = document_in(found)
+        document = find_document(found)
         if document is not None:
-            told(parse(document), ())
-        message = message_of(found)
-        given = recognise(message, TABLES.values(), None, None, found)
-        lines, right = given_in_words(given)
+            describe_document(parse(document), ())
+        message = to_message(found)
+        given = recognize_message(message, TABLES.values(), None, None, found)
+        lines, right = describe_message(given)
         assert lines
         ways.append((given.table.name, given.phase, right))
     except KVParamsError as error:
         return kinds(error)
     try:
-        sniff(given.message, TABLES.values())
-        params = decode(given.table, given.message, given.phase)
-        assert encode(given.table, params) == given.message
+        detect_dialect(given.message, TABLES.values())
+        params = decode_message(given.table, given.message, given.phase)
+        assert encode_message(given.table, params) == given.message
         ways += [target(name, given.table.name, params) for name in TABLES]
     except KVParamsError as error:
         ways.append(kinds(error))
@@ -144,15 +144,15 @@ def judged(data: bytes) -> Hashable:
 def target(name: str, source: str, params: KVTransferParams) -> Hashable:
     """Said in another dialect."""
     try:
-        return len(translate(TABLES[source], TABLES[name], params).lost)
+        return len(translate_params(TABLES[source], TABLES[name], params).lost)
     except KVParamsError as error:
         return kinds(error)
 
 
-def held(message: Message) -> Hashable:
+def held(message: DialectMessage) -> Hashable:
     native = message.body.get("kv_transfer_params")
     try:
-        PINS.check(ENGINE, cast("dict[str, Any]", native) if isinstance(native, dict) else message.body)
+        PINS.verify(ENGINE, cast("dict[str, Any]", native) if isinstance(native, dict) else message.body)
     except HandoffRefused as refused:
         return refused.reason
     return "its own"

@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvparams import KVTransferParams, TokenPrefix, dump, parse
-from kvparams.dialects import forms
-from kvparams.dialects.message import Message, Tree, put
-from kvparams.dialects.table import PHASES, Leg, Row, Table
-from kvparams.translation import decode
+from kvparams.dialects import value_types
+from kvparams.dialects.message import DialectMessage, JSONObject, set_at
+from kvparams.dialects.table import PHASES, DialectTable, LegCode, NativeKey
+from kvparams.dialects.translation import decode_message
 
 __all__ = ["JSON", "documents", "messages", "same"]
 
@@ -37,65 +37,65 @@ def same(one: object, other: object) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def values(form: forms.Form) -> st.SearchStrategy[Any]:
+def values(form: value_types.ValueType) -> st.SearchStrategy[Any]:
     """Values of the form; a form that is not known here fails."""
     match form:
-        case forms.Whole(low, high):
+        case value_types.IntegerType(low, high):
             return st.integers(low, high) | st.sampled_from([low, high])
-        case forms.Flag():
+        case value_types.BooleanType():
             return st.booleans()
-        case forms.Number(low, high):
+        case value_types.NumberType(low, high):
             return st.integers(low, min(high, 2**63 - 1)) | st.floats(max(low, -(2.0**63)), min(high, 2.0**63))
-        case forms.Text(most, pattern, _, least):
+        case value_types.TextType(most, pattern, _, least):
             if pattern is None:
                 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=8)
             else:
                 text = st.from_regex(pattern, fullmatch=True)
             return text.filter(lambda one: least <= len(one) <= most)
-        case forms.Digits(low, high):
+        case value_types.DecimalTextType(low, high):
             return st.integers(low, high).map(str)
-        case forms.OneOf(choices):
+        case value_types.EnumType(choices):
             return st.sampled_from(choices)
-        case forms.Each(inner, most, least, null):
+        case value_types.ListType(inner, most, least, null):
             entry = values(inner) | st.none() if null else values(inner)
             return st.lists(entry, min_size=least, max_size=min(most, least + 3))
-        case forms.Either(several):
+        case value_types.UnionType(several):
             return st.one_of([values(one) for one in several])
-        case forms.Object():
+        case value_types.ObjectType():
             return st.dictionaries(NAMES, JSON, max_size=2)
-        case forms.Anything():
+        case value_types.AnyType():
             return JSON
         case _:
             raise AssertionError(form)
 
 
 @st.composite
-def messages(draw: st.DrawFn, table: Table, leg: Leg) -> Message:
+def messages(draw: st.DrawFn, table: DialectTable, leg: LegCode) -> DialectMessage:
     """A valid message of the dialect on this leg, with what else may stand in it."""
-    tree: Tree = {"body": Tree(), "headers": Tree()}
-    rows: dict[tuple[str | int, ...], list[Row]] = {}
-    for row in table.rows:
+    tree: JSONObject = {"body": JSONObject(), "headers": JSONObject()}
+    rows: dict[tuple[str | int, ...], list[NativeKey]] = {}
+    for row in table.native_keys:
         rows.setdefault(table.path(row, leg), []).append(row)
     for path, several in rows.items():
         row = draw(st.sampled_from(several))
-        if leg in row.marks:
-            put(tree, path, row.marks[leg])
+        if leg in row.marker_values:
+            set_at(tree, path, row.marker_values[leg])
             continue
-        needed = any(leg in one.needed for one in several)
+        needed = any(leg in one.required_legs for one in several)
         wanted = 2 if needed else draw(st.integers(0, 3))  # mostly there, sometimes null, sometimes not at all
         if row.name.endswith("*"):
             path = (*path[:-1], row.name[:-1] + draw(st.text("ab.", max_size=3)))
-        if wanted and not (wanted == 1 and row.where == "headers"):
-            put(tree, path, None if wanted == 1 else draw(values(row.form)))
+        if wanted and not (wanted == 1 and row.location == "headers"):
+            set_at(tree, path, None if wanted == 1 else draw(values(row.value_type)))
     home = table.home(leg)
     for name, value in draw(st.dictionaries(NAMES, JSON, max_size=2)).items():
-        put(tree, ("body", *home, f"new_{name}" if draw(st.booleans()) else f"@{name}"), value)
+        set_at(tree, ("body", *home, f"new_{name}" if draw(st.booleans()) else f"@{name}"), value)
     if draw(st.booleans()):
-        put(tree, ("body", "beside"), draw(JSON))
+        set_at(tree, ("body", "beside"), draw(JSON))
     if draw(st.booleans()):
-        put(tree, ("headers", "x-beside"), "1")
+        set_at(tree, ("headers", "x-beside"), "1")
     request_id = ADDRESSED if table.request_id else draw(REQUEST_IDS)
-    return Message(request_id, tree["body"], tree["headers"])  # pyright: ignore[reportArgumentType]
+    return DialectMessage(request_id, tree["body"], tree["headers"])  # pyright: ignore[reportArgumentType]
 
 
 PREFIXES = st.lists(st.integers(0, 2**32 - 1), max_size=3).flatmap(
@@ -106,9 +106,9 @@ COUNTS = st.none() | st.integers(0, 2**63 - 1)
 
 
 @st.composite
-def documents(draw: st.DrawFn, table: Table, leg: Leg) -> KVTransferParams:
+def documents(draw: st.DrawFn, table: DialectTable, leg: LegCode) -> KVTransferParams:
     """A document that the dialect may or may not be able to say: what a message said, and changed."""
-    document = dump(decode(table, draw(messages(table, leg)), PHASES[leg]))
+    document = dump(decode_message(table, draw(messages(table, leg)), PHASES[leg]))
     changes: dict[str, st.SearchStrategy[Any]] = {
         "version": st.just("1.7"),
         "request_id": VISIBLE,

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvparams.dialects import Dialect, Place
-from kvparams.pairing import may_pair
-from kvparams.plan import Choose, KVLease, Leg, LegAnswer, LegFailed, Pair, Plan
-from kvparams.scheduling import Instance, Role
-from kvparams.trust.pinning import Pins
+from kvparams.dialects.interface import BootstrapInfo, Dialect
+from kvparams.instances import Instance, Role
+from kvparams.routing.handoff_verifier import HandoffVerifier
+from kvparams.routing.pairing import may_pair
+from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, LegResult, Plan
 
 __all__ = ["Table", "echoed", "fleet_of"]
 
@@ -36,7 +36,7 @@ def echoed(answer: Mapping[str, object], asked: str | bytes | None) -> dict[str,
 
 
 class Table:
-    """A `kvparams.plan.Context` and an executor in one."""
+    """A `kvparams.routing.plan.Context` and an executor in one."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Table:
         self.clock_s = 100.0
         self.waits_s = 0.0
         """How long every choice of a decode instance takes."""
-        self.cached_tokens: dict[str, int] = {}
+        self.cached: dict[str, int] = {}
         self.full: set[str] = set()
         """Who has no room for now."""
         self.chosen: list[str] = []
@@ -61,10 +61,10 @@ class Table:
         self.leases: list[KVLease] = []
         self.transfers = 0
         self.legs: list[Leg] = []
-        self.found: Place | None = None
+        self.found: BootstrapInfo | None = None
         """What the bootstrap server of every prefill engine says."""
         self.pinned: list[tuple[str, Mapping[str, object]]] = []
-        self.pins: Pins | None = None
+        self.pins: HandoffVerifier | None = None
         self.sources: dict[str, str] = {}
         """Where prefill instances should read what others have."""
         self.echoes = True
@@ -73,35 +73,35 @@ class Table:
     def dialect(self, instance: Instance) -> Dialect:
         return self.speech
 
-    def place(self, instance: Instance) -> Place | None:
+    def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
         return self.found
 
-    def pin(self, instance: Instance, said: Mapping[str, object]) -> None:
+    def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
         self.pinned.append((instance.id, said))
         if self.pins is not None:
-            self.pins.check(instance, said)
+            self.pins.verify(instance, said)
 
-    def source(self, instance: Instance) -> str | None:
+    def peer_source(self, instance: Instance) -> str | None:
         return self.sources.get(instance.id)
 
-    def one_token(self) -> dict[str, bytes | None]:
+    def one_token_changes(self) -> dict[str, bytes | None]:
         return self.cut
 
     def now(self) -> float:
         return self.clock_s
 
-    def there(self, role: Role) -> bool:
+    def has_candidates(self, role: Role) -> bool:
         return any(each.role is role for each in self.fleet)
 
-    def elsewhere(self, instance: Instance, failed: Sequence[str]) -> bool:
+    def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
         fresh = [each for each in self.fleet if each.id not in failed]
         if any(each.role is not instance.role and may_pair(each, instance) for each in fresh):
             return False
         return any(may_pair(one, other) for one in fresh for other in fresh if one.role is not other.role)
 
-    def cached(self, role: Role) -> dict[str, int]:
+    def cached_tokens(self, role: Role) -> dict[str, int]:
         able = {each.id for each in self.fleet if each.role is role}
-        return {id: tokens for id, tokens in self.cached_tokens.items() if id in able}
+        return {id: tokens for id, tokens in self.cached.items() if id in able}
 
     def may_retry(self) -> bool:
         self.retries -= 1
@@ -111,30 +111,30 @@ class Table:
         self.transfers += 1
         return f"transfer-{self.transfers}"
 
-    def hold(self, lease: KVLease) -> None:
+    def hold_lease(self, lease: KVLease) -> None:
         self.leases.append(lease)
 
-    def give_back(self, instance: Instance) -> None:
+    def release_instance(self, instance: Instance) -> None:
         self.given_back.append(instance.id)
 
-    def run(self, plan: Plan, answer: Callable[[Leg], LegAnswer | LegFailed]) -> list[Leg]:
+    def run(self, plan: Plan, answer: Callable[[Leg], LegResult | LegFailed]) -> list[Leg]:
         """Take every step; `answer` says how each leg ends. The legs that were run."""
         step = next(plan)
         try:
             while True:
-                if isinstance(step, Choose):
+                if isinstance(step, AcquireInstance):
                     if step.role is Role.DECODE:
                         self.clock_s += self.waits_s
                     could = [each for each in self.fleet if each.role is step.role]
                     fresh = [each for each in could if each.id not in step.avoid and each.id not in self.full]
-                    near = [each for each in fresh if each.id in step.near]
+                    near = [each for each in fresh if each.id in step.prefer]
                     instance = (near or fresh or could)[0]
                     self.chosen.append(instance.id)
                     step = plan.send(instance)
-                elif isinstance(step, Pair):
+                elif isinstance(step, LegPair):
                     ended = self._leg(step.prefill, answer)
                     if not isinstance(ended, LegFailed):
-                        self.hold(step.kv)
+                        self.hold_lease(step.kv)
                         ended = self._leg(step.decode, answer)
                     step = plan.throw(ended) if isinstance(ended, LegFailed) else plan.send(ended)
                 else:
@@ -143,7 +143,7 @@ class Table:
         except StopIteration:
             return self.legs
 
-    def _leg(self, leg: Leg, answer: Callable[[Leg], LegAnswer | LegFailed]) -> LegAnswer | LegFailed:
+    def _leg(self, leg: Leg, answer: Callable[[Leg], LegResult | LegFailed]) -> LegResult | LegFailed:
         self.legs.append(leg)
         ended = answer(leg)
         if isinstance(ended, LegFailed):

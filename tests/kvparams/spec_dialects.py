@@ -10,9 +10,21 @@ import json
 from typing import Any
 
 from kvparams.dialects.carriers import CARRIERS
-from kvparams.dialects.forms import Anything, Digits, Each, Either, Flag, Form, Number, Object, OneOf, Text, Whole
-from kvparams.dialects.registry import tables
-from kvparams.dialects.table import LEGS, PHASES, Row, Table
+from kvparams.dialects.registry import load_tables
+from kvparams.dialects.table import LEGS, PHASES, DialectTable, NativeKey
+from kvparams.dialects.value_types import (
+    AnyType,
+    BooleanType,
+    DecimalTextType,
+    EnumType,
+    IntegerType,
+    ListType,
+    NumberType,
+    ObjectType,
+    TextType,
+    UnionType,
+    ValueType,
+)
 from kvparams.params import Phase
 from tests.kvparams.spec_folder import DIALECTS
 
@@ -23,31 +35,31 @@ CARRIERS_FILE = DIALECTS / "carriers.json"
 Tree = dict[str, Any]
 
 
-def _form(form: Form) -> Tree:
+def _form(form: ValueType) -> Tree:
     match form:
-        case Whole():
+        case IntegerType():
             return {"type": "integer", "minimum": form.low, "maximum": form.high}
-        case Flag():
+        case BooleanType():
             return {"type": "boolean"}
-        case Number():
+        case NumberType():
             return {"type": "number", "minimum": form.low, "maximum": form.high}
-        case Text():
+        case TextType():
             bounds: Tree = {"type": "string", "minLength": form.least, "maxLength": form.most}
             return bounds if form.pattern is None else {**bounds, "pattern": f"^(?:{form.pattern})$"}
-        case Digits():
+        case DecimalTextType():
             spelt = {"type": "string", "pattern": "^(?:0|-?[1-9][0-9]{0,18})$"}
             return {**spelt, "spells": {"minimum": form.low, "maximum": form.high}}
-        case OneOf():
+        case EnumType():
             return {"enum": list(form.choices)}
-        case Each():
+        case ListType():
             inner = _form(form.inner)
             items = {"anyOf": [inner, {"type": "null"}]} if form.null else inner
             return {"type": "array", "minItems": form.least, "maxItems": form.most, "items": items}
-        case Either():
+        case UnionType():
             return {"anyOf": [_form(one) for one in form.forms]}
-        case Object():
+        case ObjectType():
             return {"type": "object"}
-        case Anything():
+        case AnyType():
             return {}
         case _:
             raise TypeError(f"a form that the spec has no words for: {form!r}")
@@ -57,16 +69,16 @@ def _phases(legs: str) -> list[Phase]:
     return [phase for phase, leg in LEGS.items() if leg in legs]
 
 
-def _row(row: Row) -> Tree:
-    said: Tree = {"name": row.name, "phases": _phases(row.legs), "says": row.says, "form": _form(row.form)}
-    if row.where != "home":
-        said["in"] = row.where
-    if row.inside:
-        said["inside"] = list(row.inside)
-    if row.needed:
-        said["needed"] = _phases(row.needed)
-    if row.marks:
-        said["marks"] = {PHASES[leg]: value for leg, value in row.marks.items() if leg in PHASES}  # pyright: ignore[reportArgumentType]
+def _row(row: NativeKey) -> Tree:
+    said: Tree = {"name": row.name, "phases": _phases(row.legs), "says": row.description, "form": _form(row.value_type)}
+    if row.location != "home":
+        said["in"] = row.location
+    if row.parents:
+        said["inside"] = list(row.parents)
+    if row.required_legs:
+        said["needed"] = _phases(row.required_legs)
+    if row.marker_values:
+        said["marks"] = {PHASES[leg]: value for leg, value in row.marker_values.items() if leg in PHASES}  # pyright: ignore[reportArgumentType]
     if row.member is not None:
         said["member"] = row.member
         said["member_in"] = [phase for phase, leg in LEGS.items() if row.is_member(leg)]
@@ -76,7 +88,7 @@ def _row(row: Row) -> Tree:
     return said
 
 
-def _table(table: Table) -> Tree:
+def _table(table: DialectTable) -> Tree:
     said: Tree = {
         "title": table.title,
         "software": table.software,
@@ -84,18 +96,18 @@ def _table(table: Table) -> Tree:
         "extension": table.extension,
         "mode": table.mode,
         "order": table.order,
-        "mints": table.mints,
-        "home": {PHASES[leg]: list(table.home(leg)) for leg in table.carried},  # pyright: ignore[reportArgumentType]
+        "mints": table.transfer_id_source,
+        "home": {PHASES[leg]: list(table.home(leg)) for leg in table.container_paths},  # pyright: ignore[reportArgumentType]
     }
     for name in ("since", "until", "request_id"):
         if (value := getattr(table, name)) is not None:
             said[name] = value
-    return {**said, "notes": list(table.notes), "keys": [_row(row) for row in table.rows]}
+    return {**said, "notes": list(table.notes), "keys": [_row(row) for row in table.native_keys]}
 
 
 def dialects() -> Tree:
     """What the file says."""
-    return {name: _table(table) for name, table in sorted(tables().items())}
+    return {name: _table(table) for name, table in sorted(load_tables().items())}
 
 
 def _json(value: object) -> str:
@@ -116,7 +128,7 @@ def text() -> str:
 def carriers_text() -> str:
     """The other file, one carrier to a line."""
     said = [
-        {"name": one.name, "place": one.place, "text": one.text, "says": one.says, "source": one.source}
+        {"name": one.name, "place": one.place, "text": one.text, "says": one.description, "source": one.source}
         for one in CARRIERS
     ]
     return "[\n" + ",\n".join(f"  {_json(one)}" for one in said) + "\n]\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.admission import DrainRate, QueueLimits, RoleLimits, retry_after_s
+from kvparams.routing.admission import DrainRate, QueueLimits, RoleLimits, retry_after_s
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_limits_may_be_left_out_and_a_queue_may_be_none_at_all() -> None:
 def test_the_rate_of_a_steady_stream_is_found(per_s: float, lasting_s: float) -> None:
     rate = DrainRate()
     for number in range(int(per_s * lasting_s)):
-        rate.note(1000 + number / per_s)
+        rate.record_departure(1000 + number / per_s)
     measured = rate.per_s(1000 + lasting_s)
     assert per_s * 0.75 <= measured <= per_s * 1.25
 
@@ -43,7 +43,7 @@ def test_the_rate_of_a_steady_stream_is_found(per_s: float, lasting_s: float) ->
 def test_the_rate_fades_when_nothing_happens() -> None:
     rate = DrainRate()
     for number in range(1000):
-        rate.note(number / 10)
+        rate.record_departure(number / 10)
     assert rate.per_s(100.0) > 9
     assert rate.per_s(160.0) < 0.05
 

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from kvparams import TokenPrefix, dump, parse
 from kvparams.errors import InvalidParams
-from kvparams.outline import member, prefix_by_digest, sent_member
-from kvparams.trust.canonical import NotCanonical, canonical, canonical_json, digest_of, fragments, native_members
+from kvparams.signing.canonical_json import (
+    NotCanonical,
+    canonical_document,
+    canonical_json,
+    canonical_members,
+    native_members,
+    sha256_digest,
+)
+from kvparams.signing.document_outline import encode_member, encode_member_verbatim, encode_prefix_digest
 
 SMALL: dict[str, Any] = {
     "version": "1.0",
@@ -119,10 +126,13 @@ def test_every_form_of_a_prefix_has_one_canonical_form(ids: list[int]) -> None:
     """Spec-mandated, 1.0#13.3."""
     forms = [TokenPrefix.pack(ids), TokenPrefix.by_digest(ids), TokenPrefix.listed(ids)]
     listed = parse({**SMALL, "prefix": {"count": len(ids), "ids": ids}})
-    texts = {canonical({**SMALL, "prefix": dump(form)}) for form in forms[:2]} | {canonical(listed)}
-    texts |= {canonical({**SMALL, "prefix": ids}), canonical({**SMALL, "prefix": dump(forms[0]) | {"digest": None}})}
+    texts = {canonical_document({**SMALL, "prefix": dump(form)}) for form in forms[:2]} | {canonical_document(listed)}
+    texts |= {
+        canonical_document({**SMALL, "prefix": ids}),
+        canonical_document({**SMALL, "prefix": dump(forms[0]) | {"digest": None}}),
+    }
     assert len(texts) == 1
-    assert prefix_by_digest(ids) == member("prefix", forms[0]) == sent_member("prefix", forms[1])
+    assert encode_prefix_digest(ids) == encode_member("prefix", forms[0]) == encode_member_verbatim("prefix", forms[1])
     assert forms[1].digest_text().encode() in texts.pop()
 
 
@@ -138,10 +148,10 @@ def test_absent_null_and_unknown_members_are_told_apart() -> None:
         {**SMALL, "prefix": {"count": 0, "packed": ""}},
         {**SMALL, "version": "1.1"},
     ]
-    assert len({canonical(document) for document in documents}) == len(documents)
+    assert len({canonical_document(document) for document in documents}) == len(documents)
     for document in documents:
-        assert canonical(document) == canonical(parse(document))
-        assert json.loads(canonical(document)).keys() == document.keys()
+        assert canonical_document(document) == canonical_document(parse(document))
+        assert json.loads(canonical_document(document)).keys() == document.keys()
 
 
 def test_a_signatures_value_is_not_covered_and_all_else_of_it_is() -> None:
@@ -155,29 +165,29 @@ def test_a_signatures_value_is_not_covered_and_all_else_of_it_is() -> None:
         "native": "sha256:" + "0" * 64,
         "value": "v",
     }
-    text = canonical({**SMALL, "signature": signature})
-    assert text == canonical({**SMALL, "signature": {**signature, "value": "w"}})
+    text = canonical_document({**SMALL, "signature": signature})
+    assert text == canonical_document({**SMALL, "signature": {**signature, "value": "w"}})
     for name, other in {"kid": "l", "iat": 0, "x": 1, "aud": "q"}.items():
-        assert canonical({**SMALL, "signature": {**signature, name: other}}) != text
+        assert canonical_document({**SMALL, "signature": {**signature, name: other}}) != text
     assert json.loads(text)["signature"].keys() == signature.keys() - {"value"}
 
 
 def test_a_document_with_a_float_cannot_be_signed_and_one_that_is_none_is_judged() -> None:
     document = {**SMALL, "extensions": {"com.example": {"bandwidth": 1.5e9}}}
     with pytest.raises(NotCanonical, match=r"extensions.com.example.bandwidth: .* cannot be signed"):
-        canonical(document)
+        canonical_document(document)
     with pytest.raises(InvalidParams):
-        canonical({**SMALL, "version": 1})
+        canonical_document({**SMALL, "version": 1})
 
 
 @settings(max_examples=30)
 @given(st.dictionaries(TEXT, VALUES, max_size=4))
 def test_pieces_joined_in_order_are_the_whole(extra: dict[str, object]) -> None:
     params = parse({**SMALL, "extensions": {"com.example": extra}})
-    pieces = fragments(params)
-    assert b"{%b}" % b",".join(pieces[name] for name in sorted(pieces)) == canonical(params)
+    pieces = canonical_members(params)
+    assert b"{%b}" % b",".join(pieces[name] for name in sorted(pieces)) == canonical_document(params)
 
 
 def test_native_keys_are_all_but_the_document_and_the_prompt() -> None:
     assert native_members({"kvparams": 1, "prompt_token_ids": [1], "remote_host": "h"}) == {"remote_host": "h"}
-    assert digest_of(b"{}") == "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    assert sha256_digest(b"{}") == "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"

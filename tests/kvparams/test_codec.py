@@ -8,7 +8,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvparams import InvalidParams, KVTransferParams, Problem, dump, dump_json, parse, read_request, trio, write
+from kvparams import (
+    InvalidParams,
+    KVTransferParams,
+    Problem,
+    dump,
+    dump_json,
+    legacy_params,
+    parse,
+    read_request,
+    write,
+)
 from kvparams.errors import ProblemKind
 
 REQUIRED: dict[str, object] = {
@@ -192,7 +202,7 @@ def test_text_that_only_looks_like_null_is_refused(text: str) -> None:
 )
 def test_what_is_neither_an_object_nor_text_carries_no_params(value: Any) -> None:
     """Spec-mandated, 1.0#2.5: one problem of the kind type, and never another exception."""
-    for read in (read_request, trio.read):
+    for read in (read_request, legacy_params.read_legacy_params):
         with pytest.raises(InvalidParams) as caught:
             read(value)
         assert [(problem.path, problem.kind) for problem in caught.value.problems] == [((), "type")]

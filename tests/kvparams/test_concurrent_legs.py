@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from kvparams import parse
-from kvparams.dialects import Dialect
+from kvparams.dialects.interface import Dialect
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.store import MEETING_STORE, STORE
-from kvparams.managers.concurrent_legs import ConcurrentLegs
+from kvparams.dialects.store import STORE, STORE_MEET
+from kvparams.instances import Instance, RequestFacts
 from kvparams.params import KVTransferParams
-from kvparams.plan import Leg, LegAnswer, LegFailed, Sent
-from kvparams.scheduling import Instance, RequestFacts
+from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.plan import Leg, LegFailed, LegResult, StreamProgress
 from tests.kvparams.planning import Table, fleet_of
 
 RESULT: dict[str, object] = {
@@ -22,14 +22,14 @@ RESULT: dict[str, object] = {
     "phase": "prefill_result",
     "mode": "store",
 }
-SENT = Sent([1, 2], [3])
+SENT = StreamProgress([1, 2], [3])
 
 
 class Mixed(Table):
     """Engines of the first prefill's connector meet; those of the other one's do not."""
 
     def __init__(self, other: Dialect) -> None:
-        super().__init__(MEETING_STORE, fleet_of(2, 2), retries=2)
+        super().__init__(STORE_MEET, fleet_of(2, 2), retries=2)
         self._other = other
 
     def dialect(self, instance: Instance) -> Dialect:
@@ -50,9 +50,9 @@ def broken_off(other: Dialect, choices: int = 1) -> list[Leg]:
         LegFailed("broken", another=True),
     ]
 
-    def answer(leg: Leg) -> LegAnswer | LegFailed:
+    def answer(leg: Leg) -> LegResult | LegFailed:
         ended = ends.pop(0) if ends else None
-        return ended or LegAnswer({} if leg.answers_client else {"kvparams": RESULT})
+        return ended or LegResult({} if leg.answers_client else {"kvparams": RESULT})
 
     return table.run(ConcurrentLegs().legs(RequestFacts("req", "tra", "m", 1, choices, None, None), table), answer)
 
@@ -60,7 +60,7 @@ def broken_off(other: Dialect, choices: int = 1) -> list[Leg]:
 def test_legs_one_after_the_other_go_on_from_where_both_at_once_have_come() -> None:
     legs = broken_off(STORE)
     assert [leg.instance.id for leg in legs] == ["prefill-0", "decode-0", "prefill-0", "prefill-1", "decode-1"]
-    assert [leg.resumed for leg in legs] == [None, None, SENT, SENT, SENT]  # else the client is answered twice
+    assert [leg.resume_from for leg in legs] == [None, None, SENT, SENT, SENT]  # else the client is answered twice
     transfers = [told(leg).transfer for leg in legs]
     assert [transfer.attempt for transfer in transfers] == [1, 1, 2, 3, 3]
     assert [transfer.id for transfer in transfers] == ["tra", "tra", "transfer-1", "transfer-2", "transfer-2"]
@@ -69,12 +69,12 @@ def test_legs_one_after_the_other_go_on_from_where_both_at_once_have_come() -> N
 @pytest.mark.parametrize(("before", "route"), [([None], "p0 d0 p1 d1"), ([], "p0 p1 d0")])
 def test_where_decode_fails_its_prefill_is_avoided_too(before: list[LegFailed | None], route: str) -> None:
     """It cannot fetch what prefill does not give. A prefill that has failed says nothing of decode."""
-    table = Table(MEETING_STORE, fleet_of(2, 2), retries=2)
+    table = Table(STORE_MEET, fleet_of(2, 2), retries=2)
     ends = [*before, LegFailed("broken", another=True)]
 
-    def answer(leg: Leg) -> LegAnswer | LegFailed:
+    def answer(leg: Leg) -> LegResult | LegFailed:
         ended = ends.pop(0) if ends else None
-        return ended or LegAnswer({} if leg.answers_client else {"kvparams": RESULT})
+        return ended or LegResult({} if leg.answers_client else {"kvparams": RESULT})
 
     legs = table.run(ConcurrentLegs().legs(RequestFacts("req", "tra", "m", 1, 1, None, None), table), answer)
     assert [f"{leg.instance.id[0]}{leg.instance.id[-1]}" for leg in legs] == route.split()
@@ -82,4 +82,4 @@ def test_where_decode_fails_its_prefill_is_avoided_too(before: list[LegFailed | 
 
 def test_one_engine_alone_goes_on_from_there_too() -> None:
     *_, last = broken_off(NIXL, choices=2)  # which NIXL cannot carry
-    assert (last.instance.role, last.changes, last.resumed) == ("decode", {}, SENT)
+    assert (last.instance.role, last.changes, last.resume_from) == ("decode", {}, SENT)

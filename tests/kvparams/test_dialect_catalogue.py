@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from kvparams import InvalidParams, dump
-from kvparams.dialects.carriers import CARRIERS, lifted, lowered, rooted
-from kvparams.dialects.message import Message
-from kvparams.dialects.registry import tables
-from kvparams.translation import decode, encode
+from kvparams.dialects.carriers import CARRIERS, lift_message, lower_message, with_original_path
+from kvparams.dialects.message import DialectMessage
+from kvparams.dialects.registry import load_tables
+from kvparams.dialects.translation import decode_message, encode_message
 from tests.kvparams.dialect_messages import same
 from tests.kvparams.spec_dialects import CARRIERS_FILE, FILE, carriers_text, text
 from tests.kvparams.spec_folder import DIALECTS, SPEC, VECTORS
 from tests.kvparams.test_javascript import check
 
 Case = dict[str, Any]
-TABLES = tables()
+TABLES = load_tables()
 LEGS = ("prefill", "prefill_result", "decode")
 WORDS = re.compile(r"[0-9]")
 UNDATED = {"neuron": "not known here", "trio": "No release"}
@@ -51,9 +51,9 @@ def named() -> dict[tuple[str, str], Case]:
     return found
 
 
-def told(case: Case) -> Message:
+def told(case: Case) -> DialectMessage:
     message = case["message"]
-    return Message(message["request_id"], message["body"], message.get("headers", {}))
+    return DialectMessage(message["request_id"], message["body"], message.get("headers", {}))
 
 
 def every() -> list[tuple[str, Case]]:
@@ -66,19 +66,19 @@ def name_of(value: object) -> str | None:
 
 @pytest.mark.parametrize(("name", "case"), every(), ids=name_of)
 def test_every_message_is_what_its_vector_says(name: str, case: Case) -> None:
-    message, carrier = lifted(told(case))
+    message, carrier = lift_message(told(case))
     assert (None if carrier is None else carrier.name) == case.get("carrier")
     table, engine = TABLES[name], case.get("engine")
     assert WORDS.search(case["source"]), "file and version"
     if not case["valid"]:
         with pytest.raises(InvalidParams) as refused:
-            decode(table, message, case["phase"], engine)
-        problems = [rooted(problem, carrier) for problem in refused.value.problems]
+            decode_message(table, message, case["phase"], engine)
+        problems = [with_original_path(problem, carrier) for problem in refused.value.problems]
         assert [{"path": list(one.path), "kind": one.kind} for one in problems] == case["problems"]
         return
-    params = decode(table, message, case["phase"], engine)
+    params = decode_message(table, message, case["phase"], engine)
     assert same(dump(params), case["document"])
-    again = lowered(encode(table, params, engine), carrier).to_json()
+    again = lower_message(encode_message(table, params, engine), carrier).to_json()
     assert same(_spelt(again), _spelt(case["message"])), "text may be spelt otherwise"
 
 
@@ -146,7 +146,7 @@ def test_every_dialect_says_which_releases_it_fits() -> None:
     assert all(words in undated[name] for name, words in UNDATED.items())
     page = (DIALECTS / "README.md").read_text()
     for name, table in TABLES.items():
-        rows = [release for row in table.rows for release in (row.since, row.until)]
+        rows = [release for row in table.native_keys for release in (row.since, row.until)]
         for release in filter(None, (table.since, table.until, *rows)):
             assert re.search(rf"\b{re.escape(release)}(?:\.0|\.2\.post2)?\b", page), (name, release, "was it read")
 
@@ -194,16 +194,16 @@ def test_javascript_names_what_was_changed(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_carrier_stays_where_it_is(body: dict[str, object]) -> None:
-    message = Message("r", body)
-    assert lifted(message) == (message, None)
-    assert lowered(message, CARRIERS[0]) == message
+    message = DialectMessage("r", body)
+    assert lift_message(message) == (message, None)
+    assert lower_message(message, CARRIERS[0]) == message
 
 
 def test_a_carrier_hands_over_and_takes_back() -> None:
-    nested = Message(
+    nested = DialectMessage(
         "r", {"sampling_params": {"n": 1, "extra_args": {"kv_transfer_params": {"x": 2**63}}}, "stream": False}
     )
-    inner, carrier = lifted(nested)
+    inner, carrier = lift_message(nested)
     assert inner.body == {"sampling_params": {"n": 1}, "stream": False, "kv_transfer_params": {"x": 2**63}}
-    assert lowered(inner, carrier) == nested
+    assert lower_message(inner, carrier) == nested
     assert "extra_args" in nested.body["sampling_params"], "what came is left as it was"  # pyright: ignore[reportOperatorIssue]

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from kvparams.dialects.registry import tables
-from kvparams.dialects.table import PHASES, Leg, Table
+from kvparams.dialects.registry import load_tables
+from kvparams.dialects.table import PHASES, DialectTable, LegCode
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TABLES = tables()
+TABLES = load_tables()
 V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 KNOWN = {"vllm": "0.32.0", "sglang": "0.5.23", "lmcache": "0.5.6", "dynamo": "1.6.1"}
 """The releases that the tables were read from."""
@@ -107,8 +107,8 @@ def texts(tree: ast.AST) -> set[str]:
     return {text for node in ast.walk(tree) if (text := _text(node)) is not None}
 
 
-def ours(table: Table, leg: Leg, release: str) -> set[str]:
-    return {row.name for row in table.known(release) if leg in row.legs and row.where == "home" and not row.inside}
+def ours(table: DialectTable, leg: LegCode, release: str) -> set[str]:
+    return {row.name for row in table.known(release) if leg in row.legs and row.location == "home" and not row.parents}
 
 
 @pytest.mark.parametrize("package", sorted(KNOWN))
@@ -139,7 +139,7 @@ def test_nixl_reads_our_keys() -> None:
     for name in ("pull_scheduler", "base_scheduler", "metadata"):
         read |= read_keys(source(f"{V1}/nixl/{name}.py"), "params", "kv_transfer_params")
     assert read <= known, "nixl reads what our table has not"
-    needed = {row.name for row in nixl.known(KNOWN["vllm"]) if "D" in row.needed}
+    needed = {row.name for row in nixl.known(KNOWN["vllm"]) if "D" in row.required_legs}
     assert needed <= read | texts(source(f"{V1}/nixl/pull_scheduler.py"))
     metadata = read_keys(source(f"{V1}/nixl/metadata.py"), "kv_transfer_params")
     assert needed <= metadata, "what decode cannot do without"
@@ -155,7 +155,7 @@ def test_pushing_nixl_says_our_keys() -> None:
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "params" and isinstance(node.ctx, ast.Load)
         if (text := _text(node.slice)) is not None
     }
-    assert hard == {row.name for row in push.rows if "D" in row.needed}, "a KeyError where one is missing"
+    assert hard == {row.name for row in push.native_keys if "D" in row.required_legs}, "a KeyError where one is missing"
     modes = {text for name in ("push", "base") for text in texts(source(f"{V1}/nixl/{name}_scheduler.py"))}
     assert {"push", "pull"} <= modes
 
@@ -165,7 +165,10 @@ def test_mooncake_reads_our_keys() -> None:
     read = read_keys(tree, "params", "kv_transfer_params")
     known = ours(mooncake, "P", KNOWN["vllm"]) | ours(mooncake, "D", KNOWN["vllm"])
     assert read <= known | INTERNAL
-    assert {row.name for row in mooncake.rows if "D" in row.needed} | {"do_remote_decode", "do_remote_prefill"} <= read
+    assert {row.name for row in mooncake.native_keys if "D" in row.required_legs} | {
+        "do_remote_decode",
+        "do_remote_prefill",
+    } <= read
 
 
 def test_mooncakes_bootstrap_server_is_asked_as_ours() -> None:
@@ -177,7 +180,7 @@ def test_moriio_says_our_keys() -> None:
     table = TABLES["moriio-read"]
     written = written_keys(function(connector, "request_finished", "MoRIIOConnectorScheduler"), "remote_block_ids")
     assert written <= ours(table, "R", KNOWN["vllm"])
-    assert {row.name for row in table.rows if "R" in row.needed} <= written
+    assert {row.name for row in table.native_keys if "R" in row.required_legs} <= written
     read = read_keys(common, "kv_transfer_params") | read_keys(connector, "params", "kv_transfer_params", "_kvp")
     known = ours(table, "P", KNOWN["vllm"]) | ours(table, "D", KNOWN["vllm"]) | INTERNAL
     assert read <= known, "moriio reads what our table has not"
@@ -186,8 +189,8 @@ def test_moriio_says_our_keys() -> None:
 def test_the_offload_tier_reads_our_keys() -> None:
     manager = source("vllm/v1/kv_offload/tiering/p2p/manager.py")
     table = TABLES["offload-p2p"]
-    rows = [row for row in table.known(KNOWN["vllm"]) if row.inside]
-    assert {str(row.inside[0]) for row in rows} == read_keys(manager, "kv_params")
+    rows = [row for row in table.known(KNOWN["vllm"]) if row.parents]
+    assert {str(row.parents[0]) for row in rows} == read_keys(manager, "kv_params")
     assert {row.name for row in rows} == read_keys(manager, "role", "role_params")
     scheduler = texts(source(f"{V1}/offloading/scheduler.py"))
     assert {"max_load_tokens", "kv_load_tiers"} <= scheduler & ours(table, "D", KNOWN["vllm"])
@@ -195,7 +198,7 @@ def test_the_offload_tier_reads_our_keys() -> None:
 
 def test_lmcache_reads_and_answers_with_our_keys() -> None:
     tree, table = source("lmcache/integration/vllm/vllm_v1_adapter.py"), TABLES["lmcache-pd"]
-    spec = {row.name for row in table.rows if row.inside == ("disagg_spec",)}
+    spec = {row.name for row in table.native_keys if row.parents == ("disagg_spec",)}
     assert read_keys(tree, "req_disagg_spec") == spec
     assert spec <= fields(tree, "DisaggSpec")
     assert written_keys(function(tree, "request_finished"), "first_tok") <= ours(table, "R", KNOWN["lmcache"])
@@ -209,26 +212,27 @@ def test_lmcache_reads_and_answers_with_our_keys() -> None:
 
 def test_vllms_own_lmcache_adapters_speak_the_same() -> None:
     tree = source(f"{V1}/lmcache_integration/vllm_v1_adapter.py")
-    asked = {row.name for row in TABLES["lmcache-pd"].rows if "P" in row.needed}
+    asked = {row.name for row in TABLES["lmcache-pd"].native_keys if "P" in row.required_legs}
     assert read_keys(tree, "req_disagg_spec") == asked
     assert "num_lmcache_extra_cached_tokens" in texts(source(f"{V1}/lmcache_mp_connector.py"))
 
 
 def test_sglang_has_our_fields() -> None:
     sglang = TABLES["sglang"]
-    members = {row.name for row in sglang.rows if row.where == "home" and not row.inside}
+    members = {row.name for row in sglang.native_keys if row.location == "home" and not row.parents}
     routing = fields(source("sglang/srt/entrypoints/openai/protocol.py"), "PDRoutingFields")
     generate = fields(source("sglang/srt/managers/io_struct.py"), "GenerateReqInput")
     assert routing <= members, "a field of its routing that our table has not"
     assert members - {"rid"} <= generate | routing
     overrides = texts(source("sglang/srt/entrypoints/request_headers.py"))
-    headers = {row.name for row in sglang.rows if row.where == "headers"}
+    headers = {row.name for row in sglang.native_keys if row.location == "headers"}
     assert headers == {text for text in overrides if text.startswith("x-override-")}
 
 
 def test_the_envelope_of_hints_is_ours() -> None:
     inside = {
-        name: {row.name for row in TABLES[name].rows if row.inside in (("kv_hints",), ("kv_hint",))} for name in TABLES
+        name: {row.name for row in TABLES[name].native_keys if row.parents in (("kv_hints",), ("kv_hint",))}
+        for name in TABLES
     }
     for path in ("vllm/v1/kv_hints/protocol.py", "sglang/srt/managers/kv_hints.py"):
         own = fields(source(path), "KvHintsEnvelope")
@@ -305,8 +309,11 @@ def test_dynamo_asks_vllm_with_our_keys() -> None:
     mooncake = TABLES["mooncake"]
     assert asked == ours(mooncake, "P", KNOWN["vllm"]) - {"kv_hint"}
     told = function(tree, "decode_request_kv_transfer_params", "MooncakeConnectorProtocol")
-    marks = {row.name for row in mooncake.rows if row.marks or row.usual}
-    assert written_keys(told, "transfer_id") == {row.name for row in mooncake.rows if "D" in row.needed} | marks
+    marks = {row.name for row in mooncake.native_keys if row.marker_values or row.default_values}
+    assert (
+        written_keys(told, "transfer_id")
+        == {row.name for row in mooncake.native_keys if "D" in row.required_legs} | marks
+    )
     assert {"NixlConnector", "MooncakeConnector", "LMCacheMPConnector"} <= texts(tree)
 
 
@@ -319,7 +326,7 @@ def test_dynamos_envelope_is_ours() -> None:
     assert handed[2] in read_keys(tree, "disaggregated_params")
     assert TABLES["dynamo-vllm"].home("R") == handed[1:]
     assert handed[1] in texts(tree)
-    inside = {row.name for row in TABLES["dynamo-vllm"].rows if row.inside == ("routing",)}
+    inside = {row.name for row in TABLES["dynamo-vllm"].native_keys if row.parents == ("routing",)}
     assert read_keys(tree, "routing") & inside == {"dp_rank"}, "what is read of our routing"
     assert {"token_ids", "kv_hint"} <= texts(tree) | texts(source("dynamo/vllm/kv_hints.py"))
 
@@ -327,9 +334,9 @@ def test_dynamos_envelope_is_ours() -> None:
 def test_dynamos_sglang_workers_read_and_answer_with_our_keys() -> None:
     handlers = "dynamo/sglang/request_handlers/llm"
     table = TABLES["dynamo-sglang"]
-    keys = {row.name for row in table.rows if "R" in row.legs and row.where == "home"}
+    keys = {row.name for row in table.native_keys if "R" in row.legs and row.location == "home"}
     answered = written_keys(source(f"{handlers}/prefill_handler.py"), "bootstrap_room")
-    assert answered == keys == {row.name for row in table.rows if "D" in row.needed}
+    assert answered == keys == {row.name for row in table.native_keys if "D" in row.required_legs}
     assert read_keys(source(f"{handlers}/decode_handler.py"), "bootstrap_info") == keys
     (home,) = table.home("D")
     assert home in read_keys(source(f"{handlers}/decode_handler.py"), "request")
@@ -338,7 +345,7 @@ def test_dynamos_sglang_workers_read_and_answer_with_our_keys() -> None:
 def test_dynamo_names_the_fields_of_trtllm_as_we_do() -> None:
     utils, base = "dynamo/trtllm/utils/disagg_utils.py", "dynamo/trtllm/request_handlers/handler_base.py"
     table = TABLES["dynamo-trtllm"]
-    names = {row.name for row in table.rows if row.where == "home"}
+    names = {row.name for row in table.native_keys if row.location == "home"}
     assert {"opaque_state"} <= names & set(members(utils, "DisaggregatedParamsCodec"))
     assert {"first_gen_log_probs"} <= names & texts(source(utils))
     assert {"request_type", "disagg_request_id"} <= names & set(members(base, "HandlerBase"))
@@ -373,10 +380,10 @@ def test_a_field_that_is_renamed_is_noticed() -> None:
         "remote_block_ids",
         "remote_machine",
     }
-    assert not fields(tree, "PDRoutingFields") <= {row.name for row in TABLES["sglang"].rows}
+    assert not fields(tree, "PDRoutingFields") <= {row.name for row in TABLES["sglang"].native_keys}
     with pytest.raises(AssertionError, match="not there any more"):
         function(tree, "request_begun")
 
 
 def test_every_leg_has_a_phase() -> None:
-    assert {leg for table in TABLES.values() for leg in table.carried} <= set(PHASES)
+    assert {leg for table in TABLES.values() for leg in table.container_paths} <= set(PHASES)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvparams.cli import main
-from kvparams.dialects.carriers import lifted, lowered
-from kvparams.dialects.message import Message
-from kvparams.dialects.registry import table
-from kvparams.sniffing import pick
+from kvparams.dialects.carriers import lift_message, lower_message
+from kvparams.dialects.detection import select_native_keys
+from kvparams.dialects.message import DialectMessage
+from kvparams.dialects.registry import get_table
 from tests.kvparams.dialect_messages import same
 from tests.kvparams.spec_folder import DIALECTS, VECTORS
 
@@ -213,8 +213,8 @@ def test_every_valid_message_comes_back_as_it_was(
 
 def of_the_dialect(name: str, told: dict[str, Any]) -> dict[str, Any]:
     """The message without what is the client's own."""
-    message, carrier = lifted(Message(told["request_id"], told["body"], told.get("headers", {})))
-    return lowered(pick(table(name), message), carrier).to_json()
+    message, carrier = lift_message(DialectMessage(told["request_id"], told["body"], told.get("headers", {})))
+    return lower_message(select_native_keys(get_table(name), message), carrier).to_json()
 
 
 DOCUMENT = {

@@ -11,19 +11,25 @@ from hypothesis import strategies as st
 
 from kvparams import PluginError, parse, plugins
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects import Dialect, HandoffMissing
 from kvparams.dialects.content import CONTENT
-from kvparams.dialects.forms import FLAG
+from kvparams.dialects.interface import Dialect, HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.registry import each_route, route_names, routes, table, tables
-from kvparams.dialects.sglang import BOOTSTRAP_ROWS, SGLANG, SGLangBootstrap
-from kvparams.dialects.table import Row
+from kvparams.dialects.registry import (
+    get_table,
+    load_routable_dialects,
+    load_tables,
+    routable_dialect_names,
+    routable_dialects,
+)
+from kvparams.dialects.sglang import BOOTSTRAP_KEYS, SGLANG, SGLangBootstrap
+from kvparams.dialects.table import NativeKey
 from kvparams.dialects.trio import TRIO_TABLE
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.dialects.value_types import FLAG
+from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
-from kvparams.plan import Leg, LegAnswer, LegFailed
-from kvparams.scheduling import RequestFacts, Role
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import Leg, LegFailed, LegResult
 from tests.kvparams.planning import Table, fleet_of
 
 FACTS = RequestFacts("req", "tra", "m", 1, 1, None, None)
@@ -47,46 +53,47 @@ PLACE = {"remote_engine_id": "9a1d", "remote_bootstrap_addr": URL}
 
 
 def every_dialect() -> list[Dialect]:
-    return list(routes().values())
+    return list(routable_dialects().values())
 
 
 def test_the_dialects_that_the_documents_name_are_there() -> None:
-    assert {"nixl", "store", "store-drop", "store-meet", "content", "mooncake"} <= set(plugins.names("dialects"))
+    assert {"nixl", "store", "store-drop", "store-meet", "content", "mooncake"} <= set(plugins.plugin_names("dialects"))
 
 
 def test_who_routes_and_who_translates_look_into_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table alone can be translated; a proxy needs an object that routes, which brings its table."""
-    assert set(routes()) == {"nixl", "sglang", "store", "store-drop", "store-meet", "content", "mooncake"}
-    assert set(tables()) | {"store", "store-drop", "store-meet"} == set(plugins.names("dialects"))
-    assert all(one.name == name for name, one in tables().items())
-    for name, route in routes().items():
-        if name in tables():
-            assert route.mode == table(name).mode
+    assert set(routable_dialects()) == {"nixl", "sglang", "store", "store-drop", "store-meet", "content", "mooncake"}
+    assert set(load_tables()) | {"store", "store-drop", "store-meet"} == set(plugins.plugin_names("dialects"))
+    assert all(one.name == name for name, one in load_tables().items())
+    for name, route in routable_dialects().items():
+        if name in load_tables():
+            assert route.mode == get_table(name).mode
     with pytest.raises(PluginError, match="our document"):
-        table("store")
+        get_table("store")
 
     def broken(kind: str) -> dict[str, object]:
         return {"theirs": PluginError("no such module"), "nixl": NIXL, "trio": TRIO_TABLE}
 
-    monkeypatch.setattr(plugins, "load_each", broken)
-    assert route_names() == ["nixl"], "what is broken does not take the others away"
+    monkeypatch.setattr(plugins, "load_each_plugin", broken)
+    assert routable_dialect_names() == ["nixl"], "what is broken does not take the others away"
 
 
 def test_one_that_was_written_before_a_member_was_asked_for_is_refused_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Older:
-        mode, reusable, lease_s, bootstrap = "direct", True, 1.0, None
-        splits = prefill_keys = decode_keys = abandon = staticmethod(lambda *_: None)
+        mode, has_reusable_kv, lease_s, bootstrap = "direct", True, 1.0, None
+        can_split = prefill_keys = decode_keys = release_request = staticmethod(lambda *_: None)
 
     def loaded(kind: str) -> dict[str, object]:
         return {"older": Older(), "nixl": NIXL}
 
-    monkeypatch.setattr(plugins, "load_each", loaded)
-    found, refused = each_route()
+    monkeypatch.setattr(plugins, "load_each_plugin", loaded)
+    found, refused = load_routable_dialects()
     assert list(found) == ["nixl"]
     assert refused == {
-        "older": "it has no in_body, together: is it for another kvparams? See kvparams.dialects.Dialect"
+        "older": "it has no carries_keys_in_body, sends_legs_together: is it for another kvparams? "
+        "See kvparams.dialects.interface.Dialect"
     }
 
 
@@ -99,21 +106,21 @@ def test_the_laws_of_every_dialect(dialect: Dialect) -> None:
     told = dialect.decode_keys(answer, "t-1", PLACE)
     assert DOCUMENT_KEY not in told
     native = json.dumps(told).encode()
-    for abandon in (dialect.abandon(None), dialect.abandon(native)):
+    for abandon in (dialect.release_request(None), dialect.release_request(native)):
         if abandon is not None and abandon.leg:
             assert (abandon.role, abandon.native) == (Role.DECODE, native)
-    assert dialect.splits(FACTS)
-    several = dialect.splits(FACTS._replace(prompts=2)), dialect.splits(FACTS._replace(choices=2))
-    wanted = (dialect.reusable or dialect.in_body, dialect.reusable)
+    assert dialect.can_split(FACTS)
+    several = dialect.can_split(FACTS._replace(prompts=2)), dialect.can_split(FACTS._replace(choices=2))
+    wanted = (dialect.has_reusable_kv or dialect.carries_keys_in_body, dialect.has_reusable_kv)
     assert several == wanted, "what is fetched once is one sequence; SGLang numbers rooms by prompt"
-    assert not dialect.in_body or dialect.together
+    assert not dialect.carries_keys_in_body or dialect.sends_legs_together
 
 
 def legs(dialect: Dialect, answer: dict[str, object]) -> tuple[Table, list[Leg]]:
     table = Table(dialect)
     table.found = PLACE
     return table, table.run(
-        PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer({} if leg.answers_client else answer)
+        PrefillThenDecode().legs(FACTS, table), lambda leg: LegResult({} if leg.answers_client else answer)
     )
 
 
@@ -129,7 +136,7 @@ def test_kv_that_is_found_by_content_needs_nothing_to_be_handed_on(answer: dict[
     assert params(first).keys() == params(second).keys() == {"kvparams"}
     assert parse(params(second)["kvparams"]).mode == "store"
     assert first.changes["max_tokens"] == b"1"
-    assert [lease.abandon for lease in table.leases] == [None]
+    assert [lease.release_request for lease in table.leases] == [None]
 
 
 def test_both_legs_carry_our_transfer_id_and_decode_is_told_where_to_ask() -> None:
@@ -139,8 +146,8 @@ def test_both_legs_carry_our_transfer_id_and_decode_is_told_where_to_ask() -> No
     assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "tra"}
     assert told == {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": "tra", **PLACE}
     (lease,) = table.leases
-    assert lease.abandon is not None
-    assert json.loads(lease.abandon.native) == told
+    assert lease.release_request is not None
+    assert json.loads(lease.release_request.native) == told
     assert lease.until_s == table.clock_s + 480
 
 
@@ -154,8 +161,8 @@ def test_without_what_the_bootstrap_server_says_nothing_is_handed_on(dialect: Di
 def test_a_room_is_one_transfers_and_a_number_that_sglang_takes(one: str, other: str) -> None:
     rooms = [SGLANG.decode_keys({}, id, {"bootstrap_host": "h", "bootstrap_port": 1}) for id in (one, other)]
     assert (rooms[0] == rooms[1]) is (one == other)
-    for row in BOOTSTRAP_ROWS:
-        assert row.form.fault(rooms[0][row.name], (row.name,)) is None
+    for row in BOOTSTRAP_KEYS:
+        assert row.value_type.find_problem(rooms[0][row.name], (row.name,)) is None
 
 
 @pytest.mark.parametrize(
@@ -169,7 +176,7 @@ def test_a_room_is_one_transfers_and_a_number_that_sglang_takes(one: str, other:
 def test_where_sglangs_engines_meet_is_said_by_the_bootstrap_servers_own_address(
     url: str, place: dict[str, object]
 ) -> None:
-    assert SGLangBootstrap().place(url, {"dp_size": 1}) == place
+    assert SGLangBootstrap().parse_info(url, {"dp_size": 1}) == place
 
 
 @pytest.mark.parametrize(
@@ -185,9 +192,9 @@ def test_an_attempt_that_may_have_moved_kv_is_another_transfer(ends: list[bool |
     table.found = PLACE
     left = list(ends)
 
-    def answer(leg: Leg) -> LegAnswer | LegFailed:
+    def answer(leg: Leg) -> LegResult | LegFailed:
         claimed = left.pop(0)
-        return LegAnswer({}) if claimed is None else LegFailed("broken", another=True, claimed=claimed)
+        return LegResult({}) if claimed is None else LegFailed("broken", another=True, claimed=claimed)
 
     table.run(PrefillThenDecode().legs(FACTS, table), answer)
     assert [params(leg)["transfer_id"] for leg in table.legs] == ids
@@ -196,7 +203,7 @@ def test_an_attempt_that_may_have_moved_kv_is_another_transfer(ends: list[bool |
 
 def placed(answer: object) -> Any:
     assert MOONCAKE.bootstrap is not None
-    return MOONCAKE.bootstrap.place(URL, answer)
+    return MOONCAKE.bootstrap.parse_info(URL, answer)
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -246,8 +253,8 @@ def test_whatever_it_answers_is_used_or_refused(answer: object) -> None:
         ("extension", "\x1b[31m\nX"),
         ("mode", "teleport"),
         ("order", "backwards"),
-        ("carried", {"X": "kv_transfer_params"}),
-        ("carried", {}),
+        ("container_paths", {"X": "kv_transfer_params"}),
+        ("container_paths", {}),
         ("since", "soon"),
         ("until", ""),
     ],
@@ -267,12 +274,12 @@ def test_a_table_that_says_what_it_cannot_is_refused_by_field(field: str, value:
         ("member", "extensions"),
         ("member", "transfer.attempt"),
         ("legs", "PX"),
-        ("needed", "A"),
-        ("marks", {"A": True}),
-        ("tells", "A"),
-        ("of", "A"),
-        ("usual", {"A": None}),
-        ("where", "trailer"),
+        ("required_legs", "A"),
+        ("marker_values", {"A": True}),
+        ("implied_leg", "A"),
+        ("member_legs", "A"),
+        ("default_values", {"A": None}),
+        ("location", "trailer"),
         ("address", "street"),
         ("since", "soon"),
         ("until", "v1"),
@@ -280,11 +287,20 @@ def test_a_table_that_says_what_it_cannot_is_refused_by_field(field: str, value:
 )
 def test_a_row_that_says_what_it_cannot_is_refused_by_field(field: str, value: object) -> None:
     changed: dict[str, Any] = {field: value}
-    row = replace(Row("own", FLAG), **changed)
+    row = replace(NativeKey("own", FLAG), **changed)
     with pytest.raises(ValueError, match=rf"^trio, row {row.name!r}: {field} cannot be "):
-        replace(TRIO_TABLE, rows=(*TRIO_TABLE.rows, row))
+        replace(TRIO_TABLE, native_keys=(*TRIO_TABLE.native_keys, row))
 
 
 def test_what_a_row_can_say_is_accepted() -> None:
-    row = Row("own", FLAG, "PD", member="isolation.cache_salt", of="D", address="host", since="0.9", until="1.0.post1")
-    assert row in replace(TRIO_TABLE, rows=(*TRIO_TABLE.rows, row)).rows
+    row = NativeKey(
+        "own",
+        FLAG,
+        "PD",
+        member="isolation.cache_salt",
+        member_legs="D",
+        address="host",
+        since="0.9",
+        until="1.0.post1",
+    )
+    assert row in replace(TRIO_TABLE, native_keys=(*TRIO_TABLE.native_keys, row)).native_keys

@@ -15,7 +15,7 @@ from kvparams import (
     Problem,
     UnsupportedVersion,
     parse,
-    problems,
+    validation,
 )
 from kvparams.errors import ProblemKind
 
@@ -56,7 +56,7 @@ def patterns(schema: object) -> set[str]:
 
 
 def test_every_form_is_told_in_words() -> None:
-    assert set(problems._FORMS) == patterns(KVTransferParams.model_json_schema())  # pyright: ignore[reportPrivateUsage]
+    assert set(validation._FORMS) == patterns(KVTransferParams.model_json_schema())  # pyright: ignore[reportPrivateUsage]
     document = {"version": "1.0", "request_id": "r", "phase": "decode", "mode": "store"}
     wrong = {
         "transfer": {"id": "a b", "attempt": 1},
@@ -104,4 +104,4 @@ def test_an_error_survives_a_trip_between_processes() -> None:
 
 
 def test_kinds_are_mapped_to_the_closed_set() -> None:
-    assert set(problems._KINDS.values()) <= set(get_args(ProblemKind))  # pyright: ignore[reportPrivateUsage]
+    assert set(validation._KINDS.values()) <= set(get_args(ProblemKind))  # pyright: ignore[reportPrivateUsage]

@@ -13,15 +13,24 @@ import msgspec
 import pytest
 
 from kvparams import KVParamsError
-from kvparams.events import Batch, InvalidEvents, Removed, Source, Stored, decode, decode_dynamo, decode_trtllm
-from kvparams.events.batches import MAX_RANK
-from kvparams.events.frames import Frames, read_live, read_replayed, replay_request
-from kvparams.events.model import MAX_EVENTS, MAX_PROBLEMS, MEDIA
-from kvparams.events.plain import plain_batch
+from kvparams.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSource,
+    InvalidEvents,
+    decode_dynamo,
+    decode_msgpack,
+    decode_trtllm,
+)
+from kvparams.kv_events.model import MAX_EVENTS, MAX_PROBLEMS, MEDIA
+from kvparams.kv_events.msgpack_batches import MAX_RANK
+from kvparams.kv_events.plain_json import batch_to_json
+from kvparams.kv_events.zmq_frames import MessageFrames, read_live, read_replayed, replay_request
 from kvparams.tokens import MAX_TOKENS, unpack
 
 VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
-SOURCE = Source("engine-a")
+SOURCE = EventSource("engine-a")
 Case = dict[str, Any]
 
 
@@ -34,9 +43,9 @@ def name_of(case: Case) -> str:
     return case["name"]
 
 
-def read(case: Case) -> tuple[Batch, ...]:
+def read(case: Case) -> tuple[EventBatch, ...]:
     if case["form"] == "msgpack":
-        return (decode(bytes.fromhex(case["payload"]), SOURCE, 7),)
+        return (decode_msgpack(bytes.fromhex(case["payload"]), SOURCE, 7),)
     if case["form"] == "trtllm":
         return decode_trtllm(case["text"], SOURCE)
     return decode_dynamo(case["text"])
@@ -52,7 +61,7 @@ def packed(*events: object, rank: object = 0) -> bytes:
     return msgspec.msgpack.encode([1.5, events, rank])
 
 
-def kinds(batch: Batch) -> list[tuple[tuple[str | int, ...], str]]:
+def kinds(batch: EventBatch) -> list[tuple[tuple[str | int, ...], str]]:
     return [(problem.path, problem.kind) for problem in batch.problems]
 
 
@@ -60,7 +69,7 @@ def kinds(batch: Batch) -> list[tuple[tuple[str | int, ...], str]]:
 def test_every_message_is_read_as_the_vector_says(case: Case) -> None:
     """Spec-mandated, 1.0#14.1 to 1.0#14.9."""
     if case["valid"]:
-        assert [plain_batch(batch) for batch in read(case)] == case["batches"]
+        assert [batch_to_json(batch) for batch in read(case)] == case["batches"]
         return
     with pytest.raises(InvalidEvents) as caught:
         read(case)
@@ -71,8 +80,8 @@ def test_every_medium_with_a_name_is_known() -> None:
     """Spec-mandated, 1.0#14.5: whatever the case of its letters."""
     for name, medium in MEDIA.items():
         for word in (name, name.upper()):
-            (event,) = decode(packed(stored(medium=word)), SOURCE).events
-            assert isinstance(event, Stored)
+            (event,) = decode_msgpack(packed(stored(medium=word)), SOURCE).events
+            assert isinstance(event, BlockStored)
             assert (event.place.medium, event.place.native) == (medium, word)
 
 
@@ -80,18 +89,22 @@ def test_a_block_is_removed_from_the_place_where_it_was_stored() -> None:
     """Spec-mandated, 1.0#14.5: groups, owners and media keep equal hashes apart."""
     where = {"medium": "CPU", "group_idx": 2, "ownership": "kvcr"}
     gone = {"type": "BlockRemoved", "block_hashes": [1]}
-    came, left, other = decode(packed(stored(**where), gone | where, gone | where | {"group_idx": 3}), SOURCE).events
-    assert isinstance(came, Stored)
-    assert isinstance(left, Removed)
-    assert isinstance(other, Removed)
+    came, left, other = decode_msgpack(
+        packed(stored(**where), gone | where, gone | where | {"group_idx": 3}), SOURCE
+    ).events
+    assert isinstance(came, BlockStored)
+    assert isinstance(left, BlockRemoved)
+    assert isinstance(other, BlockRemoved)
     assert (came.place, came.hashes, came.blocks) == (left.place, left.hashes, left.blocks)
     assert came.place != other.place
 
 
 def test_what_is_packed_needs_no_loop() -> None:
     """Ours: tokens are what `kvparams.tokens.pack` packs, hashes big-endian integers."""
-    (event,) = decode(packed(stored(block_hashes=[1, 2**63], token_ids=[70_000, 1, 2, 3], block_size=2)), SOURCE).events
-    assert isinstance(event, Stored)
+    (event,) = decode_msgpack(
+        packed(stored(block_hashes=[1, 2**63], token_ids=[70_000, 1, 2, 3], block_size=2)), SOURCE
+    ).events
+    assert isinstance(event, BlockStored)
     assert event.tokens is not None
     assert unpack(event.tokens) == array("I", [70_000, 1, 2, 3])
     assert memoryview(event.hashes).nbytes == event.blocks * event.width == 16
@@ -99,9 +112,9 @@ def test_what_is_packed_needs_no_loop() -> None:
 
 
 def test_events_are_cheap_to_keep_and_cannot_be_changed() -> None:
-    batch = decode(packed(stored()), SOURCE)
+    batch = decode_msgpack(packed(stored()), SOURCE)
     (event,) = batch.events
-    assert hash(event) == hash(decode(packed(stored()), SOURCE).events[0])
+    assert hash(event) == hash(decode_msgpack(packed(stored()), SOURCE).events[0])
     assert pickle.loads(pickle.dumps(batch)) == batch  # noqa: S301 (ours, for processes that share work)
     with pytest.raises(AttributeError):
         batch.sequence = 1  # type: ignore[misc]
@@ -110,22 +123,22 @@ def test_events_are_cheap_to_keep_and_cannot_be_changed() -> None:
 
 
 def test_a_mark_tells_two_batches_of_one_number_apart() -> None:
-    one, other = (decode(packed(stored(token_ids=[token])), SOURCE, 4) for token in (1, 2))
+    one, other = (decode_msgpack(packed(stored(token_ids=[token])), SOURCE, 4) for token in (1, 2))
     assert (one.sequence, one.mark) != (other.sequence, other.mark)
-    assert one.mark == decode(memoryview(bytearray(packed(stored(token_ids=[1])))), SOURCE).mark
+    assert one.mark == decode_msgpack(memoryview(bytearray(packed(stored(token_ids=[1])))), SOURCE).mark
 
 
 def test_the_rank_of_a_batch_replaces_that_of_its_source() -> None:
-    assert decode(packed(rank=MAX_RANK), Source("e", 3)).source == Source("e", MAX_RANK)
-    assert decode(packed(rank=None), Source("e", 3)).source == Source("e", 3)
+    assert decode_msgpack(packed(rank=MAX_RANK), EventSource("e", 3)).source == EventSource("e", MAX_RANK)
+    assert decode_msgpack(packed(rank=None), EventSource("e", 3)).source == EventSource("e", 3)
 
 
 def test_too_many_bytes_are_refused_unread() -> None:
     """Spec-mandated, 1.0#14.10."""
     payload = packed(stored())
-    assert decode(payload, SOURCE, max_bytes=len(payload)).events
+    assert decode_msgpack(payload, SOURCE, max_bytes=len(payload)).events
     with pytest.raises(InvalidEvents, match="at most") as caught:
-        decode(payload, SOURCE, max_bytes=len(payload) - 1)
+        decode_msgpack(payload, SOURCE, max_bytes=len(payload) - 1)
     assert caught.value.problems[0].kind == "length"
     for read_text in (lambda: decode_trtllm("[]", SOURCE, max_bytes=1), lambda: decode_dynamo(b"[]", max_bytes=1)):
         with pytest.raises(InvalidEvents, match=r"\[length\]"):
@@ -135,9 +148,9 @@ def test_too_many_bytes_are_refused_unread() -> None:
 def test_too_many_events_are_refused() -> None:
     """Spec-mandated, 1.0#14.10: and as many as there may be are not."""
     cleared = {"type": "AllBlocksCleared"}
-    assert len(decode(packed(*[cleared] * MAX_EVENTS), SOURCE).events) == MAX_EVENTS
+    assert len(decode_msgpack(packed(*[cleared] * MAX_EVENTS), SOURCE).events) == MAX_EVENTS
     with pytest.raises(InvalidEvents) as caught:
-        decode(packed(*[cleared] * (MAX_EVENTS + 1)), SOURCE)
+        decode_msgpack(packed(*[cleared] * (MAX_EVENTS + 1)), SOURCE)
     assert [(one.path, one.kind) for one in caught.value.problems] == [((1,), "length")]
     with pytest.raises(InvalidEvents, match=r"\[length\]"):
         decode_trtllm("[" + "0," * MAX_EVENTS + "0]", SOURCE)
@@ -148,7 +161,7 @@ def test_too_many_events_are_refused() -> None:
 def test_too_many_tokens_and_blocks_cost_the_event() -> None:
     """Spec-mandated, 1.0#14.10."""
     many = [1] * (MAX_TOKENS + 1)
-    batch = decode(
+    batch = decode_msgpack(
         packed(stored(token_ids=many), stored(block_hashes=many), stored(extra_keys=[["x" * 2**18]])), SOURCE
     )
     assert batch.events == ()
@@ -163,17 +176,17 @@ def test_the_first_problems_are_described_and_all_are_counted() -> None:
     """Spec-mandated, 1.0#14.8; also where a batch has to be read event by event."""
     wrong = stored(token_ids=[-1])
     for also in ([], [{"type": "Later"}]):
-        batch = decode(packed(*also, *[wrong] * 40, stored()), SOURCE)
+        batch = decode_msgpack(packed(*also, *[wrong] * 40, stored()), SOURCE)
         assert (len(batch.events), batch.unknown, batch.malformed) == (1, len(also), 40)
         assert len(batch.problems) == MAX_PROBLEMS
-    batch = decode(packed(*[{"type": "BlockRemoved"}] * 40), SOURCE)
+    batch = decode_msgpack(packed(*[{"type": "BlockRemoved"}] * 40), SOURCE)
     assert (batch.malformed, len(batch.problems)) == (40, MAX_PROBLEMS)
 
 
 def test_an_event_of_too_many_members_is_left_out() -> None:
     """Spec-mandated, 1.0#14.10: an event that is read as it should be may have as many as it likes."""
     crowd = {str(number): 0 for number in range(257)}
-    batch = decode(packed({"type": "Later"} | crowd, ["Later", *crowd], stored() | crowd), SOURCE)
+    batch = decode_msgpack(packed({"type": "Later"} | crowd, ["Later", *crowd], stored() | crowd), SOURCE)
     assert len(batch.events) == 1
     assert kinds(batch) == [((1, 0), "length"), ((1, 1), "length")]
 
@@ -182,7 +195,7 @@ def test_an_event_of_too_many_members_is_left_out() -> None:
 def test_a_hostile_batch_is_done_with_in_time() -> None:
     """Ours: what takes longest is many events that are all wrong; a generous bound, for a slow machine."""
     begun = time.process_time()
-    batch = decode(packed(*[{"type": "BlockRemoved", "block_hashes": "x"}] * MAX_EVENTS), SOURCE)
+    batch = decode_msgpack(packed(*[{"type": "BlockRemoved", "block_hashes": "x"}] * MAX_EVENTS), SOURCE)
     assert time.process_time() - begun < 5
     assert batch.malformed == MAX_EVENTS
 
@@ -198,7 +211,7 @@ def test_a_hostile_batch_is_done_with_in_time() -> None:
 def test_depth_is_refused(payload: bytes) -> None:
     """Spec-mandated, 1.0#14.10."""
     with pytest.raises(InvalidEvents, match="deep"):
-        decode(payload, SOURCE)
+        decode_msgpack(payload, SOURCE)
 
 
 def test_deep_text_is_refused() -> None:
@@ -218,11 +231,11 @@ def test_text_that_cannot_be_utf8_is_refused() -> None:
 
 def test_the_error_is_ours_and_repeats_no_value() -> None:
     secret = "s3cr3t"
-    batch = decode(packed(stored(lora_id=secret), stored(lora_name=secret * 300)), SOURCE)
+    batch = decode_msgpack(packed(stored(lora_id=secret), stored(lora_name=secret * 300)), SOURCE)
     assert batch.malformed == 2
     assert secret not in str(batch.problems)
     with pytest.raises(InvalidEvents) as caught:
-        decode(msgspec.msgpack.encode([secret, [], 0]), SOURCE)
+        decode_msgpack(msgspec.msgpack.encode([secret, [], 0]), SOURCE)
     assert isinstance(caught.value, KVParamsError)
     assert isinstance(caught.value, ValueError)
     assert secret not in str(caught.value)
@@ -241,7 +254,7 @@ END = b"\xff" * 8
 
 def test_frames_of_a_live_message() -> None:
     """Spec-mandated, 1.0#14.11."""
-    assert read_live([b"kv@pod@m", NUMBER, b"payload"]) == Frames(b"kv@pod@m", 7, b"payload")
+    assert read_live([b"kv@pod@m", NUMBER, b"payload"]) == MessageFrames(b"kv@pod@m", 7, b"payload")
     for frames in (
         [],
         [NUMBER, b""],
@@ -258,7 +271,7 @@ def test_frames_of_a_live_message() -> None:
 def test_frames_of_a_replayed_message(front: list[bytes]) -> None:
     """Spec-mandated, 1.0#14.11: with the topic and without, behind an empty frame or not."""
     topic = front[-1] if front else b""
-    assert read_replayed([*front, NUMBER, b"payload"]) == Frames(topic, 7, b"payload")
+    assert read_replayed([*front, NUMBER, b"payload"]) == MessageFrames(topic, 7, b"payload")
     assert read_replayed([*front, END, b""]) is None
 
 

@@ -12,27 +12,27 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvparams.events import (
-    Batch,
-    Cleared,
-    Event,
+from kvparams.kv_events import (
+    AllBlocksCleared,
+    BlockLocation,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSource,
     InvalidEvents,
-    Place,
-    Removed,
-    Source,
-    Stored,
-    decode,
+    KVCacheEvent,
     decode_dynamo,
+    decode_msgpack,
     decode_trtllm,
 )
-from kvparams.events.frames import read_live, read_replayed
-from kvparams.events.model import MAX_PROBLEMS
-from kvparams.events.plain import plain_batch
+from kvparams.kv_events.model import MAX_PROBLEMS
+from kvparams.kv_events.plain_json import batch_to_json
+from kvparams.kv_events.zmq_frames import read_live, read_replayed
 from kvparams.tokens import MAX_TOKENS, pack
 from tests.fuzz.campaign import Campaign
 
 VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
-SOURCE = Source("e")
+SOURCE = EventSource("e")
 MASK = 2**64 - 1
 Said = dict[str, Any]
 Json = Any
@@ -101,14 +101,14 @@ def as_array(said: Said, hash_as: Callable[[int], int | bytes], medium: str) -> 
     return list(as_map(said, hash_as, medium).values())
 
 
-def expected(said: Said, width: int, place: Place) -> Event:
+def expected(said: Said, width: int, place: BlockLocation) -> KVCacheEvent:
     if said["op"] == "cleared":
-        return Cleared()
+        return AllBlocksCleared()
     hashes = b"".join(one.to_bytes(width, "big") for one in said["hashes"])
     if said["op"] == "removed":
-        return Removed(place, hashes, width)
+        return BlockRemoved(place, hashes, width)
     parent = None if said["parent"] is None else said["parent"].to_bytes(width, "big")
-    return Stored(place, hashes, width, parent, pack(said["tokens"]), said["size"])
+    return BlockStored(place, hashes, width, parent, pack(said["tokens"]), said["size"])
 
 
 @pytest.mark.parametrize("form", [as_map, as_array])
@@ -126,10 +126,10 @@ def test_what_an_engine_says_comes_out_in_messagepack(
     events: list[Json] = [form(one, hash_as, "CPU") for one in said]
     if junk:
         events.insert(len(events) // 2, {"type": "Later", "x": {"y": [1]}})
-    batch = decode(msgspec.msgpack.encode([2.5, events, *([3] if ranked else [])]), SOURCE, 9)
-    place = Place("host", "CPU")
+    batch = decode_msgpack(msgspec.msgpack.encode([2.5, events, *([3] if ranked else [])]), SOURCE, 9)
+    place = BlockLocation("host", "CPU")
     assert batch.events == tuple(expected(one, width, place) for one in said)
-    assert (batch.source, batch.sequence, batch.time) == (Source("e", 3 if ranked else 0), 9, 2.5)
+    assert (batch.source, batch.sequence, batch.time) == (EventSource("e", 3 if ranked else 0), 9, 2.5)
     assert (batch.unknown, batch.malformed, batch.problems) == (int(junk), 0, ())
 
 
@@ -157,7 +157,9 @@ def test_what_an_engine_says_comes_out_of_tensorrt_llms_json(said: list[Said], h
         events.append({"event_id": number, "data": data, "attention_dp_rank": 2})
     batches = decode_trtllm(json.dumps(events), SOURCE)
     width = 8 if hash_as is unsigned else 32
-    assert [batch.events for batch in batches] == [(expected(one, width, Place("host", "level 1")),) for one in said]
+    assert [batch.events for batch in batches] == [
+        (expected(one, width, BlockLocation("host", "level 1")),) for one in said
+    ]
     assert [(batch.sequence, batch.source.rank) for batch in batches] == [(number, 2) for number in range(len(said))]
 
 
@@ -176,38 +178,38 @@ def test_what_a_router_event_says_comes_out_of_dynamos_json(said: list[Said], wo
         events.append({"worker_id": worker, "storage_tier": "disk", "event": inner})
     batches = decode_dynamo(json.dumps(events).encode())
     for number, (one, batch) in enumerate(zip(said, batches, strict=True)):
-        wanted = expected(one, 8, Place("disk", "disk"))
-        if isinstance(wanted, Stored):
+        wanted = expected(one, 8, BlockLocation("disk", "disk"))
+        if isinstance(wanted, BlockStored):
             contents = b"".join((name ^ 1).to_bytes(8, "big") for name in one["hashes"])
             wanted = wanted._replace(tokens=None, block_size=None, contents=contents)
         assert batch.events == (wanted,)
-        assert (batch.source, batch.sequence) == (Source(str(worker), 1), number)
+        assert (batch.source, batch.sequence) == (EventSource(str(worker), 1), number)
 
 
-def check(batch: Batch) -> None:
+def check(batch: EventBatch) -> None:
     """What holds of every batch, whatever it was made from."""
     assert len(batch.problems) == min(batch.malformed, MAX_PROBLEMS)
     assert 0 <= batch.source.rank < 2**16
     for event in batch.events:
-        if isinstance(event, Cleared):
+        if isinstance(event, AllBlocksCleared):
             continue
         assert 1 <= event.width <= 64
         assert 0 < len(event.hashes) == event.blocks * event.width
         assert event.blocks <= MAX_TOKENS
-        if isinstance(event, Stored):
+        if isinstance(event, BlockStored):
             assert event.parent is None or len(event.parent) == event.width
             assert event.tokens is None or len(event.tokens) == 4 * event.blocks * (event.block_size or 0)
             assert event.extras is None or len(event.extras) == event.blocks
             assert event.contents is None or len(event.contents) == 8 * event.blocks
-    json.dumps(plain_batch(batch))
+    json.dumps(batch_to_json(batch))
 
 
 def feed(message: bytes) -> int:
     """Everything that reads bytes reads these; how many readers found a message."""
     found = 0
     text = message.decode("utf-8", "surrogateescape")
-    readers: list[Callable[[], tuple[Batch, ...]]] = [
-        lambda: (decode(message, SOURCE, 1),),
+    readers: list[Callable[[], tuple[EventBatch, ...]]] = [
+        lambda: (decode_msgpack(message, SOURCE, 1),),
         lambda: decode_trtllm(message, SOURCE),
         lambda: decode_trtllm(text, SOURCE),
         lambda: decode_dynamo(message),
@@ -247,7 +249,7 @@ def test_any_structure_is_read_or_refused(events: list[tuple[Said, Said]], time_
     """Spec-mandated, 1.0#14.1, 1.0#14.7: members of any type in place of those that belong there."""
     wrong = [as_map(said, signed, "GPU") | members for said, members in events]
     message = msgspec.msgpack.encode([1.5, [*wrong, {"type": "AllBlocksCleared"}, *map(list, events)], 0])
-    assert Cleared() in decode(message, SOURCE).events
+    assert AllBlocksCleared() in decode_msgpack(message, SOURCE).events
     feed(message)
     feed(msgspec.msgpack.encode([time_said, wrong, rank]))
 
@@ -296,7 +298,7 @@ def way(message: bytes) -> Hashable:
     """Everything that reads bytes reads these; in which way each ended."""
     feed(message)
     ways: list[Hashable] = []
-    for reader in (lambda: (decode(message, SOURCE, 1),), lambda: decode_trtllm(message, SOURCE)):
+    for reader in (lambda: (decode_msgpack(message, SOURCE, 1),), lambda: decode_trtllm(message, SOURCE)):
         try:
             ways.append(tuple(sorted({type(event).__name__ for batch in reader() for event in batch.events})))
         except InvalidEvents as error:

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvparams.events.sequence import Order, SequenceTracker
+from kvparams.kv_events.sequence_tracker import SequenceCheck, SequenceTracker
 
 
 def fed(*numbers: int, remembered: int = 8) -> SequenceTracker:
     """A tracker that has taken these, with marks 100 higher."""
     tracker = SequenceTracker(remembered)
     for number in numbers:
-        assert tracker.observe(number, 100 + number) == Order("in_order")
+        assert tracker.observe(number, 100 + number) == SequenceCheck("in_order")
     return tracker
 
 
@@ -26,42 +26,42 @@ def test_one_after_another_is_in_order() -> None:
 def test_a_gap_says_how_much_is_missing_and_takes_nothing() -> None:
     """Spec-mandated, 1.0#14.12: the replay begins with the last one taken, so that its mark can be compared."""
     tracker = fed(0, 1, 2)
-    assert tracker.observe(5, 105) == Order("gap", 2, 2)
-    assert tracker.observe(6, 106) == Order("gap", 3, 2)
-    assert tracker.observe(2, 102) == Order("duplicate")
+    assert tracker.observe(5, 105) == SequenceCheck("gap", 2, 2)
+    assert tracker.observe(6, 106) == SequenceCheck("gap", 3, 2)
+    assert tracker.observe(2, 102) == SequenceCheck("duplicate")
     for number in (3, 4, 5, 6):
-        assert tracker.observe(number, 100 + number) == Order("in_order")
-    assert tracker.observe(5, 105) == Order("duplicate")
+        assert tracker.observe(number, 100 + number) == SequenceCheck("in_order")
+    assert tracker.observe(5, 105) == SequenceCheck("duplicate")
 
 
 def test_who_joins_late_misses_what_came_before() -> None:
     """Spec-mandated, 1.0#14.12."""
-    assert SequenceTracker().observe(3, 1) == Order("gap", 3, 0)
+    assert SequenceTracker().observe(3, 1) == SequenceCheck("gap", 3, 0)
 
 
 def test_another_batch_of_a_number_that_was_taken_is_a_restart() -> None:
     """Spec-mandated, 1.0#14.13: nothing is taken, and all of the new publisher's batches are asked for."""
     tracker = fed(0, 1, 2)
-    assert tracker.observe(1, 999) == Order("restart")
+    assert tracker.observe(1, 999) == SequenceCheck("restart")
     assert tracker.next == 0
-    assert tracker.observe(1, 999) == Order("gap", 1, 0)
-    assert tracker.observe(0, 998) == Order("in_order")
-    assert tracker.observe(1, 999) == Order("in_order")
-    assert tracker.observe(0, 100) == Order("restart")
+    assert tracker.observe(1, 999) == SequenceCheck("gap", 1, 0)
+    assert tracker.observe(0, 998) == SequenceCheck("in_order")
+    assert tracker.observe(1, 999) == SequenceCheck("in_order")
+    assert tracker.observe(0, 100) == SequenceCheck("restart")
 
 
 def test_what_is_too_old_to_be_known_is_a_restart() -> None:
     """Spec-mandated, 1.0#14.13: in doubt the source is cleared."""
     tracker = fed(*range(20), remembered=8)
-    assert tracker.observe(12, 112) == Order("duplicate")
-    assert tracker.observe(11, 111) == Order("restart")
+    assert tracker.observe(12, 112) == SequenceCheck("duplicate")
+    assert tracker.observe(11, 111) == SequenceCheck("restart")
 
 
 def test_a_stream_without_marks_never_repeats_itself() -> None:
     """Spec-mandated, 1.0#14.13."""
     tracker = SequenceTracker()
-    assert tracker.observe(0) == tracker.observe(1) == Order("in_order")
-    assert tracker.observe(1) == Order("restart")
+    assert tracker.observe(0) == tracker.observe(1) == SequenceCheck("in_order")
+    assert tracker.observe(1) == SequenceCheck("restart")
 
 
 def test_what_cannot_be_replayed_is_given_up() -> None:
@@ -69,9 +69,9 @@ def test_what_cannot_be_replayed_is_given_up() -> None:
     tracker = fed(0, 1)
     tracker.resume(7)
     assert (tracker.next, tracker.last) == (7, 7)
-    assert tracker.observe(7, 107) == Order("in_order")
-    assert tracker.observe(9, 109) == Order("gap", 1, 7)
-    assert tracker.observe(1, 101) == Order("restart")
+    assert tracker.observe(7, 107) == SequenceCheck("in_order")
+    assert tracker.observe(9, 109) == SequenceCheck("gap", 1, 7)
+    assert tracker.observe(1, 101) == SequenceCheck("restart")
 
 
 def test_what_was_given_up_may_still_come() -> None:
@@ -79,9 +79,9 @@ def test_what_was_given_up_may_still_come() -> None:
     tracker = fed(0, 1)
     assert tracker.observe(4, 104).finding == "gap"
     tracker.resume(7)
-    assert tracker.observe(7, 107) == Order("in_order")
+    assert tracker.observe(7, 107) == SequenceCheck("in_order")
     assert [tracker.observe(number, 0).finding for number in (4, 5, 6)] == ["duplicate"] * 3
-    assert tracker.observe(3, 103) == Order("restart")
+    assert tracker.observe(3, 103) == SequenceCheck("restart")
 
 
 def test_numbers_out_of_range_are_a_mistake_of_the_caller() -> None:
@@ -118,7 +118,7 @@ class Following(RuleBasedStateMachine):
         self.taken: list[int] = []
         self.began = 0
 
-    def offer(self, number: int, mark: int) -> Order:
+    def offer(self, number: int, mark: int) -> SequenceCheck:
         order = self.tracker.observe(number, mark)
         if order.finding == "restart":
             self.taken, self.began = [], 0

@@ -10,9 +10,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvparams import fairqueue
-from kvparams.admission import QueueLimits
-from kvparams.fairqueue import FairQueue, Full, Ticket
+from kvparams.routing import fair_queue
+from kvparams.routing.admission import QueueLimits
+from kvparams.routing.fair_queue import FairQueue, OverflowReason, Ticket
 
 TENANTS = st.sampled_from(["", "ann", "bob", "cy"])
 PRIORITIES = st.integers(-1, 1)
@@ -51,12 +51,12 @@ class Naive:
             self.clocks[entry.flow] = max(self.clocks.get(entry.flow, 0), self.levels.get(entry.priority, 0))
         self.entries.append(entry)
 
-    def overflow(self, newest: Entry) -> tuple[Entry, Full] | None:
+    def overflow(self, newest: Entry) -> tuple[Entry, OverflowReason] | None:
         others = [entry for entry in self.entries if entry is not newest]
         mine = sum(entry.tenant == newest.tenant for entry in others)
         if self.limits.per_tenant is not None and mine >= self.limits.per_tenant:
             self.remove(newest)
-            return newest, Full.TENANT
+            return newest, OverflowReason.TENANT
         if len(self.entries) <= self.limits.waiting:
             return None
         lowest = min(entry.priority for entry in self.entries)
@@ -66,8 +66,8 @@ class Naive:
             tenants = {entry.tenant for entry in self.entries}
             crowd = len(tenants) > 1 and mine * len(tenants) >= len(others)
             self.remove(newest)
-            return newest, Full.TENANT if crowd else Full.QUEUE
-        return newest, Full.TENANT  # somebody of the longest: told apart by the machine
+            return newest, OverflowReason.TENANT if crowd else OverflowReason.QUEUE
+        return newest, OverflowReason.TENANT  # somebody of the longest: told apart by the machine
 
     def remove(self, entry: Entry) -> None:
         self.entries.remove(entry)
@@ -121,12 +121,12 @@ class QueueMachine(RuleBasedStateMachine):
     def push(self, tenant: str, priority: int, cost: int, lane: str, wait: int) -> None:
         self.numbers += 1
         entry = Entry(self.numbers, tenant, priority, cost, self.now + wait, lane)
-        foreseen = self.queue.refuses(tenant, priority)
+        foreseen = self.queue.would_overflow(tenant, priority)
         ticket = self.queue.push(entry, tenant=tenant, priority=priority, cost=cost, deadline=entry.deadline, lane=lane)
         self.tickets[entry.number] = ticket
         self.naive.push(entry)
         expected = self.naive.overflow(entry)
-        over = self.queue.overflow(ticket)
+        over = self.queue.evict_overflow(ticket)
         assert foreseen is (over[1] if over is not None and over[0] is ticket else None)
         if expected is None or over is None:
             assert over is expected is None
@@ -157,13 +157,13 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         """Any head; or after it was passed, one behind it."""
-        head = data.draw(st.sampled_from(self.queue.heads()))
+        head = data.draw(st.sampled_from(self.queue.lane_heads()))
         order = self.naive.order(head.item.lane)
         passed = data.draw(st.integers(0, len(order) - 1))
-        with closing(self.queue.line(head.lane)) as line:
+        with closing(self.queue.iter_lane(head.lane)) as line:
             found = [ticket for _, ticket in zip(range(passed + 1), line, strict=False)]
         assert [ticket.item for ticket in found] == order[: passed + 1]
-        assert [ticket.item for ticket in self.queue.line(head.lane)] == order
+        assert [ticket.item for ticket in self.queue.iter_lane(head.lane)] == order
         ticket = found[-1]
         assert self.queue.take(ticket) is ticket.item
         self.naive.take(ticket.item)
@@ -172,7 +172,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(later=st.integers(0, 4))
     def wait(self, later: int) -> None:
         self.now += later
-        due = self.queue.expired(self.now)
+        due = self.queue.pop_expired(self.now)
         expected = [entry for entry in self.naive.entries if entry.deadline <= self.now]
         assert {ticket.item.number for ticket in due} == {entry.number for entry in expected}
         assert [ticket.deadline for ticket in due] == sorted(ticket.deadline for ticket in due)
@@ -184,13 +184,13 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def is_the_same(self) -> None:
         entries = self.naive.entries
-        assert [ticket.item for ticket in self.queue.waiting()] == entries
+        assert [ticket.item for ticket in self.queue.list_waiting()] == entries
         assert len(self.queue) == len(entries) <= self.limits.waiting
-        assert [ticket.item for ticket in self.queue.heads()] == self.naive.heads()
+        assert [ticket.item for ticket in self.queue.lane_heads()] == self.naive.heads()
         assert self.queue.next_deadline() == min((entry.deadline for entry in entries), default=None)
-        assert self.queue.tenants == len({entry.tenant for entry in entries})
+        assert self.queue.tenant_count == len({entry.tenant for entry in entries})
         for tenant in ("", "ann", "bob", "cy"):
-            assert self.queue.waiting_of(tenant) == sum(entry.tenant == tenant for entry in entries)
+            assert self.queue.count_waiting(tenant) == sum(entry.tenant == tenant for entry in entries)
 
     @invariant()
     def keeps_nothing_of_those_who_left(self) -> None:
@@ -213,7 +213,7 @@ def kept(queue: FairQueue[Any]) -> int:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("machine", [QueueMachine, SharedMachine])
 def test_it_is_what_a_naive_queue_is(machine: type[QueueMachine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairqueue, "_SLACK", 2)  # so that what is given up is swept out often
+    monkeypatch.setattr(fair_queue, "_SLACK", 2)  # so that what is given up is swept out often
     budget = settings(stateful_step_count=40)
     run_state_machine_as_test(machine, settings=budget)  # pyright: ignore[reportUnknownMemberType]
 
@@ -224,7 +224,7 @@ class CarelessMachine(QueueMachine):
     @precondition(lambda self: self.tickets)
     @rule()
     def pay(self) -> None:
-        ticket = self.queue.heads()[0]
+        ticket = self.queue.lane_heads()[0]
         ticket.flow.clock += ticket.cost
 
 
@@ -240,7 +240,7 @@ def push(queue: FairQueue[str], item: str, tenant: str = "", priority: int = 0, 
 
 def drained(queue: FairQueue[str]) -> list[str]:
     """Everyone, as they are served."""
-    return [queue.take(queue.heads()[0]) for _ in range(len(queue))]
+    return [queue.take(queue.lane_heads()[0]) for _ in range(len(queue))]
 
 
 @pytest.mark.parametrize(("tenant", "place"), [("quiet", 1), ("flood", 500)])
@@ -256,29 +256,29 @@ def test_who_floods_the_queue_waits_for_himself(tenant: str, place: int) -> None
 def test_a_flood_makes_room_for_the_others_until_shares_are_even() -> None:
     queue: FairQueue[str] = FairQueue(QueueLimits(waiting=10))
     for _ in range(10):
-        assert queue.overflow(push(queue, "flood", "flood")) is None
-    refused = queue.overflow(push(queue, "flood", "flood"))
+        assert queue.evict_overflow(push(queue, "flood", "flood")) is None
+    refused = queue.evict_overflow(push(queue, "flood", "flood"))
     assert refused is not None
-    assert refused[1] is Full.QUEUE  # nobody else is there: it is the queue that is full
+    assert refused[1] is OverflowReason.QUEUE  # nobody else is there: it is the queue that is full
     for number in range(5):
-        over = queue.overflow(push(queue, str(number), "quiet"))
+        over = queue.evict_overflow(push(queue, str(number), "quiet"))
         assert over is not None
-        assert (over[0].item, over[1]) == ("flood", Full.TENANT)
+        assert (over[0].item, over[1]) == ("flood", OverflowReason.TENANT)
     for tenant in ("quiet", "flood"):
         newest = push(queue, "more", tenant)
-        assert queue.overflow(newest) == (newest, Full.TENANT)
+        assert queue.evict_overflow(newest) == (newest, OverflowReason.TENANT)
     assert sorted(drained(queue)) == [*"01234", *["flood"] * 5]
 
 
 def test_a_higher_priority_goes_first_and_finds_room() -> None:
     queue: FairQueue[str] = FairQueue(QueueLimits(waiting=3))
     for number in range(3):
-        queue.overflow(push(queue, f"low {number}"))
-    over = queue.overflow(push(queue, "high", priority=1))
+        queue.evict_overflow(push(queue, f"low {number}"))
+    over = queue.evict_overflow(push(queue, "high", priority=1))
     assert over is not None
     assert over[0].item == "low 2"
     low = push(queue, "low 3")
-    assert queue.overflow(low) == (low, Full.QUEUE)
+    assert queue.evict_overflow(low) == (low, OverflowReason.QUEUE)
     assert drained(queue) == ["high", "low 0", "low 1"]
 
 
@@ -293,8 +293,8 @@ def test_in_any_stretch_of_time_two_who_wait_get_the_same(costs: list[tuple[int,
         push(queue, "ann", "ann", cost=ann)
         push(queue, "bob", "bob", cost=bob)
     ahead = [0.0]  # of ann
-    while queue.waiting_of("ann") and queue.waiting_of("bob") and len(ahead) <= steps:
-        head = queue.heads()[0]
+    while queue.count_waiting("ann") and queue.count_waiting("bob") and len(ahead) <= steps:
+        head = queue.lane_heads()[0]
         ahead.append(head.cost if queue.take(head) == "ann" else -head.cost)
     so_far = list(accumulate(ahead))
     assert max(so_far) - min(so_far) <= max(ann for ann, _ in costs) + max(bob for _, bob in costs)
@@ -307,10 +307,10 @@ def test_one_at_a_time_is_no_way_around_a_share() -> None:
         push(queue, "ann", "ann", cost=1)
     push(queue, "bob", "bob", cost=10)
     served = {"ann": 0.0, "bob": 0.0}
-    while queue.waiting_of("ann"):
-        head = queue.heads()[0]
+    while queue.count_waiting("ann"):
+        head = queue.lane_heads()[0]
         served[queue.take(head)] += head.cost
-        if not queue.waiting_of("bob"):
+        if not queue.count_waiting("bob"):
             push(queue, "bob", "bob", cost=10)
     assert abs(served["ann"] - served["bob"]) <= 11
 
@@ -325,6 +325,6 @@ def test_whoever_comes_and_goes_leaves_nothing_behind() -> None:
         push(queue, "once", f"tenant {number}", cost=1000)  # it is ahead for long, and never comes again
         push(queue, "stays")
         for _ in range(2):
-            queue.take(queue.heads()[0])
+            queue.take(queue.lane_heads()[0])
     assert len(queue) == 1
     assert kept(queue) < 3 * 4096

@@ -8,17 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvparams.index.chain import Chain, Hashes
-from kvparams.index.holders import LEVELS
-from kvparams.index.prefix import PrefixIndex
+from kvparams.index.block_hashes import BlockHasher, BlockHashes
+from kvparams.index.holder_sets import LEVELS
+from kvparams.index.prefix_index import PrefixIndex
 
-CHAIN = Chain(11, 1)
+CHAIN = BlockHasher(11, 1)
 PROMPTS = st.lists(st.sampled_from([0, 0, 1]), max_size=7)
 WORKERS = st.sampled_from(["a", "b", "c"])
 LEVEL = st.sampled_from([0, 0, 1, LEVELS - 1])
 
 
-def chain(*tokens: int, start: int = 0) -> Hashes:
+def chain(*tokens: int, start: int = 0) -> BlockHashes:
     """The hashes of a prompt in blocks of one token, from the block `start` on."""
     return CHAIN.hashes(tokens, 1)[start:]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.index.chain import Chain
+from kvparams.index.block_hashes import BlockHasher
 from kvparams.tokens import pack
 from tests.kvparams.test_vectors import Case, cases, name_of
 
@@ -59,7 +59,7 @@ def plain_hashes(seed: int, size: int, namespace: int, ids: list[int]) -> list[i
 def test_the_sdk_derives_the_block_hashes_that_the_vector_says(case: Case) -> None:
     """Spec-mandated, 1.0#16.1, 1.0#16.2."""
     seed, named = int(case["seed"], 16), case["namespace"]
-    chain = Chain(seed, case["block_size"])
+    chain = BlockHasher(seed, case["block_size"])
     namespace = chain.namespace(named["model"], named["lora"], named["cache_salt"])
     assert f"{namespace:016x}" == case["number"]
     found = chain.hashes(case["token_ids"], namespace).tolist()
@@ -86,7 +86,7 @@ def test_what_is_vectorised_is_what_the_words_say(
     seed: int, size: int, texts: tuple[str, str | None, str | None], ids: list[int]
 ) -> None:
     """Spec-mandated, 1.0#16.1, 1.0#16.2."""
-    chain = Chain(seed, size)
+    chain = BlockHasher(seed, size)
     namespace = chain.namespace(*texts)
     assert namespace == plain_namespace(seed, *texts)
     assert chain.hashes(ids, namespace).tolist() == plain_hashes(seed, size, namespace, ids)
@@ -94,7 +94,7 @@ def test_what_is_vectorised_is_what_the_words_say(
 
 @given(ids=st.lists(IDS, min_size=30, max_size=120), at=st.integers(0, 12))
 def test_hashes_can_be_continued_behind_any_block(ids: list[int], at: int) -> None:
-    chain = Chain(7, 3)
+    chain = BlockHasher(7, 3)
     whole = chain.hashes(ids, 5)
     at = min(at, len(whole))
     parent = int(whole[at - 1]) if at else 0
@@ -103,7 +103,7 @@ def test_hashes_can_be_continued_behind_any_block(ids: list[int], at: int) -> No
 
 @given(ids=st.lists(IDS, min_size=1, max_size=60), tail=st.lists(IDS, max_size=60))
 def test_a_hash_depends_on_nothing_behind_its_block(ids: list[int], tail: list[int]) -> None:
-    chain = Chain(7, 4)
+    chain = BlockHasher(7, 4)
     alone = chain.hashes(ids, 5).tolist()
     assert chain.hashes(ids + tail, 5).tolist()[: len(alone)] == alone
 
@@ -112,7 +112,7 @@ def test_a_hash_depends_on_nothing_behind_its_block(ids: list[int], tail: list[i
 def test_one_other_token_changes_every_hash_from_its_block_on(ids: list[int], place: int, other: int) -> None:
     place %= len(ids) - len(ids) % 4
     changed = [*ids[:place], other, *ids[place + 1 :]]
-    same = np.asarray(Chain(7, 4).hashes(ids, 5) == Chain(7, 4).hashes(changed, 5)).tolist()
+    same = np.asarray(BlockHasher(7, 4).hashes(ids, 5) == BlockHasher(7, 4).hashes(changed, 5)).tolist()
     first = place // 4 if other != ids[place] else len(same)
     assert same == [block < first for block in range(len(same))]
 
@@ -130,7 +130,7 @@ def test_every_way_to_give_ids_gives_the_same_hashes() -> None:
         np.array(ids, np.int64),
         np.repeat(np.array(ids, np.uint64), 2)[::2],
     ]
-    chain = Chain(1, 2)
+    chain = BlockHasher(1, 2)
     expected = chain.hashes(ids, 0).tolist()
     assert [chain.hashes(form, 0).tolist() for form in forms] == [expected] * len(forms)
 
@@ -145,18 +145,18 @@ def test_every_way_to_give_ids_gives_the_same_hashes() -> None:
 )
 def test_what_is_no_token_id_is_refused(ids: Any) -> None:
     with pytest.raises(ValueError, match="ids"):
-        Chain(1, 1).hashes(ids, 0)
+        BlockHasher(1, 1).hashes(ids, 0)
 
 
 @pytest.mark.parametrize(("seed", "size"), [(-1, 16), (2**64, 16), (0, 0), (0, 65_537)])
 def test_a_chain_of_no_seed_or_no_block_is_refused(seed: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"seed|block"):
-        Chain(seed, size)
+        BlockHasher(seed, size)
 
 
 def test_a_namespace_without_a_model_is_refused() -> None:
     with pytest.raises(ValueError, match="model"):
-        Chain(1, 16).namespace("")
+        BlockHasher(1, 16).namespace("")
 
 
 @pytest.mark.parametrize("shape", ["random", "counting", "one token differs", "two tokens trade places", "high bits"])
@@ -176,7 +176,7 @@ def test_hashes_of_prompts_of_any_shape_spread_over_every_bit(shape: str) -> Non
         ids[:, 0], ids[:, 15] = np.arange(rows), np.arange(rows)[::-1]
     else:
         ids[:, 3] = np.arange(rows, dtype=np.uint32) << np.uint32(17)
-    chain = Chain(2**63 + 11, size)
+    chain = BlockHasher(2**63 + 11, size)
     found = np.stack([chain.hashes(row, 99) for row in ids])
     assert len(np.unique(found)) == found.size
     bits = (found.reshape(-1, 1) >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
@@ -191,5 +191,5 @@ def test_a_pattern_that_defeats_polynomial_hashes_does_not_defeat_this_one() -> 
     values = np.array([11, 13], np.uint64)
     powers = np.cumprod(np.full(2048, 0x9E3779B97F4A7C15, np.uint64))
     assert (values[word] * powers).sum() == (values[1 - word] * powers).sum()
-    chain = Chain(3, 1)
+    chain = BlockHasher(3, 1)
     assert not (chain.hashes(word, 0) == chain.hashes(1 - word, 0)).any()

@@ -9,15 +9,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvparams.events.model import Batch, Cleared, Event, Medium, Place, Removed, Source, Stored
-from kvparams.index.chain import Chain, Hashes
-from kvparams.index.feeding import EventFeed, RoutingFeed
-from kvparams.index.prefix import PrefixIndex
+from kvparams.index.block_hashes import BlockHasher, BlockHashes
+from kvparams.index.feeds import EventFeed, RoutingFeed
+from kvparams.index.prefix_index import PrefixIndex
+from kvparams.kv_events.model import (
+    AllBlocksCleared,
+    BlockLocation,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSource,
+    KVCacheEvent,
+    Medium,
+)
 from kvparams.tokens import pack
 
 SIZE = 2
-CHAIN = Chain(3, SIZE)
-DEVICE = Place("device")
+CHAIN = BlockHasher(3, SIZE)
+DEVICE = BlockLocation("device")
 
 
 class Engine:
@@ -31,7 +40,7 @@ class Engine:
     def name(self, prefix: tuple[int, ...]) -> bytes:
         return self.names.setdefault(prefix, self.random.randbytes(8))
 
-    def compute(self, tokens: Sequence[int]) -> list[Event]:
+    def compute(self, tokens: Sequence[int]) -> list[KVCacheEvent]:
         """What a prompt stores."""
         prefixes = [tuple(tokens[: at + SIZE]) for at in range(0, len(tokens) // SIZE * SIZE, SIZE)]
         fresh = [one for one in prefixes if one not in self.cached]
@@ -41,16 +50,16 @@ class Engine:
         self.cached.update(fresh)
         ids = [token for one in fresh for token in one[-SIZE:]]
         names = b"".join(map(self.name, fresh))
-        return [Stored(DEVICE, names, 8, self.name(front) if front else None, pack(ids), SIZE)]
+        return [BlockStored(DEVICE, names, 8, self.name(front) if front else None, pack(ids), SIZE)]
 
-    def evict(self, count: int) -> list[Event]:
+    def evict(self, count: int) -> list[KVCacheEvent]:
         """Blocks go, leaves first."""
         gone: list[tuple[int, ...]] = []
         while self.cached and len(gone) < count:
             one = self.random.choice(sorted(self.cached - {other[:-SIZE] for other in self.cached}))
             self.cached.remove(one)
             gone.append(one)
-        return [Removed(DEVICE, b"".join(map(self.name, gone)), 8)] if gone else []
+        return [BlockRemoved(DEVICE, b"".join(map(self.name, gone)), 8)] if gone else []
 
     def holds(self, tokens: Sequence[int]) -> int:
         count = 0
@@ -59,23 +68,23 @@ class Engine:
         return count
 
 
-def said(*events: Event) -> Batch:
-    return Batch(Source("e"), events)
+def said(*events: KVCacheEvent) -> EventBatch:
+    return EventBatch(EventSource("e"), events)
 
 
-def hashes(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> Hashes:
+def hashes(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> BlockHashes:
     return CHAIN.hashes(tokens, CHAIN.namespace("m", lora, salt))
 
 
-def fed(*events: Event) -> tuple[PrefixIndex, EventFeed]:
+def fed(*events: KVCacheEvent) -> tuple[PrefixIndex, EventFeed]:
     index = PrefixIndex(1000)
     feed = EventFeed(index, CHAIN, 1000)
     feed.apply(said(*events), "w", "m")
     return index, feed
 
 
-def stored(tokens: Sequence[int], names: bytes, parent: bytes | None = None, medium: Medium = "device") -> Stored:
-    return Stored(Place(medium), names, 8, parent, pack(tokens), SIZE)
+def stored(tokens: Sequence[int], names: bytes, parent: bytes | None = None, medium: Medium = "device") -> BlockStored:
+    return BlockStored(BlockLocation(medium), names, 8, parent, pack(tokens), SIZE)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
@@ -97,7 +106,7 @@ def test_what_engines_say_is_what_the_index_answers(steps: list[tuple[str, list[
         expected = {name: count for name, engine in engines.items() if (count := engine.holds(tokens))}
         assert index.match(hashes(tokens)).held[0] == expected
     assert feed.unplaced == 0
-    feed.lost("a")
+    feed.forget_worker("a")
     assert all("a" not in index.match(hashes(tokens)).held[0] for tokens in asked)
 
 
@@ -107,7 +116,7 @@ def test_lost_doubled_and_reordered_events_never_invent_a_block(
 ) -> None:
     """Only what was stored at some time is believed; once the rest is known to be lost, nothing is."""
     engine, shuffled = Engine(1), random.Random(seed)
-    events: list[Event] = []
+    events: list[KVCacheEvent] = []
     for _, step in steps:
         events += engine.compute(step) if isinstance(step, list) else engine.evict(step)
     ever = set(engine.names)
@@ -118,14 +127,14 @@ def test_lost_doubled_and_reordered_events_never_invent_a_block(
         if isinstance(step, list):
             for count in range(1, index.match(hashes(step)).held[0].get("w", 0) + 1):
                 assert tuple(step[: SIZE * count]) in ever
-    feed.lost("w")
+    feed.forget_worker("w")
     index.expire(0)
     assert len(index) == 0
 
 
 def test_blocks_that_depend_on_more_than_tokens_are_not_hashed() -> None:
     """Spec-mandated, 1.0#16.3: an image in the second block; a salt and an adapter are in the namespace."""
-    event = Stored(DEVICE, A + B + C, 8, None, pack([1, 2, 3, 4, 5, 6]), SIZE)
+    event = BlockStored(DEVICE, A + B + C, 8, None, pack([1, 2, 3, 4, 5, 6]), SIZE)
     index, feed = fed(event._replace(extras=(None, ("image-digest",), None)))
     assert index.match(hashes([1, 2, 3, 4, 5, 6])).held[0] == {"w": 1}
     assert feed.unplaced == 2
@@ -147,11 +156,11 @@ def test_a_salt_holds_for_what_stands_behind_as_well() -> None:
         stored([1, 2], A, medium="other"),
         stored([1, 2], A)._replace(kind="sliding_window"),
         stored([1, 2], A)._replace(lora_id=7),
-        Stored(DEVICE, A, 8),
+        BlockStored(DEVICE, A, 8),
     ],
     ids=["unknown in front", "unknown medium", "a window", "an adapter without a name", "no tokens"],
 )
-def test_what_cannot_be_placed_is_counted_and_left_out(event: Stored) -> None:
+def test_what_cannot_be_placed_is_counted_and_left_out(event: BlockStored) -> None:
     index, feed = fed(event)
     assert feed.unplaced == 1
     assert len(index) == 0
@@ -168,7 +177,7 @@ def test_engines_blocks_may_be_of_any_size(size: int, prompts: list[list[int]], 
     """Prompts that branch anywhere, told few blocks at a time and then given up from behind: what is answered is what
     whole blocks of ours the engine's blocks make. Where several of them end one of ours, it goes with the first."""
     index, held = PrefixIndex(1000), dict[tuple[int, ...], bytes]()
-    feed = EventFeed(index, chain := Chain(3, 4), 1000)
+    feed = EventFeed(index, chain := BlockHasher(3, 4), 1000)
     order: list[tuple[int, ...]] = []
     for prompt in prompts:
         fresh = [one for end in range(size, len(prompt) + 1, size) if (one := tuple(prompt[:end])) not in held]
@@ -179,12 +188,12 @@ def test_engines_blocks_may_be_of_any_size(size: int, prompts: list[list[int]], 
                 order.append(one)
             ids = pack(token for one in some for token in one[-size:])
             front = held.get(some[0][:-size])
-            feed.apply(said(Stored(DEVICE, b"".join(map(held.__getitem__, some)), 8, front, ids, size)), "w", "m")
+            feed.apply(said(BlockStored(DEVICE, b"".join(map(held.__getitem__, some)), 8, front, ids, size)), "w", "m")
     gone: set[tuple[int, ...]] = set()
     for _ in range(min(removed, len(order))):
         one = max(held.keys() - gone, key=len)
         gone.add(one)
-        feed.apply(said(Removed(DEVICE, held[one], 8)), "w", "m")
+        feed.apply(said(BlockRemoved(DEVICE, held[one], 8)), "w", "m")
     for prompt in prompts:
         whole = 0
         while whole + size <= len(prompt) and tuple(prompt[: whole + size]) not in gone:
@@ -206,41 +215,49 @@ def test_whoever_asked_hears_what_a_device_has_given_up() -> None:
     feed = EventFeed(
         index, CHAIN, 100, gone=lambda who, gone: heard.append((who, None if gone is None else gone.tolist()))
     )
-    moved = Removed(Place("host"), A, 8)
+    moved = BlockRemoved(BlockLocation("host"), A, 8)
     feed.apply(
-        said(stored([1, 2, 3, 4], A + B), moved, Removed(DEVICE, B + C, 8), Cleared("pool"), Cleared()), "w", "m"
+        said(
+            stored([1, 2, 3, 4], A + B),
+            moved,
+            BlockRemoved(DEVICE, B + C, 8),
+            AllBlocksCleared("pool"),
+            AllBlocksCleared(),
+        ),
+        "w",
+        "m",
     )
     assert heard == [("w", hashes([1, 2, 3, 4]).tolist()[1:]), ("w", None)]
 
 
 def test_blocks_that_move_without_their_tokens_are_followed() -> None:
     """As TensorRT-LLM says it: stored on the host, and removed from the device."""
-    moved = Stored(Place("host"), A + B, 8), Removed(DEVICE, A + B, 8)
+    moved = BlockStored(BlockLocation("host"), A + B, 8), BlockRemoved(DEVICE, A + B, 8)
     index, _ = fed(stored([1, 2, 3, 4], A + B), *moved)
     assert index.match(hashes([1, 2, 3, 4])).held == ({}, {"w": 2}, {"w": 2}, {"w": 2})
 
 
 def test_names_of_any_width_are_taken() -> None:
-    wide = Stored(DEVICE, b"x" * 32 + b"y" * 32, 32, None, pack([1, 2, 3, 4]), SIZE)
-    index, _ = fed(wide, Removed(DEVICE, b"y" * 32, 32))
+    wide = BlockStored(DEVICE, b"x" * 32 + b"y" * 32, 32, None, pack([1, 2, 3, 4]), SIZE)
+    index, _ = fed(wide, BlockRemoved(DEVICE, b"y" * 32, 32))
     assert index.match(hashes([1, 2, 3, 4])).held[0] == {"w": 1}
 
 
 def test_equal_names_of_other_workers_and_groups_are_other_blocks() -> None:
-    index, feed = fed(stored([1, 2], A), Removed(Place("device", group=1), A, 8))
-    feed.apply(said(Removed(DEVICE, A, 8)), "v", "m")
+    index, feed = fed(stored([1, 2], A), BlockRemoved(BlockLocation("device", group=1), A, 8))
+    feed.apply(said(BlockRemoved(DEVICE, A, 8)), "v", "m")
     assert index.match(hashes([1, 2])).held[0] == {"w": 1}
-    feed.apply(said(Removed(DEVICE, A, 8)), "w", "m")
+    feed.apply(said(BlockRemoved(DEVICE, A, 8)), "w", "m")
     assert not index.match(hashes([1, 2])).held[0]
 
 
 def test_what_somebody_else_owns_is_cleared_by_owner_or_with_all() -> None:
-    owned = stored([1, 2], A)._replace(place=Place("remote", owner="pool"))
+    owned = stored([1, 2], A)._replace(place=BlockLocation("remote", owner="pool"))
     index, feed = fed(stored([1, 2], A), owned)
     assert index.match(hashes([1, 2])).held[3] == {"w": 1, ("w", "pool"): 1}
-    feed.apply(said(Cleared("pool")), "w", "m")
+    feed.apply(said(AllBlocksCleared("pool")), "w", "m")
     assert index.match(hashes([1, 2])).held[3] == {"w": 1}
-    index, feed = fed(stored([1, 2], A), owned, Cleared())
+    index, feed = fed(stored([1, 2], A), owned, AllBlocksCleared())
     assert not index.match(hashes([1, 2])).held[3]
 
 
@@ -264,7 +281,7 @@ class Cache:
         self.capacity = capacity
         self.used = OrderedDict[int, None]()
 
-    def run(self, prompt: Hashes) -> int:
+    def run(self, prompt: BlockHashes) -> int:
         """How many blocks of it were cached."""
         listed = prompt.tolist()
         cached = next((at for at, one in enumerate(listed) if one not in self.used), len(listed))
@@ -293,10 +310,10 @@ def test_a_cache_of_unknown_size_is_learnt_from_what_is_reported(factor: float) 
             talks[which] = grown if len(grown) < 600 else rng.integers(0, 1000, 40)
             prompt = hashes(talks[which].tolist())
             predicted = index.match(prompt).held[0].get("w", 0)
-            routed = feed.routed("w", prompt)
+            routed = feed.record_routed("w", prompt)
             cached = cache.run(prompt)
             if corrected:
-                feed.reported(routed, cached)
+                feed.record_reported(routed, cached)
             if turn >= 300:
                 wrong += abs(predicted - cached)
                 total += len(prompt)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvparams.index.chain import Hashes
-from kvparams.index.prefix import PrefixIndex
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.index.prefix_index import PrefixIndex
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def chains(seed: int, count: int, blocks: int) -> Hashes:
+def chains(seed: int, count: int, blocks: int) -> BlockHashes:
     """So many chains that have nothing in common."""
     return np.random.default_rng(seed).integers(1, 2**64, (count, blocks), dtype=np.uint64)
 

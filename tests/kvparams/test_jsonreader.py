@@ -11,24 +11,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvparams import jsontext
 from kvparams.errors import JSONTextError
-from kvparams.jsonreader import ContainerReader
-from kvparams.jsonreceivers import OPEN_OBJECT, Build, ListReceiver, Receiver, ShortMembers
-from kvparams.jsonscan import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, Field
-from kvparams.jsontext import (
+from kvparams.jsontext import document
+from kvparams.jsontext.document import (
     DEFAULT_LIMITS,
     JSONLimits,
-    cut,
     edit,
-    edited,
-    fields,
+    edit_with_spans,
+    find_members,
+    find_removals,
     load_object,
     load_short_object,
-    moved,
     read_object,
-    removal_cuts,
+    remove_ranges,
+    shift_spans,
 )
+from kvparams.jsontext.incremental_reader import IncrementalReader
+from kvparams.jsontext.receivers import OPEN_OBJECT, AbridgedObjectReceiver, ListReceiver, Receiver, TreeBuilder
+from kvparams.jsontext.scanner import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, MemberSpan
 
 from .test_jsontext import ENCODINGS, INDENTS, OBJECTS, plain, text
 
@@ -36,12 +36,12 @@ STEP_CPU_S = 0.02
 """Of the one thread: what else runs on the machine does not count."""
 LARGE = 15_000_000
 STEPS = st.sampled_from([1, 13, 17, 32, 100, 5000])
-Read = tuple[dict[str, object], dict[str, Field]]
+Read = tuple[dict[str, object], dict[str, MemberSpan]]
 
 
 def in_steps(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS, step_bytes: int = STEP_BYTES) -> Read:
     """What the incremental reader makes of a whole object."""
-    built, stand = Build(OPEN_OBJECT), dict[str, Field]()
+    built, stand = TreeBuilder(OPEN_OBJECT), dict[str, MemberSpan]()
     built.spans = stand
     for _ in read_object(raw, built, limits, step_bytes=step_bytes):
         pass
@@ -50,7 +50,7 @@ def in_steps(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS, step_bytes: int = 
 
 def if_short(raw: bytes, limits: JSONLimits) -> Read:
     """What is made at once of an object that is plainly cheap; any other is read as ever."""
-    with patch.object(jsontext, "AT_ONCE_BYTES", 0):
+    with patch.object(document, "AT_ONCE_BYTES", 0):
         return load_short_object(raw, limits) or load_object(raw, limits)
 
 
@@ -203,12 +203,12 @@ def test_a_long_name_is_judged_alike(size: int) -> None:
 
 def test_where_it_is_not_strict_only_json_is_asked_for() -> None:
     raw = b'{"x":[{"a":1,"a":2},1e999,%b],"y":"z"}' % b",".join([b"[]"] * 30_000)
-    built = Build(OPEN_OBJECT)
+    built = TreeBuilder(OPEN_OBJECT)
     for _ in read_object(raw, built, UNLIMITED, strict=False):
         pass
     assert built.value == json.loads(raw)
     with pytest.raises(JSONTextError, match="not valid JSON"):
-        for _ in read_object(raw + b"]", Build(OPEN_OBJECT), UNLIMITED, strict=False):
+        for _ in read_object(raw + b"]", TreeBuilder(OPEN_OBJECT), UNLIMITED, strict=False):
             pass
 
 
@@ -292,7 +292,7 @@ def test_no_step_takes_long_whatever_the_text(name: str) -> None:
     gc.disable()  # it would examine whatever the tests before have left
     try:
         for _ in range(3):
-            costs.append(max(stepped(raw, ShortMembers())))
+            costs.append(max(stepped(raw, AbridgedObjectReceiver())))
             if costs[-1] < STEP_CPU_S:
                 break
     finally:
@@ -379,7 +379,7 @@ def test_of_a_long_object_short_members_are_kept_and_the_kind_of_long_ones() -> 
         "s": "s",
     }
     raw = json.dumps(document).encode()
-    receiver = ShortMembers()
+    receiver = AbridgedObjectReceiver()
     for _ in read_object(raw, receiver):
         pass
     kept = receiver.document
@@ -390,7 +390,7 @@ def test_of_a_long_object_short_members_are_kept_and_the_kind_of_long_ones() -> 
     assert cast("str", document["text"]).startswith(cast("str", kept["text"]))
     assert len(cast("str", kept["text"])) < 40_000
     assert all(kept[name] and len(cast("list[object]", kept[name])) == 1 for name in ("list", "object"))
-    assert receiver.fields == fields(raw)
+    assert receiver.fields == find_members(raw)
     assert not receiver.whole
 
 
@@ -398,7 +398,7 @@ def test_of_a_long_object_short_members_are_kept_and_the_kind_of_long_ones() -> 
 def test_no_more_is_kept_than_a_bound_and_what_is_needed(sizes: list[tuple[int, bool]]) -> None:
     document: dict[str, Any] = {f"k{i}": [0] * (size // 3) for i, (size, _) in enumerate(sizes)}
     needed = frozenset(f"k{i}" for i, (_, is_needed) in enumerate(sizes) if is_needed)
-    receiver = ShortMembers(needed)
+    receiver = AbridgedObjectReceiver(needed)
     for _ in read_object(json.dumps(document).encode(), receiver, JSONLimits(max_bytes=1 << 30)):
         pass
     assert receiver.document.keys() == document.keys()
@@ -412,11 +412,11 @@ def test_what_is_long_is_told_to_whoever_asks_for_it() -> None:
     class Count(ListReceiver):
         seen = 0
 
-        def values(self, values: list[object]) -> None:
+        def on_values(self, values: list[object]) -> None:
             self.seen += len(values)
 
-    count, inner = Count(), ShortMembers()
-    receiver = ShortMembers(special={"list": count, "object": inner, "other": count})
+    count, inner = Count(), AbridgedObjectReceiver()
+    receiver = AbridgedObjectReceiver(special={"list": count, "object": inner, "other": count})
     document: dict[str, Any] = {
         "list": ["x"] * 20_000,
         "object": {"a": 1, "b": "y" * 50_000},
@@ -434,8 +434,8 @@ def test_what_is_long_is_told_to_whoever_asks_for_it() -> None:
 
 def test_a_container_that_stands_in_a_text_is_passed_over() -> None:
     raw = b'xx{"a":[1,{"b":"]}"}]}yy'
-    assert ContainerReader(raw, 2, UNLIMITED).finish() == len(raw) - 2
-    reader = ContainerReader(raw, 2, UNLIMITED, step_bytes=13)
+    assert IncrementalReader(raw, 2, UNLIMITED).finish() == len(raw) - 2
+    reader = IncrementalReader(raw, 2, UNLIMITED, step_bytes=13)
     for _ in reader.steps():
         pass
     assert reader.at == len(raw) - 2
@@ -459,9 +459,9 @@ def test_where_members_stand_after_an_edit_is_known_without_a_walk(
     document: dict[str, object], indent: int | None, ascii_only: bool, changes: dict[str, bytes | None]
 ) -> None:
     raw = text(document, indent, ascii_only)
-    made, stand = edited(raw, fields(raw), changes)
-    assert made == edit(raw, fields(raw), changes)
-    assert list(stand.items()) == list(fields(made).items())
+    made, stand = edit_with_spans(raw, find_members(raw), changes)
+    assert made == edit(raw, find_members(raw), changes)
+    assert list(stand.items()) == list(find_members(made).items())
 
 
 @given(
@@ -475,15 +475,16 @@ def test_members_are_cut_out_of_an_object_and_of_one_in_it_at_once(
     document: dict[str, object], inner: dict[str, object], indent: int | None, gone: set[str], inner_gone: set[str]
 ) -> None:
     raw = text({**document, "inner": inner}, indent, True)
-    stand = fields(raw)
+    stand = find_members(raw)
     place = stand["inner"]
     inside = {
-        name: Field(*(place.value + at for at in field)) for name, field in fields(raw[place.value : place.end]).items()
+        name: MemberSpan(*(place.value + at for at in field))
+        for name, field in find_members(raw[place.value : place.end]).items()
     }
-    cuts = sorted(removal_cuts(raw, stand, gone) + removal_cuts(raw, inside, inner_gone))
-    left = cut(raw, cuts)
+    cuts = sorted(find_removals(raw, stand, gone) + find_removals(raw, inside, inner_gone))
+    left = remove_ranges(raw, cuts)
     kept = {name: value for name, value in document.items() if name not in gone}
     assert json.loads(left) == {**kept, "inner": {name: v for name, v in inner.items() if name not in inner_gone}}
-    assert moved(stand, cuts) == fields(left)
-    start = moved(stand, cuts)["inner"].value
-    assert moved(inside, cuts, start) == fields(left[start : moved(stand, cuts)["inner"].end])
+    assert shift_spans(stand, cuts) == find_members(left)
+    start = shift_spans(stand, cuts)["inner"].value
+    assert shift_spans(inside, cuts, start) == find_members(left[start : shift_spans(stand, cuts)["inner"].end])

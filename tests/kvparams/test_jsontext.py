@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext import JSONLimits, edit, fields, load_object, loads, locate
+from kvparams.jsontext.document import JSONLimits, edit, find_member, find_members, load_object, loads
 
 SCALARS = (
     st.none()
@@ -57,7 +57,7 @@ def test_fields_says_where_each_member_stands(
     raw = text(document, indent, ascii_only)
     read, found = load_object(raw)
     assert read == document
-    assert found == fields(raw)
+    assert found == find_members(raw)
     assert list(found) == list(document)
     for name, span in found.items():
         assert json.loads(raw[span.value : span.end]) == document[name]
@@ -72,7 +72,9 @@ def test_edit_changes_what_was_asked_and_nothing_else(
     there = st.sampled_from(sorted(document)) if document else st.nothing()
     name = there | st.sampled_from(["max_tokens", "stream"])
     changes = data.draw(st.dictionaries(name, st.none() | st.integers() | st.just({"a": [1]}), max_size=6))
-    edited = edit(raw, fields(raw), {k: None if v is None else json.dumps(v).encode() for k, v in changes.items()})
+    edited = edit(
+        raw, find_members(raw), {k: None if v is None else json.dumps(v).encode() for k, v in changes.items()}
+    )
     expected = {k: v for k, v in document.items() if changes.get(k, v) is not None or k not in changes}
     expected |= {k: v for k, v in changes.items() if v is not None}
     assert loads(edited) == expected
@@ -80,14 +82,14 @@ def test_edit_changes_what_was_asked_and_nothing_else(
 
 def test_bytes_nobody_asked_to_change_leave_as_they_came() -> None:
     raw = b'{ "temperature" : 1.00 ,\n "max_tokens":16, "x\\u0061": [1 , 2.50, "\\/"] , "stream" : true}'
-    edited = edit(raw, fields(raw), {"max_tokens": b"1", "stream": None, "n": b"2"})
+    edited = edit(raw, find_members(raw), {"max_tokens": b"1", "stream": None, "n": b"2"})
     assert edited == b'{ "temperature" : 1.00 ,\n "max_tokens":1, "x\\u0061": [1 , 2.50, "\\/"] ,"n":2}'
 
 
 @pytest.mark.parametrize("keys", [["a"], ["a", "b"], ["b", "c"], ["a", "b", "c"], ["c", "b"]])
 def test_removing_neighbours_leaves_an_object(keys: list[str]) -> None:
     raw = b'{"a":1, "b":2, "c":3}'
-    edited = edit(raw, fields(raw), dict.fromkeys(keys))
+    edited = edit(raw, find_members(raw), dict.fromkeys(keys))
     assert loads(edited) == {k: v for k, v in {"a": 1, "b": 2, "c": 3}.items() if k not in keys}
 
 
@@ -142,17 +144,17 @@ def test_a_member_is_located_where_it_stands_and_not_in_another_object(value: by
     for name in (b'"usage"', b'"us\\u0061ge"'):
         for inner in (b'"usage"', b'"u\\u0073age"', b'"x"'):
             raw = b'{"x":{%b:%b}, %b : %b,"y":{%b:%b}}' % (inner, value, name, value, inner, value)
-            assert locate(raw, load_object(raw)[0], "usage") == fields(raw)["usage"]
+            assert find_member(raw, load_object(raw)[0], "usage") == find_members(raw)["usage"]
     only = b'{"us\\u0061ge":%b,"y":{"usage":%b}}' % (value, value)
-    assert locate(only, load_object(only)[0], "usage") == fields(only)["usage"]
+    assert find_member(only, load_object(only)[0], "usage") == find_members(only)["usage"]
 
 
 def test_members_are_found_at_any_depth_that_was_accepted() -> None:
     """Limits are for what is read from strangers, once; what was read can be edited."""
     raw = b'{"a":' + b"[" * 150 + b"]" * 150 + b',"b":1}'
     read, found = load_object(raw, JSONLimits(max_depth=160))
-    assert fields(raw) == found
-    assert loads(edit(raw, fields(raw), {"b": None}), JSONLimits(max_depth=160)) == {"a": read["a"]}
+    assert find_members(raw) == found
+    assert loads(edit(raw, find_members(raw), {"b": None}), JSONLimits(max_depth=160)) == {"a": read["a"]}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvparams.keys import Geometry, Namespace, Rectangle, page_chain
-from kvparams.pages import HEADER_BYTES, REASONS, PageIdentity, Reason, identify, seal, verify
+from kvparams.keys import Geometry, KVShard, Namespace, chain_pages
+from kvparams.pages import (
+    HEADER_BYTES,
+    PAGE_REFUSAL_REASONS,
+    PageIdentity,
+    PageRefusalReason,
+    page_identity,
+    seal,
+    verify,
+)
 
 SHAPE = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=4)
 SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
-PART = Rectangle.whole(SHAPE)
-IDENTITY = identify(SPACE, page_chain(SPACE, list(range(8)))[0], PART)
+PART = KVShard.whole(SHAPE)
+IDENTITY = page_identity(SPACE, chain_pages(SPACE, list(range(8)))[0], PART)
 
 
 def sealed(identity: PageIdentity = IDENTITY, seed: int = 0) -> bytearray:
@@ -24,7 +32,7 @@ def sealed(identity: PageIdentity = IDENTITY, seed: int = 0) -> bytearray:
     return page
 
 
-def reason(page: bytes | bytearray, expected: PageIdentity = IDENTITY) -> Reason | None:
+def reason(page: bytes | bytearray, expected: PageIdentity = IDENTITY) -> PageRefusalReason | None:
     refusal = verify(memoryview(page), expected)
     return None if refusal is None else refusal.reason
 
@@ -38,7 +46,7 @@ def resealed(page: bytearray) -> bytearray:
 @given(st.integers(1, 300), st.integers(0, 2**32))
 def test_a_page_is_read_as_what_was_sealed(tokens: int, seed: int) -> None:
     namespace = replace(SPACE, page_tokens=tokens)
-    identity = identify(namespace, page_chain(namespace, list(range(tokens)))[0], PART)
+    identity = page_identity(namespace, chain_pages(namespace, list(range(tokens)))[0], PART)
     page = sealed(identity, seed)
     payload = bytes(page[HEADER_BYTES:])
     assert reason(page, identity) is None
@@ -103,18 +111,18 @@ def test_two_writings_mixed_in_one_page_are_refused(at: int) -> None:
 
 
 def test_the_page_of_another_request_is_refused_by_what_differs() -> None:
-    pages = page_chain(SPACE, list(range(11)))
-    other = identify(SPACE, page_chain(SPACE, [9] * 8)[0], PART)
-    partial = identify(SPACE, pages[1], PART)
+    pages = chain_pages(SPACE, list(range(11)))
+    other = page_identity(SPACE, chain_pages(SPACE, [9] * 8)[0], PART)
+    partial = page_identity(SPACE, pages[1], PART)
     salted = replace(SPACE, cache_salt="salt")
-    cases: list[tuple[PageIdentity, Reason]] = [
-        (identify(salted, page_chain(salted, list(range(8)))[0], PART), "namespace"),
+    cases: list[tuple[PageIdentity, PageRefusalReason]] = [
+        (page_identity(salted, chain_pages(salted, list(range(8)))[0], PART), "namespace"),
         (other, "prefix"),
         (partial, "prefix"),
         (replace(IDENTITY, tokens=7), "length"),
         (replace(IDENTITY, payload_bytes=IDENTITY.payload_bytes - 1), "length"),
-        (replace(IDENTITY, rectangle=Rectangle(0, 2, 1, 3)), "rectangle"),
-        (replace(IDENTITY, rectangle=Rectangle(1, 3, 0, 2)), "rectangle"),
+        (replace(IDENTITY, shard=KVShard(0, 2, 1, 3)), "rectangle"),
+        (replace(IDENTITY, shard=KVShard(1, 3, 0, 2)), "rectangle"),
     ]
     for identity, expected in cases:
         assert reason(sealed(identity)) == expected
@@ -142,7 +150,7 @@ def impossible_rectangle(page: bytearray) -> None:
     [(version, "version"), (longer_header, "version"), (flags, "version"), (impossible_rectangle, "rectangle")],
 )
 def test_a_well_formed_header_that_says_something_else_is_refused(
-    change: Callable[[bytearray], None], expected: Reason
+    change: Callable[[bytearray], None], expected: PageRefusalReason
 ) -> None:
     page = sealed()
     change(page)
@@ -151,13 +159,13 @@ def test_a_well_formed_header_that_says_something_else_is_refused(
 
 @given(st.binary(max_size=600))
 def test_no_bytes_whatever_raise_an_error(noise: bytes) -> None:
-    assert reason(noise) in REASONS
+    assert reason(noise) in PAGE_REFUSAL_REASONS
 
 
 @given(st.binary(min_size=248, max_size=248))
 def test_no_header_with_a_good_checksum_raises_an_error(header: bytes) -> None:
     page = resealed(bytearray(b"KVPG\1\0" + header[6:] + bytes(8)) + bytearray(IDENTITY.payload_bytes))
-    assert reason(page) in REASONS
+    assert reason(page) in PAGE_REFUSAL_REASONS
 
 
 def test_sealing_writes_the_header_and_nothing_else() -> None:

@@ -11,30 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvparams.keys import Geometry, Namespace, Rectangle, page_chain
-from kvparams.pages import HEADER_BYTES, REASONS, USABLE_BY_OTHERS, PageIdentity, Reason, identify, seal, verify
-from kvparams.seals import METHODS, Method, PageKeys, SealError, SealKeys
+from kvparams.keys import Geometry, KVShard, Namespace, chain_pages
+from kvparams.page_auth import PAGE_AUTH_METHODS, PageAuthError, PageAuthKeys, PageAuthMethod, TenantPageAuthKeys
+from kvparams.pages import (
+    HEADER_BYTES,
+    PAGE_REFUSAL_REASONS,
+    REASONS_USABLE_BY_OTHERS,
+    PageIdentity,
+    PageRefusalReason,
+    page_identity,
+    seal,
+    verify,
+)
 
 SHAPE = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=4)
 SPACE = Namespace("model", "revision", "float16", SHAPE, page_tokens=8)
-PART = Rectangle.whole(SHAPE)
-PAGES = page_chain(SPACE, list(range(16)))
-IDENTITY = identify(SPACE, PAGES[0], PART)
+PART = KVShard.whole(SHAPE)
+PAGES = chain_pages(SPACE, list(range(16)))
+IDENTITY = page_identity(SPACE, PAGES[0], PART)
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
-EITHER = st.sampled_from(list(METHODS))
+EITHER = st.sampled_from(list(PAGE_AUTH_METHODS))
 
 
-def keys(*secrets: bytes, method: Method = "aes-256-gmac", tenant: str | None = None) -> PageKeys:
-    return SealKeys(secrets or (KEY,), method).for_tenant(tenant)
+def keys(*secrets: bytes, method: PageAuthMethod = "aes-256-gmac", tenant: str | None = None) -> TenantPageAuthKeys:
+    return PageAuthKeys(secrets or (KEY,), method).for_tenant(tenant)
 
 
-def sealed(by: PageKeys | None, identity: PageIdentity = IDENTITY, seed: int = 0) -> bytearray:
+def sealed(by: TenantPageAuthKeys | None, identity: PageIdentity = IDENTITY, seed: int = 0) -> bytearray:
     page = bytearray(HEADER_BYTES) + bytearray(Random(seed).randbytes(identity.payload_bytes))
     seal(memoryview(page), identity, by)
     return page
 
 
-def reason(page: bytes | bytearray, by: PageKeys | None, expected: PageIdentity = IDENTITY) -> Reason | None:
+def reason(
+    page: bytes | bytearray, by: TenantPageAuthKeys | None, expected: PageIdentity = IDENTITY
+) -> PageRefusalReason | None:
     refusal = verify(memoryview(page), expected, by)
     return None if refusal is None else refusal.reason
 
@@ -47,17 +58,19 @@ def checked(page: bytearray) -> bytearray:
 
 
 @given(EITHER, st.integers(1, 300), st.none() | st.text(max_size=20))
-def test_a_page_is_opened_with_the_keys_it_was_sealed_with(method: Method, tokens: int, tenant: str | None) -> None:
+def test_a_page_is_opened_with_the_keys_it_was_sealed_with(
+    method: PageAuthMethod, tokens: int, tenant: str | None
+) -> None:
     namespace = replace(SPACE, page_tokens=tokens, cache_salt=tenant)
-    identity = identify(namespace, page_chain(namespace, list(range(tokens)))[0], PART)
+    identity = page_identity(namespace, chain_pages(namespace, list(range(tokens)))[0], PART)
     page = sealed(keys(method=method, tenant=tenant), identity)
     before = bytes(page)
     assert reason(page, keys(tenant=tenant), identity) is None  # by either method, whichever this reader seals with
     assert page == before
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_flipped_bit_of_the_header_is_refused_even_under_checksums_that_fit(method: Method) -> None:
+@pytest.mark.parametrize("method", PAGE_AUTH_METHODS)
+def test_every_flipped_bit_of_the_header_is_refused_even_under_checksums_that_fit(method: PageAuthMethod) -> None:
     """Spec-mandated, 1.0#11.6."""
     page = sealed(keys(method=method))
     for bit in range(8 * HEADER_BYTES):
@@ -69,7 +82,7 @@ def test_every_flipped_bit_of_the_header_is_refused_even_under_checksums_that_fi
 
 
 @given(EITHER, st.integers(0, 8 * IDENTITY.payload_bytes - 1))
-def test_a_forged_payload_under_checksums_that_fit_is_refused_as_forged(method: Method, bit: int) -> None:
+def test_a_forged_payload_under_checksums_that_fit_is_refused_as_forged(method: PageAuthMethod, bit: int) -> None:
     """Spec-mandated, 1.0#11.6. The control: without keys the same forgery is believed."""
     for by, expected in ((keys(method=method), "forged"), (None, None)):
         page = sealed(by)
@@ -78,11 +91,11 @@ def test_a_forged_payload_under_checksums_that_fit_is_refused_as_forged(method: 
         assert reason(checked(page), by) == expected
 
 
-@given(st.integers(0, 2**256 - 1), st.integers(0, 2**128 - 1), st.sampled_from(list(METHODS.values())))
+@given(st.integers(0, 2**256 - 1), st.integers(0, 2**128 - 1), st.sampled_from(list(PAGE_AUTH_METHODS.values())))
 def test_whoever_guesses_salt_and_tag_is_refused_as_forged(salt: int, tag: int, flags: int) -> None:
     page = sealed(None)
     page[8:12] = flags.to_bytes(4, "little")
-    page[112:120] = bytes.fromhex(SealKeys([KEY]).key_ids[0])  # it is no secret
+    page[112:120] = bytes.fromhex(PageAuthKeys([KEY]).key_ids[0])  # it is no secret
     page[120:152] = salt.to_bytes(32, "little")
     page[152:168] = tag.to_bytes(16, "little")
     assert reason(checked(page), keys()) == "forged"
@@ -99,17 +112,21 @@ def moved(page: bytearray, to: PageIdentity) -> bytearray:
 
 SALTED = replace(SPACE, cache_salt="tenant")
 PLACES = [
-    identify(SPACE, PAGES[1], PART),
-    identify(SPACE, page_chain(SPACE, [9] * 8)[0], PART),
-    identify(replace(SPACE, revision="next"), page_chain(replace(SPACE, revision="next"), list(range(8)))[0], PART),
-    identify(SPACE, PAGES[0], Rectangle(1, 3, 0, 2)),
-    identify(SALTED, page_chain(SALTED, list(range(8)))[0], PART),
+    page_identity(SPACE, PAGES[1], PART),
+    page_identity(SPACE, chain_pages(SPACE, [9] * 8)[0], PART),
+    page_identity(
+        replace(SPACE, revision="next"), chain_pages(replace(SPACE, revision="next"), list(range(8)))[0], PART
+    ),
+    page_identity(SPACE, PAGES[0], KVShard(1, 3, 0, 2)),
+    page_identity(SALTED, chain_pages(SALTED, list(range(8)))[0], PART),
 ]
 
 
 @pytest.mark.parametrize("place", range(len(PLACES)))
-@pytest.mark.parametrize("method", METHODS)
-def test_a_page_cannot_be_moved_to_another_position_prompt_model_part_or_tenant(method: Method, place: int) -> None:
+@pytest.mark.parametrize("method", PAGE_AUTH_METHODS)
+def test_a_page_cannot_be_moved_to_another_position_prompt_model_part_or_tenant(
+    method: PageAuthMethod, place: int
+) -> None:
     to = PLACES[place]
     page = moved(sealed(keys(method=method)), to)
     assert reason(page, None, to) == "locked"
@@ -124,10 +141,10 @@ def test_the_keys_of_one_tenant_open_no_page_of_another(one: str | None, other: 
 
 
 @given(EITHER, st.permutations([KEY, OTHER]))
-def test_a_page_by_another_key_is_locked(method: Method, pair: list[bytes]) -> None:
+def test_a_page_by_another_key_is_locked(method: PageAuthMethod, pair: list[bytes]) -> None:
     page = sealed(keys(pair[0], method=method))
     assert reason(page, keys(pair[1])) == "locked"
-    page[112:120] = bytes.fromhex(SealKeys([pair[1]]).key_ids[0])
+    page[112:120] = bytes.fromhex(PageAuthKeys([pair[1]]).key_ids[0])
     assert reason(checked(page), keys(pair[1])) == "forged"
 
 
@@ -161,11 +178,11 @@ def test_a_refusal_says_whether_the_page_may_be_good_for_others() -> None:
     newer = bytearray(page)
     newer[4] = 2
     for found in (reason(page, keys(KEY)), reason(page, None), reason(newer, keys(OTHER))):
-        assert found in USABLE_BY_OTHERS
+        assert found in REASONS_USABLE_BY_OTHERS
     for found in (reason(sealed(None), keys()), reason(page[:-1], keys(OTHER))):
         assert found is not None
-        assert found not in USABLE_BY_OTHERS
-    assert set(REASONS) > USABLE_BY_OTHERS
+        assert found not in REASONS_USABLE_BY_OTHERS
+    assert set(PAGE_REFUSAL_REASONS) > REASONS_USABLE_BY_OTHERS
 
 
 def test_no_two_pages_share_a_page_key() -> None:
@@ -176,8 +193,8 @@ def test_no_two_pages_share_a_page_key() -> None:
 
 def test_the_text_of_a_key_file_is_read_and_errors_never_show_it() -> None:
     text = f"# engines\n\n{KEY.hex()}  # 2026\n{OTHER.hex().upper()}\n"
-    found = SealKeys.parse(text)
-    assert found.key_ids == SealKeys([KEY, OTHER]).key_ids
+    found = PageAuthKeys.parse(text)
+    assert found.key_ids == PageAuthKeys([KEY, OTHER]).key_ids
     assert reason(sealed(found.for_tenant(None)), keys(KEY)) is None
     for wrong, words in [
         ("", "1 to 16"),
@@ -187,19 +204,19 @@ def test_the_text_of_a_key_file_is_read_and_errors_never_show_it() -> None:
         ("\n".join(Random(n).randbytes(32).hex() for n in range(17)), "1 to 16"),
         ("#" * (1 << 17), "longer"),
     ]:
-        with pytest.raises(SealError, match=words) as caught:
-            SealKeys.parse(wrong)
+        with pytest.raises(PageAuthError, match=words) as caught:
+            PageAuthKeys.parse(wrong)
         assert KEY.hex()[:-1] not in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [[b"short"], [], [KEY, KEY]])
 def test_what_is_no_key_is_refused(wrong: list[bytes]) -> None:
-    with pytest.raises(SealError):
-        SealKeys(wrong)
+    with pytest.raises(PageAuthError):
+        PageAuthKeys(wrong)
 
 
 def test_keys_show_themselves_to_nobody() -> None:
-    found = SealKeys([KEY])
+    found = PageAuthKeys([KEY])
     shown = f"{found!r} {found} {found.for_tenant('t')!r} {found.key_ids}"
     assert KEY.hex()[:16] not in shown
     assert repr(KEY)[2:20] not in shown
@@ -208,8 +225,8 @@ def test_keys_show_themselves_to_nobody() -> None:
 def test_without_the_package_the_error_and_the_refusal_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     page = sealed(keys())
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(SealError, match=r"kvparams\[sealed\]"):
-        SealKeys([KEY])
+    with pytest.raises(PageAuthError, match=r"kvparams\[sealed\]"):
+        PageAuthKeys([KEY])
     plain = keys(method="hmac-sha256")
     refusal = verify(memoryview(page), IDENTITY, plain)
     assert refusal is not None
@@ -234,7 +251,7 @@ def test_what_a_tag_costs(effort: Callable[[int, int], int], record: Callable[[d
     identity = replace(IDENTITY, payload_bytes=payload_bytes)
     rounds = effort(50, 2000)
     speeds: dict[str, object] = {}
-    for name, by in {"xxh3": None, **{method: keys(method=method) for method in METHODS}}.items():
+    for name, by in {"xxh3": None, **{method: keys(method=method) for method in PAGE_AUTH_METHODS}}.items():
         page = memoryview(sealed(by, identity))
         speeds[f"seal {name}"] = round((1 << 20) / best_s(lambda: seal(page, identity, by), rounds) / 1e9, 2)  # noqa: B023
         speeds[f"verify {name}"] = round((1 << 20) / best_s(lambda: verify(page, identity, by), rounds) / 1e9, 2)  # noqa: B023

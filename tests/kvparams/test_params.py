@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvparams import PROTOCOL_VERSION, Endpoint, KVTransferParams, TokenPrefix, Transfer, Usage, dump, parse
-from kvparams.fields import MAX_ITEMS, MAX_KEYS, MAX_TEXT
+from kvparams.field_types import MAX_ITEMS, MAX_KEYS, MAX_TEXT
 from kvparams.params import KNOWN_PATHS
 from kvparams.tokens import MAX_TOKENS, pack, token_digest, unpack
 

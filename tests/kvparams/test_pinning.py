@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.dialects.forms import ADDRESSES, HOST, PORT, URL, Each, Either, Form
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL, NIXL_TABLE
-from kvparams.dialects.registry import tables
-from kvparams.dialects.store import DROPPING_STORE, STORE
-from kvparams.dialects.table import Row
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import LegAnswer
-from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams.trust.pinning import HandoffRefused, Pins, canonical, declared
+from kvparams.dialects.registry import load_tables
+from kvparams.dialects.store import STORE, STORE_DROP
+from kvparams.dialects.table import NativeKey
+from kvparams.dialects.value_types import ADDRESSES, HOST, PORT, URL, ListType, UnionType, ValueType
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.routing.handoff_verifier import HandoffRefused, HandoffVerifier, canonical_host, parse_declared_address
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import LegResult
 
 from .planning import Table, fleet_of
 
-PINS = Pins(tables().values())
+PINS = HandoffVerifier(load_tables().values())
 ENGINE = Instance("p0", "b", Role.PREFILL, "http://10.0.0.7:8000", "nixl")
 ANSWER: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -41,15 +41,15 @@ METADATA = "169.254.169.254"
 
 def refusal(said: dict[str, Any], engine: Instance = ENGINE, reached: tuple[str, ...] = ()) -> HandoffRefused:
     with pytest.raises(HandoffRefused) as caught:
-        PINS.check(engine, said, reached)
+        PINS.verify(engine, said, reached)
     assert METADATA not in str(caught.value), "clients are told this"
     return caught.value
 
 
 def test_the_host_of_its_own_url_is_its_own_with_any_port() -> None:
-    PINS.check(ENGINE, ANSWER)
-    PINS.check(ENGINE, ANSWER | {"remote_port": 65_535})
-    PINS.check(ENGINE, ANSWER | {"remote_host": None})
+    PINS.verify(ENGINE, ANSWER)
+    PINS.verify(ENGINE, ANSWER | {"remote_port": 65_535})
+    PINS.verify(ENGINE, ANSWER | {"remote_host": None})
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_any_other_host_is_refused_whatever_it_looks_like(host: object) -> None:
 
 def test_a_host_is_the_same_however_an_address_is_written() -> None:
     for host in ("::ffff:10.0.0.7", "[::ffff:10.0.0.7]"):
-        PINS.check(ENGINE, ANSWER | {"remote_host": host})
+        PINS.verify(ENGINE, ANSWER | {"remote_host": host})
     six = replace(ENGINE, url="http://[fd00:0::7]:8000")
     for host in ("fd00::7", "[fd00::7]", "FD00:0:0::0007"):
-        PINS.check(six, ANSWER | {"remote_host": host})
+        PINS.verify(six, ANSWER | {"remote_host": host})
     here = replace(ENGINE, url="http://localhost:8000")
     for host in ("127.0.0.1", "::1", "LOCALHOST", "127.0.0.2"):
-        PINS.check(here, ANSWER | {"remote_host": host})
+        PINS.verify(here, ANSWER | {"remote_host": host})
     named = replace(ENGINE, url="http://P0.pods.svc:8000")
     for host in ("p0.pods.svc", "P0.pods.svc."):
-        PINS.check(named, ANSWER | {"remote_host": host})
+        PINS.verify(named, ANSWER | {"remote_host": host})
     assert refusal(ANSWER | {"remote_host": "pods.svc"}, named).reason == "address"
 
 
@@ -101,15 +101,15 @@ def test_where_the_url_has_a_name_the_address_that_it_led_to_is_known() -> None:
     """The usual case in Kubernetes: the URL is a name, and the engine's side channel is told the pod's IP."""
     named = replace(ENGINE, url="http://p0.pods.svc:8000")
     refusal(ANSWER, named)
-    PINS.check(named, ANSWER, ("10.0.0.7",))
-    PINS.check(named, ANSWER, ("fd00::1", "::ffff:10.0.0.7"))
+    PINS.verify(named, ANSWER, ("10.0.0.7",))
+    PINS.verify(named, ANSWER, ("fd00::1", "::ffff:10.0.0.7"))
     refusal(ANSWER, named, ("10.0.0.8",))
 
 
 def test_what_is_declared_is_its_own_too() -> None:
     behind_nat = replace(ENGINE, url="http://203.0.113.1:8000", addresses=("10.1.0.0/16", "p0.rdma", "fd00::/64"))
     for host in ("10.1.255.3", "p0.rdma", "fd00::77", "203.0.113.1"):
-        PINS.check(behind_nat, ANSWER | {"remote_host": host})
+        PINS.verify(behind_nat, ANSWER | {"remote_host": host})
     for host in ("10.2.0.1", "p1.rdma", "fd01::77", METADATA, "localhost"):
         refusal(ANSWER | {"remote_host": host}, behind_nat)
 
@@ -117,12 +117,12 @@ def test_what_is_declared_is_its_own_too() -> None:
 def test_a_host_that_is_declared_with_a_port_has_no_other() -> None:
     """Several engines on one machine can be told apart by nothing else."""
     one = replace(ENGINE, addresses=("10.0.0.7:5600", "[fd00::7]:5601"))
-    PINS.check(one, ANSWER)
-    PINS.check(one, ANSWER | {"remote_host": "fd00::7", "remote_port": 5601})
+    PINS.verify(one, ANSWER)
+    PINS.verify(one, ANSWER | {"remote_host": "fd00::7", "remote_port": 5601})
     refusal(ANSWER | {"remote_port": 5601}, one)
     refusal(ANSWER | {"remote_host": "fd00::7"}, one)
     both = replace(ENGINE, addresses=("10.0.0.7:5600", "10.0.0.7:5601"))
-    PINS.check(both, ANSWER | {"remote_port": 5601})
+    PINS.verify(both, ANSWER | {"remote_port": 5601})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_host_that_is_declared_with_a_port_has_no_other() -> None:
      ("[fd00::1]", "fd00::1", None), ("127.0.0.1:9", "localhost", 9)],
 )  # fmt: skip
 def test_what_may_be_declared(text: str, host: str, port: int | None) -> None:
-    assert (declared(text).host, declared(text).port) == (host, port)
+    assert (parse_declared_address(text).host, parse_declared_address(text).port) == (host, port)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_may_be_declared(text: str, host: str, port: int | None) -> None:
 )
 def test_what_may_not_be_declared(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        declared(text)
+        parse_declared_address(text)
 
 
 @pytest.mark.parametrize("port", [0, -1, 65_536, "5600", 1.0, True, [5600, 0]])
@@ -168,11 +168,13 @@ def test_a_port_is_a_port(port: object) -> None:
 def test_addresses_of_every_dialect_are_looked_for_at_any_depth(said: dict[str, Any]) -> None:
     """A decode engine may have several connectors, and all of them read the same object."""
     assert refusal(ANSWER | said).reason == "address"
-    PINS.check(ENGINE, ANSWER | said | dict.fromkeys(said))
+    PINS.verify(ENGINE, ANSWER | said | dict.fromkeys(said))
 
 
 def test_what_is_no_address_is_let_through_as_it_came() -> None:
-    PINS.check(ENGINE, ANSWER | {"huge": 2**63 - 1, "x": {"y": [METADATA, {"z": None}]}, "remote_bootstrap_addr": None})
+    PINS.verify(
+        ENGINE, ANSWER | {"huge": 2**63 - 1, "x": {"y": [METADATA, {"z": None}]}, "remote_bootstrap_addr": None}
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,21 +207,21 @@ def test_values_out_of_bounds_are_refused(said: dict[str, Any]) -> None:
 def test_block_ids_are_of_whichever_form_some_release_has() -> None:
     cases: list[Any] = [[[1], [2, 3]], [1, 2], [], [[]], None]
     for blocks in cases:
-        PINS.check(ENGINE, ANSWER | {"remote_block_ids": blocks})
+        PINS.verify(ENGINE, ANSWER | {"remote_block_ids": blocks})
 
 
-def addressed(form: Form) -> bool:
-    if isinstance(form, Either):
+def addressed(form: ValueType) -> bool:
+    if isinstance(form, UnionType):
         return any(map(addressed, form.forms))
-    return addressed(form.inner) if isinstance(form, Each) else form in (HOST, PORT, URL, ADDRESSES)
+    return addressed(form.inner) if isinstance(form, ListType) else form in (HOST, PORT, URL, ADDRESSES)
 
 
 def test_every_row_whose_value_is_an_address_says_so() -> None:
     seen = 0
-    for table in tables().values():
-        for row in table.rows:
+    for table in load_tables().values():
+        for row in table.native_keys:
             seen += row.address is not None
-            assert not addressed(row.form) or row.address is not None, (table.name, row.name)
+            assert not addressed(row.value_type) or row.address is not None, (table.name, row.name)
     assert seen > 40
 
 
@@ -230,18 +232,18 @@ def test_the_spec_names_every_member_that_is_an_address() -> None:
     named = {part.split(" ")[0].rstrip("s"): set(re.findall(r"`([^`]+)`", part)) for part in parts}
     then = json.loads((Path(__file__).parents[2] / "spec" / "1.0" / "dialects.json").read_bytes())
     keys = [key for table in then.values() for key in table["keys"] if key.get("in") != "headers"]
-    rows = [row for table in tables().values() for row in table.rows if row.where != "headers"]
+    rows = [row for table in load_tables().values() for row in table.native_keys if row.location != "headers"]
     for kind in ("host", "port", "url"):
         assert named[kind] == {key["name"] for key in keys if key.get("address") == kind}
         assert named[kind] <= {row.name for row in rows if row.address == kind}, "later tables may name more"
 
 
 def test_a_dialect_of_somebody_else_is_held_by_its_own_table() -> None:
-    theirs = replace(NIXL_TABLE, name="theirs", rows=(Row("engine_door", HOST, "RD", address="host"),))
+    theirs = replace(NIXL_TABLE, name="theirs", native_keys=(NativeKey("engine_door", HOST, "RD", address="host"),))
     said = {"engine_door": METADATA}
-    PINS.check(ENGINE, said)  # the control: nobody knows that it is an address
+    PINS.verify(ENGINE, said)  # the control: nobody knows that it is an address
     with pytest.raises(HandoffRefused):
-        Pins([theirs]).check(ENGINE, said)
+        HandoffVerifier([theirs]).verify(ENGINE, said)
 
 
 HOSTS = st.from_regex(r"[0-9a-z.:\[\]@/%-]{1,24}", fullmatch=True) | st.ip_addresses().map(str)
@@ -252,20 +254,20 @@ def test_only_the_hosts_that_are_known_are_let_through(host: str, number: int) -
     four = ".".join(str(number >> shift & 255) for shift in (24, 16, 8, 0))
     for text in (host, four, f"[{four}]", f"::ffff:{four}"):
         said = {"remote_host": text, "remote_port": 1}
-        if canonical(text) == "10.0.0.7":
+        if canonical_host(text) == "10.0.0.7":
             continue
         with pytest.raises(HandoffRefused):
-            PINS.check(ENGINE, said)
+            PINS.verify(ENGINE, said)
 
 
 FACTS = RequestFacts("r", "t", "m", 1, 1, None, None)
 
 
-def planned(dialect: Any, answer: dict[str, Any], pins: Pins | None) -> Table:
+def planned(dialect: Any, answer: dict[str, Any], pins: HandoffVerifier | None) -> Table:
     table = Table(dialect, [replace(each, url="http://10.0.0.7:1", dialect="nixl") for each in fleet_of()])
     table.pins = pins
     table.found = {"remote_engine_id": "e", "remote_bootstrap_addr": "http://10.0.0.7:8998"}
-    table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer({} if leg.answers_client else answer))
+    table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegResult({} if leg.answers_client else answer))
     return table
 
 
@@ -301,16 +303,16 @@ def test_the_plan_sends_no_decode_leg_with_such_an_answer(dialect: Any, good: An
     table.pins = PINS
     table.found = {"remote_engine_id": "e", "remote_bootstrap_addr": "http://10.0.0.7:8998"}
     with pytest.raises(HandoffRefused):
-        table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer(evil))
+        table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegResult(evil))
     assert [leg.answers_client for leg in table.legs] == [False]
 
 
 def test_what_the_refused_answer_holds_is_given_back_without_telling_anyone_the_address() -> None:
-    table = Table(DROPPING_STORE, [replace(each, url="http://10.0.0.7:1") for each in fleet_of()])
+    table = Table(STORE_DROP, [replace(each, url="http://10.0.0.7:1") for each in fleet_of()])
     table.pins = PINS
     with pytest.raises(HandoffRefused):
-        table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer(document(f"{METADATA}:9")))
-    abandon = table.leases[-1].abandon
+        table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegResult(document(f"{METADATA}:9")))
+    abandon = table.leases[-1].release_request
     assert abandon is not None
     assert abandon.role is Role.PREFILL
     assert METADATA.encode() not in abandon.native
@@ -319,13 +321,13 @@ def test_what_the_refused_answer_holds_is_given_back_without_telling_anyone_the_
 def test_what_was_good_together_need_not_be_good_apart() -> None:
     """A host that is the instance's with one port alone, first beside that port, then without it; and an answer that
     says what was good in two others."""
-    pins = Pins(tables().values())
+    pins = HandoffVerifier(load_tables().values())
     instance = Instance("p", "1", Role.PREFILL, "http://prefill:8000", "nixl", addresses=("side:5600", "side:5601"))
     good = {"remote_host": "side", "remote_port": 5600, "com.example": "x"}
     for _ in range(3):
-        pins.check(instance, good)
-    pins.check(instance, {"remote_host": "side", "remote_port": 5601})
+        pins.verify(instance, good)
+    pins.verify(instance, {"remote_host": "side", "remote_port": 5601})
     for bad in ({"remote_host": "side"}, {"remote_host": "side", "com.example": "x"}, {**good, "remote_port": True}):
         with pytest.raises(HandoffRefused):
-            pins.check(instance, bad)
-        pins.check(instance, good)
+            pins.verify(instance, bad)
+        pins.verify(instance, good)

@@ -8,18 +8,18 @@ import pytest
 from kvparams import plugins
 from kvparams.cli import main
 from kvparams.errors import PluginError
-from kvparams.scheduling import RoundRobin
+from kvparams.instances import RoundRobin
 
 
 def test_what_is_registered_is_found_by_name() -> None:
-    assert plugins.load("policies", "round_robin") is RoundRobin
-    assert {"nixl", "store"} <= set(plugins.names("dialects"))
-    assert {"file", "memory"} <= set(plugins.names("stores"))
+    assert plugins.load_plugin("policies", "round_robin") is RoundRobin
+    assert {"nixl", "store"} <= set(plugins.plugin_names("dialects"))
+    assert {"file", "memory"} <= set(plugins.plugin_names("stores"))
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(PluginError, match="round_robin"):
-        plugins.load("policies", "no-such")
+        plugins.load_plugin("policies", "no-such")
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_a_broken_registration_says_what_is_wrong(
 
     monkeypatch.setattr("kvparams.plugins.entry_points", registered)
     with pytest.raises(PluginError, match=words):
-        plugins.load("things", "x")
+        plugins.load_plugin("things", "x")
     with pytest.raises(PluginError, match=words):
-        plugins.load_all("things")
-    assert isinstance(plugins.load_each("things")["x"], PluginError)
+        plugins.load_all_plugins("things")
+    assert isinstance(plugins.load_each_plugin("things")["x"], PluginError)
 
 
 def test_all_of_a_kind_are_what_each_is_by_its_name() -> None:
-    found = plugins.load_all("dialects")
-    assert list(found) == plugins.names("dialects")
-    assert all(one is plugins.load("dialects", name) for name, one in found.items())
+    found = plugins.load_all_plugins("dialects")
+    assert list(found) == plugins.plugin_names("dialects")
+    assert all(one is plugins.load_plugin("dialects", name) for name, one in found.items())
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +95,6 @@ def test_a_command_whose_extra_is_missing_says_so(
     def missing(kind: str) -> dict[str, object]:
         return {"proxy": PluginError("proxy cannot be imported: pip install 'kvparams[proxy]'")}
 
-    monkeypatch.setattr("kvparams.plugins.load_each", missing)
+    monkeypatch.setattr("kvparams.plugins.load_each_plugin", missing)
     assert main(["proxy", "--help"]) == 2
     assert "pip install 'kvparams[proxy]'" in capsys.readouterr().err

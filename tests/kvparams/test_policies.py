@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams import plugins
-from kvparams.expectation import expect
-from kvparams.pace import Pace
-from kvparams.policies.affinity import SessionAffinity
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.policies.least_load import LeastLoad
-from kvparams.policies.random_choice import RandomChoice
-from kvparams.policies.two_choices import TwoChoices
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
-from kvparams.speed import Usual
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
+from kvparams.routing.cost_model import FleetCostPrior
+from kvparams.routing.engine_backlog import EngineBacklog
+from kvparams.routing.policies.cache_aware import CacheAware
+from kvparams.routing.policies.least_load import LeastLoad
+from kvparams.routing.policies.random_choice import RandomChoice
+from kvparams.routing.policies.session_affinity import SessionAffinity
+from kvparams.routing.policies.two_choices import TwoChoices
+from kvparams.routing.ttft_estimate import estimate_ttft
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 POLICIES: dict[str, type[SchedulingPolicy]] = {
@@ -41,7 +41,7 @@ class Seat:
     """One instance, with books that a test keeps."""
 
     instance: Instance
-    pace: Pace
+    backlog: EngineBacklog
     in_flight: int = 0
     tokens: int = 0
 
@@ -56,36 +56,36 @@ class Fleet:
     seats: list[Seat] = field(default_factory=list[Seat])
 
     def __post_init__(self) -> None:
-        usual = Usual()
+        usual = FleetCostPrior()
         for index in range(self.count):
             instance = Instance(f"engine-{index}", "1", self.role, f"http://engine-{index}", "content")
-            self.seats.append(Seat(instance, Pace(lambda: self.now, usual)))
+            self.seats.append(Seat(instance, EngineBacklog(lambda: self.now, usual)))
 
     def run(self, seat: Seat, request: RequestFacts) -> None:
         """It is given this request."""
         seat.in_flight += 1
-        seat.tokens += request.tokens
-        expected = expect(seat, request)
-        seat.pace.begin(request.request_id, expected.work_s, expected.fetch_s)
+        seat.tokens += request.prompt_tokens
+        expected = estimate_ttft(seat, request)
+        seat.backlog.begin(request.request_id, expected.compute_s, expected.fetch_s)
 
     def end(self, seat: Seat, request: RequestFacts) -> None:
         """It has done it, as was expected."""
         seat.in_flight -= 1
-        seat.tokens -= request.tokens
-        seat.pace.end(request.request_id)
+        seat.tokens -= request.prompt_tokens
+        seat.backlog.end(request.request_id)
 
     def teach(self, tokens_per_s: float, seats: Sequence[Seat] | None = None) -> None:
         """All are as fast, or only these have told."""
         for seat in self.seats if seats is None else seats:
             for tokens in (1000, 2000, 8000, 500, 4000, 16000) * 4:
-                seat.pace.begin("lesson", 1.0)
+                seat.backlog.begin("lesson", 1.0)
                 self.now += tokens / tokens_per_s
-                seat.pace.end("lesson", tokens, tokens)
+                seat.backlog.end("lesson", tokens, tokens)
 
 
 def asked(name: str = "r", tokens: int = 1000, **more: object) -> RequestFacts:
     """A request."""
-    facts = RequestFacts(name, name, None, 1, 1, None, None, tokens=tokens)
+    facts = RequestFacts(name, name, None, 1, 1, None, None, prompt_tokens=tokens)
     return facts._replace(**more)
 
 
@@ -94,8 +94,8 @@ loads = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50_000), st.integer
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_is_registered_by_its_name(name: str) -> None:
-    assert plugins.load("policies", name) is POLICIES[name]
-    assert set(POLICIES) <= set(plugins.names("policies"))
+    assert plugins.load_plugin("policies", name) is POLICIES[name]
+    assert set(POLICIES) <= set(plugins.plugin_names("policies"))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
@@ -112,9 +112,9 @@ def test_a_choice_is_a_candidate_and_the_same_every_time(
     for seat, (in_flight, tokens, held) in zip(fleet.seats, loads, strict=True):
         seat.in_flight, seat.tokens = in_flight, tokens
         for leg in range(in_flight):
-            seat.pace.begin(leg, tokens / 10_000)
+            seat.backlog.begin(leg, tokens / 10_000)
         cached[seat.instance] = held
-    request = asked(tokens=8_000, session=session, cached=cached, stored=4_000)
+    request = asked(tokens=8_000, session=session, cached_tokens=cached, stored_tokens=4_000)
     chosen = policy().choose(fleet.seats, request, turn)
     assert chosen in fleet.seats
     assert policy().choose(fleet.seats, request, turn) is chosen
@@ -151,7 +151,7 @@ def test_and_also_where_one_request_has_ended_before_the_next_comes(count: int) 
 def test_a_cached_prefix_is_gone_back_to() -> None:
     fleet = Fleet(4)
     holder = fleet.seats[2]
-    request = asked(tokens=8_000, cached={holder.instance: 7_000})
+    request = asked(tokens=8_000, cached_tokens={holder.instance: 7_000})
     assert {CacheAware().choose(fleet.seats, request, turn).instance.id for turn in range(8)} == {holder.instance.id}
 
 
@@ -160,13 +160,13 @@ def test_unless_it_is_sooner_computed_elsewhere() -> None:
     fleet = Fleet(4)
     fleet.teach(10_000.0)
     holder = fleet.seats[2]
-    request = asked(tokens=8_000, cached={holder.instance: 7_000})
-    small = asked("small", tokens=100, cached={holder.instance: 90})
+    request = asked(tokens=8_000, cached_tokens={holder.instance: 7_000})
+    small = asked("small", tokens=100, cached_tokens={holder.instance: 90})
     holder.in_flight = 1
-    holder.pace.begin("before", 0.5)
+    holder.backlog.begin("before", 0.5)
     assert CacheAware().choose(fleet.seats, request, 0) is holder
     assert CacheAware().choose(fleet.seats, small, 0) is not holder
-    holder.pace.begin("more", 0.5)
+    holder.backlog.begin("more", 0.5)
     assert CacheAware().choose(fleet.seats, request, 0) is not holder
 
 
@@ -176,10 +176,10 @@ def test_a_hot_prefix_spreads(count: int, tokens: int) -> None:
     fleet, policy = Fleet(count), CacheAware()
     held: dict[Instance, int] = {}
     for number in range(2_000):
-        request = asked(str(number), tokens, cached=dict(held))
-        least = min(expect(seat, request).ttft_s for seat in fleet.seats)
+        request = asked(str(number), tokens, cached_tokens=dict(held))
+        least = min(estimate_ttft(seat, request).ttft_s for seat in fleet.seats)
         seat = policy.choose(fleet.seats, request, number)
-        assert expect(seat, request).ttft_s <= 2.0 * least
+        assert estimate_ttft(seat, request).ttft_s <= 2.0 * least
         fleet.run(seat, request)
         held[seat.instance] = tokens
         if len(held) == count:
@@ -197,7 +197,7 @@ def test_with_everyone_on_one_prefix_nobody_stands_idle_for_good(cold_s: float, 
     got = dict.fromkeys((seat.instance for seat in fleet.seats), 0)
 
     def ask(number: int) -> None:
-        request = asked(str(number), 8_000, cached=dict(held))
+        request = asked(str(number), 8_000, cached_tokens=dict(held))
         seat = policy.choose(fleet.seats, request, number)
         one = seat.instance
         fleet.run(seat, request)
@@ -212,7 +212,7 @@ def test_with_everyone_on_one_prefix_nobody_stands_idle_for_good(cold_s: float, 
         fleet.now, number, seat, computed = heappop(ends)
         seat.in_flight -= 1
         seat.tokens -= 8_000
-        seat.pace.end(str(number), computed, 8_000)
+        seat.backlog.end(str(number), computed, 8_000)
         for further in islice(numbers, 1 if number else 64):
             ask(further)
     assert min(got.values()) >= 300
@@ -223,18 +223,18 @@ def test_whoever_was_idle_only_for_a_moment_is_not_given_what_another_has_cached
     fleet, policy = Fleet(4), CacheAware()
     fleet.teach(10_000.0)
     holder, idle, *busy = fleet.seats
-    request = asked(tokens=8_000, cached={holder.instance: 4_000})
+    request = asked(tokens=8_000, cached_tokens={holder.instance: 4_000})
     for seat in (holder, *busy):
         for number in range(3):
             seat.in_flight += 1
-            seat.pace.begin(number, 0.25)
-    idle.pace.begin("last", 1.0)
-    idle.pace.end("last", 10_000, 10_000)
+            seat.backlog.begin(number, 0.25)
+    idle.backlog.begin("last", 1.0)
+    idle.backlog.end("last", 10_000, 10_000)
     fleet.now += 0.05
     assert policy.choose(fleet.seats, request, 0) is holder
     fleet.now += 50.0  # and the others have not got on
-    assert idle.pace.idle_s > 50.0
-    assert holder.pace.idle_s == 0.0
+    assert idle.backlog.idle_s > 50.0
+    assert holder.backlog.idle_s == 0.0
     assert policy.choose(fleet.seats, request, 0) is idle
 
 
@@ -242,9 +242,9 @@ def test_whoever_is_slow_gets_less() -> None:
     fleet = Fleet(2)
     for seat, rate in zip(fleet.seats, (2_000.0, 8_000.0), strict=True):
         for tokens in (1000, 4000, 2000, 8000) * 5:
-            seat.pace.begin("lesson", 1.0)
+            seat.backlog.begin("lesson", 1.0)
             fleet.now += tokens / rate
-            seat.pace.end("lesson", tokens, tokens)
+            seat.backlog.end("lesson", tokens, tokens)
     policy = CacheAware()
     for number in range(100):
         request = asked(str(number), 2_000)
@@ -270,20 +270,20 @@ def test_whoever_is_new_is_tried_at_once_and_is_not_heaped_upon(tokens_per_s: fl
 def test_what_a_store_has_is_fetched_where_that_is_sooner() -> None:
     fleet = Fleet(1)
     seat = fleet.seats[0]
-    near = expect(seat, asked(tokens=8_000, stored=7_000))
-    assert (near.cached, near.fetched, near.computed) == (0, 7_000, 1_000)
-    assert near.ttft_s < expect(seat, asked(tokens=8_000)).ttft_s
-    seat.pace.begin("others fetch", 0.0, fetch_s=60.0)
-    assert expect(seat, asked(tokens=8_000, stored=7_000)).fetched == 0
-    own = expect(seat, asked(tokens=8_000, stored=7_000, cached={seat.instance: 7_500}))
-    assert (own.cached, own.fetched, own.computed) == (7_500, 0, 500)
+    near = estimate_ttft(seat, asked(tokens=8_000, stored_tokens=7_000))
+    assert (near.cached_tokens, near.fetched_tokens, near.computed_tokens) == (0, 7_000, 1_000)
+    assert near.ttft_s < estimate_ttft(seat, asked(tokens=8_000)).ttft_s
+    seat.backlog.begin("others fetch", 0.0, fetch_s=60.0)
+    assert estimate_ttft(seat, asked(tokens=8_000, stored_tokens=7_000)).fetched_tokens == 0
+    own = estimate_ttft(seat, asked(tokens=8_000, stored_tokens=7_000, cached_tokens={seat.instance: 7_500}))
+    assert (own.cached_tokens, own.fetched_tokens, own.computed_tokens) == (7_500, 0, 500)
 
 
 def test_decode_goes_where_least_runs_whatever_is_cached() -> None:
     fleet = Fleet(3, Role.DECODE)
     for seat, in_flight in zip(fleet.seats, (2, 1, 2), strict=True):
         seat.in_flight = in_flight
-    request = asked(tokens=8_000, cached={fleet.seats[0].instance: 8_000})
+    request = asked(tokens=8_000, cached_tokens={fleet.seats[0].instance: 8_000})
     assert CacheAware().choose(fleet.seats, request, 0) is fleet.seats[1]
 
 
@@ -329,9 +329,9 @@ def test_a_third_party_registers_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-policies\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvparams.policies]\nmost_cached = their_policies:MostCached\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    policy = cast("type[SchedulingPolicy]", plugins.load("policies", "most_cached"))()
+    policy = cast("type[SchedulingPolicy]", plugins.load_plugin("policies", "most_cached"))()
     fleet = Fleet(3)
-    request = asked(cached={fleet.seats[1].instance: 5, fleet.seats[2].instance: 9})
+    request = asked(cached_tokens={fleet.seats[1].instance: 5, fleet.seats[2].instance: 9})
     chosen: list[str] = []
     for turn in range(5):
         seat = policy.choose(fleet.seats, request, turn)
@@ -354,4 +354,4 @@ def test_a_shuffled_life_leaves_the_books_empty() -> None:
         running.append((seat, request))
     for each in running:
         fleet.end(*each)
-    assert [(seat.in_flight, seat.tokens, seat.pace.wait_s) for seat in fleet.seats] == [(0, 0, 0.0)] * 5
+    assert [(seat.in_flight, seat.tokens, seat.backlog.wait_s) for seat in fleet.seats] == [(0, 0, 0.0)] * 5

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams import parse
-from kvparams.codec import Template
-from kvparams.dialects import Abandon, Dialect, HandoffMissing
+from kvparams.codec import DocumentTemplate
+from kvparams.dialects.interface import Dialect, HandoffMissing, ReleaseRequest
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.store import DROPPING_STORE, MEETING_STORE, STORE
+from kvparams.dialects.store import STORE, STORE_DROP, STORE_MEET
 from kvparams.errors import InvalidParams
-from kvparams.managers.concurrent_legs import ConcurrentLegs
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.instances import RequestFacts, Role
 from kvparams.params import KNOWN_PATHS, KVTransferParams, Lease, Usage
-from kvparams.peers import source
-from kvparams.plan import Choose, Leg, LegAnswer, LegFailed, Plan, Sent
-from kvparams.scheduling import RequestFacts, Role
+from kvparams.peer_reads import peer_source
+from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import AcquireInstance, Leg, LegFailed, LegResult, Plan, StreamProgress
 from kvparams.tokens import TokenPrefix
 from tests.kvparams.planning import Table, fleet_of
 
@@ -49,7 +49,7 @@ def facts(**changes: Any) -> RequestFacts:
 def run(dialect: Dialect, answer: Mapping[str, object], request: RequestFacts) -> Any:
     table = Table(dialect)
     plan = PrefillThenDecode().legs(request, table)
-    first, second = table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else answer))
+    first, second = table.run(plan, lambda leg: LegResult({} if leg.answers_client else answer))
     assert not first.answers_client
     assert second.answers_client
     assert table.chosen == ["prefill-0", "decode-0"]
@@ -73,15 +73,15 @@ def test_nixls_dictionary_goes_to_decode_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("manager", [PrefillThenDecode(), ConcurrentLegs()])
-@pytest.mark.parametrize("speech", [STORE, MEETING_STORE])
+@pytest.mark.parametrize("speech", [STORE, STORE_MEET])
 def test_the_prefill_leg_alone_is_told_whose_memory_to_read(
     manager: PrefillThenDecode | ConcurrentLegs, speech: Dialect
 ) -> None:
     table, answer = Table(speech), {"kvparams": RESULT}
     table.sources["prefill-0"] = "10.0.0.5:7400"
-    legs = table.run(manager.legs(facts(), table), lambda leg: LegAnswer({} if leg.answers_client else answer))
+    legs = table.run(manager.legs(facts(), table), lambda leg: LegResult({} if leg.answers_client else answer))
     said = {leg.instance.role: parse(params(leg)["kvparams"]) for leg in legs}
-    assert source(said[Role.PREFILL]) == "10.0.0.5:7400"
+    assert peer_source(said[Role.PREFILL]) == "10.0.0.5:7400"
     assert said[Role.DECODE].extensions is None
 
 
@@ -105,7 +105,7 @@ def test_an_answer_that_cannot_be_handed_on_stops_the_plan(
 def test_what_a_connector_cannot_carry_one_decode_engine_answers_alone() -> None:
     for request in (facts(prompts=2), facts(choices=2)):
         table = Table(NIXL)
-        (only,) = table.run(PrefillThenDecode().legs(request, table), lambda _: LegAnswer({}))
+        (only,) = table.run(PrefillThenDecode().legs(request, table), lambda _: LegResult({}))
         assert (only.instance.id, only.answers_client, only.changes) == ("decode-0", True, {})
         assert table.leases == []
         assert table.given_back == ["prefill-0"]
@@ -115,7 +115,7 @@ def test_what_a_connector_cannot_carry_one_decode_engine_answers_alone() -> None
 FAILED = LegFailed("broken", another=True)
 UNSEEN = LegFailed("refused", another=True, claimed=False)
 BAD_REQUEST = LegFailed("bad", another=False)
-MIDWAY = LegFailed("broken", another=True, begun=True, sent=Sent([1, 2], [3]))
+MIDWAY = LegFailed("broken", another=True, begun=True, sent=StreamProgress([1, 2], [3]))
 LOST = LegFailed("broken", another=True, begun=True)
 
 
@@ -127,9 +127,9 @@ def tried(
     table.waits_s = waits_s
     left = list(ends)
 
-    def answer(leg: Leg) -> LegAnswer | LegFailed:
+    def answer(leg: Leg) -> LegResult | LegFailed:
         ended = left.pop(0)
-        return ended or LegAnswer({} if leg.answers_client else HANDOFF | {"kvparams": RESULT})
+        return ended or LegResult({} if leg.answers_client else HANDOFF | {"kvparams": RESULT})
 
     table.run(PrefillThenDecode().legs(facts(**changes), table), answer)
     assert left == []
@@ -177,7 +177,7 @@ def test_what_cannot_be_helped_is_told(ends: list[LegFailed | None], retries: in
 
 def test_a_stream_is_continued_from_its_token_ids() -> None:
     table, _ = tried(STORE, [None, MIDWAY, None, None])
-    assert [leg.resumed for leg in table.legs] == [None, None, MIDWAY.sent, MIDWAY.sent]
+    assert [leg.resume_from for leg in table.legs] == [None, None, MIDWAY.progress, MIDWAY.progress]
     prefix = parse(params(table.legs[2])["kvparams"]).prefix
     assert prefix == TokenPrefix.by_digest([1, 2, 3])
 
@@ -189,7 +189,7 @@ def test_kv_whose_lease_has_run_out_is_computed_again() -> None:
         table.waits_s = waits_s
         plan = PrefillThenDecode().legs(facts(), table)
         try:
-            table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else lease))
+            table.run(plan, lambda leg: LegResult({} if leg.answers_client else lease))
         except LegFailed as failure:
             assert "before a decode engine had room" in str(failure)  # noqa: PT017  not raised in the first round
         assert len([leg for leg in table.legs if not leg.answers_client]) == prefills
@@ -203,7 +203,7 @@ def test_decode_is_told_what_is_left_of_the_lease(waits_s: float, left_ms: int) 
         table = Table(STORE)
         table.waits_s = waits_s
         lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000, **beside}}}
-        table.run(PrefillThenDecode().legs(facts(), table), lambda _, lease=lease: LegAnswer(lease))
+        table.run(PrefillThenDecode().legs(facts(), table), lambda _, lease=lease: LegResult(lease))
         assert params(table.legs[1])["kvparams"]["lease"] == {"ttl_ms": left_ms, **beside}
 
 
@@ -226,10 +226,10 @@ def test_the_document_of_something_else_in_an_answer_is_not_used(wrong: dict[str
         table.echoes = False
         plan = PrefillThenDecode().legs(facts(), table)
         if told == 2:
-            table.run(plan, lambda _, result=result: LegAnswer({"kvparams": result}))
+            table.run(plan, lambda _, result=result: LegResult({"kvparams": result}))
         else:
             with pytest.raises(HandoffMissing, match="prefill engine answered with"):
-                table.run(plan, lambda _, result=result: LegAnswer({"kvparams": result}))
+                table.run(plan, lambda _, result=result: LegResult({"kvparams": result}))
         assert len(table.legs) == told
         assert len(table.leases) == 1  # and so it is given back
 
@@ -247,7 +247,7 @@ def test_no_document_that_is_made_here_has_a_member_of_its_own() -> None:
     """Spec-mandated, 1.0#5.8: only what prefill's answer has stays (1.0#5.2)."""
     table = Table(STORE)
     lease = {"kvparams": RESULT | {"lease": {"ttl_ms": 1000, "unknown": 1}, "producer": {"id": "p"}}}
-    table.run(PrefillThenDecode().legs(facts(token_ids=[1], cache_salt="s"), table), lambda _: LegAnswer(lease))
+    table.run(PrefillThenDecode().legs(facts(token_ids=[1], cache_salt="s"), table), lambda _: LegResult(lease))
     prefill, decode = (members(params(leg)["kvparams"]) for leg in table.legs)
     assert prefill - KNOWN_PATHS == set()
     assert decode - KNOWN_PATHS == {"lease.unknown"}
@@ -262,33 +262,33 @@ def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> N
         next(plan)
         plan.send(table.fleet[0])
         result = RESULT | {"request_id": "req", "transfer": {"id": "tra", "attempt": 1}}
-        plan.send(LegAnswer({"kvparams": result}))  # it waits for a decode engine
+        plan.send(LegResult({"kvparams": result}))  # it waits for a decode engine
         if retries == 0:
             with pytest.raises(LegFailed, match="given up"):
                 plan.throw(given_up)
         else:
-            assert plan.throw(given_up) == Choose(Role.PREFILL, [], Role.DECODE)
+            assert plan.throw(given_up) == AcquireInstance(Role.PREFILL, [], Role.DECODE)
             again = plan.send(table.fleet[0])
             assert params(again)["kvparams"]["transfer"] == {"id": "transfer-1", "attempt": 2}
 
 
-@pytest.mark.parametrize(("dialect", "drops"), [(DROPPING_STORE, True), (STORE, False), (NIXL, False)])
+@pytest.mark.parametrize(("dialect", "drops"), [(STORE_DROP, True), (STORE, False), (NIXL, False)])
 def test_what_a_broken_prefill_has_left_behind_is_dropped_where_that_is_the_policy(
     dialect: Dialect, drops: bool
 ) -> None:
-    def leases(end: Callable[[Plan], object]) -> list[tuple[str, Abandon | None]]:
+    def leases(end: Callable[[Plan], object]) -> list[tuple[str, ReleaseRequest | None]]:
         table = Table(dialect, fleet_of())
         plan = PrefillThenDecode().legs(facts(), table)
         next(plan)
         plan.send(table.fleet[0])
         end(plan)
-        return [(lease.transfer_id, lease.abandon) for lease in table.leases]
+        return [(lease.transfer_id, lease.release_request) for lease in table.leases]
 
     def fail(plan: Plan, *, claimed: bool) -> None:
         with pytest.raises(LegFailed):
             plan.throw(LegFailed("broke", another=True, claimed=claimed))
 
-    wanted = [("tra", Abandon(Role.PREFILL, b"{}", leg=False))] if drops else []
+    wanted = [("tra", ReleaseRequest(Role.PREFILL, b"{}", leg=False))] if drops else []
     assert leases(partial(fail, claimed=True)) == wanted
     assert leases(lambda plan: plan.close()) == wanted  # the client has left
     assert leases(partial(fail, claimed=False)) == []  # the engine cannot have seen it
@@ -303,7 +303,7 @@ def test_a_template_writes_what_the_document_itself_would(request_id: str, trans
     changed = RESULT | {"request_id": request_id, "transfer": {"id": transfer_id, "attempt": 1}}
     if salt is not None:
         changed["isolation"] = {"cache_salt": salt}
-    filled = Template(document).fill(request_id, transfer_id, salt)
+    filled = DocumentTemplate(document).fill(request_id, transfer_id, salt)
     assert json.loads(filled) == changed
     assert parse(filled) == parse(changed)
 
@@ -311,7 +311,7 @@ def test_a_template_writes_what_the_document_itself_would(request_id: str, trans
 @pytest.mark.parametrize("salt", ["", "x" * 257, "\ud800"])
 def test_a_template_refuses_the_salts_that_a_document_does(salt: str) -> None:
     with pytest.raises(InvalidParams) as refused:
-        Template(parse(RESULT)).fill("r", "t", salt)
+        DocumentTemplate(parse(RESULT)).fill("r", "t", salt)
     assert refused.value.problems[0].path == ("isolation", "cache_salt")
     with pytest.raises(InvalidParams):
         parse(RESULT | {"isolation": {"cache_salt": salt}})
@@ -319,12 +319,12 @@ def test_a_template_refuses_the_salts_that_a_document_does(salt: str) -> None:
 
 def test_a_template_has_no_isolation_of_its_own() -> None:
     with pytest.raises(ValueError, match="isolation"):
-        Template(parse(RESULT | {"isolation": {"lora": "a"}}))
+        DocumentTemplate(parse(RESULT | {"isolation": {"lora": "a"}}))
 
 
 @pytest.mark.parametrize("bad", ["", "a b", 'a"b', "a\\b", "x" * 129, "é", "a\n"])
 def test_a_template_takes_identifiers_only(bad: str) -> None:
-    template = Template(parse(RESULT))
+    template = DocumentTemplate(parse(RESULT))
     for ids in ((bad, "t"), ("r", bad)):
         with pytest.raises(InvalidParams):
             template.fill(*ids)

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from kvparams import InvalidParams, TokenPrefix, dump, parse, read_request
-from kvparams.dialects import Dialect, HandoffMissing
+from kvparams.dialects.interface import Dialect, HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import STORE
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import Leg, LegAnswer, LegFailed
-from kvparams.scheduling import RequestFacts
-from kvparams.trust.canonical import NotCanonical, canonical, canonical_json, native_members
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.replay import ReplayWindow
-from kvparams.trust.signing import MAX_LIFETIME_S, NoSigningKey, Signer
-from kvparams.trust.verifying import REASONS, Untrusted, verify
+from kvparams.instances import RequestFacts
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import Leg, LegFailed, LegResult
+from kvparams.signing.canonical_json import NotCanonical, canonical_document, canonical_json, native_members
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.replay_window import ReplayWindow
+from kvparams.signing.signer import MAX_LIFETIME_S, NoSigningKey, Signer
+from kvparams.signing.verification import UNTRUSTED_REASONS, UntrustedParams, verify_params
 from tests.kvparams.planning import Table, fleet_of
 
 VECTORS = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "signatures.json"
 CASES: list[dict[str, Any]] = json.loads(VECTORS.read_bytes())["cases"]
 NOW = 1_767_225_600
 KEY = SigningKey("k", bytes(32), NOW - 10)
-RING = Keyring([KEY])
+RING = SigningKeyring([KEY])
 NATIVE: dict[str, Any] = {
     "do_remote_prefill": True,
     "remote_block_ids": [list(range(100, 120)), [2**40]],
@@ -59,11 +59,11 @@ def signer(**changes: Any) -> Signer:
 
 def check(carrier: Any, **changes: Any) -> Any:
     given: dict[str, Any] = {"keyring": RING, "audience": "pool", "now": NOW, "replay": ReplayWindow(NOW - 100)}
-    return verify(carrier, **given | changes)
+    return verify_params(carrier, **given | changes)
 
 
 def refused(carrier: Any, **changes: Any) -> str:
-    with pytest.raises(Untrusted) as caught:
+    with pytest.raises(UntrustedParams) as caught:
         check(carrier, **changes)
     assert f"[{caught.value.reason}]" in str(caught.value)
     return caught.value.reason
@@ -72,12 +72,12 @@ def refused(carrier: Any, **changes: Any) -> str:
 # the vectors
 
 
-def ring_of(case: dict[str, Any]) -> Keyring:
+def ring_of(case: dict[str, Any]) -> SigningKeyring:
     keys = (
         SigningKey(key["kid"], bytes.fromhex(key["secret"]), key["not_before"], key["not_after"])
         for key in case["keys"]
     )
-    return Keyring(keys)
+    return SigningKeyring(keys)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -85,27 +85,27 @@ def test_every_vector_is_judged_as_it_says(case: dict[str, Any]) -> None:
     """Spec-mandated, 1.0#13.1 to 1.0#13.14: the vectors were made from the words of the spec, by other code."""
     carrier = case["kv_transfer_params"]
     if "canonical" in case:
-        assert canonical(parse(carrier["kvparams"])).decode() == case["canonical"]
+        assert canonical_document(parse(carrier["kvparams"])).decode() == case["canonical"]
         assert canonical_json(native_members(carrier), fractions=[]).decode() == case["canonical_native"]
     replay = ReplayWindow(case["since"])
     for kid, nonce in case.get("used", []):
-        assert replay.take(f"{kid} {nonce} ", case["now"] + 1000, case["now"])
+        assert replay.try_use(f"{kid} {nonce} ", case["now"] + 1000, case["now"])
     keyring = ring_of(case)
     for given_as in (json.dumps(carrier), carrier):
         before = deepcopy(given_as)
         window = replay if given_as is carrier else deepcopy(replay)
         arguments: Any = (given_as, keyring, case["audience"], case["now"], window)
         if case["refused"] is None:
-            assert verify(*arguments, instance=case.get("instance")) == read_request(carrier)
+            assert verify_params(*arguments, instance=case.get("instance")) == read_request(carrier)
         else:
-            with pytest.raises(Untrusted) as caught:
-                verify(*arguments, instance=case.get("instance"))
+            with pytest.raises(UntrustedParams) as caught:
+                verify_params(*arguments, instance=case.get("instance"))
             assert caught.value.reason == case["refused"]
         assert given_as == before
 
 
 def test_every_reason_has_a_vector_and_the_spec_says_what_it_is() -> None:
-    assert {case["refused"] for case in CASES} == {None, *REASONS}
+    assert {case["refused"] for case in CASES} == {None, *UNTRUSTED_REASONS}
 
 
 # what is signed
@@ -179,7 +179,7 @@ def test_one_change_anywhere_and_it_is_not_believed(data: st.DataObject) -> None
     changed = mutated(data.draw, deepcopy(carrier))
     try:
         found = check(changed)
-    except (Untrusted, InvalidParams):
+    except (UntrustedParams, InvalidParams):
         return
     # all that may differ is what is not there for a parser: nothing
     assert json.dumps(changed, sort_keys=True) == json.dumps(carrier, sort_keys=True), found
@@ -202,7 +202,7 @@ def test_what_cannot_be_signed_is_said_in_words() -> None:
             signer().sign(parse(SMALL), {"fraction": 0.5, name: wrong})
         assert refused({**signer().sign(parse(SMALL), {"fraction": 0.5}), name: wrong}) == "uncanonical"
     with pytest.raises(NoSigningKey):
-        signer(keyring=Keyring([SigningKey("k", bytes(32), NOW + 1)])).sign(parse(SMALL))
+        signer(keyring=SigningKeyring([SigningKey("k", bytes(32), NOW + 1)])).sign(parse(SMALL))
     for wrong in ({"audience": ""}, {"audience": "a b"}, {"audience": "é"}, {"lifetime_s": 0}, {"lifetime_s": 3601}):
         with pytest.raises(ValueError, match="1 to"):
             signer(**wrong)
@@ -239,7 +239,7 @@ def test_ids_of_a_prompt_that_nobody_signed_are_not_used() -> None:
 def test_the_newest_key_signs_and_the_old_one_is_believed_until_nothing_of_it_is_left() -> None:
     """Spec-mandated, 1.0#13.7: a key is changed without one request lost, at any moment."""
     old, new = SigningKey("old", b"o" * 32, NOW - 1000, NOW + 120), SigningKey("new", b"n" * 32, NOW + 60)
-    ring = Keyring([old, new])
+    ring = SigningKeyring([old, new])
     at = [float(NOW)]
     signing = signer(keyring=ring, now=lambda: at[0])
     seen: list[str] = []
@@ -251,16 +251,16 @@ def test_the_newest_key_signs_and_the_old_one_is_believed_until_nothing_of_it_is
             assert check(carrier, keyring=ring, now=at[0] + later) is not None
         seen.append(check(carrier, keyring=ring, now=at[0]).signature.kid)
     assert seen == ["old"] * 3 + ["new"] * 17
-    assert refused(carrier, keyring=Keyring([old]), now=at[0]) == "key"
+    assert refused(carrier, keyring=SigningKeyring([old]), now=at[0]) == "key"
 
 
 def test_a_signer_changes_its_keys_at_once() -> None:
     signing = signer()
     assert check(signing.sign(parse(SMALL))).signature.kid == "k"
-    other = Keyring([SigningKey("other", b"o" * 32, NOW)])
-    signing.use(other)
+    other = SigningKeyring([SigningKey("other", b"o" * 32, NOW)])
+    signing.use_keyring(other)
     assert check(signing.sign(parse(SMALL)), keyring=other).signature.kid == "other"
-    signing.use(Keyring([SigningKey("later", b"o" * 32, NOW + 5)]))
+    signing.use_keyring(SigningKeyring([SigningKey("later", b"o" * 32, NOW + 5)]))
     with pytest.raises(NoSigningKey):
         signing.sign(parse(SMALL))
 
@@ -353,7 +353,7 @@ def test_a_bounded_window_never_lets_anything_in_twice(uses: list[tuple[int, int
         now += passed - 1  # also backwards, a little
         nonce = f"n{number}"
         until = expiry.setdefault(nonce, now + life)
-        if window.take(nonce, until, now):
+        if window.try_use(nonce, until, now):
             assert nonce not in ever
             ever.add(nonce)
         assert len(window) <= capacity
@@ -362,9 +362,9 @@ def test_a_bounded_window_never_lets_anything_in_twice(uses: list[tuple[int, int
 def test_a_window_with_room_refuses_nothing_that_is_new() -> None:
     """The control: it could keep the law above by refusing everything."""
     window = ReplayWindow(0, 1000)
-    assert all(window.take(f"n{number}", 50 + number % 7, number / 100) for number in range(1000))
+    assert all(window.try_use(f"n{number}", 50 + number % 7, number / 100) for number in range(1000))
     assert len(window) == 1000
-    assert window.take("later", 200, 100)
+    assert window.try_use("later", 200, 100)
     assert len(window) == 1
     with pytest.raises(ValueError, match="at least one"):
         ReplayWindow(0, 0)
@@ -372,11 +372,11 @@ def test_a_window_with_room_refuses_nothing_that_is_new() -> None:
 
 def test_where_there_is_no_more_room_it_refuses_what_expires_first_and_goes_on() -> None:
     window = ReplayWindow(0, 10)
-    assert all(window.take(f"n{number}", 100 + number, 0) for number in range(50))
+    assert all(window.try_use(f"n{number}", 100 + number, 0) for number in range(50))
     assert len(window) == 10
-    assert not window.take("n3", 103, 0)  # forgotten, and refused all the same
-    assert not window.take("new", 139, 0)
-    assert window.take("new", 141, 0)
+    assert not window.try_use("n3", 103, 0)  # forgotten, and refused all the same
+    assert not window.try_use("new", 139, 0)
+    assert window.try_use("new", 141, 0)
 
 
 # the legs of a plan
@@ -414,8 +414,8 @@ def carriers(
     left = list(ends)
     both = HANDOFF | {"kvparams": RESULT}
 
-    def answer(leg: Leg) -> LegAnswer | LegFailed:
-        return left.pop(0) or LegAnswer({} if leg.answers_client else both)
+    def answer(leg: Leg) -> LegResult | LegFailed:
+        return left.pop(0) or LegResult({} if leg.answers_client else both)
 
     table.run(PrefillThenDecode(signing).legs(request, table), answer)
     assert left == []
@@ -456,17 +456,17 @@ def test_an_answer_that_cannot_be_signed_is_not_handed_on() -> None:
     table.found = PLACE
     plan = PrefillThenDecode(signer()).legs(FACTS, table)
     with pytest.raises(HandoffMissing, match=r"cannot be signed: later: "):
-        table.run(plan, lambda leg: LegAnswer(HANDOFF | {"later": 2**64}))
+        table.run(plan, lambda leg: LegResult(HANDOFF | {"later": 2**64}))
     unsigned = PrefillThenDecode().legs(FACTS, Table(NIXL))
-    Table(NIXL).run(unsigned, lambda leg: LegAnswer(HANDOFF | {"later": 2**64}))
+    Table(NIXL).run(unsigned, lambda leg: LegResult(HANDOFF | {"later": 2**64}))
 
 
 def test_a_producer_with_a_float_is_handed_on_where_nobody_signs() -> None:
     result = RESULT | {"producer": {"id": "p", "load": 0.5}}
     table = Table(STORE)
-    table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegAnswer({"kvparams": result}))
+    table.run(PrefillThenDecode().legs(FACTS, table), lambda leg: LegResult({"kvparams": result}))
     assert json.loads(table.legs[1].changes["kv_transfer_params"] or b"")["kvparams"]["producer"] == result["producer"]
     with pytest.raises(NotCanonical, match=r"producer.load"):
         Table(STORE).run(
-            PrefillThenDecode(signer()).legs(FACTS, Table(STORE)), lambda leg: LegAnswer({"kvparams": result})
+            PrefillThenDecode(signer()).legs(FACTS, Table(STORE)), lambda leg: LegResult({"kvparams": result})
         )

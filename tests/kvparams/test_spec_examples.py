@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import pytest
 
-from kvparams import dump, errors, parse, read_request, trio
+from kvparams import dump, errors, legacy_params, parse, read_request
 from kvparams.params import KNOWN_PATHS
-from kvparams.trust.canonical import canonical, canonical_json, native_members
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.replay import ReplayWindow
-from kvparams.trust.verifying import REASONS, verify
-from kvparams.versions import SPOKEN
+from kvparams.signing.canonical_json import canonical_document, canonical_json, native_members
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.replay_window import ReplayWindow
+from kvparams.signing.verification import UNTRUSTED_REASONS, verify_params
+from kvparams.versions import SUPPORTED_VERSIONS
 from tests.kvparams.spec_folder import SPEC as FOLDER
 from tests.kvparams.spec_folder import VECTORS
 
@@ -53,16 +53,16 @@ def test_every_request_in_the_text_carries_a_document(text: str) -> None:
     assert read_request(json.loads(text)["kv_transfer_params"]) is not None
 
 
-@pytest.mark.parametrize("text", fences("trio"))
+@pytest.mark.parametrize("text", fences("legacy_params"))
 def test_every_trio_in_the_text_is_valid(text: str) -> None:
-    found = trio.read(text)
-    written = trio.write(found.to_params("r", "t"), batched=found.batched, native=found.native)
+    found = legacy_params.read_legacy_params(text)
+    written = legacy_params.write_legacy_params(found.to_params("r", "t"), batched=found.batched, native=found.native)
     assert written == json.loads(text)
 
 
 def test_the_models_that_an_engine_names_say_what_it_speaks() -> None:
     (text,) = fences("models")
-    assert tuple(json.loads(text)["kvparams_versions"]) == SPOKEN
+    assert tuple(json.loads(text)["kvparams_versions"]) == SUPPORTED_VERSIONS
 
 
 def test_the_signed_example_is_what_it_says_step_by_step() -> None:
@@ -72,17 +72,17 @@ def test_the_signed_example_is_what_it_says_step_by_step() -> None:
     carrier = json.loads(text)
     signature = carrier["kvparams"]["signature"]
     assert canonical_json(native_members(carrier)) == native
-    assert canonical(carrier["kvparams"]) == document
+    assert canonical_document(carrier["kvparams"]) == document
     assert signature["native"] == f"sha256:{hashlib.sha256(native).hexdigest()}"
     tag = hmac.new(bytes(range(32)), b"kvparams signature 1\n" + document, "sha256").hexdigest()
     assert signature["value"] == tag
-    keyring = Keyring([SigningKey("a", bytes(range(32)), signature["iat"])])
-    assert verify(carrier, keyring, "pool-a", signature["iat"], ReplayWindow(0)) is not None
+    keyring = SigningKeyring([SigningKey("a", bytes(range(32)), signature["iat"])])
+    assert verify_params(carrier, keyring, "pool-a", signature["iat"], ReplayWindow(0)) is not None
 
 
 def test_the_reasons_stand_in_the_text_in_the_order_in_which_they_are_looked_for() -> None:
     section = SPEC.split("## 13. Signature")[1]
-    assert tuple(re.findall(r"^[0-9]+\. `(\w+)`: ", section, re.MULTILINE)) == REASONS
+    assert tuple(re.findall(r"^[0-9]+\. `(\w+)`: ", section, re.MULTILINE)) == UNTRUSTED_REASONS
 
 
 def test_every_known_member_stands_in_the_text() -> None:

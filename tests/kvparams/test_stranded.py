@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvparams.dialects.store import MEETING_STORE, STORE
-from kvparams.managers.concurrent_legs import ConcurrentLegs
-from kvparams.managers.interface import DisaggregatedRequestManager
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import Choose, LegFailed
-from kvparams.scheduling import RequestFacts, Role
+from kvparams.dialects.store import STORE, STORE_MEET
+from kvparams.instances import RequestFacts, Role
+from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.managers.interface import DisaggregatedRequestManager
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import AcquireInstance, LegFailed
 from tests.kvparams.planning import Table, fleet_of
 
 FACTS = RequestFacts("r", "t", None, 1, 1, None, None)
@@ -19,24 +19,24 @@ MANAGERS = (
 
 @pytest.mark.parametrize(("manager", "first"), MANAGERS)
 def test_what_it_has_is_given_back_before_it_chooses_anew(manager: DisaggregatedRequestManager, first: Role) -> None:
-    table = Table(STORE if first is Role.DECODE else MEETING_STORE, fleet_of(2, 2), retries=1)
+    table = Table(STORE if first is Role.DECODE else STORE_MEET, fleet_of(2, 2), retries=1)
     plan = manager.legs(FACTS, table)
     chosen = next(one for one in table.fleet if one.role is first)
     step = next(plan)
-    assert isinstance(step, Choose)
+    assert isinstance(step, AcquireInstance)
     assert step.role is first
     step = plan.send(chosen)
-    assert isinstance(step, Choose)
-    assert step.beside is chosen
+    assert isinstance(step, AcquireInstance)
+    assert step.paired_with is chosen
     step = plan.throw(LegFailed("nobody is left", another=True, claimed=False))
-    assert isinstance(step, Choose)
+    assert isinstance(step, AcquireInstance)
     assert step.role is first
     assert table.given_back == [chosen.id]
 
 
 @pytest.mark.parametrize(("manager", "first"), MANAGERS)
 def test_without_another_attempt_it_is_told(manager: DisaggregatedRequestManager, first: Role) -> None:
-    table = Table(STORE if first is Role.DECODE else MEETING_STORE, fleet_of(2, 2), retries=0)
+    table = Table(STORE if first is Role.DECODE else STORE_MEET, fleet_of(2, 2), retries=0)
     plan = manager.legs(FACTS, table)
     next(plan)
     plan.send(next(one for one in table.fleet if one.role is first))

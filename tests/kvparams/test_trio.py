@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams import InvalidParams, KVTransferParams, TokenPrefix, dump, parse, read_request, trio, write
+from kvparams import InvalidParams, KVTransferParams, TokenPrefix, dump, legacy_params, parse, read_request, write
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=5)
 KEYS = st.lists(st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=9), max_size=4)
@@ -43,12 +43,12 @@ def several_prompts(draw: st.DrawFn) -> dict[str, Any]:
 def test_what_was_read_is_written_back_as_it_was(members: dict[str, Any], native: dict[str, Any]) -> None:
     """Spec-mandated, 1.0#9.6: also through the documents and their JSON, and from text."""
     value = {**native, **members}
-    found = trio.read(value)
+    found = legacy_params.read_legacy_params(value)
     documents = found.to_params("r", "t")
-    assert trio.write(documents, batched=found.batched, native=found.native) == value
+    assert legacy_params.write_legacy_params(documents, batched=found.batched, native=found.native) == value
     through_json = [parse(json.dumps(dump(params))) for params in documents]
-    assert trio.write(through_json, batched=found.batched, native=found.native) == value
-    assert trio.read(json.dumps(value)) == found
+    assert legacy_params.write_legacy_params(through_json, batched=found.batched, native=found.native) == value
+    assert legacy_params.read_legacy_params(json.dumps(value)) == found
 
 
 @given(st.lists(st.tuples(IDS, st.none() | KEYS, st.none() | KEYS), min_size=1, max_size=4))
@@ -69,7 +69,14 @@ def test_what_was_written_is_read_back(said: list[tuple[list[int], list[str] | N
         )
         for index, (ids, load, store) in enumerate(said)
     ]
-    assert list(trio.read(trio.write(documents, batched=True)).to_params("r", "t")) == documents
+    assert (
+        list(
+            legacy_params.read_legacy_params(legacy_params.write_legacy_params(documents, batched=True)).to_params(
+                "r", "t"
+            )
+        )
+        == documents
+    )
 
 
 def document(**members: object) -> KVTransferParams:
@@ -87,20 +94,20 @@ def document(**members: object) -> KVTransferParams:
 
 def test_every_form_of_the_prefix_is_written_as_a_list() -> None:
     for prefix in ([1, 2], {"count": 2, "ids": [1, 2]}, {"count": 2, "packed": "AQAAAAIAAAA="}):
-        assert trio.write([document(prefix=prefix)]) == {"prefix_prompt_ids": [1, 2]}
+        assert legacy_params.write_legacy_params([document(prefix=prefix)]) == {"prefix_prompt_ids": [1, 2]}
 
 
 def test_a_digest_is_not_written_as_a_trio() -> None:
     """Spec-mandated, 1.0#9.7."""
     hidden = document(prefix={"count": 1, "digest": "sha256:" + "0" * 64})
     with pytest.raises(InvalidParams) as caught:
-        trio.write([document(prefix=[1]), hidden], batched=True)
+        legacy_params.write_legacy_params([document(prefix=[1]), hidden], batched=True)
     assert [(problem.path, problem.kind) for problem in caught.value.problems] == [((1, "prefix"), "conflict")]
 
 
 def test_in_a_batch_a_member_that_some_documents_lack_is_null_for_them() -> None:
     documents = [document(store_keys=["a"]), document(load_keys=["b"])]
-    assert trio.write(documents, batched=True) == {
+    assert legacy_params.write_legacy_params(documents, batched=True) == {
         "kvcache_load_keys": [None, ["b"]],
         "kvcache_store_keys": [["a"], None],
     }
@@ -108,7 +115,7 @@ def test_in_a_batch_a_member_that_some_documents_lack_is_null_for_them() -> None
 
 def test_several_documents_without_a_batch_are_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="batch"):
-        trio.write([document(), document()])
+        legacy_params.write_legacy_params([document(), document()])
 
 
 def test_a_request_that_carries_the_trio_is_named_by_its_reader() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvparams import InvalidParams, UnsupportedVersion, dump, dump_json, parse, read_request, trio
-from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain, page_key
-from kvparams.pages import HEADER_BYTES, REASONS, identify, seal, verify
-from kvparams.seals import METHODS, Method, PageKeys, SealKeys
+from kvparams import InvalidParams, UnsupportedVersion, dump, dump_json, legacy_params, parse, read_request
+from kvparams.keys import ExtraKey, Geometry, KVShard, Namespace, chain_pages, page_key
+from kvparams.page_auth import PAGE_AUTH_METHODS, PageAuthKeys, PageAuthMethod, TenantPageAuthKeys
+from kvparams.pages import HEADER_BYTES, PAGE_REFUSAL_REASONS, page_identity, seal, verify
 from kvparams.versions import LossyDowngrade, NoCommonVersion, downgrade, negotiate
 from tests.kvparams.spec_folder import VECTORS
 
@@ -43,7 +43,17 @@ def ordered(found: list[Case]) -> list[Case]:
 def test_every_kind_of_vector_is_there() -> None:
     """Guards the tests below against an empty list of cases."""
     kinds = {json.loads(path.read_bytes())["kind"] for path in VECTORS.glob("*.json")}
-    assert kinds == {"carrier", "document", "trio", "keys", "pages", "signature", "events", "chain", "versions"}
+    assert kinds == {
+        "carrier",
+        "document",
+        "trio",
+        "keys",
+        "pages",
+        "signature",
+        "events",
+        "chain",
+        "versions",
+    }
     assert {kind for kind in kinds if len(cases(kind)) > 10} == kinds
 
 
@@ -110,14 +120,17 @@ def test_the_sdk_judges_every_trio_as_the_vector_says(case: Case, schema_accepts
     if not case["valid"]:
         for value in (case["trio"], json.dumps(case["trio"])):
             with pytest.raises(InvalidParams) as caught:
-                trio.read(value)
+                legacy_params.read_legacy_params(value)
             assert problems(caught.value) == ordered(case["problems"])
         return
     for value in (case["trio"], json.dumps(case["trio"])):
-        found = trio.read(value)
+        found = legacy_params.read_legacy_params(value)
         documents = found.to_params("r", "t")
         assert same([dump(params) for params in documents], case["documents"])
-        assert same(trio.write(documents, batched=found.batched, native=found.native), case["trio"])
+        assert same(
+            legacy_params.write_legacy_params(documents, batched=found.batched, native=found.native),
+            case["trio"],
+        )
         assert all(schema_accepts(document) for document in case["documents"])
 
 
@@ -149,11 +162,11 @@ def namespace_of(given: Case) -> Namespace:
 def test_the_sdk_derives_the_keys_that_the_vector_says(case: Case) -> None:
     """Spec-mandated, 1.0#10.1: the vectors were computed from the words of the spec, by other code."""
     namespace = namespace_of(case["namespace"])
-    extras = [Extra(one["start"], one["end"], bytes.fromhex(one["digest"])) for one in case["extras"]]
-    pages = page_chain(namespace, case["token_ids"], extras)
+    extras = [ExtraKey(one["start"], one["end"], bytes.fromhex(one["digest"])) for one in case["extras"]]
+    pages = chain_pages(namespace, case["token_ids"], extras)
     assert namespace.digest.hex() == case["namespace_digest"]
     assert [page.chain.hex() for page in pages] == case["chains"]
-    assert [page_key(namespace, page, Rectangle(**case["rectangle"])) for page in pages] == case["keys"]
+    assert [page_key(namespace, page, KVShard(**case["rectangle"])) for page in pages] == case["keys"]
 
 
 @pytest.mark.parametrize("case", cases("pages"), ids=name_of)
@@ -161,25 +174,25 @@ def test_the_sdk_judges_every_stored_page_as_the_vector_says(case: Case, monkeyp
     """Spec-mandated, 1.0#11.1, 1.0#11.3 to 1.0#11.7."""
     namespace = namespace_of(case["namespace"])
     index: int = case["page"]
-    page = page_chain(namespace, case["token_ids"])[index]
-    identity = identify(namespace, page, Rectangle(**case["rectangle"]))
+    page = chain_pages(namespace, case["token_ids"])[index]
+    identity = page_identity(namespace, page, KVShard(**case["rectangle"]))
     stored = bytes.fromhex(case["stored"])
-    methods: dict[int, Method] = {flags: method for method, flags in METHODS.items()}
-    sealed: Case = case.get("sealed", {"flags": METHODS["hmac-sha256"], "random": ""})
+    methods: dict[int, PageAuthMethod] = {flags: method for method, flags in PAGE_AUTH_METHODS.items()}
+    sealed: Case = case.get("sealed", {"flags": PAGE_AUTH_METHODS["hmac-sha256"], "random": ""})
     secrets = [bytes.fromhex(key) for key in case.get("keys", [])]
-    keys = SealKeys(secrets, methods[sealed["flags"]]).for_tenant(namespace.cache_salt) if secrets else None
+    keys = PageAuthKeys(secrets, methods[sealed["flags"]]).for_tenant(namespace.cache_salt) if secrets else None
     refusal = verify(memoryview(stored), identity, keys)
     assert (None if refusal is None else refusal.reason) == case["refused"]
     if refusal is None and (keys is None or "sealed" in case):
 
-        def the_same_salt(_: PageKeys) -> bytes:
+        def the_same_salt(_: TenantPageAuthKeys) -> bytes:
             return bytes.fromhex(sealed["random"])
 
-        monkeypatch.setattr(PageKeys, "new_salt", the_same_salt)
+        monkeypatch.setattr(TenantPageAuthKeys, "new_salt", the_same_salt)
         buffer = bytearray(bytes(HEADER_BYTES) + bytes.fromhex(case["payload"]))
         seal(memoryview(buffer), identity, keys)
         assert buffer == stored
 
 
 def test_every_reason_to_refuse_a_page_has_a_vector() -> None:
-    assert {one["refused"] for one in cases("pages")} == {None, *REASONS}
+    assert {one["refused"] for one in cases("pages")} == {None, *PAGE_REFUSAL_REASONS}

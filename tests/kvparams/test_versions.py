@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from kvparams import dump, parse
 from kvparams.dialects.store import STORE
 from kvparams.errors import InvalidParams, UnsupportedVersion
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.instances import RequestFacts
 from kvparams.params import KNOWN_PATHS, PROTOCOL_VERSION
-from kvparams.plan import LegAnswer
-from kvparams.scheduling import RequestFacts
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import LegResult
 from kvparams.versions import (
-    ADDED,
-    DEPRECATED,
-    SPOKEN,
+    ADDED_MEMBERS,
+    DEPRECATED_MEMBERS,
+    SUPPORTED_VERSIONS,
     Deprecation,
     LossyDowngrade,
     NoCommonVersion,
-    deprecated_in,
     downgrade,
-    for_reader,
+    downgrade_for_reader,
+    find_deprecated,
     negotiate,
     upgrade,
 )
@@ -167,10 +167,10 @@ def test_there_is_no_upgrade_to_an_earlier_version_and_no_downgrade_to_a_later_o
 
 def test_a_reader_is_given_what_both_speak() -> None:
     ours = parse({**REQUIRED, "version": "1.7", "new": 1})
-    assert for_reader(ours, "1.7") is for_reader(ours, "1.9") is ours
-    assert dump(for_reader(ours, "1.2")) == {**REQUIRED, "version": "1.2", "new": 1}
+    assert downgrade_for_reader(ours, "1.7") is downgrade_for_reader(ours, "1.9") is ours
+    assert dump(downgrade_for_reader(ours, "1.2")) == {**REQUIRED, "version": "1.2", "new": 1}
     with pytest.raises(NoCommonVersion):
-        for_reader(ours, "2.0")
+        downgrade_for_reader(ours, "2.0")
 
 
 @given(documents(), VERSIONS)
@@ -192,7 +192,7 @@ def planned(result: dict[str, Any], prefill: str, decode: str) -> list[dict[str,
     fleet = [replace(one, version=prefill if one.role == "prefill" else decode) for one in fleet_of()]
     table = Table(STORE, fleet)
     plan = PrefillThenDecode().legs(RequestFacts("r", "t", "m", 1, 1, None, None), table)
-    legs = table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else {"kvparams": result}))
+    legs = table.run(plan, lambda leg: LegResult({} if leg.answers_client else {"kvparams": result}))
     return [json.loads(leg.changes["kv_transfer_params"] or b"{}")["kvparams"] for leg in legs]
 
 
@@ -223,7 +223,7 @@ def faults(added: Any, deprecated: Any, known: frozenset[str], spoken: str) -> l
 
 def test_the_tables_fit_what_is_known_here() -> None:
     """Ours, 1.0#6.10: a deprecated member is still read."""
-    assert faults(ADDED, DEPRECATED, KNOWN_PATHS, PROTOCOL_VERSION) == []
+    assert faults(ADDED_MEMBERS, DEPRECATED_MEMBERS, KNOWN_PATHS, PROTOCOL_VERSION) == []
     known = KNOWN_PATHS | NEXT_ADDED[NEXT]
     assert faults(NEXT_ADDED, NEXT_DEPRECATED, known, NEXT) == []
     assert faults(NEXT_ADDED, NEXT_DEPRECATED, KNOWN_PATHS, NEXT) != []
@@ -234,14 +234,14 @@ def test_the_tables_fit_what_is_known_here() -> None:
 
 def test_the_spec_has_the_same_tables(schema: dict[str, Any]) -> None:
     """Spec-mandated: strangers read `versions.json`."""
-    assert TABLE["version"] == PROTOCOL_VERSION == SPOKEN[0]
-    assert TABLE["added"] == {version: sorted(paths) for version, paths in ADDED.items()}
+    assert TABLE["version"] == PROTOCOL_VERSION == SUPPORTED_VERSIONS[0]
+    assert TABLE["added"] == {version: sorted(paths) for version, paths in ADDED_MEMBERS.items()}
     assert TABLE["deprecated"] == [
         {"member": d.member, "since": d.since, "day": str(d.day), "until": str(d.until), "instead": d.instead}
-        for d in DEPRECATED
+        for d in DEPRECATED_MEMBERS
     ]
     marked = {path for path in KNOWN_PATHS if definition(schema, path).get("deprecated")}
-    assert marked == {one.member for one in DEPRECATED}
+    assert marked == {one.member for one in DEPRECATED_MEMBERS}
 
 
 def definition(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -278,9 +278,11 @@ def test_what_is_deprecated_stays_for_twelve_months(day: date, until: date, enou
 
 
 def test_what_is_deprecated_is_found_where_it_is_written() -> None:
-    assert deprecated_in({**REQUIRED, "store_keys": None}, NEXT_DEPRECATED) == NEXT_DEPRECATED
-    assert deprecated_in({**REQUIRED, "lease": {"store_keys": 1}}, NEXT_DEPRECATED) == ()
-    assert deprecated_in(REQUIRED, NEXT_DEPRECATED) == ()
+    assert find_deprecated({**REQUIRED, "store_keys": None}, NEXT_DEPRECATED) == NEXT_DEPRECATED
+    assert find_deprecated({**REQUIRED, "lease": {"store_keys": 1}}, NEXT_DEPRECATED) == ()
+    assert find_deprecated(REQUIRED, NEXT_DEPRECATED) == ()
     inner = (replace(NEXT_DEPRECATED[0], member="lease.ttl_ms"),)
-    assert deprecated_in({**REQUIRED, "lease": {"ttl_ms": 1}}, inner) == inner
-    assert deprecated_in({**REQUIRED, "lease": None}, inner) == deprecated_in({**REQUIRED, "lease": {}}, inner) == ()
+    assert find_deprecated({**REQUIRED, "lease": {"ttl_ms": 1}}, inner) == inner
+    assert (
+        find_deprecated({**REQUIRED, "lease": None}, inner) == find_deprecated({**REQUIRED, "lease": {}}, inner) == ()
+    )

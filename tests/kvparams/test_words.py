@@ -92,7 +92,7 @@ def test_a_third_party_registers_a_dialect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explain: Callable[..., list[str]]
 ) -> None:
     """README's example, installed as a distribution of somebody else."""
-    example = re.search(r"```python\n(from kvparams\.dialects\.forms.*?)```", README, re.DOTALL)
+    example = re.search(r"```python\n(from kvparams\.dialects\.table.*?)```", README, re.DOTALL)
     assert example is not None
     (tmp_path / "their_dialect.py").write_text(example.group(1))
     info = tmp_path / "their_dialect-1.0.dist-info"

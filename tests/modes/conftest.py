@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvparams import plugins
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Role
-from kvparams_proxy.registry.modes import read_mode
-from kvparams_proxy.settings import Settings
+from kvparams.instances import Role
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.settings import Settings
 from tests.proxy.acting import Actor
 from tests.proxy.conftest import instance, pytest_asyncio_loop_factories, running
 from tests.proxy.stage import Stage
@@ -21,7 +21,7 @@ from tests.proxy.stage import Stage
 __all__ = ["pytest_asyncio_loop_factories"]
 
 NEVER = BreakerLimits(consecutive=1_000_000, window=1_000_000, failures=1_000_000)
-DOCUMENT = Path(plugins.__file__).with_name("managers") / "README.md"
+DOCUMENT = Path(plugins.__file__).with_name("routing") / "managers" / "README.md"
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> type:
     assert len(block.splitlines()) < 100
     found: dict[str, Any] = {}
     exec(compile(block, str(DOCUMENT), "exec"), found)
-    load = plugins.load
+    load = plugins.load_plugin
 
     def loads(kind: str, name: str) -> object:
         return found["Recompute"] if name == "recompute" else load(kind, name)
 
-    monkeypatch.setattr(plugins, "load", loads)
+    monkeypatch.setattr(plugins, "load_plugin", loads)
     return found["Recompute"]
 
 
@@ -83,7 +83,7 @@ async def staged(documented: type) -> AsyncIterator[StartMode]:
                 for role, each in actors.items()
                 for number, (name, actor) in enumerate(zip(names, each, strict=True))
             )
-            made = Settings(instances, modes=(read_mode(way.mode),), breaker=NEVER, expose_route=True)
+            made = Settings(instances, modes=(parse_mode_flag(way.mode),), breaker=NEVER, expose_route=True)
             made = replace(made, **changes)
             return ModeStage(await stack.enter_async_context(running(made, direct=True)), actors)
 

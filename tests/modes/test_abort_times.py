@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.registry.modes import read_mode
-from kvparams_proxy.settings import Settings, known_rules
+from kvparams.instances import Instance, Role
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.server.app import create_app
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 from tests.proxy.acting import Actor
 from tests.proxy.stage import BODY, COMPLETIONS
@@ -76,7 +76,7 @@ async def ahead_of(mode: str, dialect: str, waits: Sequence[Role], legs: Legs) -
             await actor.begin()
             stack.callback(actor.end)
         instances = tuple(Instance(f"{role}", "1", role, actor.url, dialect) for role, actor in actors.items())
-        settings = Settings(instances, modes=(read_mode(mode),), breaker=NEVER, log_requests="off")
+        settings = Settings(instances, modes=(parse_mode_flag(mode),), breaker=NEVER, log_requests="off")
         yield await stack.enter_async_context(served(create_app(settings)))
 
 
@@ -90,7 +90,9 @@ async def inside(role: Role, waits: Sequence[Role], legs: Legs) -> AsyncGenerato
         stack.callback(remote.end)
         app = WaitingApp(role, legs) if role in waits else ActedApp(role)
         instances = (Instance("here", "1", role, LOCAL, "store"), Instance("there", "1", other, remote.url, "store"))
-        settings = Settings(instances, beside="here", rules=known_rules(), breaker=NEVER, log_requests="off")
+        settings = Settings(
+            instances, local_id="here", spec_rules=default_spec_rules(), breaker=NEVER, log_requests="off"
+        )
         yield await stack.enter_async_context(served(DisaggregatedServerMixin(app, settings)))
 
 

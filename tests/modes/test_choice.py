@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 
 from kvparams.dialects.store import STORE
-from kvparams.managers.choice import Active, Choice, Mode, When
-from kvparams.managers.factory import made, names
-from kvparams.plan import LegAnswer, LegFailed
-from kvparams.scheduling import RequestFacts, Role
-from kvparams_proxy.modes import Modes
-from kvparams_proxy.registry.modes import mode_document, parse_modes, read_mode
-from kvparams_proxy.registry.problems import Problems
+from kvparams.instances import RequestFacts, Role
+from kvparams.routing.managers.factory import create_manager, manager_names
+from kvparams.routing.managers.mode_selector import ActiveManager, ManagerMode, ModeCondition, ModeSelector
+from kvparams.routing.plan import LegFailed, LegResult
+from kvparams_proxy.config.mode_parsing import mode_document, parse_mode_flag, parse_modes
+from kvparams_proxy.config_errors import ConfigProblems
+from kvparams_proxy.execution.active_modes import ActiveModes
 from tests.kvparams.planning import Table, fleet_of
 
-FACTS = RequestFacts("r", "t", "m", 1, 1, None, None, tenant="acme", tokens=100, session="s")
+FACTS = RequestFacts("r", "t", "m", 1, 1, None, None, tenant="acme", prompt_tokens=100, session="s")
 AT = "/v1/completions"
 
 
-def active(*modes: Mode) -> Choice:
-    return Choice([Active(mode, made(mode.use, None, mode.options)) for mode in modes])
+def active(*modes: ManagerMode) -> ModeSelector:
+    return ModeSelector([ActiveManager(mode, create_manager(mode.use, None, mode.options)) for mode in modes])
 
 
 @pytest.mark.parametrize(
@@ -36,43 +36,45 @@ def active(*modes: Mode) -> Choice:
     ],
 )
 def test_every_condition_must_hold(when: dict[str, Any], other: dict[str, Any]) -> None:
-    assert When(**when).holds(FACTS, AT, True)
-    assert not When(**other).holds(FACTS, AT, True)
+    assert ModeCondition(**when).matches(FACTS, AT, True)
+    assert not ModeCondition(**other).matches(FACTS, AT, True)
 
 
 def test_the_highest_priority_goes_first_and_of_equals_the_first_one() -> None:
-    short, stream = When(max_tokens=100), When(stream=True)
-    choice = active(Mode("prefill_then_decode"), Mode("aggregated", short, 1), Mode("conditional", stream, 1))
-    assert choice.manager(FACTS, AT, True).roles == (Role.AGGREGATED,)
-    longer = FACTS._replace(tokens=101)
-    assert type(choice.manager(longer, AT, True)).__name__ == "Conditional"
-    assert type(choice.manager(longer, AT, False)).__name__ == "PrefillThenDecode"
+    short, stream = ModeCondition(max_tokens=100), ModeCondition(stream=True)
+    choice = active(
+        ManagerMode("prefill_then_decode"), ManagerMode("aggregated", short, 1), ManagerMode("conditional", stream, 1)
+    )
+    assert choice.select_manager(FACTS, AT, True).roles == (Role.AGGREGATED,)
+    longer = FACTS._replace(prompt_tokens=101)
+    assert type(choice.select_manager(longer, AT, True)).__name__ == "Conditional"
+    assert type(choice.select_manager(longer, AT, False)).__name__ == "PrefillThenDecode"
 
 
 @pytest.mark.parametrize(
     ("modes", "said"),
     [
-        ([Mode("aggregated", When(stream=True))], "one mode must be for every request"),
-        ([Mode("aggregated"), Mode("conditional")], "conditional is never taken: aggregated before it"),
+        ([ManagerMode("aggregated", ModeCondition(stream=True))], "one mode must be for every request"),
+        ([ManagerMode("aggregated"), ManagerMode("conditional")], "conditional is never taken: aggregated before it"),
     ],
 )
-def test_there_is_always_an_answer_and_none_that_is_never_given(modes: list[Mode], said: str) -> None:
+def test_there_is_always_an_answer_and_none_that_is_never_given(modes: list[ManagerMode], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         active(*modes)
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    problems = Problems()
+    problems = ConfigProblems()
     written: list[Any] = [
         {"use": "conditional", "when": {"model": "m", "min_tokens": 5, "stream": False}, "priority": 3},
         {"use": "prefill_then_decode", "options": {"decode_first": True}},
     ]
     modes = parse_modes(written, "modes", problems)
-    problems.check()
+    problems.raise_if_any()
     again = parse_modes([mode_document(mode) for mode in modes], "modes", problems)
-    problems.check()
+    problems.raise_if_any()
     assert again == modes
-    assert modes[0].when == When(model=frozenset("m"), min_tokens=5, stream=False)
+    assert modes[0].when == ModeCondition(model=frozenset("m"), min_tokens=5, stream=False)
 
 
 WRONG: list[tuple[object, str]] = [
@@ -98,42 +100,47 @@ WRONG: list[tuple[object, str]] = [
 
 @pytest.mark.parametrize(("written", "said"), WRONG)
 def test_what_cannot_be_used_is_refused_in_words(written: object, said: str) -> None:
-    problems = Problems()
+    problems = ConfigProblems()
     parse_modes(written, "modes", problems)
     with pytest.raises(ValueError) as refused:  # noqa: PT011  its words are looked at
-        problems.check()
+        problems.raise_if_any()
     assert said in str(refused.value)
 
 
 def test_the_flag_takes_options() -> None:
-    assert read_mode("conditional,remote_tokens=9,fallback=true").options == {"remote_tokens": 9, "fallback": True}
+    assert parse_mode_flag("conditional,remote_tokens=9,fallback=true").options == {
+        "remote_tokens": 9,
+        "fallback": True,
+    }
     for text, said in (
-        ("nobody", f"must be one of {', '.join(names())}"),
+        ("nobody", f"must be one of {', '.join(manager_names())}"),
         ("conditional,fallback", "'fallback' must be OPTION=VALUE"),
         ("conditional,remote_tokens=x", "remote_tokens must be a whole number"),
         ("conditional,remote_tokens=" + 5_000 * "9", "remote_tokens must be a whole number"),
     ):
         with pytest.raises(ValueError, match=said):
-            read_mode(text)
+            parse_mode_flag(text)
 
 
 def test_a_switch_keeps_the_managers_that_go_on_and_fails_whole() -> None:
-    modes = Modes([Mode("prefill_then_decode")])
+    modes = ActiveModes([ManagerMode("prefill_then_decode")])
     roles: list[frozenset[Role]] = []
-    modes.on_change(roles.append)
-    first = modes.manager(FACTS, AT, True)
-    modes.replace([Mode("aggregated", When(min_tokens=101), 1), Mode("prefill_then_decode")], "test")
-    assert modes.manager(FACTS, AT, True) is first
-    assert modes.manager(FACTS._replace(tokens=101), AT, True) is not first
+    modes.set_change_listener(roles.append)
+    first = modes.select_manager(FACTS, AT, True)
+    modes.replace(
+        [ManagerMode("aggregated", ModeCondition(min_tokens=101), 1), ManagerMode("prefill_then_decode")], "test"
+    )
+    assert modes.select_manager(FACTS, AT, True) is first
+    assert modes.select_manager(FACTS._replace(prompt_tokens=101), AT, True) is not first
     with pytest.raises(ValueError, match="one mode must be"):
-        modes.replace([Mode("aggregated", When(stream=True))], "test")
-    assert modes.manager(FACTS, AT, True) is first
+        modes.replace([ManagerMode("aggregated", ModeCondition(stream=True))], "test")
+    assert modes.select_manager(FACTS, AT, True) is first
     assert roles == [{Role.PREFILL, Role.DECODE}, set(Role)]
 
 
 def conditional(table: Table, tokens: int, **options: object) -> list[str]:
-    plan = made("conditional", None, options).legs(FACTS._replace(tokens=tokens), table)
-    table.run(plan, lambda leg: LegAnswer({} if leg.answers_client else {"kvparams": RESULT}))
+    plan = create_manager("conditional", None, options).legs(FACTS._replace(prompt_tokens=tokens), table)
+    table.run(plan, lambda leg: LegResult({} if leg.answers_client else {"kvparams": RESULT}))
     return table.chosen
 
 
@@ -156,13 +163,13 @@ def test_a_prompt_goes_to_prefill_only_where_enough_of_it_is_new() -> None:
         ({"prefill-0": 100}, ["prefill-0", "decode-0"]),
     ):
         table = Table(STORE, fleet_of(1, 2))
-        table.cached_tokens = cached
+        table.cached = cached
         assert conditional(table, 513 if len(cached) > 1 else 512) == chosen
 
 
 def test_where_whoever_has_the_rest_is_full_the_prompt_is_computed_by_prefill() -> None:
     table = Table(STORE, fleet_of(1, 2))
-    table.cached_tokens, table.full = {"decode-0": 512}, {"decode-0"}
+    table.cached, table.full = {"decode-0": 512}, {"decode-0"}
     assert conditional(table, 600) == ["decode-1", "prefill-0", "decode-1"]
     assert table.given_back == ["decode-1"]
     assert [leg.instance.id for leg in table.legs] == ["prefill-0", "decode-1"]
@@ -171,19 +178,19 @@ def test_where_whoever_has_the_rest_is_full_the_prompt_is_computed_by_prefill() 
 def test_whoever_is_there_does_both_only_by_wish() -> None:
     for there, chosen in (((0, 1, 0), "decode-0"), ((1, 0, 0), "prefill-0"), ((1, 0, 1), "aggregated-0")):
         assert conditional(Table(STORE, fleet_of(*there)), 1000, fallback=True) == [chosen]
-    assert made("conditional").roles == (Role.PREFILL, Role.DECODE)
-    assert made("conditional", None, {"fallback": True}).roles == ()
+    assert create_manager("conditional").roles == (Role.PREFILL, Role.DECODE)
+    assert create_manager("conditional", None, {"fallback": True}).roles == ()
 
 
 def test_decode_first_takes_room_there_before_prefill_and_keeps_it() -> None:
-    manager = made("prefill_then_decode", None, {"decode_first": True})
+    manager = create_manager("prefill_then_decode", None, {"decode_first": True})
     table = Table(STORE, fleet_of(2, 2), retries=1)
     fails = [LegFailed("broken", another=True)]
 
-    def answer(leg: Any) -> LegAnswer | LegFailed:
+    def answer(leg: Any) -> LegResult | LegFailed:
         if leg.answers_client:
-            return LegAnswer({})
-        return fails.pop() if fails else LegAnswer({"kvparams": RESULT})
+            return LegResult({})
+        return fails.pop() if fails else LegResult({"kvparams": RESULT})
 
     table.run(manager.legs(FACTS, table), answer)
     assert table.chosen == ["decode-0", "prefill-0", "prefill-1"]

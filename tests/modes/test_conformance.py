@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from kvparams import plugins
-from kvparams.plan import Pair
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams.routing.plan import LegPair
 from kvparams_proxy.execution.executor import Execution
 from tests.proxy.acting import FAULTS, Actor, Fault, answer_to, leg_limit_s
 from tests.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
@@ -41,7 +41,7 @@ EXPECTED = "".join(map(chr, answer_to(list(PROMPT.encode()), 8)))
 
 
 def test_every_mode_that_is_registered_is_tried() -> None:
-    assert {way.mode.partition(",")[0] for way in WAYS} == {*plugins.names("managers"), "recompute"}
+    assert {way.mode.partition(",")[0] for way in WAYS} == {*plugins.plugin_names("managers"), "recompute"}
 
 
 @every_way
@@ -236,10 +236,10 @@ async def test_a_client_that_takes_again_starts_no_time_out_of_decode_while_pref
     start = Execution._start_pair  # pyright: ignore[reportPrivateUsage]
     timed: list[bool] = []
 
-    def started(execution: Execution, pair: Pair) -> None:
+    def started(execution: Execution, pair: LegPair) -> None:
         start(execution, pair)
         execution.client_ready()
-        timed.append(execution in execution._resources.watch._deadlines)  # pyright: ignore[reportPrivateUsage]
+        timed.append(execution in execution._resources.deadlines._deadlines)  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(Execution, "_start_pair", started)
     stage = await staged(Way("concurrent_legs", "store-meet"))

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams.routing.admission import QueueLimits, RoleLimits
 from tests.proxy.acting import FAULTS, Fault, answer_to, leg_limit_s
 from tests.proxy.stage import BODY, text_of, until
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.pairing import may_pair
-from kvparams.policies.affinity import SessionAffinity
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.pairing import may_pair
+from kvparams.routing.policies.session_affinity import SessionAffinity
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from tests.proxy.clock import Clock
@@ -154,7 +154,7 @@ def test_a_group_comes_and_goes_as_one() -> None:
     fleet = fleet_of([instance("p0", "left"), instance("d0", "left")])
     right = [instance("p1", "right"), instance("d1", "right")]
     for one in right:
-        fleet.learn(fleet.add(one), True, None)
+        fleet.record_probe(fleet.add(one), True, None)
     assert {pair(fleet)[1].id for _ in range(8)} == {"d0", "d1"}
     fleet.drain("d1")  # as soon as one half has gone, the other is not asked either
     assert {pair(fleet)[0].id for _ in range(8)} == {"p0"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import Settings
 from tests.proxy.acting import NIXL, Actor
 from tests.proxy.conftest import answer, instance, running, scripted, stack
 from tests.proxy.stage import BODY, COMPLETIONS, until
@@ -44,7 +44,7 @@ async def test_a_release_goes_to_a_partner_or_to_nobody(
         replace(instance(Role.DECODE, stranger.url, "nixl", 0), **{kind: "B"}),
         replace(instance(Role.DECODE, partner.url, "nixl", 1), **{kind: "A"}),
     )
-    settings = Settings(instances, admin=Secret("admin-token-of-this-test"))
+    settings = Settings(instances, admin_token=Secret("admin-token-of-this-test"))
     proxy = await stack.enter_async_context(running(settings, direct=True))
     asking = asyncio.create_task(proxy.client.post(COMPLETIONS, json=BODY))
     async with asyncio.timeout(5):

@@ -50,7 +50,7 @@ async def test_a_conversation_stays_with_its_pair(staged: StartMode, way: Way, f
     """And comes back to it after a time in which one of the two was drained. The control: whoever names no conversation
     goes round."""
     names = FLEETS[fleet]
-    found = await staged(way, "group", names, policy="session_affinity", admin=Secret(TOKEN))
+    found = await staged(way, "group", names, policy="session_affinity", admin_token=Secret(TOKEN))
     before = {f"s-{number}": await turns(found, f"s-{number}") for number in range(24)}
     pairs = {session: served[0] for session, served in before.items()}
     assert all(set(served) == {pairs[session]} for session, served in before.items())

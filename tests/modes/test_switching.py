@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvparams_proxy.options import check_settings
-from kvparams_proxy.registry.file import FileProvider
+from kvparams_proxy.config.fleet_file import FleetFileProvider
+from kvparams_proxy.config.options import check_proxy_section
+from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import known_rules
 from tests.proxy.stage import text_of, until
 
 from .conftest import StartMode, Way
@@ -27,7 +27,7 @@ ROUNDS: tuple[list[dict[str, Any]], ...] = (
 
 
 async def test_no_request_fails_while_modes_are_switched(staged: StartMode, effort: Any, record: Any) -> None:
-    stage = await staged(Way("prefill_then_decode", "store-meet"), admin=Secret(TOKEN), log_requests="off")
+    stage = await staged(Way("prefill_then_decode", "store-meet"), admin_token=Secret(TOKEN), log_requests="off")
     for actor in (actor for actors in stage.of.values() for actor in actors):
         actor.pause_s = 0.05
     streams: int = effort(16, 64)
@@ -68,7 +68,7 @@ async def test_no_request_fails_while_modes_are_switched(staged: StartMode, effo
 
 
 async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
-    stage = await staged(Way("prefill_then_decode"), admin=Secret(TOKEN))
+    stage = await staged(Way("prefill_then_decode"), admin_token=Secret(TOKEN))
     admin = stage.running.client
     before = (await admin.get("/admin/modes", headers=HEADERS)).json()
     for modes, said in (
@@ -85,7 +85,7 @@ async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
 async def test_a_changed_file_switches_and_health_asks_for_what_is_needed(staged: StartMode, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("modes: [{use: aggregated}]\n")
-    provider = FileProvider(path, known_rules(), partial(check_settings, tmp_path), every_s=0.02)
+    provider = FleetFileProvider(path, default_spec_rules(), partial(check_proxy_section, tmp_path), every_s=0.02)
     stage = await staged(Way("aggregated"), providers=(provider,), modes=provider.document.modes)
     assert set((await stage.ask()).headers) & {"x-kvparams-aggregated", "x-kvparams-prefill"} == {
         "x-kvparams-aggregated"

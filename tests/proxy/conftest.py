@@ -13,12 +13,12 @@ import uvloop
 
 from benchmarks.stub_engine import StubEngines
 from demo.client import NO_CERTIFICATES
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.server import Server, ServerSettings
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError
+from kvparams.instances import Instance, Role
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.server.http_server import ProxyServer, ServerSettings
+from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError
 
 from .acting import Actor
 from .stage import Stage, StartStage
@@ -80,14 +80,14 @@ class Scripted:
             writer.close()
 
 
-class Awaited(Collect):
+class Awaited(ResponseCollector):
     """A sink whose answer can be waited for: `await sink.answer` gives (head, body) or raises `UpstreamError`."""
 
     def __init__(self, limit_bytes: int = 1000) -> None:
-        self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[tuple[ResponseHead, bytes]] = asyncio.get_running_loop().create_future()
         super().__init__(limit_bytes, self._ended)
 
-    def _ended(self, head: Head, body: bytes, error: UpstreamError | None) -> None:
+    def _ended(self, head: ResponseHead, body: bytes, error: UpstreamError | None) -> None:
         if error is not None:
             self.answer.set_exception(error)
         else:
@@ -138,7 +138,7 @@ async def stub(stack: AsyncExitStack) -> StubEngines:
 async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings)
-    server = Server(app, ServerSettings(direct=direct))
+    server = ProxyServer(app, ServerSettings(direct=direct))
     task = asyncio.create_task(server.run(listener))
     started = asyncio.create_task(server.started.wait())
     await asyncio.wait((task, started), timeout=60, return_when=asyncio.FIRST_COMPLETED)

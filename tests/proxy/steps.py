@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from kvparams_proxy.clients.intake import Inbound, read_steps
+from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 
 __all__ = ["drained", "read_all", "until"]
 
@@ -20,9 +20,9 @@ def drained(steps: Generator[None, None, T]) -> T:
             return end.value
 
 
-def read_all(*arguments: Any, **options: Any) -> Inbound:
+def read_all(*arguments: Any, **options: Any) -> ParsedRequest:
     """Reads the body of a request, however long."""
-    return drained(read_steps(*arguments, **options))
+    return drained(parse_request_in_steps(*arguments, **options))
 
 
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:

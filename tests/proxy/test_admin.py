@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.scheduling import Role
-from kvparams_proxy.options import check_settings
-from kvparams_proxy.registry.file import FileProvider
+from kvparams.instances import Role
+from kvparams_proxy.config.fleet_file import FleetFileProvider
+from kvparams_proxy.config.options import check_proxy_section
+from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import known_rules
 
 TOKEN = "admin-token-of-this-test"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -68,7 +68,9 @@ def start(stub: StubEngines, proxy: Any) -> StartAdmin:
     """Start a proxy with one prefill and one decode engine, and an admin API."""
 
     async def start(**changes: object) -> tuple[Any, Admin]:
-        running = await proxy(urls(stub, Role.PREFILL)[:1], urls(stub, Role.DECODE)[:1], admin=Secret(TOKEN), **changes)
+        running = await proxy(
+            urls(stub, Role.PREFILL)[:1], urls(stub, Role.DECODE)[:1], admin_token=Secret(TOKEN), **changes
+        )
         return running, Admin(running.client)
 
     return start
@@ -235,7 +237,7 @@ async def test_the_file_is_followed_and_its_troubles_are_shown(
     (tmp_path / "key").write_text("sk-engine-secret")
     text = "defaults: {key_file: key}\ninstances:\n- {id: filed, url: '%s', role: decode}\n"
     path.write_text(text % ELSEWHERE)
-    provider = FileProvider(path, known_rules(), partial(check_settings, tmp_path), every_s=0.02)
+    provider = FleetFileProvider(path, default_spec_rules(), partial(check_proxy_section, tmp_path), every_s=0.02)
     _, admin = await start(providers=(provider,))
     filed = await admin.ask("GET", "/instances/filed")
     assert (filed["source"], filed["has_key"], filed["state"]) == ("file", True, "not_ready")

@@ -17,8 +17,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.cli import main
-from kvparams_proxy.clients.auth import Client, KeyRing, Unauthorized, bind_salt
-from kvparams_proxy.clients.keys_file import KEY_BYTES, KeyRecord, KeysError, change_keys, hash_key, new_key, read_keys
+from kvparams_proxy.requests.api_keys_file import (
+    KEY_BYTES,
+    APIKeyRecord,
+    APIKeysError,
+    create_api_key,
+    edit_api_keys,
+    hash_api_key,
+    read_api_keys,
+)
+from kvparams_proxy.requests.authentication import (
+    APIKeyAuthenticator,
+    AuthenticatedClient,
+    Unauthorized,
+    tenant_cache_salt,
+)
 from tests.proxy.conftest import answer
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -26,8 +39,8 @@ NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 def add(path: Path, tenant: str, *, priority: int = 0, expires: datetime | None = None) -> str:
     """A new key of this tenant, which is then in the file."""
-    key, record = new_key(tenant, NOW, priority=priority, expires=expires)
-    with change_keys(path) as records:
+    key, record = create_api_key(tenant, NOW, priority=priority, expires=expires)
+    with edit_api_keys(path) as records:
         records[record.id] = record
     return key
 
@@ -52,17 +65,17 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_key_says_whose_it_is(path: Path) -> None:
     keys = {tenant: add(path, tenant, priority=number) for number, tenant in enumerate(("acme", "globex"))}
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
     for number, (tenant, key) in enumerate(keys.items()):
         assert len(key) == KEY_BYTES
-        client = Client(key[4:16], tenant, number, bind_salt(tenant, None))
+        client = AuthenticatedClient(key[4:16], tenant, number, tenant_cache_salt(tenant, None))
         assert ring.authenticate(bearer(key)) == client
         assert ring.authenticate(b"bEaReR " + key.encode()) == client
 
 
 def test_whatever_is_not_a_valid_key_is_nobody(path: Path) -> None:
     one, other = add(path, "acme"), add(path, "globex")
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
     last = "A" if one[-1] != "A" else "B"
     wrong = [
         None,
@@ -81,7 +94,7 @@ def test_whatever_is_not_a_valid_key_is_nobody(path: Path) -> None:
         bearer(one[:16] + other[16:]),
         bearer("kvp_000000000000" + one[16:]),
         b"Bearer " + b"\xff" * KEY_BYTES,
-        b"Bearer " + hash_key(one.encode()).hex()[:KEY_BYTES].encode(),
+        b"Bearer " + hash_api_key(one.encode()).hex()[:KEY_BYTES].encode(),
         b"Bearer " + b"a" * 100_000,
     ]
     assert [ring.authenticate(header) for header in wrong] == [None] * len(wrong)
@@ -91,7 +104,7 @@ def test_whatever_is_not_a_valid_key_is_nobody(path: Path) -> None:
 def test_an_unknown_id_takes_the_same_steps_as_a_wrong_secret(path: Path) -> None:
     """The control: what has not the form of a key is sent away earlier; its form is no secret."""
     key = add(path, "acme")
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
 
     def steps(header: bytes) -> list[str]:
         seen: list[str] = []
@@ -115,7 +128,7 @@ def test_an_unknown_id_takes_the_same_steps_as_a_wrong_secret(path: Path) -> Non
 def test_a_key_ends_when_it_expires(path: Path) -> None:
     key = add(path, "acme", expires=NOW + timedelta(days=1))
     now_s = NOW.timestamp()
-    ring = KeyRing(path, lambda: now_s)
+    ring = APIKeyAuthenticator(path, lambda: now_s)
     assert ring.authenticate(bearer(key)) is not None
     now_s += 86_400
     assert ring.authenticate(bearer(key)) is None
@@ -125,11 +138,11 @@ def test_the_file_holds_no_key_and_is_its_owners(path: Path) -> None:
     key = add(path, "acme")
     assert key[17:] not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
-    assert hash_key(key.encode()).hex() in path.read_text()
+    assert hash_api_key(key.encode()).hex() in path.read_text()
 
 
 def test_no_two_keys_are_alike() -> None:
-    keys = {new_key("acme", NOW)[0] for _ in range(200)}
+    keys = {create_api_key("acme", NOW)[0] for _ in range(200)}
     assert len(keys) == len({key[4:16] for key in keys}) == len({key[17:] for key in keys}) == 200
 
 
@@ -157,7 +170,7 @@ GOOD: dict[str, object] = {
 def test_a_line_as_it_should_be_is_read(path: Path) -> None:
     """The control of the next test."""
     path.write_text("\n" + json.dumps(GOOD | {"priority": -5, "expires": "2027-01-02T03:04:05+02:00"}) + "\n")
-    (record,) = read_keys(path)[0].values()
+    (record,) = read_api_keys(path)[0].values()
     assert (record.tenant, record.priority, record.digest) == ("acme", -5, bytes(32))
 
 
@@ -191,37 +204,37 @@ def test_a_line_as_it_should_be_is_read(path: Path) -> None:
 )
 def test_a_wrong_line_refuses_the_file_by_its_number(path: Path, line: str) -> None:
     path.write_text(json.dumps(GOOD | {"id": "ffffffffffff"}) + "\n" + line + "\n")
-    with pytest.raises(KeysError, match="line 2"):
-        read_keys(path)
-    with pytest.raises(KeysError):
-        KeyRing(path)
+    with pytest.raises(APIKeysError, match="line 2"):
+        read_api_keys(path)
+    with pytest.raises(APIKeysError):
+        APIKeyAuthenticator(path)
 
 
 def test_an_id_that_stands_twice_refuses_the_file(path: Path) -> None:
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | {'tenant': 'globex'})}\n")
-    with pytest.raises(KeysError, match="twice"):
-        read_keys(path)
+    with pytest.raises(APIKeysError, match="twice"):
+        read_api_keys(path)
 
 
 def test_a_file_that_is_not_there_or_not_the_owners_is_refused(path: Path) -> None:
-    with pytest.raises(KeysError, match="cannot be read"):
-        KeyRing(path)
+    with pytest.raises(APIKeysError, match="cannot be read"):
+        APIKeyAuthenticator(path)
     add(path, "acme")
     path.chmod(0o666)
-    with pytest.raises(KeysError, match="chmod"):
-        KeyRing(path)
+    with pytest.raises(APIKeysError, match="chmod"):
+        APIKeyAuthenticator(path)
 
 
 def test_a_record_that_the_file_could_not_hold_is_never_made() -> None:
     for tenant, priority in (("a b", 0), ("", 0), ("acme", 5000)):
-        with pytest.raises(KeysError):
-            new_key(tenant, NOW, priority=priority)
+        with pytest.raises(APIKeysError):
+            create_api_key(tenant, NOW, priority=priority)
 
 
 @given(
     st.lists(
         st.builds(
-            KeyRecord,
+            APIKeyRecord,
             st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
             st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True),
             st.binary(min_size=32, max_size=32),
@@ -233,17 +246,17 @@ def test_a_record_that_the_file_could_not_hold_is_never_made() -> None:
         max_size=5,
     )
 )
-def test_what_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory, records: list[KeyRecord]) -> None:
+def test_what_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory, records: list[APIKeyRecord]) -> None:
     path = tmp_path_factory.mktemp("keys") / "keys.jsonl"
-    with change_keys(path) as kept:
+    with edit_api_keys(path) as kept:
         kept.update({record.id: record for record in records})
-    assert list(read_keys(path)[0].values()) == records
+    assert list(read_api_keys(path)[0].values()) == records
 
 
 def test_keys_made_at_the_same_time_are_all_there(path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         keys = list(pool.map(add, [path] * 40, [f"t{number}" for number in range(40)]))
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
     assert [ring.authenticate(bearer(key)) is not None for key in keys] == [True] * 40
     assert os.listdir(path.parent) == [path.name]
 
@@ -253,7 +266,7 @@ def test_a_change_that_fails_leaves_the_file_as_it_was(path: Path) -> None:
     before = path.read_bytes()
 
     def fail() -> None:
-        with change_keys(path) as records:
+        with edit_api_keys(path) as records:
             records.clear()
             raise RuntimeError
 
@@ -268,13 +281,13 @@ def test_a_change_that_fails_leaves_the_file_as_it_was(path: Path) -> None:
 
 def test_keys_come_and_go_while_the_ring_is_used(path: Path) -> None:
     first = add(path, "acme")
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
     assert not ring.reload()
     second = add(path, "globex")
     assert ring.authenticate(bearer(second)) is None
     assert ring.reload()
     assert ring.authenticate(bearer(second)) is not None
-    with change_keys(path) as records:
+    with edit_api_keys(path) as records:
         del records[first[4:16]]
     assert ring.reload()
     assert ring.authenticate(bearer(first)) is None
@@ -284,14 +297,14 @@ def test_keys_come_and_go_while_the_ring_is_used(path: Path) -> None:
 
 def test_a_broken_file_changes_nothing_and_is_told_once(path: Path) -> None:
     key = add(path, "acme")
-    ring = KeyRing(path)
+    ring = APIKeyAuthenticator(path)
     good = path.read_bytes()
     path.write_text("broken")
-    with pytest.raises(KeysError):
+    with pytest.raises(APIKeysError):
         ring.reload()
     assert not ring.reload()
     path.unlink()
-    with pytest.raises(KeysError):
+    with pytest.raises(APIKeysError):
         ring.reload()
     assert not ring.reload()
     assert ring.authenticate(bearer(key)) is not None
@@ -302,8 +315,8 @@ def test_a_broken_file_changes_nothing_and_is_told_once(path: Path) -> None:
 
 async def test_the_file_is_followed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     add(path, "acme")
-    ring = KeyRing(path)
-    task = asyncio.create_task(ring.follow(0.02))
+    ring = APIKeyAuthenticator(path)
+    task = asyncio.create_task(ring.watch_file(0.02))
     key = add(path, "globex")
     await until(lambda: ring.authenticate(bearer(key)) is not None)
     path.write_text("broken")  # noqa: ASYNC240
@@ -323,8 +336,8 @@ def test_the_command_makes_shows_and_revokes(path: Path, capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     key = out.strip()
     assert key not in err
-    ring = KeyRing(path)
-    assert ring.authenticate(bearer(key)) == Client(key[4:16], "acme", 7, bind_salt("acme", None))
+    ring = APIKeyAuthenticator(path)
+    assert ring.authenticate(bearer(key)) == AuthenticatedClient(key[4:16], "acme", 7, tenant_cache_salt("acme", None))
     assert main(["keys", "list", str(path)]) == 0
     listed = capsys.readouterr().out
     assert key[4:16] in listed
@@ -378,30 +391,30 @@ def test_salts_are_alike_only_where_tenant_and_salt_are(
     tenant: str, salt: str | None, other: str, another: str | None
 ) -> None:
     same = (tenant, salt) == (other, another)
-    assert (bind_salt(tenant, salt) == bind_salt(other, another)) is same
+    assert (tenant_cache_salt(tenant, salt) == tenant_cache_salt(other, another)) is same
 
 
 @given(st.text(max_size=30))
 def test_no_salt_of_a_client_leads_to_another_tenants_cache(salt: str) -> None:
     """Also not one that is itself a bound salt."""
-    targets = {bind_salt("victim", None), bind_salt("victim", salt), bind_salt("victim", "s")}
-    tries = {bind_salt("thief", text) for text in (salt, None, *targets, "victim" + salt, "\x01" + salt)}
+    targets = {tenant_cache_salt("victim", None), tenant_cache_salt("victim", salt), tenant_cache_salt("victim", "s")}
+    tries = {tenant_cache_salt("thief", text) for text in (salt, None, *targets, "victim" + salt, "\x01" + salt)}
     assert targets.isdisjoint(tries)
 
 
 @given(TENANTS, SALTS)
 def test_a_bound_salt_is_short_plain_text(tenant: str, salt: str | None) -> None:
     """vLLM takes any string, LMCache at most 128 characters without `@`, `/`, backslash and NUL."""
-    bound = bind_salt(tenant, salt)
+    bound = tenant_cache_salt(tenant, salt)
     assert len(bound) == 43
     assert set(bound) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
-    assert bound == bind_salt(tenant, salt)
+    assert bound == tenant_cache_salt(tenant, salt)
 
 
 def test_texts_that_look_alike_are_two_texts() -> None:
     composed = unicodedata.normalize("NFC", "e\u0301")
     assert composed != "e\u0301"
-    assert bind_salt(composed, None) != bind_salt("e\u0301", None)
+    assert tenant_cache_salt(composed, None) != tenant_cache_salt("e\u0301", None)
 
 
 # through the proxy
@@ -436,11 +449,11 @@ async def test_with_keys_the_salt_is_the_tenants_and_the_key_stays_here(scripted
     for tenant, key in keys.items():
         headers = {"authorization": f"Bearer {key}"}
         assert (await running.client.get("/v1/models", headers=headers)).status_code == 200
-        for salt in (None, "mine", bind_salt("acme", None)):
+        for salt in (None, "mine", tenant_cache_salt("acme", None)):
             body = BODY if salt is None else BODY | {"cache_salt": salt}
             assert (await running.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
             for engine in (prefill, decode):
-                assert json.loads(engine.bodies[-1])["cache_salt"] == bind_salt(tenant, salt)
+                assert json.loads(engine.bodies[-1])["cache_salt"] == tenant_cache_salt(tenant, salt)
                 assert b"authorization" not in engine.heads[-1].lower()
                 assert key.encode() not in engine.heads[-1]
     assert len({json.loads(body)["cache_salt"] for body in decode.bodies}) == 6

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.registry.document import read_document
-from kvparams_proxy.registry.entries import Rules
-from kvparams_proxy.registry.problems import ConfigError
+from kvparams.instances import Instance, Role
+from kvparams_proxy.config.fleet_document import parse_fleet_document
+from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.config_errors import ConfigError
+from kvparams_proxy.fleet.registry.instance_spec import SpecRules
 from kvparams_proxy.secret import secret_from_file
-from kvparams_proxy.settings import Settings, known_rules
 
 from .acting import Actor
 from .conftest import Proxy, running
@@ -110,14 +110,14 @@ def scene(stack: AsyncExitStack, direct: bool) -> StartScene:
             Instance("p", "b", Role.PREFILL, prefill.url, "mooncake", bootstrap=bootstrap.url),
             Instance("d", "b", Role.DECODE, decode.url, "mooncake"),
         )
-        settings = replace(Settings(instances, probe_s=0.2), **changes)
+        settings = replace(Settings(instances, probe_interval_s=0.2), **changes)
         return Scene(await stack.enter_async_context(running(settings, direct)), prefill, decode, bootstrap)
 
     return start
 
 
 async def test_decode_is_told_what_the_bootstrap_server_said(scene: StartScene) -> None:
-    found = await scene(probe_s=60.0)
+    found = await scene(probe_interval_s=60.0)
     for number in range(3):
         assert (await found.ask()).status_code == 200
         asked_for = json.loads(found.prefill.bodies[-1])["kv_transfer_params"]
@@ -171,7 +171,7 @@ async def test_without_it_the_engine_is_given_no_work_and_the_log_says_why(
 
 async def test_an_engine_that_is_called_something_else_has_restarted(scene: StartScene, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret-token-of-tests")
-    found = await scene(admin=secret_from_file(tmp_path / "token"))
+    found = await scene(admin_token=secret_from_file(tmp_path / "token"))
     bearer = {"authorization": "Bearer secret-token-of-tests"}
 
     async def state() -> dict[str, Any]:
@@ -186,7 +186,7 @@ async def test_an_engine_that_is_called_something_else_has_restarted(scene: Star
 
 
 def test_where_it_is_is_one_setting() -> None:
-    rules = known_rules()
+    rules = default_spec_rules()
     text = """
     defaults: {connector: mooncake}
     instances:
@@ -194,9 +194,9 @@ def test_where_it_is_is_one_setting() -> None:
       - {id: q, url: "http://h:2", role: prefill}
       - {id: d, url: "http://h:3", role: decode}
     """.replace("\n    ", "\n")
-    entries = finish(read_document(text, rules, CHECK)).entries
+    entries = finish(parse_fleet_document(text, rules, CHECK)).entries
     assert [entry.bootstrap for entry in entries] == ["http://h:8999", None, None]
-    assert [entry.instance().bootstrap for entry in entries] == ["http://h:8999", None, None]
+    assert [entry.make_instance().bootstrap for entry in entries] == ["http://h:8999", None, None]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_where_it_is_is_one_setting() -> None:
     ],
 )
 def test_a_bootstrap_server_that_nobody_would_ask_is_refused(entry: str, said: str) -> None:
-    rules = replace(known_rules(), connector="mooncake")
+    rules = replace(default_spec_rules(), connector="mooncake")
     with pytest.raises(ConfigError, match=said) as caught:
-        finish(read_document(f"instances: [{entry}]", rules, CHECK))
+        finish(parse_fleet_document(f"instances: [{entry}]", rules, CHECK))
     assert caught.value.problems[0].startswith("instances[0].bootstrap: ")
 
 
@@ -237,5 +237,5 @@ def test_flags_say_it_by_the_engines_name() -> None:
 
 
 def test_rules_that_know_no_dialects_know_no_bootstrap_servers() -> None:
-    assert Rules(frozenset(("mooncake",))).bootstrapped == frozenset()
-    assert known_rules().bootstrapped == {"mooncake", "sglang"}
+    assert SpecRules(frozenset(("mooncake",))).bootstrap_connectors == frozenset()
+    assert default_spec_rules().bootstrap_connectors == {"mooncake", "sglang"}

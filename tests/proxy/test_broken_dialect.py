@@ -10,13 +10,15 @@ import httpx
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 
 SOURCES = {
     "raises.py": "raise RuntimeError('built for another kvparams')\n",
-    "words.py": "DIALECT = 'no table'\n",
+    "descriptions.py": "DIALECT = 'no table'\n",
 }
-POINTS = "[kvparams.dialects]\nacme = raises:DIALECT\nacme-words = words:DIALECT\nacme-gone = nowhere:DIALECT\n"
+POINTS = (
+    "[kvparams.dialects.interface]\nacme = raises:DIALECT\nacme-words = words:DIALECT\nacme-gone = nowhere:DIALECT\n"
+)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 4}
 NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
@@ -80,7 +80,7 @@ async def test_a_malformed_answer_is_a_bad_gateway(scripted: Any, proxy: Any, ro
     running = await proxy(
         [engines["prefill"].url],
         [engines["decode"].url],
-        upstream=limits,
+        upstream_limits=limits,
         decode_timeout_s=5.0,
         retries=0,
         breaker=never,
@@ -268,7 +268,9 @@ async def test_an_engine_with_all_its_connections_in_use_is_busy_not_gone(script
         writer.write(whole(GOOD))
 
     prefill, decode = await scripted(slow), await scripted(sending(whole(GOOD)))
-    running = await proxy([prefill.url], [decode.url], upstream=UpstreamLimits(connections=1), probe_s=60.0)
+    running = await proxy(
+        [prefill.url], [decode.url], upstream_limits=UpstreamLimits(connections=1), probe_interval_s=60.0
+    )
     first = asyncio.create_task(running.client.post("/v1/completions", json=BODY))
     await asyncio.wait_for(begun.wait(), 10)
     got = await running.client.post("/v1/completions", json=BODY)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
+from kvparams.routing.breaker import BreakerLimits
 
 from .test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
 
@@ -120,7 +120,7 @@ async def test_it_may_be_said_in_the_answer(scripted: Any, proxy: Any, stream: b
 async def test_who_is_busy_again_and_again_is_left_alone_for_a_while(scripted: Any, proxy: Any, status: bytes) -> None:
     engines = await engines_of(scripted, "decode", busy(status))
     limits = BreakerLimits(consecutive=3, window=6, failures=6, open_s=15.0)
-    running = await before(proxy, engines, retries=0, breaker=limits, probe_s=60.0)
+    running = await before(proxy, engines, retries=0, breaker=limits, probe_interval_s=60.0)
     codes = [(await running.client.post("/v1/completions", json=BODY)).json()["error"]["code"] for _ in range(5)]
     assert codes[3:] == ["no_decode_instance"] * 2
     assert legs(engines[1][0]) == 3
@@ -130,7 +130,7 @@ async def test_who_is_busy_again_and_again_is_left_alone_for_a_while(scripted: A
 async def test_a_limit_on_a_clients_own_key_leaves_the_engine_to_others(scripted: Any, proxy: Any, own: bool) -> None:
     engines = await engines_of(scripted, "decode", busy())
     limits = BreakerLimits(consecutive=3, window=6, failures=6, open_s=15.0)
-    running = await before(proxy, engines, retries=0, breaker=limits, probe_s=60.0)
+    running = await before(proxy, engines, retries=0, breaker=limits, probe_interval_s=60.0)
     headers = {"authorization": "Bearer sk-of-the-client"} if own else {}
     codes = [
         (await running.client.post("/v1/completions", json=BODY, headers=headers)).json()["error"]["code"]

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.events import Batch, Source
-from kvparams.events.model import Place, Stored
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams_proxy.cache_events.books import CacheEvents
-from kvparams_proxy.cache_events.listening import Listening
-from kvparams_proxy.cache_events.listening import Publisher as PublishedAt
-from kvparams_proxy.cache_events.stream import Stream
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.kv_events import EventBatch, EventSource
+from kvparams.kv_events.model import BlockLocation, BlockStored
+from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.prefixes import Prefixes
+from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+from kvparams_proxy.fleet.kv_events.ordered_stream import OrderedEventStream
+from kvparams_proxy.fleet.kv_events.subscriber import KVEventSubscriber
+from kvparams_proxy.fleet.kv_events.subscriber import PublisherEndpoint as PublishedAt
+from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 from kvparams_proxy.secret import Secret
 
 from .conftest import StartProxy
@@ -56,8 +56,8 @@ def ports() -> tuple[int, int]:
 # the order
 
 
-def batch(number: int, life: int = 0) -> Batch:
-    return Batch(Source("e"), (), number, mark=1000 * life + number + 1)
+def batch(number: int, life: int = 0) -> EventBatch:
+    return EventBatch(EventSource("e"), (), number, mark=1000 * life + number + 1)
 
 
 class Heard:
@@ -65,31 +65,31 @@ class Heard:
 
     def __init__(self, *, replays: bool = True) -> None:
         self.told: list[int | None] = []
-        self.stream = Stream(self._tell, replays=replays)
-        self.said: list[Batch] = []
+        self.stream = OrderedEventStream(self._tell, replays=replays)
+        self.said: list[EventBatch] = []
         self.kept = 0
 
-    def _tell(self, batch: Batch | None) -> None:
+    def _tell(self, batch: EventBatch | None) -> None:
         self.told.append(None if batch is None else batch.sequence)
 
     def say(self, *, lost: bool = False, life: int = 0) -> None:
         self.said.append(batch(len(self.said), life))
         if not lost:
-            self.stream.live(self.said[-1])
+            self.stream.on_live_batch(self.said[-1])
 
     def replay(self) -> None:
-        wanted, self.stream.wanted = self.stream.wanted, None
+        wanted, self.stream.replay_wanted_from = self.stream.replay_wanted_from, None
         assert wanted is not None
         for one in self.said[max(wanted, self.kept) :]:
-            self.stream.replayed(one)
-        self.stream.over()
+            self.stream.on_replayed_batch(one)
+        self.stream.on_replay_end()
 
 
 def test_whoever_comes_late_hears_what_was_said_before() -> None:
     heard = Heard()
     for _ in range(3):
         heard.say(lost=True)
-    heard.stream.connected()
+    heard.stream.on_connected()
     heard.say()
     assert heard.told == []
     heard.replay()
@@ -136,9 +136,9 @@ def test_what_waits_for_a_replay_is_limited_in_bytes_and_not_only_in_number(fiel
         heard = Heard()
         heard.say()
         heard.say(lost=True)
-        event = Stored(Place("device"), bytes(32), 32, **more)
+        event = BlockStored(BlockLocation("device"), bytes(32), 32, **more)
         for number in range(2, 100):
-            heard.stream.live(replace(batch(number), events=(event,)))
+            heard.stream.on_live_batch(replace(batch(number), events=(event,)))
             if not heard.stream.replaying:
                 return number
         return 100
@@ -166,11 +166,11 @@ def test_one_that_says_as_many_again_before_it_is_heard_is_found_by_its_replay()
     heard.said.clear()
     for _ in range(2):
         heard.say(lost=True, life=1)
-    heard.stream.connected()
+    heard.stream.on_connected()
     heard.say(life=1)
     heard.replay()
     heard.say(life=1)
-    while heard.stream.wanted is not None:
+    while heard.stream.replay_wanted_from is not None:
         heard.replay()
     assert heard.told[-4:] == [0, 1, 2, 3]
     assert None in heard.told
@@ -187,18 +187,18 @@ def test_nothing_is_told_twice_or_out_of_order_whatever_happens(steps: list[str]
     for step in steps:
         if step in ("said", "lost"):
             heard.say(lost=step == "lost", life=life)
-        elif step == "replay" and heard.stream.wanted is not None:
+        elif step == "replay" and heard.stream.replay_wanted_from is not None:
             heard.replay()
         elif step == "restart":
             life += 1
             heard.said.clear()
             heard.kept = 0
         elif step == "connect":
-            heard.stream.connected()
+            heard.stream.on_connected()
         elif step == "forget":
             heard.kept = len(heard.said)
         elif step == "time":
-            heard.stream.over()
+            heard.stream.on_replay_end()
     since: list[int] = []
     for number in heard.told:
         if number is None:
@@ -216,24 +216,24 @@ class Site:
 
     def __init__(self, at: tuple[int, int], *, replays: bool = True) -> None:
         loop = asyncio.get_running_loop()
-        self.prefixes = Prefixes(loop.time, seed=1)
+        self.prefixes = PrefixCacheModel(loop.time, seed=1)
         policies = {role: CacheAware() for role in Role}
         self.fleet = Fleet((), policies, loop.time, loop.call_later, prefixes=self.prefixes)
-        self.events = CacheEvents(loop, self.prefixes)
-        self.fleet.listen(self.events)
+        self.events = KVEventConsumer(loop, self.prefixes)
+        self.fleet.add_listener(self.events)
         silent, heard = (Instance(id, "1", Role.PREFILL, f"http://{id}", "nixl") for id in ("p1", "p0"))
         live, replay = (f"tcp://127.0.0.1:{port}" for port in at)
         heard = replace(heard, kv_events=live, kv_events_replay=replay if replays else None)
         self.members = [self.fleet.add(heard), self.fleet.add(silent)]
         for member in self.members:
-            self.fleet.learn(member, True, frozenset(("m", "sql")), None, None, "m")
+            self.fleet.record_probe(member, True, frozenset(("m", "sql")), None, None, "m")
 
     def cached(self, tokens: list[int], model: str = "m", salt: str | None = None) -> list[int]:
         """Tokens that each is believed to have."""
         name = f"r{next(NUMBERS)}"
-        facts = RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, tokens=len(tokens))
+        facts = RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, prompt_tokens=len(tokens))
         decision = self.prefixes.explain(CacheAware(), self.members, facts, 0).decision
-        return [decision.cached.get(member.instance, 0) for member in self.members]
+        return [decision.cached_tokens.get(member.instance, 0) for member in self.members]
 
     async def becomes(self, wanted: int, tokens: list[int] = PROMPT, **more: Any) -> None:
         async def so() -> bool:
@@ -243,7 +243,7 @@ class Site:
 
     async def connected(self) -> None:
         async def so() -> bool:
-            return self.events.heard()["p0"].connected
+            return self.events.stats()["p0"].connected
 
         await until(so)
 
@@ -277,7 +277,7 @@ async def test_what_an_engine_says_is_believed_until_it_takes_it_back(at: tuple[
             await site.becomes(640, model="sql")
             publisher.say({"type": "AllBlocksCleared"})
             await site.becomes(0)
-            assert site.events.unplaced == 0
+            assert site.events.unplaced_blocks == 0
 
 
 async def test_what_is_lost_on_the_way_is_asked_for_again(at: tuple[int, int]) -> None:
@@ -290,7 +290,7 @@ async def test_what_is_lost_on_the_way_is_asked_for_again(at: tuple[int, int]) -
             publisher.say(stored(PROMPT[480:640], front=PROMPT[:480]))
             await site.becomes(640)
             assert publisher.replays >= 2
-            assert site.events.heard()["p0"].gaps == 0
+            assert site.events.stats()["p0"].gaps == 0
 
 
 async def test_without_a_replay_a_loss_forgets_what_was_said(at: tuple[int, int]) -> None:
@@ -309,7 +309,7 @@ async def test_without_a_replay_a_loss_forgets_what_was_said(at: tuple[int, int]
             publisher.say(lost=True)
             publisher.say(stored(PROMPT[:64], cache_salt="x"))
             await site.becomes(0)
-            assert site.events.heard()["p0"].gaps >= 1
+            assert site.events.stats()["p0"].gaps >= 1
 
 
 async def test_an_engine_that_restarts_is_believed_to_have_only_what_it_says_since(at: tuple[int, int]) -> None:
@@ -322,13 +322,13 @@ async def test_an_engine_that_restarts_is_believed_to_have_only_what_it_says_sin
             publisher.say(stored(other[:128]))
             await site.becomes(128, other)
             assert site.cached(PROMPT) == [0, 0]
-            site.fleet.learn(site.members[0], False, None)
-            site.fleet.learn(site.members[0], True, frozenset(("m",)))  # the probe has seen it, too
+            site.fleet.record_probe(site.members[0], False, None)
+            site.fleet.record_probe(site.members[0], True, frozenset(("m",)))  # the probe has seen it, too
             await site.becomes(128, other)
             publisher.forget()
             site.fleet.remove("p0")
             assert site.cached(other) == [0, 0]
-            assert not site.events.heard()
+            assert not site.events.stats()
 
 
 async def test_what_is_no_event_costs_itself_alone(at: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
@@ -340,7 +340,7 @@ async def test_what_is_no_event_costs_itself_alone(at: tuple[int, int], caplog: 
             publisher.garble()
             publisher.say(stored(PROMPT[320:640], front=PROMPT[:320]))
             async with asyncio.timeout(20):
-                while not site.events.heard()["p0"].refused:  # noqa: ASYNC110  nobody tells
+                while not site.events.stats()["p0"].refused:  # noqa: ASYNC110  nobody tells
                     await asyncio.sleep(0.01)
             assert "no KV events" in caplog.text
             publisher.say(stored(PROMPT[:640]))
@@ -385,7 +385,7 @@ async def test_what_keeps_coming_is_entered_in_one_place(at: tuple[int, int], mo
             most = max(most, beside)
             sleep(0.003)
 
-        monkeypatch.setattr(Prefixes, "told", slow)
+        monkeypatch.setattr(PrefixCacheModel, "apply_events", slow)
         async with a_site(at) as site:
             await site.connected()
             publisher.say(*(stored(PROMPT[:16]) for _ in range(5)))
@@ -404,7 +404,7 @@ async def test_an_engine_that_cannot_be_asked_again_keeps_nobody_else_from_being
             await site.connected()
             other = replace(site.members[1].instance, id="p2", kv_events=f"tcp://127.0.0.1:{at[0]}")
             member = site.fleet.add(replace(other, kv_events_replay="tcp://-:1"))
-            site.fleet.learn(member, True, frozenset(("m",)), None, None, "m")
+            site.fleet.record_probe(member, True, frozenset(("m",)), None, None, "m")
 
             async def tried() -> bool:
                 return "cannot ask for KV events" in caplog.text
@@ -421,12 +421,12 @@ async def test_places_that_cannot_be_listened_to_use_nothing_up(at: tuple[int, i
             await site.connected()
             for number in range(1100):
                 wrong = replace(site.members[1].instance, id=f"w{number}", kv_events="tcp://-:1")
-                site.fleet.learn(site.fleet.add(wrong), True, frozenset(("m",)), None, None, "m")
+                site.fleet.record_probe(site.fleet.add(wrong), True, frozenset(("m",)), None, None, "m")
             right = replace(site.members[1].instance, id="p2", kv_events=f"tcp://127.0.0.1:{at[0]}")
-            site.fleet.learn(site.fleet.add(right), True, frozenset(("m",)), None, None, "m")
+            site.fleet.record_probe(site.fleet.add(right), True, frozenset(("m",)), None, None, "m")
 
             async def heard() -> bool:
-                return site.events.heard()["p2"].connected
+                return site.events.stats()["p2"].connected
 
             await until(heard)
             publisher.say(stored(PROMPT[:320]))
@@ -436,15 +436,15 @@ async def test_places_that_cannot_be_listened_to_use_nothing_up(at: tuple[int, i
 async def test_a_fault_in_entering_costs_that_event_alone(
     at: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    enter = Prefixes.told
+    enter = PrefixCacheModel.apply_events
     fails = iter((True,))
 
-    def told(self: Prefixes, *said: Any) -> None:
+    def told(self: PrefixCacheModel, *said: Any) -> None:
         if next(fails, False):
             raise RuntimeError("a fault of ours")
         enter(self, *said)
 
-    monkeypatch.setattr(Prefixes, "told", told)
+    monkeypatch.setattr(PrefixCacheModel, "apply_events", told)
     with Publisher(at) as publisher:
         async with a_site(at) as site:
             await site.connected()
@@ -485,7 +485,7 @@ async def test_a_prompt_goes_where_an_engine_says_that_it_has_it(
 ) -> None:
     urls = {role: [engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")}
     running = await proxy(
-        urls["prefill"][:1], urls["decode"], policy="cache_aware", admin=Secret("t"), slow_start_s=0.0
+        urls["prefill"][:1], urls["decode"], policy="cache_aware", admin_token=Secret("t"), slow_start_s=0.0
     )
     entry = {"id": "said", "url": urls["prefill"][1], "role": "prefill", "connector": "nixl"}
     entry |= {"kv_events": f"tcp://127.0.0.1:{at[0]}", "kv_events_replay": f"tcp://127.0.0.1:{at[1]}"}
@@ -507,25 +507,25 @@ async def test_a_prompt_goes_where_an_engine_says_that_it_has_it(
 
 async def test_a_flood_is_held_back_and_not_kept(at: tuple[int, int]) -> None:
     """Nobody takes what comes: so much is decoded, and the rest waits in ZMQ or is lost. Blocks are few, but large."""
-    listening = Listening(lambda: None)
+    listening = KVEventSubscriber(lambda: None)
     try:
         with Publisher(at) as publisher:
-            listening.listen("p0", PublishedAt(f"tcp://127.0.0.1:{at[0]}", None))
+            listening.subscribe("p0", PublishedAt(f"tcp://127.0.0.1:{at[0]}", None))
             async with asyncio.timeout(20):
                 while not listening.counts("p0")[0]:  # noqa: ASYNC110  nobody tells
                     await asyncio.sleep(0.01)
                 large = stored([7] * 700_000, block=700_000)
-                while listening.ahead < 1 << 17:
+                while listening.pending_weight < 1 << 17:
                     publisher.say(large)
                     await asyncio.sleep(0.01)
             for _ in range(20):
                 publisher.say(large)
             before = listening.counts("p0")[1]
             assert 8 <= before <= 40
-            assert listening.ahead < 2 << 17
+            assert listening.pending_weight < 2 << 17
             async with asyncio.timeout(20):
-                while listening.ahead >= 1 << 17:  # the control: there is room again, and it goes on
-                    assert listening.take() is not None
+                while listening.pending_weight >= 1 << 17:  # the control: there is room again, and it goes on
+                    assert listening.take_batch() is not None
                 while listening.counts("p0")[1] == before:
                     publisher.say(large)
                     await asyncio.sleep(0.01)

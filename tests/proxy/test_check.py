@@ -12,12 +12,12 @@ import pytest
 
 from demo.processes import Processes, Server, free_port, proxy_command
 from kvparams.cli import main
-from kvparams.scheduling import Role
-from kvparams_proxy.check import Finding, _fetch, check_fleet  # pyright: ignore[reportPrivateUsage]
-from kvparams_proxy.registry.entries import Entry
-from kvparams_proxy.settings import known_dialects
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams.instances import Role
+from kvparams_proxy.cli.fleet_check import CheckFinding, _fetch, check_fleet  # pyright: ignore[reportPrivateUsage]
+from kvparams_proxy.config.settings import known_dialects
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from .test_bootstraps import Bootstrap
 
@@ -84,26 +84,28 @@ class Engine:
         writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
 
 
-Look = Callable[..., Awaitable[list[Finding]]]
+Look = Callable[..., Awaitable[list[CheckFinding]]]
 
 
 @pytest.fixture
 def look(stack: AsyncExitStack) -> Look:
     """Check these engines; what was found."""
 
-    async def check(connector: str, *engines: Engine, bootstrap: str | None = None) -> list[Finding]:
-        entries: list[Entry] = []
+    async def check(connector: str, *engines: Engine, bootstrap: str | None = None) -> list[CheckFinding]:
+        entries: list[InstanceSpec] = []
         for number, engine in enumerate(engines):
             server = await engine.begin()
             stack.callback(server.close)
             place = bootstrap if engine.role is Role.PREFILL else None
-            entries.append(Entry(f"{engine.role[0]}{number}", engine.url, engine.role, connector, bootstrap=place))
+            entries.append(
+                InstanceSpec(f"{engine.role[0]}{number}", engine.url, engine.role, connector, bootstrap=place)
+            )
         return [one async for one in check_fleet(entries, known_dialects(), UpstreamLimits())]
 
     return check
 
 
-def grades(found: list[Finding]) -> list[str]:
+def grades(found: list[CheckFinding]) -> list[str]:
     return [one.grade for one in found]
 
 
@@ -111,8 +113,8 @@ async def test_engines_that_hand_kv_over_are_found_good(look: Look) -> None:
     prefill, decode = Engine(Role.PREFILL, NIXL), Engine(Role.DECODE, loads=49)
     found = await look("nixl", prefill, decode)
     assert grades(found) == ["ok", "ok", "ok"]
-    assert found[0].said == "(prefill, nixl) answers and serves tiny"
-    assert found[2] == Finding("ok", "p0 -> d1", "49 of 50 prompt tokens came from outside the engine")
+    assert found[0].message == "(prefill, nixl) answers and serves tiny"
+    assert found[2] == CheckFinding("ok", "p0 -> d1", "49 of 50 prompt tokens came from outside the engine")
     (asked,), (told,) = prefill.legs, decode.legs
     assert asked["kv_transfer_params"]["do_remote_decode"] is True
     assert told["kv_transfer_params"].items() >= NIXL.items()
@@ -141,10 +143,10 @@ async def test_every_engine_is_tried(look: Look) -> None:
 async def test_what_is_wrong_is_said_in_words(
     look: Look, monkeypatch: pytest.MonkeyPatch, connector: str, prefill: Answer, decode: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("kvparams_proxy.check._TELLS_S", 0.2)
+    monkeypatch.setattr("kvparams_proxy.cli.fleet_check._TELLS_S", 0.2)
     found = await look(connector, Engine(Role.PREFILL, prefill), Engine(Role.DECODE, **decode))
     assert grades(found) == ["ok", "ok", "error"]
-    assert said in found[2].said
+    assert said in found[2].message
 
 
 async def test_an_engine_that_does_not_tell_is_said_to_be_one(look: Look) -> None:
@@ -152,8 +154,8 @@ async def test_an_engine_that_does_not_tell_is_said_to_be_one(look: Look) -> Non
     prefill.models = 404
     found = await look("content", prefill, decode)
     assert grades(found) == ["warning", "ok", "warning"]
-    assert "does not say which models" in found[0].said
-    assert "does not tell where it had the prompt from" in found[2].said
+    assert "does not say which models" in found[0].message
+    assert "does not tell where it had the prompt from" in found[2].message
 
 
 async def test_engines_that_are_not_there_or_refuse_are_not_tried(look: Look) -> None:
@@ -161,7 +163,7 @@ async def test_engines_that_are_not_there_or_refuse_are_not_tried(look: Look) ->
     decode.models = 401
     found = await look("nixl", prefill, decode)
     assert grades(found) == ["ok", "error"]
-    assert "refuses the proxy's credentials (401)" in found[1].said
+    assert "refuses the proxy's credentials (401)" in found[1].message
     assert prefill.legs == []
 
 
@@ -172,13 +174,13 @@ async def test_an_engine_with_which_no_version_is_common_is_not_tried(look: Look
     decode.models = {**SERVES, "kvparams_versions": ["1.3"]}
     wrong, right = await look("nixl", prefill, decode)
     assert (wrong.grade, wrong.who, right.grade) == ("error", "p0", "ok")
-    assert wrong.said.endswith("is spoken by both: here 1.0, there 2.0")
+    assert wrong.message.endswith("is spoken by both: here 1.0, there 2.0")
     assert prefill.legs == decode.legs == []
 
 
 async def test_a_prefill_engine_without_a_decode_engine_is_an_error(look: Look) -> None:
     found = await look("nixl", Engine(Role.PREFILL, NIXL))
-    assert "no decode engine has the connector nixl" in found[1].said
+    assert "no decode engine has the connector nixl" in found[1].message
 
 
 async def test_bootstrap_servers_are_asked(look: Look, stack: AsyncExitStack) -> None:
@@ -192,7 +194,7 @@ async def test_bootstrap_servers_are_asked(look: Look, stack: AsyncExitStack) ->
     server.answer = b"{}"
     found = await look("mooncake", Engine(Role.PREFILL), Engine(Role.DECODE), bootstrap=server.url)
     assert grades(found) == ["ok", "error", "ok"]
-    assert "see --bootstrap" in found[1].said
+    assert "see --bootstrap" in found[1].message
 
 
 async def test_engines_that_wait_for_one_another_are_tried_together(look: Look, stack: AsyncExitStack) -> None:
@@ -212,7 +214,7 @@ async def test_engines_that_wait_for_one_another_are_tried_together(look: Look, 
     async with asyncio.timeout(10):
         found = await look("sglang", alone, Engine(Role.DECODE, 500), bootstrap=server.url)
     assert grades(found)[-1] == "error"
-    assert "500" in found[-1].said
+    assert "500" in found[-1].message
 
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +261,7 @@ async def test_a_leg_that_nobody_waits_for_any_more_is_ended() -> None:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
+    pool = UpstreamConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
     leg = asyncio.create_task(_fetch(pool, pool.get(b"/v1/models")))
     async with asyncio.timeout(10):
         await begun.wait()

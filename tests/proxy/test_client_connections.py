@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.clients import http1
-from kvparams_proxy.clients.connections import HEAD_S, ConnectionLimits, Connections
-from kvparams_proxy.descriptors import backlog_for, connections_for, descriptors_for, refusals_for
+from kvparams_proxy.server import http_protocol
+from kvparams_proxy.server.connections import HEAD_S, ClientConnections, ConnectionLimits
+from kvparams_proxy.server.file_descriptors import backlog_for, connections_for, descriptors_for, refusals_for
 
 from .served import serving
 
@@ -199,7 +199,7 @@ async def test_deadlines_hold_however_slowly_a_client_goes_on(
 ) -> None:
     """Each limit is a second here and the others an hour; a byte every tenth of a second changes nothing."""
     for name in ("_IDLE_S", "HEAD_S", "_REQUEST_S"):
-        monkeypatch.setattr(http1, name, 1.0 if name == limit else 3600.0)
+        monkeypatch.setattr(http_protocol, name, 1.0 if name == limit else 3600.0)
     reader, writer = await connect(stubbed.port)
     began = time.monotonic()
     writer.write(sent)
@@ -227,10 +227,10 @@ class Connection:
     def shed(self) -> None:
         self.told.append("shed")
 
-    def leave(self) -> None:
+    def close_after_response(self) -> None:
         self.told.append("leave")
 
-    def cut(self) -> None:
+    def fail_incomplete_request(self) -> None:
         self.told.append("cut")
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Connection:
 
 
 async def test_of_a_flood_each_is_told_and_only_some_stay_open() -> None:
-    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(1, refusals=8))
+    connections = ClientConnections(asyncio.get_running_loop(), ConnectionLimits(1, refusals=8))
     served, flood = Connection(), [Connection() for _ in range(14)]
     assert connections.add(served)
     assert not any(connections.add(each) for each in flood)
@@ -253,7 +253,7 @@ async def test_of_a_flood_each_is_told_and_only_some_stay_open() -> None:
 async def test_who_may_have_asked_already_does_not_make_room() -> None:
     """Of a connection that has just come or begun nobody knows yet what its client has sent."""
     loop = asyncio.get_running_loop()
-    connections = Connections(loop, ConnectionLimits(2))
+    connections = ClientConnections(loop, ConnectionLimits(2))
     new, begun = Connection(idle=True, since_s=loop.time()), Connection(since_s=loop.time())
     begun.limit_s = HEAD_S
     assert connections.add(new)
@@ -266,7 +266,7 @@ async def test_who_may_have_asked_already_does_not_make_room() -> None:
 
 
 async def test_where_nobody_is_idle_the_oldest_head_under_way_makes_room() -> None:
-    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(4))
+    connections = ClientConnections(asyncio.get_running_loop(), ConnectionLimits(4))
     idle, old, young, busy = (
         Connection(idle=True, since_s=5),
         Connection(since_s=2),
@@ -284,7 +284,7 @@ async def test_where_nobody_is_idle_the_oldest_head_under_way_makes_room() -> No
 
 
 async def test_the_longest_idle_makes_room_and_counts_are_exact() -> None:
-    connections = Connections(asyncio.get_running_loop(), ConnectionLimits(3, 2))
+    connections = ClientConnections(asyncio.get_running_loop(), ConnectionLimits(3, 2))
     first, second, third = Connection("a", idle=True, since_s=2), Connection("a"), Connection("b", idle=True, since_s=1)
     assert all(connections.add(each) for each in (first, second, third))
     refused, new, another, over = (Connection(address) for address in "accd")
@@ -294,12 +294,16 @@ async def test_the_longest_idle_makes_room_and_counts_are_exact() -> None:
     assert connections.add(another)
     assert first.told == ["shed"]
     assert not connections.add(over), "nobody is idle"
-    assert (connections.refused["address"], connections.refused["limit"], connections.shed) == (1, 1, 2)
+    assert (connections.refused_counts["address"], connections.refused_counts["limit"], connections.shed_count) == (
+        1,
+        1,
+        2,
+    )
     for each in (first, second, third, refused, new, another, over):
         connections.remove(each)
         connections.remove(each)
     assert len(connections) == 0
-    await asyncio.wait_for(connections.empty(), 1)
+    await asyncio.wait_for(connections.wait_empty(), 1)
     assert connections.add(first)
     assert connections.add(second)
     connections.close()

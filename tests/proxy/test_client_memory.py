@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.clients.body import Body, BodyBudget
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.body import BodyBudget, RequestBody
 
 from .served import Served, serving
 from .steps import until
@@ -108,17 +108,17 @@ async def test_a_body_counts_as_long_as_its_request_runs(stubbed: Any) -> None:
 
 def test_pieces_are_joined_and_the_budget_is_exact() -> None:
     budget = BodyBudget(100)
-    body = Body(80, budget)
+    body = RequestBody(80, budget)
     for _ in range(30):
         body.add(b"ab")
-    other = Body(80, budget)
+    other = RequestBody(80, budget)
     with pytest.raises(ProxyError, match="as many bytes"):
         other.add(b"x" * 41)
     other.add(b"x" * 40)
     assert (budget.held_bytes, budget.refused) == (100, 1)
     with pytest.raises(ProxyError, match="larger than 80"):
         body.add(b"y" * 21)
-    assert body.take() == b"ab" * 30
+    assert body.join() == b"ab" * 30
     assert budget.held_bytes == 100
     for _ in range(2):
         body.release()

@@ -13,15 +13,15 @@ import pytest
 import trustme
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.admission import QueueLimits, RoleLimits
 from kvparams.cli import main
-from kvparams.scheduling import Role
-from kvparams_proxy.command import COMMAND
-from kvparams_proxy.configuration import Configuration, configure
-from kvparams_proxy.options import OPTIONS
-from kvparams_proxy.registry.problems import ConfigError
-from kvparams_proxy.server import ServerSettings
-from kvparams_proxy.settings import Settings
+from kvparams.instances import Role
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams_proxy.cli.configuration import Configuration, build_configuration
+from kvparams_proxy.cli.proxy_command import COMMAND
+from kvparams_proxy.config.options import OPTIONS
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.config_errors import ConfigError
+from kvparams_proxy.server.http_server import ServerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
@@ -30,7 +30,7 @@ ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
 def asked(*argv: str) -> Configuration:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     COMMAND.add_arguments(parser)
-    return configure(parser.parse_args(argv))
+    return build_configuration(parser.parse_args(argv))
 
 
 def problems(*argv: str) -> str:
@@ -49,7 +49,7 @@ def test_the_shortest_command_line_has_the_defaults_of_the_settings() -> None:
     assert one.server == ServerSettings(connections=one.server.connections)
     assert fleet(one) == {"prefill-0": ("prefill", "http://p:1"), "decode-0": ("decode", "http://d:1")}
     assert [instance.dialect for instance in one.settings.instances] == ["nixl", "nixl"]
-    plain = Settings(one.settings.instances, rules=one.settings.rules)
+    plain = Settings(one.settings.instances, spec_rules=one.settings.spec_rules)
     given = {name: getattr(one.settings, name) for name in Settings.__slots__}
     given["limits"] = {role: limits for role, limits in given["limits"].items() if limits != RoleLimits()}
     assert given == {name: getattr(plain, name) for name in Settings.__slots__}
@@ -62,7 +62,7 @@ def test_engines_may_have_names() -> None:
         "prefill-1": ("prefill", "http://p:2"),
         "right": ("decode", "https://[::1]:8000"),
     }
-    assert one.settings.rules.access.tls is not None, "made once, not at the first request"
+    assert one.settings.spec_rules.credentials.tls is not None, "made once, not at the first request"
 
 
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_a_flag_goes_before_the_file_and_the_file_before_the_default(tmp_path: P
     assert one.settings.limits[Role.PREFILL] == RoleLimits()
     assert one.settings.expose_route
     assert one.settings.prefill_timeout_s == 300.0
-    assert one.settings.admin is not None, "its path begins where the file is"
-    assert one.settings.admin.matches(b"admin-token")
+    assert one.settings.admin_token is not None, "its path begins where the file is"
+    assert one.settings.admin_token.matches(b"admin-token")
     assert "admin-token" not in repr(one)
 
 
@@ -170,10 +170,10 @@ def test_the_engines_key_is_for_those_that_name_none(tmp_path: Path) -> None:
     )
     path.write_text(text % "decode")
     one = asked("--config", str(path), "--engine-key-file", str(tmp_path / "all"), *ENGINES)
-    keys = {entry.id: entry.access.key for entry in one.entries}
+    keys = {entry.id: entry.credentials.key for entry in one.entries}
     found = {id: None if key is None else key.reveal() for id, key in keys.items()}
     assert found == {"prefill-0": None, "decode-0": None, "a": "sk-own", "b": "sk-all"}
-    assert one.settings.rules.access.key is not None, "those of flags are given it where they join"
+    assert one.settings.spec_rules.credentials.key is not None, "those of flags are given it where they join"
     assert "sk-" not in repr(one)
 
 
@@ -185,7 +185,7 @@ def test_certificates_are_checked_at_the_start(tmp_path: Path) -> None:
     leaf.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     files = ("--tls-certificate", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     assert asked(*ENGINES, *files, "--tls-client-ca", str(tmp_path / "ca.pem")).server.tls is not None
-    assert asked(*ENGINES, "--engine-ca", str(tmp_path / "ca.pem")).settings.rules.access.tls is not None
+    assert asked(*ENGINES, "--engine-ca", str(tmp_path / "ca.pem")).settings.spec_rules.credentials.tls is not None
     other = trustme.CA().issue_cert("localhost").private_key_pem
     other.write_to_path(tmp_path / "key.pem")
     assert "does not belong to the certificate" in problems(*ENGINES, *files)

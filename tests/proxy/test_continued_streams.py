@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.registry.modes import read_mode
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
 
 from .acting import Fault, leg_limit_s
 from .stage import CHATS, COMPLETIONS, StartStage, events_of
@@ -218,13 +218,15 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     producer, one, other = await scripted(prefill), await scripted(first), await scripted(second)
-    running = await proxy([producer.url], [one.url, other.url], connector, continuation=True, modes=(read_mode(mode),))
+    running = await proxy(
+        [producer.url], [one.url, other.url], connector, continuation=True, modes=(parse_mode_flag(mode),)
+    )
     body = json.dumps({"model": "stub", "prompt": "x", "max_tokens": 5_000, "stream": True}).encode()
     app = running.app
     async with app.router.lifespan_context(app) as state, asyncio.timeout(100):
         generate = state["generate"]["/v1/completions"]
         client = Slow()
-        generate.begin(generate.admit([(b"content-type", b"application/json")]), body, client)
+        generate.handle(generate.admit([(b"content-type", b"application/json")]), body, client)
         while not other.bodies:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         before = -1

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.execution.corrections import Corrections
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.loopclock import WallClock
-from kvparams_proxy.upstream.terms import Head
+from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.upstream.types import ResponseHead
 
 from .test_metrics_stream_events import Client, Owner
 
@@ -72,10 +72,10 @@ def event(rng: random.Random, number: int) -> bytes:
 
 def relayed(reads: list[bytes]) -> bytes:
     client, owner = Client(), Owner()
-    corrections = Corrections("r", Addresses(), choices=True)
+    corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
     corrections.prompt_tokens_details = {"cached_tokens": 3}
-    relay = Relay(client, b"", corrections, 1 << 20, owner, WallClock(time.monotonic), choices=True)
-    relay.on_head(Head(200, b"text/event-stream"))
+    relay = StreamRelay(client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), choices=True)
+    relay.on_head(ResponseHead(200, b"text/event-stream"))
     for read in reads:
         relay.on_body(read)
     relay.on_done(None)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.answers import Answer
-from kvparams_proxy.execution.corrections import Corrections, prompt_details
-from kvparams_proxy.execution.events import complete_events
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.upstream.terms import UpstreamError
+from kvparams_proxy.execution.engine_response import EngineResponse
+from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.sse import complete_events_end
+from kvparams_proxy.upstream.types import UpstreamError
 
 EVENTS = [
     b'data: {"choices":[{"text":"a"}],"usage":null}\n\n',
@@ -25,8 +25,8 @@ EVENTS = [
 ]
 
 
-def correcting(details: object) -> Corrections:
-    made = Corrections("r", Addresses())
+def correcting(details: object) -> ResponseCorrector:
+    made = ResponseCorrector("r", EngineAddresses())
     made.prompt_tokens_details = details
     return made
 
@@ -37,12 +37,12 @@ def payloads(raw: bytes) -> list[Any]:
 
 
 def test_cached_tokens_become_prefills_and_params_go() -> None:
-    corrected = correcting({"cached_tokens": 3}).events(b"".join(EVENTS))
+    corrected = correcting({"cached_tokens": 3}).correct_events(b"".join(EVENTS))
     seen = payloads(corrected)
     assert all(event.get("kv_transfer_params") is None for event in seen)
     assert [e["usage"].get("prompt_tokens_details") for e in seen if e.get("usage")] == [{"cached_tokens": 3}] * 2
     passing = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":5}}\n\n'
-    assert correcting({"cached_tokens": 3}).events(passing) == passing
+    assert correcting({"cached_tokens": 3}).correct_events(passing) == passing
     assert b"10.0.0.1" not in corrected
     for untouched in (*EVENTS[:3], EVENTS[6]):
         assert untouched in corrected
@@ -54,44 +54,44 @@ def test_cached_tokens_become_prefills_and_params_go() -> None:
 def test_what_prefill_did_not_report_decode_may_not_claim() -> None:
     """Decode counts transferred KV as cached; without prefill's word there is no number to give."""
     raw = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}'
-    assert json.loads(correcting(None).whole(raw))["usage"]["prompt_tokens_details"] is None
+    assert json.loads(correcting(None).correct_document(raw))["usage"]["prompt_tokens_details"] is None
     silent = b'{"usage":{"prompt_tokens":9}}'
-    assert correcting(None).whole(silent) is silent
+    assert correcting(None).correct_document(silent) is silent
 
 
 def test_nothing_to_correct_is_returned_as_it_is() -> None:
     raw = b'{ "choices" : [1.0], "usage" : {"prompt_tokens" : 9, "prompt_tokens_details" : {"cached_tokens":8 }} }'
-    assert correcting({"cached_tokens": 8}).whole(raw) is raw
+    assert correcting({"cached_tokens": 8}).correct_document(raw) is raw
     plain = EVENTS[0] + EVENTS[1] + EVENTS[6]
-    assert correcting({"cached_tokens": 8}).events(plain) == plain
+    assert correcting({"cached_tokens": 8}).correct_events(plain) == plain
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"7", b'{"a":NaN}'])
 def test_what_is_not_an_object_is_refused(raw: bytes) -> None:
     with pytest.raises(JSONTextError):
-        correcting(None).whole(raw)
+        correcting(None).correct_document(raw)
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(0, 600), max_size=6))
 def test_how_events_are_cut_by_the_network_makes_no_difference(events: list[bytes], cuts: list[int]) -> None:
     raw = b"".join(events)
     corrections = correcting({"cached_tokens": 3})
-    expected = corrections.events(raw)
+    expected = corrections.correct_events(raw)
     got, tail, at = b"", b"", 0
     for cut in [*sorted(min(cut, len(raw)) for cut in cuts), len(raw)]:
         tail += raw[at:cut]
         at = cut
-        end = complete_events(tail)
-        got += corrections.events(tail[:end])
+        end = complete_events_end(tail)
+        got += corrections.correct_events(tail[:end])
         tail = tail[end:]
     assert (got, tail) == (expected, b"")
 
 
 def test_details_are_read_where_they_are() -> None:
-    assert prompt_details({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}}) == {"cached_tokens": 1}
+    assert prompt_tokens_details({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}}) == {"cached_tokens": 1}
     silent: list[dict[str, object]] = [{}, {"usage": None}, {"usage": {}}, {"usage": 7}]
     for answer in silent:
-        assert prompt_details(answer) is None
+        assert prompt_tokens_details(answer) is None
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_details_are_read_where_they_are() -> None:
 def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     """The control: the first event needs no correction, so later ones are no longer read closely."""
     corrections = correcting(None)
-    assert corrections.events(EVENTS[0]) == EVENTS[0]
+    assert corrections.correct_events(EVENTS[0]) == EVENTS[0]
     unread = b'data: {"choices":[], "x" :[ ]}\n\n'
-    assert corrections.events(unread) is unread
-    assert corrections.events(b'data: {"choices":[],%b}\n\n' % member.encode()) == b'data: {"choices":[]}\n\n'
+    assert corrections.correct_events(unread) is unread
+    assert corrections.correct_events(b'data: {"choices":[],%b}\n\n' % member.encode()) == b'data: {"choices":[]}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     ],
 )
 def test_an_answer_is_what_whole_lets_through(raw: bytes, wanted: bool) -> None:
-    assert Answer(raw).has_choice is wanted
+    assert EngineResponse(raw).has_choice is wanted
     try:
-        Corrections("r", Addresses(), choices=True).whole(raw)
+        ResponseCorrector("r", EngineAddresses(), choices=True).correct_document(raw)
     except (JSONTextError, UpstreamError):
         assert not wanted
     else:

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.cli import main
-from kvparams.scheduling import Instance, Role
-from kvparams_connectors import doctor_command
+from kvparams.instances import Instance, Role
 from kvparams_connectors.advice import Advice
+from kvparams_connectors.cli import doctor_command
 
 from .conftest import Proxy, StartProxy
 from .publisher import Publisher, stored

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from .test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
 
@@ -129,7 +129,7 @@ async def test_empty_events_without_end_are_bounded(scripted: Any, proxy: Any) -
             await writer.drain()
 
     prefill, decode = await scripted(good), await scripted(script)
-    running = await proxy([prefill.url], [decode.url], retries=0, upstream=UpstreamLimits(answer_bytes=100_000))
+    running = await proxy([prefill.url], [decode.url], retries=0, upstream_limits=UpstreamLimits(answer_bytes=100_000))
     got = await running.client.post("/v1/completions", json=BODY | {"stream": True})
     assert got.status_code == 502
     assert await running.metric("kvparams_proxy_in_flight") == 0

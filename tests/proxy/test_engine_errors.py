@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvparams_proxy.errors import engine_refusal
-from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.errors import engine_error_response
+from kvparams_proxy.execution.response_privacy import EngineAddresses
 
 HUGE = {
     "lists": b'{"error":{"message":"too long"},"x":[' + b"[]," * 2_000_000 + b"0]}",
@@ -19,7 +19,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_error_is_not_read(name: str) -> None:
     began = time.thread_time()
-    refused = engine_refusal("decode", 400, HUGE[name], Addresses(), b"{}")
+    refused = engine_error_response("decode", 400, HUGE[name], EngineAddresses(), b"{}")
     assert time.thread_time() - began < 0.06
     assert refused.status == 400
     assert refused.message == "the decode engine refused the request (400)"
@@ -28,4 +28,4 @@ def test_a_huge_error_is_not_read(name: str) -> None:
 def test_an_error_of_usual_length_is_read() -> None:
     """The control: validation errors of vLLM repeat what they refuse."""
     raw = json.dumps({"error": {"message": "too long", "input": "x" * 50_000}}).encode()
-    assert engine_refusal("decode", 400, raw, Addresses(), b"{}").message == "too long"
+    assert engine_error_response("decode", 400, raw, EngineAddresses(), b"{}").message == "too long"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.jsontext import JSONLimits
-from kvparams_proxy.explain_route_command import COMMAND
+from kvparams.jsontext.document import JSONLimits
+from kvparams_proxy.cli.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.tokens.choices import By
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 
 from .conftest import Proxy, StartProxy
 
@@ -27,7 +27,9 @@ def urls(stub: StubEngines) -> tuple[list[str], list[str]]:
 
 @pytest.fixture
 async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
-    return await proxy(*urls(stub), policy="cache_aware", admin=Secret("secret"), tokenizers={None: By.BYTES})
+    return await proxy(
+        *urls(stub), policy="cache_aware", admin_token=Secret("secret"), tokenizers={None: TokenizationMethod.BYTES}
+    )
 
 
 async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
@@ -68,7 +70,9 @@ async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: 
     assert "path must be" in await explain(aware, {}, "?path=/v1/embeddings", 400)
     assert "not JSON" not in await explain(aware, {"model": "stub", "prompt": 5}, "", 400)
     await explain(aware, {}, "", 401, authorization="Bearer wrong")
-    blind = await proxy(*urls(stub), policy="least_load", admin=Secret("secret"), body=JSONLimits(max_bytes=100_000))
+    blind = await proxy(
+        *urls(stub), policy="least_load", admin_token=Secret("secret"), body=JSONLimits(max_bytes=100_000)
+    )
     assert "least_load does not look" in await explain(blind, {"model": "stub", "prompt": PROMPT}, "", 400)
     assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
 

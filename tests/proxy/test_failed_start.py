@@ -15,41 +15,54 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from kvparams.scheduling import Instance, Role
-from kvparams.trust.keyfile import create_keyring
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams_proxy import app as app_module
-from kvparams_proxy.app import create_app
-from kvparams_proxy.cache_events.books import CacheEvents
-from kvparams_proxy.clients.keys_file import change_keys, new_key
+from kvparams.instances import Instance, Role
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.keyring_file import create_keyring
+from kvparams_proxy.cli.queue_sidecar import create_decode_node_app
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.config.signing import SigningSettings
+from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.loopclock import LoopClock
-from kvparams_proxy.memory import MemoryTrimmer
-from kvparams_proxy.queue.beside import decode_node
-from kvparams_proxy.queue.consumer import Consumer
-from kvparams_proxy.registry.sources import Registry
+from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+from kvparams_proxy.fleet.registry.registry import Registry
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.queue.consumer import WorkConsumer
+from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.signing import Signing
-from kvparams_proxy.telemetry.journal import Journal
-from kvparams_proxy.telemetry.lag import LoopLag
-from kvparams_proxy.telemetry.ledger import Ledger
-from kvparams_proxy.telemetry.spans import SpanExport
-from kvparams_proxy.tokens.choices import By
-from kvparams_proxy.tokens.service import TokenService
-from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.server import app as app_module
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
+from kvparams_proxy.telemetry.loop_lag import LoopLag
+from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_log import RequestLog
+from kvparams_proxy.telemetry.spans import RequestSpanExporter
+from kvparams_proxy.tokenization.service import TokenService
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 
 from .steps import until
 
 MODELS = b'{"object":"list","data":[{"id":"stub"}]}'
-CLOSED = (*(LoopClock, SpanExport, Journal, Ledger, TokenService, CacheEvents, MemoryTrimmer, LoopLag, Pools, Fleet),)
+CLOSED = (
+    *(
+        StallAwareClock,
+        RequestSpanExporter,
+        RequestLog,
+        RecordDispatcher,
+        TokenService,
+        KVEventConsumer,
+        MemoryTrimmer,
+        LoopLag,
+        UpstreamPools,
+        Fleet,
+    ),
+)
 """Classes whose instances the start has to close."""
-EMPTY = {"Fleet", "Pools"}
+EMPTY = {"Fleet", "UpstreamPools"}
 """Those that hold nothing before engines join."""
 STEPS = (
-    *("Fleet", "Registry", "Pools", "StepRunner", "Metrics", "Releases", "Journal", "Ledger", "TokenService"),
-    *("MemoryTrimmer", "BodyBudget", "Gauges", "Exposition", "LoopLag", "RetryBudget", "Resources", "Generate"),
-    *("supplied", "Bootstraps", "Prober", "Draining"),
+    *("Fleet", "Registry", "UpstreamPools", "StepRunner", "Metrics", "KVReleaser", "RequestLog", "RecordDispatcher"),
+    *("TokenService", "MemoryTrimmer", "BodyBudget", "ProxyGauges", "MetricsExposition", "LoopLag", "RetryBudget"),
+    *("ExecutionResources", "RequestHandler", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
 
@@ -97,11 +110,11 @@ class Source:
         self.source = name
         self._fails = fails
 
-    def begin(self, registry: Registry) -> None:
+    def publish_initial(self, registry: Registry) -> None:
         if self._fails:
             raise StartError
 
-    async def follow(self, registry: Registry) -> NoReturn:
+    async def watch(self, registry: Registry) -> NoReturn:
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
@@ -129,20 +142,20 @@ def settings(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
     """Everything that may be open is wanted."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     clients, signing = tmp_path / "clients", tmp_path / "signing"
-    with change_keys(clients) as keys:
-        _, record = new_key("tenant", datetime.now(UTC))
+    with edit_api_keys(clients) as keys:
+        _, record = create_api_key("tenant", datetime.now(UTC))
         keys[record.id] = record
-    create_keyring(signing, Keyring([SigningKey.new(int(time.time()) - 60)]))
+    create_keyring(signing, SigningKeyring([SigningKey.new(int(time.time()) - 60)]))
     prefill = Instance("p0", "1", Role.PREFILL, engine, "nixl", kv_events="tcp://127.0.0.1:9")
     decode = Instance("d0", "1", Role.DECODE, engine, "nixl")
     return Settings(
         (prefill, decode),
         policy="cache_aware",
-        tokenizers={None: By.BYTES},
+        tokenizers={None: TokenizationMethod.BYTES},
         trace=1.0,
         log_requests=str(tmp_path / "log"),
         client_keys=clients,
-        signing=Signing(signing, "pool"),
+        signing=SigningSettings(signing, "pool"),
     )
 
 
@@ -281,11 +294,11 @@ def test_an_end_leaves_nothing(settings: Settings, unclosed: list[str]) -> None:
 def test_a_decode_node_that_cannot_serve_leaves_nothing(engine: str) -> None:
     """Its server fails behind the start, with a connection to the engine open."""
     local = Instance("d0", "1", Role.DECODE, engine, "store")
-    app = decode_node(Secret("amqp://127.0.0.1:9"), "pool", Settings((local,), beside="d0"), local)
+    app = create_decode_node_app(Secret("amqp://127.0.0.1:9"), "pool", Settings((local,), local_id="d0"), local)
 
     async def fails_behind_the_start() -> None:
         async with app.router.lifespan_context(app) as state:
-            consumer: Consumer = dict(state or {})["consumer"]
+            consumer: WorkConsumer = dict(state or {})["consumer"]
             await until(lambda: consumer.engine_ready)
             raise StartError
 

@@ -56,7 +56,7 @@ async def test_with_nixl_a_claimed_transfer_is_never_asked_for_again(stage: Star
 
 
 async def test_with_nixl_blocks_that_nobody_can_have_fetched_go_to_another_engine(stage: StartStage) -> None:
-    found = await stage("nixl", probe_s=60.0)
+    found = await stage("nixl", probe_interval_s=60.0)
     found.decode[0].end()
     found.decode[1].fails("reset", 0)
     for _ in range(2):
@@ -84,7 +84,7 @@ async def test_with_a_store_the_same_keys_go_to_another_engine_under_another_tra
 
 async def test_an_engine_that_refuses_probes_gets_no_work_until_it_is_back(stage: StartStage) -> None:
     # A probe may take as long as lies between two; who is missing is probed more often.
-    found = await stage(probe_s=5.0, slow_start_s=0.0)
+    found = await stage(probe_interval_s=5.0, slow_start_s=0.0)
     broken, sound = found.prefill
     broken.fails("gone")
     assert [(await found.ask()).status_code for _ in range(6)] == [200] * 6

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from kvparams.admission import RoleLimits
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.admission import RoleLimits
+from kvparams.routing.breaker import BreakerLimits
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.health import HealthStatus, has_pair
+from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.fleet.member import Member, MemberState
 from tests.proxy.clock import Clock
 
@@ -83,14 +83,14 @@ def test_who_failed_this_request_is_chosen_last() -> None:
 def test_a_model_is_served_only_by_those_who_have_it() -> None:
     one = fleet(prefill=1, decode=2)
     prefill, first, second = one.members
-    one.learn(prefill, True, frozenset("ab"))
-    one.learn(first, True, frozenset("a"))
-    one.learn(second, True, frozenset("b"))
+    one.record_probe(prefill, True, frozenset("ab"))
+    one.record_probe(first, True, frozenset("a"))
+    one.record_probe(second, True, frozenset("b"))
     assert {take(one, request=facts("b")).id for _ in range(4)} == {"decode-1"}
-    assert one.know_model("a")
-    assert not one.know_model("c")
+    assert one.may_serve_model("a")
+    assert not one.may_serve_model("c")
     assert one.models() == ["a", "b"]
-    one.learn(second, False, frozenset("b"))
+    one.record_probe(second, False, frozenset("b"))
     with pytest.raises(ProxyError, match="serves this model"):
         take(one, request=facts("b"))
 
@@ -121,11 +121,11 @@ def test_an_engine_that_comes_back_is_another_incarnation() -> None:
     one = fleet()
     before = take(one)
     member = one.member(before)
-    one.learn(member, True, None)
+    one.record_probe(member, True, None)
     assert member.instance is before
-    one.failed(before, connected=False)
+    one.record_failure(before, connected=False)
     assert not member.ready
-    one.learn(member, True, None)
+    one.record_probe(member, True, None)
     assert member.instance.id == before.id
     assert member.instance.incarnation != before.incarnation
     assert one.member(before) is member
@@ -140,8 +140,8 @@ def test_each_incarnation_is_remembered_as_long_as_its_legs_run() -> None:
     member = one.member(take(one))
     legs = [member.instance]
     for _ in range(3):
-        one.learn(member, False, None)
-        one.learn(member, True, None)
+        one.record_probe(member, False, None)
+        one.record_probe(member, True, None)
         legs += [take(one), take(one)]
     one.remove("decode-0")
     assert member.in_flight == len(legs)
@@ -159,12 +159,12 @@ def test_what_happened_to_an_earlier_incarnation_is_not_held_against_the_new_one
     one = fleet(decode=1, breaker=BreakerLimits(consecutive=1))
     before = take(one)
     member = one.member(before)
-    one.learn(member, False, None)
-    one.learn(member, True, None)
-    one.failed(before, connected=True)
-    one.failed(before, connected=False)
+    one.record_probe(member, False, None)
+    one.record_probe(member, True, None)
+    one.record_failure(before, connected=True)
+    one.record_failure(before, connected=False)
     assert member.state is MemberState.READY
-    one.failed(member.instance, connected=True)  # the control
+    one.record_failure(member.instance, connected=True)  # the control
     assert member.state is MemberState.BROKEN
 
 
@@ -180,7 +180,7 @@ def test_two_instances_of_one_name_are_refused() -> None:
 def test_who_joins_is_chosen_once_it_is_known_to_be_ready() -> None:
     one = fleet(decode=0)
     witness = Witness()
-    one.listen(witness)
+    one.add_listener(witness)
     member = one.add(instance("new"))
     assert witness.heard == [("joined", member)]
     with pytest.raises(ProxyError, match="reachable") as caught:
@@ -188,7 +188,7 @@ def test_who_joins_is_chosen_once_it_is_known_to_be_ready() -> None:
     assert (caught.value.status, caught.value.code) == (503, "no_decode_instance")
     assert caught.value.retry_after_s is not None
     incarnation = member.instance.incarnation
-    one.learn(member, True, None)
+    one.record_probe(member, True, None)
     assert take(one) is member.instance
     assert member.instance.incarnation == incarnation  # it has come, it did not come back
 
@@ -196,7 +196,7 @@ def test_who_joins_is_chosen_once_it_is_known_to_be_ready() -> None:
 def test_who_is_removed_gets_no_new_legs_and_is_forgotten_after_its_last() -> None:
     one = fleet(decode=2)
     witness = Witness()
-    one.listen(witness)
+    one.add_listener(witness)
     idle, busy = (member for member in one.members if member.instance.role is Role.DECODE)
     legs = [take(one) for _ in range(4)]
     for leg in legs:
@@ -221,7 +221,7 @@ def test_that_it_has_left_is_said_once_even_when_its_last_leg_ends_meanwhile() -
     """Who waits is refused because it leaves, and gives up its other leg there and then."""
     one = fleet(decode=1, limits={Role.DECODE: RoleLimits(1)})
     witness = Witness()
-    one.listen(witness)
+    one.add_listener(witness)
     member = one.member(take(one))
 
     class Both(Nobody):
@@ -236,15 +236,15 @@ def test_that_it_has_left_is_said_once_even_when_its_last_leg_ends_meanwhile() -
 def test_what_was_replaced_goes_on_beside_the_new_one() -> None:
     one = fleet(decode=1)
     witness = Witness()
-    one.listen(witness)
+    one.add_listener(witness)
     before = take(one)
     old = one.member(before)
     new = one.replace(instance("decode-0"))
     assert witness.heard == [("joined", new)]
     assert (old.state, new.state) == (MemberState.LEFT, MemberState.NOT_READY)
-    one.learn(old, True, frozenset("late"))  # a probe that was under way
+    one.record_probe(old, True, frozenset("late"))  # a probe that was under way
     assert old.models is None
-    one.learn(new, True, None)
+    one.record_probe(new, True, None)
     after = take(one)
     assert one.member(after) is new
     assert (old.in_flight, new.in_flight) == (1, 1)
@@ -259,7 +259,7 @@ def test_the_same_instance_may_be_removed_and_added_again_while_it_runs() -> Non
     before = take(one)
     one.remove("decode-0")
     new = one.add(before)
-    one.learn(new, True, None)
+    one.record_probe(new, True, None)
     take(one)
     one.release(before, Nobody.facts)
     assert new.in_flight == 1
@@ -284,8 +284,8 @@ def test_health_says_for_each_role_how_many_there_are_of_what() -> None:
     one = fleet(prefill=1, decode=4, breaker=BreakerLimits(consecutive=1))
     drained, broken, gone, _ = (m for m in one.members if m.instance.role is Role.DECODE)
     one.drain(drained.instance.id)
-    one.failed(broken.instance, connected=True)
-    one.failed(gone.instance, connected=False)
+    one.record_failure(broken.instance, connected=True)
+    one.record_failure(gone.instance, connected=False)
     assert one.health()[Role.DECODE] == (4, 1, 1, 1, 0, 2)
     assert one.health()[Role.PREFILL] == (1, 1, 0, 0, 0, 1)
 
@@ -295,20 +295,20 @@ def test_without_limits_nothing_but_the_policy_is_asked() -> None:
     clock = Clock()
     one = fleet(clock=clock, breaker=BreakerLimits(consecutive=1, open_s=1.0))
     decode = one._roles[Role.DECODE]  # pyright: ignore[reportPrivateUsage]
-    assert not decode.guarded
+    assert not decode.needs_notice
     member = one.member(take(one))
-    one.failed(member.instance, connected=True)
-    assert decode.guarded
+    one.record_failure(member.instance, connected=True)
+    assert decode.needs_notice
     clock.pass_time(1.0)
-    one.succeeded(member.instance)
-    assert not decode.guarded
-    one.learn(member, False, None)
-    one.learn(member, True, None)
-    assert decode.guarded  # it starts slowly
+    one.record_success(member.instance)
+    assert not decode.needs_notice
+    one.record_probe(member, False, None)
+    one.record_probe(member, True, None)
+    assert decode.needs_notice  # it starts slowly
     clock.pass_time(10.0)
-    assert not decode.guarded
+    assert not decode.needs_notice
     assert clock.pending == 0
-    assert fleet(limits={Role.DECODE: RoleLimits(1)})._roles[Role.DECODE].guarded  # pyright: ignore[reportPrivateUsage]
+    assert fleet(limits={Role.DECODE: RoleLimits(1)})._roles[Role.DECODE].needs_notice  # pyright: ignore[reportPrivateUsage]
 
 
 class Clocked:
@@ -322,7 +322,7 @@ class Clocked:
 
 
 async def test_the_watch_fires_for_what_ran_out_and_not_for_what_was_renewed_or_stopped() -> None:
-    watch = Watch(asyncio.get_running_loop())
+    watch = Deadlines(asyncio.get_running_loop())
     due, renewed, stopped = Clocked(), Clocked(), Clocked()
     for what in (due, renewed, stopped):
         watch.start(what, 0.05)
@@ -357,7 +357,7 @@ PAIRED = (Role.PREFILL, Role.DECODE)
 def suspect(one: Fleet, *ids: str) -> None:
     for member in one.members:
         if member.instance.id in ids:
-            one.failed(member.instance, connected=True)
+            one.record_failure(member.instance, connected=True)
 
 
 def beside(one: Fleet, role: Role, partner: Instance | Role) -> set[str]:
@@ -376,7 +376,7 @@ def test_a_pair_that_is_well_comes_before_one_that_is_suspected() -> None:
     assert beside(one, Role.PREFILL, Role.DECODE) == {"prefill-b"}
     with pytest.raises(ProxyError, match="may be paired"):  # the request leaves for the other pair
         beside(one, Role.DECODE, of(one, "prefill-a"))
-    assert one.elsewhere(of(one, "prefill-a"), facts(), ())
+    assert one.should_fail_over(of(one, "prefill-a"), facts(), ())
 
 
 def test_where_no_pair_is_well_suspected_ones_are_used() -> None:
@@ -385,15 +385,15 @@ def test_where_no_pair_is_well_suspected_ones_are_used() -> None:
     assert beside(one, Role.PREFILL, Role.DECODE) == {"prefill-a", "prefill-b"}
     assert beside(one, Role.DECODE, of(one, "prefill-a")) == {"decode-a"}
     assert beside(one, Role.DECODE, of(one, "prefill-b")) == {"decode-b"}
-    assert not one.elsewhere(of(one, "prefill-a"), facts(), ())
+    assert not one.should_fail_over(of(one, "prefill-a"), facts(), ())
 
 
 def test_health_knows_whether_anybody_can_be_paired() -> None:
     one = grouped("a", "b")
-    assert has_pair(one.members)
+    assert has_usable_pair(one.members)
     suspect(one, "decode-a", "decode-b")
-    assert has_pair(one.members)  # they are used
+    assert has_usable_pair(one.members)  # they are used
     one.drain("decode-a")
     one.drain("prefill-b")
-    assert not has_pair(one.members)
+    assert not has_usable_pair(one.members)
     assert all(health.usable for health in one.health().values())  # the control

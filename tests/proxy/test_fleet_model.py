@@ -10,9 +10,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.breaker import BreakerLimits, BreakerState
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.breaker import BreakerLimits, BreakerState
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
@@ -48,7 +48,7 @@ class Leg:
             self.machine.end(self)
         elif self.reaction == "fail":
             self.machine.end(self)
-            self.machine.fleet.failed(instance, connected=False)
+            self.machine.fleet.record_failure(instance, connected=False)
         elif self.reaction == "ask":
             self.machine.begin(self.facts._replace(), (), "keep")
         elif self.reaction == "leave":
@@ -73,18 +73,18 @@ class Leg:
         assert member.instance is instance
         assert member.ready
         assert not member.draining
-        assert not member.left
+        assert not member.has_left
         assert member.serves(self.facts.model)
         if instance.role is Role.DECODE:
             assert member.in_flight <= (LIMITS.requests or 0)
-            assert member.tokens <= (LIMITS.tokens or 0) or member.tokens == self.facts.tokens
+            assert member.tokens <= (LIMITS.tokens or 0) or member.tokens == self.facts.prompt_tokens
         if member.breaker.state is BreakerState.HALF_OPEN and member.trial is self.facts:
             self.trial = member, member.breaker.opened
             assert not any(leg.trial == self.trial for leg in machine.running)
         elif member.breaker.state is not BreakerState.CLOSED:
             same = [m for m in machine.fleet.members if m.instance.role is instance.role and m.serves(self.facts.model)]
             assert not any(one.available for one in same)
-            assert member.usable(1) or not any(one.usable(1) for one in same)
+            assert member.is_usable(1) or not any(one.is_usable(1) for one in same)
             assert not (member.breaker.state is BreakerState.OPEN and member.busy)
         machine.running.append(self)
 
@@ -105,7 +105,7 @@ class FleetMachine(RuleBasedStateMachine):
             breaker=BreakerLimits(consecutive=2, window=6, failures=4, open_s=1.0, longest_s=4.0),
             slow_start_s=3.0,
         )
-        self.fleet.listen(self)
+        self.fleet.add_listener(self)
         self.known = dict.fromkeys(self.fleet.members, 0)
         """How often each was said to have left."""
         self.running: list[Leg] = []
@@ -144,7 +144,7 @@ class FleetMachine(RuleBasedStateMachine):
     def foreseen(self, role: Role, facts: RequestFacts) -> ProxyError | None:
         """What is said of a request before its first leg: the same as later, or nothing."""
         try:
-            self.fleet.require([role], facts)
+            self.fleet.check_admission([role], facts)
         except ProxyError as error:
             return error
         return None
@@ -167,7 +167,7 @@ class FleetMachine(RuleBasedStateMachine):
         if self.waiting:
             leg = self.waiting[-1]
             leg.state = "over"
-            self.fleet.give_up(leg)
+            self.fleet.cancel_wait(leg)
 
     def member(self, id: str) -> Member | None:
         return next((member for member in self.fleet.members if member.instance.id == id), None)
@@ -206,9 +206,9 @@ class FleetMachine(RuleBasedStateMachine):
         if late:
             self.end(leg)
         if how == "well":
-            self.fleet.succeeded(leg.instance)
+            self.fleet.record_success(leg.instance)
         elif how != "left":
-            self.fleet.failed(leg.instance, connected=how != "unseen", busy=how == "busy")
+            self.fleet.record_failure(leg.instance, connected=how != "unseen", busy=how == "busy")
         if not late and leg.state == "running":
             self.end(leg)
 
@@ -217,14 +217,14 @@ class FleetMachine(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         leg = data.draw(st.sampled_from(self.waiting))
         leg.state = "over"
-        self.fleet.give_up(leg)
-        self.fleet.give_up(leg)
+        self.fleet.cancel_wait(leg)
+        self.fleet.cancel_wait(leg)
 
     @rule(id=IDS, ready=st.booleans(), models=MODELS)
     def learn(self, id: str, ready: bool, models: frozenset[str] | None) -> None:
         member = self.member(id)
         if member is not None:
-            self.fleet.learn(member, ready, models)
+            self.fleet.record_probe(member, ready, models)
 
     @rule(id=IDS, on=st.booleans())
     def drain(self, id: str, on: bool) -> None:
@@ -237,7 +237,7 @@ class FleetMachine(RuleBasedStateMachine):
         one = Instance(id, "b", Role.DECODE, "u", "nixl")
         member = self.fleet.add(one) if self.member(id) is None else self.fleet.replace(one)
         assert member in self.known
-        self.fleet.learn(member, ready, None)
+        self.fleet.record_probe(member, ready, None)
 
     @rule(id=IDS)
     def go(self, id: str) -> None:
@@ -253,8 +253,8 @@ class FleetMachine(RuleBasedStateMachine):
         for member in self.known:
             legs = [leg for leg in self.running if leg.instance and self.fleet.member(leg.instance) is member]
             assert member.in_flight == len(legs)
-            assert member.tokens == sum(leg.facts.tokens for leg in legs)
-            assert self.known[member] == (member.left and not legs)
+            assert member.tokens == sum(leg.facts.prompt_tokens for leg in legs)
+            assert self.known[member] == (member.has_left and not legs)
 
     @invariant()
     def the_queue_is_who_waits(self) -> None:
@@ -267,7 +267,7 @@ class FleetMachine(RuleBasedStateMachine):
     def room_is_not_left_empty(self) -> None:
         """Whatever its size, an idle instance could run it: nobody who waits is left to one."""
         decode = [m for m in self.fleet.members if m.instance.role is Role.DECODE]
-        able = ([m for m in decode if m.usable(suspicion)] for suspicion in range(3))
+        able = ([m for m in decode if m.is_usable(suspicion)] for suspicion in range(3))
         candidates = next((found for found in able if found), decode[:0])
         for leg in self.waiting:
             if leg.facts.model is None:
@@ -285,7 +285,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert all(leg.state == "over" for leg in self.asked)
         for member in self.known:
             assert (member.in_flight, member.tokens) == (0, 0)
-            assert self.known[member] == member.left
+            assert self.known[member] == member.has_left
         inside: Any = self.fleet
         assert not inside._earlier
         assert not inside._roles[Role.DECODE]._room._tickets
@@ -303,7 +303,7 @@ class ForgetfulMachine(FleetMachine):
     """The control: a request that does not give back its load."""
 
     def end(self, leg: Leg) -> None:
-        if leg.facts.tokens == 60 and leg.facts.tenant == "ann":
+        if leg.facts.prompt_tokens == 60 and leg.facts.tenant == "ann":
             leg.state = "over"
             self.running.remove(leg)
         else:

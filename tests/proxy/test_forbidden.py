@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
+from kvparams.routing.breaker import BreakerLimits
 
 from .test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, whole
 

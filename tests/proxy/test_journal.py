@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.jsontext import JSONLimits
-from kvparams.lifecycle import Lifecycle, Outcome
-from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams_proxy.clients.keys_file import change_keys, new_key
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.request_lifecycle import RequestLifecycle, RequestOutcome
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account, Refusal
-from kvparams_proxy.telemetry.journal import Journal
-from kvparams_proxy.telemetry.linewriter import STDOUT, LineWriter
+from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
+from kvparams_proxy.telemetry.line_writer import STDOUT, LineWriter
+from kvparams_proxy.telemetry.request_log import RequestLog
+from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
 
 from .acting import Actor
 
@@ -172,8 +172,8 @@ async def test_a_body_that_is_too_large_is_a_line_too(stage: Any, lines: Lines) 
 def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """A file of client keys, and headers with the one in it."""
     path = tmp_path / "keys.jsonl"
-    key, record = new_key("team-a", datetime.now(UTC))
-    with change_keys(path) as records:
+    key, record = create_api_key("team-a", datetime.now(UTC))
+    with edit_api_keys(path) as records:
         records[record.id] = record
     return path, {"authorization": f"Bearer {key}"}
 
@@ -224,13 +224,13 @@ async def test_a_refusal_of_the_queue_has_tenant_and_model_too(
 # by itself
 
 
-def account(outcome: Outcome = "ok", **facts: Any) -> Account:
+def account(outcome: RequestOutcome = "ok", **facts: Any) -> RequestRecord:
     ticks = iter(number / 10 for number in range(100))
-    life = Lifecycle(lambda: next(ticks))
+    life = RequestLifecycle(lambda: next(ticks))
     route: list[Instance] = []
     known: dict[str, Any] = {"request_id": "r", "transfer_id": "t", "model": "m", "prompts": 1, "choices": 1}
     known |= {"token_ids": None, "cache_salt": None, **facts}
-    made = Account(RequestFacts(**known), b"/v1/x", True, life, route, None)
+    made = RequestRecord(RequestFacts(**known), b"/v1/x", True, life, route, None)
     life.enter("queued")
     life.enter("prefill", "p")
     life.enter("result", "p")
@@ -238,13 +238,13 @@ def account(outcome: Outcome = "ok", **facts: Any) -> Account:
     life.enter("decode", "d")
     if outcome in ("ok", "midway"):
         life.enter("first_byte")
-    life.leave(outcome)
+    life.finish(outcome)
     made.ended_s = time.time()
     return made
 
 
-async def journalled(log: Path, *accounts: Account) -> list[dict[str, Any]]:
-    journal = Journal(asyncio.get_running_loop(), str(log))
+async def journalled(log: Path, *accounts: RequestRecord) -> list[dict[str, Any]]:
+    journal = RequestLog(asyncio.get_running_loop(), str(log))
     for each in accounts:
         journal.ended(each)
     journal.close()
@@ -284,20 +284,20 @@ def test_whatever_a_client_chooses_is_one_line_and_bounded(
 @pytest.mark.parametrize("given_by_engine", [-1, 2.5, "7", True, None, 1 << 60, [], {}])
 def test_numbers_that_are_none_are_not_taken_over(given_by_engine: object) -> None:
     made = account()
-    made.prefilled({"usage": {"prompt_tokens": given_by_engine, "prompt_tokens_details": given_by_engine}})
-    made.prefilled({"usage": given_by_engine})
-    made.decoded({"completion_tokens": given_by_engine, "prompt_tokens": given_by_engine}, split=True)
+    made.record_prefill({"usage": {"prompt_tokens": given_by_engine, "prompt_tokens_details": given_by_engine}})
+    made.record_prefill({"usage": given_by_engine})
+    made.record_decode({"completion_tokens": given_by_engine, "prompt_tokens": given_by_engine}, split=True)
     assert made.prompt_tokens is made.cached_tokens is made.completion_tokens is None
 
 
 async def test_many_lines_are_written_at_once_and_few_soon(log: Path, lines: Lines) -> None:
-    journal = Journal(asyncio.get_running_loop(), str(log))
+    journal = RequestLog(asyncio.get_running_loop(), str(log))
     try:
         for _ in range(64):
             journal.ended(account())
         await eventually(lambda: raw(log).count(b"\n") == 64)  # without a timer: there were enough
         begun = time.monotonic()
-        journal.refused(Refusal("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
+        journal.refused(RefusedRequest("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
         assert raw(log).count(b"\n") == 64
         assert len(await lines(65)) == 65
         assert time.monotonic() - begun < 2
@@ -312,11 +312,11 @@ def test_the_last_lines_are_written_however_the_process_ends(log: Path, end: str
     code = f"""
 import asyncio, sys
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Refusal
-from kvparams_proxy.telemetry.journal import Journal
+from kvparams_proxy.telemetry.request_record import RefusedRequest
+from kvparams_proxy.telemetry.request_log import RequestLog
 loop = asyncio.new_event_loop()
-journal = Journal(loop, {str(log)!r})
-journal.refused(Refusal("r", b"/", ProxyError(400, "k", "m")))
+journal = RequestLog(loop, {str(log)!r})
+journal.refused(RefusedRequest("r", b"/", ProxyError(400, "k", "m")))
 {end}
 """
     subprocess.run([sys.executable, "-c", code], check=False, timeout=30, stderr=subprocess.DEVNULL)
@@ -419,7 +419,7 @@ def test_a_closed_stdout_is_never_somebody_elses_socket() -> None:
     """The number 1 is free, and the next socket gets it."""
     code = f"""
 import os, socket
-from kvparams_proxy.telemetry.linewriter import LineWriter
+from kvparams_proxy.telemetry.line_writer import LineWriter
 os.close(1)
 lines = LineWriter({STDOUT!r})
 ours, theirs = socket.socketpair()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.clients import http1
-from kvparams_proxy.clients.body import BodyBudget
-from kvparams_proxy.clients.connections import ConnectionLimits, Connections
-from kvparams_proxy.clients.downstream import Downstream
-from kvparams_proxy.clients.generate import Admission
-from kvparams_proxy.clients.http1 import HTTPProtocol, Service
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.body import BodyBudget
+from kvparams_proxy.requests.downstream import Downstream
+from kvparams_proxy.server import http_protocol
+from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
+from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
+from kvparams_proxy.server.request_handler import Admission
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
 GOOD = json.dumps(
@@ -342,7 +342,7 @@ class AtOnce:
     def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
         return Admission("r", "t", [], None, None, None)
 
-    def begin(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
+    def handle(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
         self.asked += 1
         downstream.head(400, b"", 10_000)
         downstream.body(b"x" * 10_000)
@@ -357,7 +357,7 @@ async def test_answers_that_a_client_does_not_take_are_not_heaped_up(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests behind them wait in the client. One that never reads is sent away."""
-    monkeypatch.setattr(http1, "_REQUEST_S", 2.0)
+    monkeypatch.setattr(http_protocol, "_REQUEST_S", 2.0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError(scope)
@@ -365,8 +365,8 @@ async def test_answers_that_a_client_does_not_take_are_not_heaped_up(
     number = 20_000
     endpoint = AtOnce()
     loop = asyncio.get_running_loop()
-    connections = Connections(loop, ConnectionLimits(10))
-    service = Service(loop, app, {}, {b"/x": endpoint}, connections, lambda error: None)
+    connections = ClientConnections(loop, ConnectionLimits(10))
+    service = ServerContext(loop, app, {}, {b"/x": endpoint}, connections, lambda error: None)
     server = await loop.create_server(lambda: HTTPProtocol(service), "127.0.0.1", 0)
     raw = b"POST /x HTTP/1.1\r\nhost: x\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"y" * 900)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 14)

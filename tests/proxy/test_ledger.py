@@ -3,32 +3,32 @@
 import asyncio
 import time
 
-from kvparams.lifecycle import Lifecycle
-from kvparams.scheduling import RequestFacts
+from kvparams.instances import RequestFacts
+from kvparams.routing.request_lifecycle import RequestLifecycle
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.telemetry.account import Account, Refusal
-from kvparams_proxy.telemetry.ledger import Ledger
+from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
 
 
 class Reads:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def ended(self, account: Account) -> None:
+    def ended(self, account: RequestRecord) -> None:
         self.seen.append(account.facts.request_id)
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: RefusedRequest) -> None:
         self.seen.append(f"refused {refusal.request_id}")
 
 
-def account(number: int) -> Account:
+def account(number: int) -> RequestRecord:
     facts = RequestFacts(f"r{number}", "t", None, 1, 1, None, None)
-    return Account(facts, b"/v1/completions", False, Lifecycle(time.perf_counter), [], None)
+    return RequestRecord(facts, b"/v1/completions", False, RequestLifecycle(time.perf_counter), [], None)
 
 
 async def test_every_reader_reads_every_account_once_and_in_order() -> None:
     readers = Reads(), Reads()
-    ledger = Ledger(asyncio.get_running_loop(), readers)
+    ledger = RecordDispatcher(asyncio.get_running_loop(), readers)
     for number in range(100):
         ledger.ended(account(number))
         await asyncio.sleep(0)
@@ -39,19 +39,19 @@ async def test_every_reader_reads_every_account_once_and_in_order() -> None:
 
 async def test_what_ended_before_a_refusal_is_read_before_it() -> None:
     reader = Reads()
-    ledger = Ledger(asyncio.get_running_loop(), [reader])
+    ledger = RecordDispatcher(asyncio.get_running_loop(), [reader])
     ledger.ended(account(0))
-    ledger.refused(Refusal("x", b"/", ProxyError(400, "invalid_request_error", "no")))
+    ledger.refused(RefusedRequest("x", b"/", ProxyError(400, "invalid_request_error", "no")))
     ledger.ended(account(1))
-    ledger.settle()
-    ledger.settle()
+    ledger.flush()
+    ledger.flush()
     assert reader.seen == ["r0", "refused x", "r1"]
     ledger.close()
 
 
 async def test_one_account_alone_is_read_soon() -> None:
     reader = Reads()
-    ledger = Ledger(asyncio.get_running_loop(), [reader])
+    ledger = RecordDispatcher(asyncio.get_running_loop(), [reader])
     for number in range(2):  # the second time too
         ledger.ended(account(number))
         async with asyncio.timeout(2):

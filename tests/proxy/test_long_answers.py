@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.answers import LONG_BYTES, Answer
-from kvparams_proxy.execution.corrections import Corrections
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.upstream.terms import BodyBuffer, UpstreamError, UpstreamRefusal
+from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.upstream.types import BodyBuffer, UpstreamError, UpstreamErrorResponse
 
 from .conftest import Proxy, Script, answer
 from .steps import drained
@@ -33,18 +33,18 @@ PREFILL = {
 DECODE = {"id": "cmpl-1", "choices": [{"index": 0, "text": "x"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
 
 
-def corrections(details: object) -> Corrections:
-    made = Corrections("req", Addresses(["http://engine-7.example:8000"]), choices=True)
+def corrections(details: object) -> ResponseCorrector:
+    made = ResponseCorrector("req", EngineAddresses(["http://engine-7.example:8000"]), choices=True)
     made.prompt_tokens_details = details
     return made
 
 
-def outcome(how: Callable[[Corrections], bytes], details: object) -> object:
+def outcome(how: Callable[[ResponseCorrector], bytes], details: object) -> object:
     """What the client gets, and what is learnt; or what is wrong."""
     made = corrections(details)
     try:
         body = how(made)
-    except UpstreamRefusal as refused:
+    except UpstreamErrorResponse as refused:
         return dict(refused.error)
     except (JSONTextError, UpstreamError) as error:
         return type(error)
@@ -84,7 +84,7 @@ def spoken(dice: Random) -> dict[str, Any]:
         "odd": lambda: long_text(dice),
     }
     names = dice.sample(sorted(one), dice.randint(1, 7))
-    return {"pad": "p" * LONG_BYTES, **{name: one[name]() for name in names}}
+    return {"pad": "p" * LONG_RESPONSE_BYTES, **{name: one[name]() for name in names}}
 
 
 @given(SEEDS)
@@ -92,13 +92,13 @@ def test_a_long_answer_is_corrected_as_a_short_one_is(seed: int) -> None:
     dice = Random(seed)
     raw = json.dumps(spoken(dice), ensure_ascii=dice.random() < 0.5).encode()
     details = dice.choice([{"cached_tokens": 1}, None])
-    read = drained(Answer(raw).read("req", Addresses(["http://engine-7.example:8000"])))
+    read = drained(EngineResponse(raw).parse_in_steps("req", EngineAddresses(["http://engine-7.example:8000"])))
 
-    def in_steps(made: Corrections) -> bytes:
-        return b"".join(made.pieces(read))
+    def in_steps(made: ResponseCorrector) -> bytes:
+        return b"".join(made.correct_response(read))
 
-    assert outcome(in_steps, details) == outcome(lambda made: made.whole(raw), details)
-    assert read.has_choice is Answer(raw).has_choice
+    assert outcome(in_steps, details) == outcome(lambda made: made.correct_document(raw), details)
+    assert read.has_choice is EngineResponse(raw).has_choice
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,19 @@ def test_a_long_answer_is_corrected_as_a_short_one_is(seed: int) -> None:
 )
 def test_what_cannot_be_used_is_refused_wherever_it_is_looked_at(raw: bytes) -> None:
     """Not JSON, more about KV than may be handed on, or too much to be taken out of it."""
-    read = drained(Answer(raw).read("req", Addresses()))
+    read = drained(EngineResponse(raw).parse_in_steps("req", EngineAddresses()))
     assert not read.has_choice
     with pytest.raises(JSONTextError):
         _ = read.document
     with pytest.raises(JSONTextError):
-        corrections(None).pieces(read)
+        corrections(None).correct_response(read)
 
 
 def test_kv_params_of_a_long_prompt_are_there_in_full() -> None:
     params = {"remote_block_ids": [list(range(100_000))], "remote_host": "h" * 40_000}
-    read = drained(Answer(json.dumps({"kv_transfer_params": params}).encode()).read("req", Addresses()))
+    read = drained(
+        EngineResponse(json.dumps({"kv_transfer_params": params}).encode()).parse_in_steps("req", EngineAddresses())
+    )
     assert read.document["kv_transfer_params"] == params
 
 

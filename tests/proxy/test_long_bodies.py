@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.jsontext import AT_ONCE_BYTES, JSONLimits, load_object
-from kvparams_proxy.clients import intake
-from kvparams_proxy.clients.auth import Client, bind_salt
-from kvparams_proxy.clients.endpoints import EndpointKind, one_token
-from kvparams_proxy.clients.intake import Inbound, read_steps
+from kvparams.jsontext.document import AT_ONCE_BYTES, JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.continuation import resumable
-from kvparams_proxy.tokens.asked import tokenize_body
+from kvparams_proxy.execution.stream_continuation import is_resumable
+from kvparams_proxy.requests import intake
+from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
+from kvparams_proxy.requests.endpoints import EndpointKind, one_token_changes
+from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
+from kvparams_proxy.tokenization.engine_tokenizer import build_tokenize_body
 
 from .conftest import JSON, Proxy, answer
 from .served import serving
@@ -30,11 +30,11 @@ PREFILLED = (
     b'{"choices":[{"index":0,"text":"x"}],"kv_transfer_params":{"remote_engine_id":"e","remote_block_ids":[[1]],'
     b'"remote_host":"127.0.0.1","remote_port":1}}'
 )
-CLIENT = Client("key", "tenant", 3, bind_salt("tenant", None))
+CLIENT = AuthenticatedClient("key", "tenant", 3, tenant_cache_salt("tenant", None))
 SEEDS = st.integers(0, 2**32)
 
 
-def outcome(how: Callable[[], Inbound]) -> object:
+def outcome(how: Callable[[], ParsedRequest]) -> object:
     """What is known of a request, or in which words it is refused."""
     try:
         inbound = how()
@@ -46,19 +46,21 @@ def outcome(how: Callable[[], Inbound]) -> object:
         facts._replace(token_ids=None, routing_ids=None),
         ids,
         inbound.body,
-        list(inbound.spans.items()),
+        list(inbound.member_spans.items()),
         inbound.changes,
         inbound.stream,
-        inbound.stripped,
+        inbound.was_stripped,
     )
 
 
-def agree(kind: EndpointKind, body: dict[str, Any], client: Client | None = CLIENT) -> tuple[Inbound, Inbound] | None:
+def agree(
+    kind: EndpointKind, body: dict[str, Any], client: AuthenticatedClient | None = CLIENT
+) -> tuple[ParsedRequest, ParsedRequest] | None:
     """All ways to read a long body find the same, or refuse it alike: in steps, at once, and as the proxy chooses."""
     raw = json.dumps(body).encode()
     assert len(raw) > AT_ONCE_BYTES
 
-    def read() -> Inbound:
+    def read() -> ParsedRequest:
         return read_all(kind, raw, "req", "tra", JSONLimits(), client, "", keep_document=True)
 
     found = outcome(read)
@@ -200,12 +202,12 @@ def test_a_long_chat_is_read_alike_in_steps(seed: int) -> None:
         return
     in_steps, at_once = found
     documents = [cast("Mapping[str, object]", each.document) for each in found]
-    continued = [resumable(document, True, 1, 1) for document in documents]
+    continued = [is_resumable(document, True, 1, 1) for document in documents]
     assert continued[0] is continued[1], "whether a stream can be continued does not hang on how its body was read"
     assert documents[0].keys() == documents[1].keys()
-    assert not in_steps.whole or in_steps.document == at_once.document
-    asked = tokenize_body("chat", in_steps)
-    assert asked is None or asked == tokenize_body("chat", at_once)
+    assert not in_steps.is_document_complete or in_steps.document == at_once.document
+    asked = build_tokenize_body("chat", in_steps)
+    assert asked is None or asked == build_tokenize_body("chat", at_once)
 
 
 @given(SEEDS)
@@ -215,7 +217,7 @@ def test_a_long_generate_request_is_read_alike_in_steps(seed: int) -> None:
     given_ids = dice.choice(several)
     found = agree("generate", shuffled(dice, {"token_ids": given_ids, "pad": "x" * 5000, **others(dice)}))
     if found is not None:
-        cut = [one_token("generate", each.body, each.spans, each.sampling) for each in found]
+        cut = [one_token_changes("generate", each.body, each.member_spans, each.sampling_spans) for each in found]
         assert cut[0] == cut[1], "where the members of long sampling parameters stand is known without a walk"
 
 
@@ -228,7 +230,7 @@ def test_what_is_passed_on_is_read_alike_in_steps(seed: int) -> None:
 def test_ids_are_counted_over_all_of_a_long_list() -> None:
     for count, refused in ((2_097_152, False), (2_097_153, True)):
         raw = b'{"prompt":[%b]}' % b",".join([b"1"] * count)
-        steps = read_steps("completions", raw, "r", "t", JSONLimits())
+        steps = parse_request_in_steps("completions", raw, "r", "t", JSONLimits())
         if refused:
             with pytest.raises(ProxyError, match="at most 2097152 token ids"):
                 drained(steps)

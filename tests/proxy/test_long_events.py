@@ -12,25 +12,31 @@ from typing import Any, cast
 import pytest
 
 from kvparams.errors import JSONTextError
-from kvparams_proxy.execution.continuation import Recorder
-from kvparams_proxy.execution.corrections import Corrections
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.loopclock import WallClock
-from kvparams_proxy.queue.awaited import Awaited, Owner
-from kvparams_proxy.queue.messages import Head as PartHead
-from kvparams_proxy.queue.messages import Part, Work
-from kvparams_proxy.queue.outbox import Letter
-from kvparams_proxy.queue.running import Running
-from kvparams_proxy.sidecar.inprocess import InProcess
-from kvparams_proxy.upstream.terms import TURN_BYTES, Collect, Head, UpstreamError, UpstreamRefusal
+from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.stream_continuation import StreamRecorder
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.queue.messages import ResultHead as PartHead
+from kvparams_proxy.queue.messages import ResultPart, WorkItem
+from kvparams_proxy.queue.outbox import OutboundMessage
+from kvparams_proxy.queue.pending_reply import PendingReply, ReplyOwner
+from kvparams_proxy.queue.running_work import RunningWork
+from kvparams_proxy.sidecar.inprocess import InProcessUpstream
+from kvparams_proxy.upstream.types import (
+    MAX_BYTES_PER_TURN,
+    ResponseCollector,
+    ResponseHead,
+    UpstreamError,
+    UpstreamErrorResponse,
+)
 
 from .test_metrics_stream_events import Client
 from .test_metrics_stream_events import Owner as Listener
 
 FIRST = b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
-READ_BYTES = TURN_BYTES
+READ_BYTES = MAX_BYTES_PER_TURN
 """The most that is delivered in one turn."""
 LONGEST_S = 0.06
 """CPU of one read: 20 ms are allowed, and a machine that is busy with other tests takes up to three times as long."""
@@ -43,14 +49,14 @@ TRIES = 3
 class Stream:
     """A relay that is fed, and what that cost."""
 
-    def __init__(self, *, choices: bool = True, recorder: Recorder | None = None, begun: bool = True) -> None:
+    def __init__(self, *, choices: bool = True, recorder: StreamRecorder | None = None, begun: bool = True) -> None:
         self.client, self.owner = Client(), Listener()
-        corrections = self.corrections = Corrections("r", Addresses(), choices=choices)
-        clock = WallClock(time.monotonic)
-        self.relay = Relay(
+        corrections = self.corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
+        clock = MonotonicClock(time.monotonic)
+        self.relay = StreamRelay(
             self.client, b"", corrections, 64 << 20, self.owner, clock, recorder, done=choices, choices=choices
         )
-        self.relay.on_head(Head(200, b"text/event-stream"))
+        self.relay.on_head(ResponseHead(200, b"text/event-stream"))
         self.longest_s = self.total_s = 0.0
         if begun:
             self.feed([FIRST])
@@ -93,7 +99,7 @@ def test_what_stands_before_an_error_reaches_the_client_with_its_lists() -> None
     """Long lists of token ids are cut out while events are examined, and put back also where the stream then fails."""
     stream = Stream()
     good = choice(text="b", token_ids=list(range(30_000)))
-    with pytest.raises(UpstreamRefusal):
+    with pytest.raises(UpstreamErrorResponse):
         stream.feed([good + event(error={"message": "it failed", "code": 500})])
     assert stream.client.got == FIRST + good
 
@@ -136,7 +142,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_many_small_events_in_one_read_do_not_hold_the_loop(name: str, recorded: bool, begun: bool) -> None:
     """They are passed on, or the stream is given up: at once."""
-    recorder = Recorder(chat=False, keep_ids=False, count=False) if recorded else None
+    recorder = StreamRecorder(chat=False, keep_ids=False, count=False) if recorded else None
     stream = Stream(recorder=recorder, begun=begun)
     small = SMALL[name]
     read = small * (READ_BYTES // len(small)) + b"\n\n"
@@ -193,12 +199,12 @@ def test_the_ids_of_a_long_prompt_reach_who_asked_and_who_goes_on(number: int, k
     longest_s: list[float] = []
     sent = None
     for _ in range(TRIES):
-        recorder = Recorder(chat=False, keep_ids=keep, count=False)
+        recorder = StreamRecorder(chat=False, keep_ids=keep, count=False)
         stream = Stream(recorder=recorder, begun=False)
         stream.feed(cut(raw, READ_BYTES))
         assert stream.client.got == (raw if keep else choice(text="a"))
         began = time.thread_time()
-        sent = recorder.sent()
+        sent = recorder.progress()
         longest_s.append(max(stream.longest_s, time.thread_time() - began))
     assert min(longest_s) < LONGEST_S
     if number < 200_000:
@@ -322,7 +328,7 @@ def test_a_full_read_of_events_that_engines_write_is_corrected(name: str, record
     number = READ_BYTES // len(one)
     longest_s: list[float] = []
     for _ in range(TRIES):
-        stream = Stream(recorder=Recorder(chat=True, keep_ids=False, count=False) if recorded else None)
+        stream = Stream(recorder=StreamRecorder(chat=True, keep_ids=False, count=False) if recorded else None)
         stream.corrections.prompt_tokens_details = {"cached_tokens": 3}
         stream.feed([one * number] * 8)
         got = stream.client.got[len(FIRST) :].split(b"\n\n")[:-1]
@@ -351,7 +357,7 @@ def test_a_read_full_of_events_that_must_be_changed_does_not_hold_the_loop(name:
     one = CHANGED[name]
     longest_s: list[float] = []
     for _ in range(TRIES):
-        recorder = Recorder(chat=False, keep_ids=False, count=False) if recorded else None
+        recorder = StreamRecorder(chat=False, keep_ids=False, count=False) if recorded else None
         stream = Stream(recorder=recorder, begun=False)
         stream.corrections.prompt_tokens_details = None
         with suppress(UpstreamError):
@@ -365,12 +371,12 @@ def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts(
     one = choice(text="a", token_ids=[1], finish_reason=None, stop_reason=None, logprobs=None)
     longest_s: list[float] = []
     for _ in range(TRIES):
-        recorder = Recorder(chat=False, keep_ids=False, count=False)
+        recorder = StreamRecorder(chat=False, keep_ids=False, count=False)
         stream = Stream(recorder=recorder, begun=False)
         stream.feed([choice(text="a", token_ids=[1], prompt_token_ids=[7, 8])])
         stream.feed([one * 20] * 200)
         longest_s.append(stream.longest_s)
-        sent = recorder.sent()
+        sent = recorder.progress()
         assert sent is not None
         assert list(sent.prompt_ids) == [7, 8]
         assert list(sent.answer_ids) == [1] * 4_001
@@ -379,7 +385,7 @@ def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts(
 
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
     got: list[bytes] = []
-    collect = Collect(64 << 20, lambda head, body, error: got.append(body))
+    collect = ResponseCollector(64 << 20, lambda head, body, error: got.append(body))
     pieces = [b"ab", b"cd", b"ef"]
     tracemalloc.start()
     try:
@@ -407,34 +413,34 @@ class Way:
     def call_soon(self, turn: Callable[[], None]) -> None:
         self.turns.append(turn)
 
-    def tell(self, *_: object) -> None: ...
+    def send_control(self, *_: object) -> None: ...
 
-    def over(self, id: str) -> None: ...
+    def forget(self, id: str) -> None: ...
 
 
 def test_what_was_kept_for_a_slow_client_is_delivered_in_turns() -> None:
     got: list[bytes] = []
     reads: list[int] = []
 
-    class Counted(Collect):
+    class Counted(ResponseCollector):
         def on_body(self, data: bytes) -> None:
             reads.append(len(data))
             super().on_body(data)
 
     way = Way()
     sink = Counted(64 << 20, lambda head, body, error: got.append(body))
-    awaited = Awaited(cast("Owner", way), "p.1", sink)
+    awaited = PendingReply(cast("ReplyOwner", way), "p.1", sink)
     awaited.pause()
     for number in range(8):
         head = PartHead(200, b"text/event-stream", b"") if not number else None
-        awaited.hear(Part("p.1", "d", number, head, bytes([number]) * (1 << 20), number == 7, None))
+        awaited.on_result(ResultPart("p.1", "d", number, head, bytes([number]) * (1 << 20), number == 7, None))
     awaited.resume()
     turns = 0
     while way.turns:
         before = sum(reads)
         way.turns.pop(0)()
         turns += 1
-        assert sum(reads) - before <= TURN_BYTES
+        assert sum(reads) - before <= MAX_BYTES_PER_TURN
     assert turns >= 128
     assert got == [b"".join(bytes([number]) * (1 << 20) for number in range(8))]
 
@@ -445,31 +451,31 @@ class Node:
     node, silence_s = "d", 1.0
 
     def __init__(self) -> None:
-        self.letters: list[Letter] = []
+        self.letters: list[OutboundMessage] = []
 
     def now(self) -> float:
         return 0.0
 
-    def watch(self, running: Running, limit_s: float) -> None: ...
+    def watch(self, running: RunningWork, limit_s: float) -> None: ...
 
-    def put(self, letter: Letter, to: str) -> None:
+    def put(self, letter: OutboundMessage, to: str) -> None:
         self.letters.append(letter)
 
-    def withdraw(self, letter: Letter) -> None: ...
+    def withdraw(self, letter: OutboundMessage) -> None: ...
 
-    def over(self, running: Running, error: UpstreamError | None, status: int) -> None: ...
+    def engine_finished(self, running: RunningWork, error: UpstreamError | None, status: int) -> None: ...
 
-    def done(self, running: Running) -> None: ...
+    def work_finished(self, running: RunningWork) -> None: ...
 
 
 def test_an_answer_that_comes_at_once_is_cut_into_parts_in_linear_time() -> None:
     node = Node()
-    running = Running(node, Work("p.1", "/v1/completions", b"", b""))
+    running = RunningWork(node, WorkItem("p.1", "/v1/completions", b"", b""))
     began = time.thread_time()
     running.on_body(b"x" * (128 << 20))
     running.on_done(None)
     while node.letters:
-        node.letters.pop(0).settled("kept")
+        node.letters.pop(0).on_settled("kept")
     assert time.thread_time() - began < 2  # 0.2 s; it was 5.5 s
 
 
@@ -480,9 +486,9 @@ async def test_an_app_that_never_waits_does_not_hold_the_loop(body: bytes) -> No
         while True:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    upstream = InProcess(cast("Any", app), {})
+    upstream = InProcessUpstream(cast("Any", app), {})
     ended = asyncio.Event()
-    sink = Collect(32 << 20, lambda head, body, error: ended.set())
+    sink = ResponseCollector(32 << 20, lambda head, body, error: ended.set())
     call = upstream.exchange(upstream.request(b"/", b"", b"{}"), sink)
     longest_s = 0.0
     for _ in range(20):  # turns of the loop

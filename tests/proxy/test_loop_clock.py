@@ -9,15 +9,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from kvparams.scheduling import Instance, Role, RoundRobin
-from kvparams_proxy.execution.watch import Watch
+from kvparams.instances import Instance, Role, RoundRobin
+from kvparams_proxy.event_loop.clock import ClockTimer, StallAwareClock
+from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
-from kvparams_proxy.loopclock import LoopClock, LoopTimer
-from kvparams_proxy.upstream.interface import Handle
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.pools import Pools
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamLimits, UpstreamTimeout
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.interface import ExchangeHandle
+from kvparams_proxy.upstream.types import (
+    ResponseCollector,
+    ResponseHead,
+    UpstreamError,
+    UpstreamLimits,
+    UpstreamTimeout,
+)
 
 LIMIT_S = 0.3
 HELD_S = 0.8
@@ -73,8 +79,8 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture
-async def clock() -> AsyncIterator[LoopClock]:
-    clock = LoopClock(asyncio.get_running_loop())
+async def clock() -> AsyncIterator[StallAwareClock]:
+    clock = StallAwareClock(asyncio.get_running_loop())
     yield clock
     clock.close()
 
@@ -100,14 +106,16 @@ async def test_an_engine_stays_ready_whose_answer_lies_unread_while_the_loop_is_
     engine: Engine, hold: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    clock = LoopClock(loop)
+    clock = StallAwareClock(loop)
     fleet = Fleet(
         [Instance("p", "b", Role.PREFILL, engine.url, "nixl")],
         {role: RoundRobin() for role in Role},
         loop.time,
         loop.call_later,
     )
-    pools = Pools(lambda instance: Pool(instance.url, UpstreamLimits(connections=4), clock=clock))
+    pools = UpstreamPools(
+        lambda instance: UpstreamConnectionPool(instance.url, UpstreamLimits(connections=4), clock=clock)
+    )
     (member,) = fleet.members
     pools.joined(member)
     async with asyncio.timeout(20):
@@ -138,13 +146,13 @@ async def test_an_engine_stays_ready_whose_answer_lies_unread_while_the_loop_is_
 class Leg:
     """An exchange with a time-out."""
 
-    def __init__(self, watch: Watch, pool: Pool) -> None:
+    def __init__(self, watch: Deadlines, pool: UpstreamConnectionPool) -> None:
         self.error: asyncio.Future[UpstreamError | None] = asyncio.get_running_loop().create_future()
-        self.handle: Handle = pool.exchange(pool.get(b"/"), Collect(1000, self.ended))
+        self.handle: ExchangeHandle = pool.exchange(pool.get(b"/"), ResponseCollector(1000, self.ended))
         self.watch = watch
         watch.start(self, LIMIT_S)
 
-    def ended(self, _head: Head, _raw: bytes, error: UpstreamError | None) -> None:
+    def ended(self, _head: ResponseHead, _raw: bytes, error: UpstreamError | None) -> None:
         self.watch.stop(self)
         self.error.set_result(error)
 
@@ -154,11 +162,11 @@ class Leg:
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_leg_whose_answer_lies_unread_does_not_time_out(
-    engine: Engine, clock: LoopClock, hold: Callable[[], None], silent: bool
+    engine: Engine, clock: StallAwareClock, hold: Callable[[], None], silent: bool
 ) -> None:
     loop = asyncio.get_running_loop()
-    watch = Watch(loop, clock)
-    pool = Pool(engine.url, UpstreamLimits(connections=4), clock=clock)
+    watch = Deadlines(loop, clock)
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits(connections=4), clock=clock)
     engine.asked = hold
     engine.silent = silent
     async with asyncio.timeout(10):
@@ -168,11 +176,11 @@ async def test_a_leg_whose_answer_lies_unread_does_not_time_out(
 
 
 async def test_a_connection_that_is_made_while_the_loop_is_held_up_is_made_in_time(
-    engine: Engine, clock: LoopClock
+    engine: Engine, clock: StallAwareClock
 ) -> None:
     loop = asyncio.get_running_loop()
-    pool = Pool(engine.url, UpstreamLimits(connections=4, connect_s=LIMIT_S), clock=clock)
-    leg = Leg(Watch(loop, clock), pool)
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits(connections=4, connect_s=LIMIT_S), clock=clock)
+    leg = Leg(Deadlines(loop, clock), pool)
     loop.call_soon(time.sleep, HELD_S)  # right behind the first step of connecting
     async with asyncio.timeout(10):
         assert await leg.error is None
@@ -180,10 +188,10 @@ async def test_a_connection_that_is_made_while_the_loop_is_held_up_is_made_in_ti
 
 
 async def test_a_connection_that_the_engine_has_closed_is_replaced_however_late_that_is_seen(
-    engine: Engine, clock: LoopClock
+    engine: Engine, clock: StallAwareClock
 ) -> None:
-    pool = Pool(engine.url, UpstreamLimits(connections=4), clock=clock)
-    watch = Watch(asyncio.get_running_loop(), clock)
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits(connections=4), clock=clock)
+    watch = Deadlines(asyncio.get_running_loop(), clock)
     async with asyncio.timeout(10):
         assert await Leg(watch, pool).error is None
         (kept,) = engine.connections
@@ -195,11 +203,11 @@ async def test_a_connection_that_the_engine_has_closed_is_replaced_however_late_
     pool.close()
 
 
-async def test_the_clock_stands_still_only_while_the_loop_is_held_up(clock: LoopClock) -> None:
+async def test_the_clock_stands_still_only_while_the_loop_is_held_up(clock: StallAwareClock) -> None:
     loop = asyncio.get_running_loop()
     begun, by_wall = clock.time(), time.monotonic()
     called: list[float] = []
-    timer = LoopTimer(loop, clock, LIMIT_S, lambda: called.append(time.monotonic()))
+    timer = ClockTimer(loop, clock, LIMIT_S, lambda: called.append(time.monotonic()))
     await asyncio.sleep(0.05)
     time.sleep(HELD_S)  # noqa: ASYNC251
     assert clock.time() - begun < 0.05 + LIMIT_S

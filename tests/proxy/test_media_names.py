@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvparams.jsontext import JSONLimits
-from kvparams_proxy.clients.auth import Client, bind_salt
-from kvparams_proxy.clients.endpoints import EndpointKind
-from kvparams_proxy.clients.intake import Inbound
+from kvparams.jsontext.document import JSONLimits
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
+from kvparams_proxy.requests.endpoints import EndpointKind
+from kvparams_proxy.requests.intake import ParsedRequest
 
 from .steps import read_all
 
@@ -31,15 +31,15 @@ MEDIA: list[dict[str, Any]] = [
 TEXT = {"type": "text", "text": 'the "uuid" of \u00e9, \U0001f600 and a\\b'}
 
 
-def inbound(kind: EndpointKind, body: object, client: Client | None = None) -> Inbound:
+def inbound(kind: EndpointKind, body: object, client: AuthenticatedClient | None = None) -> ParsedRequest:
     return read_all(kind, json.dumps(body).encode(), "r", "t", JSONLimits(), client)
 
 
-def sent(kind: EndpointKind, body: object, client: Client | None = None) -> Any:
+def sent(kind: EndpointKind, body: object, client: AuthenticatedClient | None = None) -> Any:
     """What an engine is sent of it; where members stand is told right."""
     found = inbound(kind, body, client)
     document = json.loads(found.body)
-    for name, span in found.spans.items():
+    for name, span in found.member_spans.items():
         assert json.loads(found.body[span.value : span.end]) == document[name]
     return document
 
@@ -54,7 +54,7 @@ def chat(*parts: Any) -> dict[str, Any]:
 def test_a_name_in_a_chat_is_taken_out_and_nothing_else(medium: dict[str, Any], name: object) -> None:
     found = inbound("chat", chat({**medium, "uuid": name}, medium))
     assert json.loads(found.body) == chat(medium, medium)
-    assert found.stripped
+    assert found.was_stripped
 
 
 def test_a_body_without_names_stays_as_it_is() -> None:
@@ -62,7 +62,7 @@ def test_a_body_without_names_stays_as_it_is() -> None:
         raw = json.dumps(body).encode()
         found = read_all("chat", raw, "r", "t", JSONLimits())
         assert found.body is raw
-        assert not found.stripped
+        assert not found.was_stripped
 
 
 def test_a_name_that_is_spelled_with_escapes_is_taken_out() -> None:
@@ -125,7 +125,7 @@ def test_hashes_of_features_are_bound_to_the_tenant() -> None:
         "kwargs_data": {"image": ["A"]},
     }
     body = {"model": "m", "token_ids": [1, 2], "features": features, "sampling_params": {}}
-    tenants = [None, *(Client("k", name, 0, bind_salt(name, None)) for name in ("a", "b"))]
+    tenants = [None, *(AuthenticatedClient("k", name, 0, tenant_cache_salt(name, None)) for name in ("a", "b"))]
     found = [sent("generate", body, client)["features"] for client in tenants]
     for one in found:
         assert {name: value for name, value in one.items() if name != "mm_hashes"} == {

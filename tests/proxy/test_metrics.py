@@ -17,23 +17,23 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from kvparams.admission import RoleLimits
-from kvparams.lifecycle import WAYS, Lifecycle, State
-from kvparams.plan import KVLease
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
-from kvparams_proxy.clients.body import BodyBudget
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.admission import RoleLimits
+from kvparams.routing.plan import KVLease
+from kvparams.routing.request_lifecycle import TRANSITIONS, LifecycleState, RequestLifecycle
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.telemetry.account import Account
-from kvparams_proxy.telemetry.exposition import Exposition
-from kvparams_proxy.telemetry.gauges import Gauges
+from kvparams_proxy.telemetry.exposition import MetricsExposition
 from kvparams_proxy.telemetry.histogram import Histogram
-from kvparams_proxy.telemetry.lag import LoopLag
-from kvparams_proxy.telemetry.metrics import FAILURES, Metrics
-from kvparams_proxy.tokens.choices import By
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.pools import Pools
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams_proxy.telemetry.loop_lag import LoopLag
+from kvparams_proxy.telemetry.metrics import FAILURE_KINDS, Metrics
+from kvparams_proxy.telemetry.proxy_gauges import ProxyGauges
+from kvparams_proxy.telemetry.request_record import RequestRecord
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from .acting import Actor, Fault, leg_limit_s
 
@@ -317,7 +317,9 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
-    seen = await stage(retries=0, policy="cache_aware", tokenizers={None: By.BYTES}, admin=Secret("token"))
+    seen = await stage(
+        retries=0, policy="cache_aware", tokenizers={None: TokenizationMethod.BYTES}, admin_token=Secret("token")
+    )
     await seen.ask()
     await seen.ask(**STREAM)
     await seen.ask(max_tokens=0)
@@ -361,7 +363,7 @@ def test_what_is_usually_asked_can_be_answered() -> None:
 
 def test_the_page_names_every_kind_of_failure_and_every_state() -> None:
     text = PAGE.read_text()
-    assert all(f"`{word}`" in text for word in (*FAILURES, *WAYS))
+    assert all(f"`{word}`" in text for word in (*FAILURE_KINDS, *TRANSITIONS))
 
 
 # counting
@@ -392,41 +394,41 @@ def test_a_histogram_counts_what_is_at_most_its_bound(first: list[float], second
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=8))
 def test_how_many_are_in_a_state(lives: list[list[int]]) -> None:
     metrics = Metrics()
-    now = Counter[State]()
+    now = Counter[LifecycleState]()
     facts = RequestFacts("r", "t", None, 1, 1, None, None)
     for choices in lives:
-        life = Lifecycle(time.perf_counter)
-        metrics.began(life)
+        life = RequestLifecycle(time.perf_counter)
+        metrics.request_began(life)
         for choice in choices:
-            ways = sorted(WAYS[life.state] - {"done"})
+            ways = sorted(TRANSITIONS[life.state] - {"done"})
             life.enter(ways[choice % len(ways)])
         if choices and choices[-1] == 5:
-            life.leave("gone")
-            metrics.ended(Account(facts, b"/v1/completions", False, life, [], None))
+            life.finish("gone")
+            metrics.ended(RequestRecord(facts, b"/v1/completions", False, life, [], None))
         now[life.state] += 1
     for state in ("queued", "prefill", "result", "decode", "first_byte"):
-        assert metrics.now_in(state) == now[state]
-    assert metrics.now_in("decode", "first_byte") == now["decode"] + now["first_byte"]
+        assert metrics.count_in_states(state) == now[state]
+    assert metrics.count_in_states("decode", "first_byte") == now["decode"] + now["first_byte"]
 
 
 async def test_a_late_event_loop_is_seen() -> None:
     metrics = Metrics()
-    lag = LoopLag(asyncio.get_running_loop(), metrics.turn_lag)
+    lag = LoopLag(asyncio.get_running_loop(), metrics.loop_lag)
     try:
         await asyncio.sleep(0.2)
         time.sleep(0.15)  # noqa: ASYNC251  somebody holds the loop
         async with asyncio.timeout(5):
-            while not metrics.turn_lag.count:  # noqa: ASYNC110  a timer says nothing
+            while not metrics.loop_lag.count:  # noqa: ASYNC110  a timer says nothing
                 await asyncio.sleep(0.01)
     finally:
         lag.close()
     family = HistogramMetricFamily("x", "x", labels=())
-    metrics.turn_lag.add_to(family)
+    metrics.loop_lag.add_to(family)
     (total,) = [s.value for s in family.samples if s.name == "x_sum"]
     assert total > 0.05
-    seen = metrics.turn_lag.count
+    seen = metrics.loop_lag.count
     await asyncio.sleep(0.3)
-    assert metrics.turn_lag.count == seen  # closed
+    assert metrics.loop_lag.count == seen  # closed
 
 
 class _Nobody:
@@ -438,7 +440,7 @@ class _Nobody:
     def __len__(self) -> int:
         return 0
 
-    def held(self) -> Iterable[KVLease]:
+    def leases(self) -> Iterable[KVLease]:
         return ()
 
 
@@ -446,11 +448,11 @@ async def test_with_many_instances_requests_go_on_between_two_metrics() -> None:
     loop = asyncio.get_running_loop()
     instances = [Instance(f"p{number}", "b", Role.PREFILL, "http://127.0.0.1:1", "nixl") for number in range(100)]
     fleet = Fleet(instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    pools = Pools(lambda instance: Pool(instance.url, UpstreamLimits()))
+    pools = UpstreamPools(lambda instance: UpstreamConnectionPool(instance.url, UpstreamLimits()))
     for member in fleet.members:
         pools.joined(member)
     metrics = Metrics()
-    exposition = Exposition(metrics, Gauges(metrics, fleet, pools, _Nobody(), None, BodyBudget(1)))
+    exposition = MetricsExposition(metrics, ProxyGauges(metrics, fleet, pools, _Nobody(), None, BodyBudget(1)))
     turns = 0
 
     async def others() -> None:

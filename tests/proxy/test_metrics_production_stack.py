@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.lifecycle import Lifecycle, Outcome, State
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.request_lifecycle import LifecycleState, RequestLifecycle, RequestOutcome
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.telemetry.account import Account
-from kvparams_proxy.telemetry.instances import Sums, Tally, Window
+from kvparams_proxy.telemetry.instance_stats import InstanceStats, InstanceTotals, SlidingWindow
 from kvparams_proxy.telemetry.metrics import Metrics
-from kvparams_proxy.telemetry.production_stack import ProductionStackGauges
+from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGauges
+from kvparams_proxy.telemetry.request_record import RequestRecord
 
 from .clock import Clock
 from .stage import StartStage
@@ -23,31 +23,36 @@ from .stage import StartStage
 
 
 def test_what_is_older_than_a_minute_is_not_in_it() -> None:
-    window = Window(0.0)
+    window = SlidingWindow(0.0)
     for now in range(15, 121, 15):  # a scrape every 15 s, one leg between two
-        seconds, added = window.look(now, {"p": Sums(legs=now // 15, legs_s=now)})
+        seconds, added = window.observe(now, {"p": InstanceTotals(legs=now // 15, legs_s=now)})
         assert seconds == min(now, 60)
-        assert added["p"] == Sums(legs=min(now, 60) // 15, legs_s=min(now, 60))
+        assert added["p"] == InstanceTotals(legs=min(now, 60) // 15, legs_s=min(now, 60))
 
 
 def test_a_scrape_that_comes_late_has_all_since_the_one_before() -> None:
-    window = Window(0.0)
-    assert window.look(300.0, {"p": Sums(legs=5)}) == (300.0, {"p": Sums(legs=5)})
-    assert window.look(900.0, {"p": Sums(legs=6)}) == (600.0, {"p": Sums(legs=1)})
+    window = SlidingWindow(0.0)
+    assert window.observe(300.0, {"p": InstanceTotals(legs=5)}) == (300.0, {"p": InstanceTotals(legs=5)})
+    assert window.observe(900.0, {"p": InstanceTotals(legs=6)}) == (600.0, {"p": InstanceTotals(legs=1)})
 
 
 def test_who_comes_later_has_done_nothing_before_and_who_left_is_forgotten() -> None:
-    window = Window(0.0)
-    window.look(10.0, {"a": Sums(legs=100)})
-    assert window.look(20.0, {"a": Sums(legs=101), "b": Sums(legs=3)}).added["b"] == Sums(legs=3)
-    assert window.look(70.0, {"b": Sums(legs=3)}) == (60.0, {"b": Sums(legs=3)})
-    assert window.look(75.0, {"a": Sums(legs=102)}) == (65.0, {"a": Sums(legs=102)})  # another one
+    window = SlidingWindow(0.0)
+    window.observe(10.0, {"a": InstanceTotals(legs=100)})
+    assert window.observe(20.0, {"a": InstanceTotals(legs=101), "b": InstanceTotals(legs=3)}).added[
+        "b"
+    ] == InstanceTotals(legs=3)
+    assert window.observe(70.0, {"b": InstanceTotals(legs=3)}) == (60.0, {"b": InstanceTotals(legs=3)})
+    assert window.observe(75.0, {"a": InstanceTotals(legs=102)}) == (
+        65.0,
+        {"a": InstanceTotals(legs=102)},
+    )  # another one
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 40), st.integers(0, 3), st.booleans()), max_size=200))
 def test_it_is_what_was_added_in_a_minute_or_little_more(steps: list[tuple[float, int, bool]]) -> None:
     """Whoever looks, and how often."""
-    window, now, legs = Window(0.0), 0.0, 0
+    window, now, legs = SlidingWindow(0.0), 0.0, 0
     added: list[tuple[float, int]] = []
     looks = [0.0]
     for pause, more, look in steps:
@@ -56,7 +61,7 @@ def test_it_is_what_was_added_in_a_minute_or_little_more(steps: list[tuple[float
         added.append((now, more))
         if not look:
             continue
-        seconds, found = window.look(now, {"p": Sums(legs=legs)})
+        seconds, found = window.observe(now, {"p": InstanceTotals(legs=legs)})
         since = now - seconds
         assert any(abs(since - at) < 1e-6 for at in looks)
         assert found["p"].legs == sum(number for at, number in added if at > since + 1e-6)
@@ -68,42 +73,49 @@ def test_it_is_what_was_added_in_a_minute_or_little_more(steps: list[tuple[float
 
 
 def test_a_window_that_is_looked_at_without_end_stays_small() -> None:
-    window = Window(0.0)
+    window = SlidingWindow(0.0)
     for number in range(10_000):
-        assert 60 <= window.look(number / 10, {"p": Sums()}).seconds < 66 or number <= 600
+        assert 60 <= window.observe(number / 10, {"p": InstanceTotals()}).seconds < 66 or number <= 600
     assert len(window) <= 60 / 5 + 3
 
 
 def test_a_tally_and_its_sums_have_the_same_members() -> None:
-    assert {*Tally.__slots__, "begun"} == set(Sums._fields)
-    tally = Tally()
-    for number, name in enumerate(Tally.__slots__, 2):
+    assert {*InstanceStats.__slots__, "begun"} == set(InstanceTotals._fields)
+    tally = InstanceStats()
+    for number, name in enumerate(InstanceStats.__slots__, 2):
         setattr(tally, name, number)
-    assert tally.sums(1)._asdict() == {**{n: getattr(tally, n) for n in Tally.__slots__}, "begun": tally.legs + 1}
-    assert tally.sums(1).minus(tally.sums(1)) == Sums()
+    assert tally.totals(1)._asdict() == {
+        **{n: getattr(tally, n) for n in InstanceStats.__slots__},
+        "begun": tally.legs + 1,
+    }
+    assert tally.totals(1).minus(tally.totals(1)) == InstanceTotals()
 
 
 # what is summed of a request
 
 
 def over(
-    metrics: Metrics, steps: list[tuple[State, str, float]], outcome: Outcome = "ok", stream: bool = True, **told: Any
+    metrics: Metrics,
+    steps: list[tuple[LifecycleState, str, float]],
+    outcome: RequestOutcome = "ok",
+    stream: bool = True,
+    **told: Any,
 ) -> None:
     """A request that was so long in each of these states."""
     at = 100.0
-    life = Lifecycle(lambda: at)
-    metrics.began(life)
+    life = RequestLifecycle(lambda: at)
+    metrics.request_began(life)
     for state, who, seconds in steps:
         life.enter(state, who)
         at += seconds
-    life.leave(outcome)
-    account = Account(RequestFacts("r", "t", None, 1, 1, None, None), b"/v1/completions", stream, life, [], None)
+    life.finish(outcome)
+    account = RequestRecord(RequestFacts("r", "t", None, 1, 1, None, None), b"/v1/completions", stream, life, [], None)
     for name, value in told.items():
         setattr(account, name, value)
     metrics.ended(account)
 
 
-SPLIT: list[tuple[State, str, float]] = [
+SPLIT: list[tuple[LifecycleState, str, float]] = [
     ("queued", "", 2.0),
     ("prefill", "p0", 1.0),
     ("result", "p0", 0.0),
@@ -115,12 +127,16 @@ SPLIT: list[tuple[State, str, float]] = [
 def test_waits_prompts_and_answers_are_those_of_the_instances_that_did_them() -> None:
     metrics = Metrics()
     over(metrics, SPLIT, prompt_tokens=30, completion_tokens=8, stream_events=9)
-    assert metrics.sums_of("p0", 0) == Sums(waits=1, waits_s=2.0, prompts=1, prompt_tokens=30)
-    assert metrics.sums_of("d0", 0) == Sums(waits=1, answers=1, answer_tokens=8, gaps=7, gaps_s=7.0)
+    assert metrics.instance_totals("p0", 0) == InstanceTotals(waits=1, waits_s=2.0, prompts=1, prompt_tokens=30)
+    assert metrics.instance_totals("d0", 0) == InstanceTotals(waits=1, answers=1, answer_tokens=8, gaps=7, gaps_s=7.0)
     over(metrics, SPLIT, prompt_tokens=30, stream_events=15)  # its client has not asked for usage
-    assert metrics.sums_of("d0", 0) == Sums(waits=2, answers=2, answer_tokens=23, gaps=21, gaps_s=14.0)
+    assert metrics.instance_totals("d0", 0) == InstanceTotals(
+        waits=2, answers=2, answer_tokens=23, gaps=21, gaps_s=14.0
+    )
     over(metrics, SPLIT, stream=False, completion_tokens=4)
-    assert metrics.sums_of("d0", 0) == Sums(waits=3, answers=3, answer_tokens=27, gaps=21, gaps_s=14.0)
+    assert metrics.instance_totals("d0", 0) == InstanceTotals(
+        waits=3, answers=3, answer_tokens=27, gaps=21, gaps_s=14.0
+    )
 
 
 def test_a_leg_that_failed_has_computed_and_answered_nothing() -> None:
@@ -131,9 +147,9 @@ def test_a_leg_that_failed_has_computed_and_answered_nothing() -> None:
         "failed",
         prompt_tokens=30,
     )
-    assert metrics.sums_of("p0", 0) == Sums(waits=1)
-    assert metrics.sums_of("p1", 0) == Sums(waits=1, prompts=1, prompt_tokens=30)
-    assert metrics.sums_of("d0", 0) == Sums(waits=1)
+    assert metrics.instance_totals("p0", 0) == InstanceTotals(waits=1)
+    assert metrics.instance_totals("p1", 0) == InstanceTotals(waits=1, prompts=1, prompt_tokens=30)
+    assert metrics.instance_totals("d0", 0) == InstanceTotals(waits=1)
 
 
 # what is said
@@ -185,7 +201,7 @@ def test_without_requests_there_are_no_means_and_no_invented_ones(scene: Scene) 
 
 
 def test_means_and_rates_are_of_the_last_minute(scene: Scene) -> None:
-    steps: list[tuple[State, str, float]] = [
+    steps: list[tuple[LifecycleState, str, float]] = [
         (state, {"p0": "prefill-0", "d0": "decode-0"}.get(who, ""), seconds) for state, who, seconds in SPLIT
     ]
     said: dict[str, dict[str, float]] = {}

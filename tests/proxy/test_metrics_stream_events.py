@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams_proxy.clients.downstream import Watcher
-from kvparams_proxy.execution.corrections import Corrections
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.loopclock import WallClock
-from kvparams_proxy.upstream.terms import Head, UpstreamError
+from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.requests.downstream import DownstreamObserver
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
 
 LIKE_EVENTS = ['"choices":[{"', "data: {", "\n\n", '.delta"', "\\", '{"choices":[{"index":0}]}', "data: [DONE]\n\n"]
 
@@ -25,7 +25,7 @@ class Client:
     def __init__(self) -> None:
         self.got = b""
 
-    def watch(self, watcher: Watcher) -> None: ...
+    def watch(self, watcher: DownstreamObserver) -> None: ...
 
     def head(self, status: int, headers: bytes, length: int | None) -> None: ...
 
@@ -50,16 +50,18 @@ class Owner:
     def stream_complete(self) -> None: ...
 
     def stream_ended(
-        self, head: Head, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
+        self, head: ResponseHead, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:
         self.events, self.error = sent_events, error
 
 
 def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, bytes]:
     client, owner = Client(), Owner()
-    corrections = Corrections("r", Addresses(), choices=choices)
-    relay = Relay(client, b"", corrections, 1 << 20, owner, WallClock(time.monotonic), done=choices, choices=choices)
-    relay.on_head(Head(200, b"text/event-stream"))
+    corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
+    relay = StreamRelay(
+        client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), done=choices, choices=choices
+    )
+    relay.on_head(ResponseHead(200, b"text/event-stream"))
     for part in parts:
         relay.on_body(part)
     relay.on_done(None)
@@ -107,8 +109,16 @@ def test_of_a_response_the_deltas_are_counted(compact: bool) -> None:
 
 def test_a_stream_that_fails_counts_what_was_sent() -> None:
     client, owner = Client(), Owner()
-    relay = Relay(client, b"", Corrections("r", Addresses()), 1 << 20, owner, WallClock(time.monotonic), choices=True)
-    relay.on_head(Head(200, b"text/event-stream"))
+    relay = StreamRelay(
+        client,
+        b"",
+        ResponseCorrector("r", EngineAddresses()),
+        1 << 20,
+        owner,
+        MonotonicClock(time.monotonic),
+        choices=True,
+    )
+    relay.on_head(ResponseHead(200, b"text/event-stream"))
     relay.on_body(event({"choices": [{"text": "a"}]}, True) * 3)
     relay.on_done(UpstreamError("the connection was lost"))
     assert owner.events == client.got.count(b'"text"') == 3

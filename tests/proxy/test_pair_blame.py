@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams.managers.choice import Mode
+from kvparams.routing.breaker import BreakerLimits
+from kvparams.routing.managers.mode_selector import ManagerMode
 
 from .acting import NIXL, Actor
 from .stage import Stage, until
@@ -87,7 +87,7 @@ def pairs(stack: AsyncExitStack, proxy: Any) -> StartPairs:
             await actor.begin()
             stack.callback(actor.end)
         urls = [[actor.url for actor in actors] for actors in (prefills, decodes)]
-        return Pairs(await proxy(*urls, **{"breaker": LATE, "probe_s": 60.0, **changes}), prefills, decodes)
+        return Pairs(await proxy(*urls, **{"breaker": LATE, "probe_interval_s": 60.0, **changes}), prefills, decodes)
 
     return start
 
@@ -96,7 +96,7 @@ def pairs(stack: AsyncExitStack, proxy: Any) -> StartPairs:
 @pytest.mark.parametrize("first", [False, True])
 async def test_the_pair_is_set_apart_and_the_decode_engine_is_not(pairs: StartPairs, stream: bool, first: bool) -> None:
     """Whichever of the two is chosen first."""
-    found = await pairs(modes=(Mode("prefill_then_decode", options={"decode_first": first}),))
+    found = await pairs(modes=(ManagerMode("prefill_then_decode", options={"decode_first": first}),))
     (bad, good), (decode,) = found.prefills, found.decodes
     decode.stale = {"e0"}
     for _ in range(30):
@@ -177,7 +177,7 @@ async def _together(found: Pairs) -> bool:
 
 
 async def test_another_incarnation_of_the_prefill_engine_is_believed(pairs: StartPairs) -> None:
-    found = await pairs(probe_s=0.1, slow_start_s=0.0)
+    found = await pairs(probe_interval_s=0.1, slow_start_s=0.0)
     bad = found.prefills[0]
     found.decodes[0].stale = {"e0"}
     while not await found.apart():
@@ -235,7 +235,9 @@ async def test_engines_that_meet_are_set_apart_as_well(stack: AsyncExitStack, pr
         await actor.begin()
         stack.callback(actor.end)
     urls = [[actor.url for actor in actors] for actors in (prefills, decodes)]
-    running = await proxy(*urls, "store-meet", breaker=LATE, probe_s=60.0, modes=(Mode("concurrent_legs"),))
+    running = await proxy(
+        *urls, "store-meet", breaker=LATE, probe_interval_s=60.0, modes=(ManagerMode("concurrent_legs"),)
+    )
     found = Stage(running, prefills, decodes)
     decodes[0].stale = "prefill-0"
     for _ in range(30):

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvparams.scheduling import Role
-from kvparams_proxy.check import check_fleet
-from kvparams_proxy.registry.checks import check_addresses
-from kvparams_proxy.registry.entries import Entry
-from kvparams_proxy.registry.parsing import parse_defaults, parse_entry
-from kvparams_proxy.registry.problems import ConfigError, Problems
-from kvparams_proxy.settings import known_dialects, known_rules
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams.instances import Role
+from kvparams_proxy.cli.fleet_check import check_fleet
+from kvparams_proxy.config.settings import default_spec_rules, known_dialects
+from kvparams_proxy.config.spec_fields import check_addresses
+from kvparams_proxy.config.spec_parsing import parse_defaults, parse_spec
+from kvparams_proxy.config_errors import ConfigError, ConfigProblems
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from .conftest import Awaited
 from .stage import until
@@ -109,33 +109,33 @@ async def test_what_it_has_stored_is_dropped(scripted: Any, proxy: Any) -> None:
 
 async def test_the_pool_knows_where_a_name_has_led_to(scripted: Any) -> None:
     engine = await scripted(answering(ANSWER))
-    pool = Pool(f"http://localhost:{engine.port}", UpstreamLimits())
-    assert pool.reached == ()
+    pool = UpstreamConnectionPool(f"http://localhost:{engine.port}", UpstreamLimits())
+    assert pool.peer_addresses == ()
     for _ in range(2):
         sink = Awaited()
         pool.exchange(pool.request(b"/x", b"", b"{}"), sink)
         async with asyncio.timeout(10):
             await sink.answer
-    assert pool.reached == ("127.0.0.1",)
+    assert pool.peer_addresses == ("127.0.0.1",)
     pool.close()
 
 
-def entry(document: dict[str, Any], **defaults: Any) -> tuple[Entry | None, list[str]]:
-    problems = Problems()
-    rules = parse_defaults(defaults, "defaults", known_rules(), problems)
-    found = parse_entry({"id": "p0", "url": "http://p0:1", "role": "prefill"} | document, "", rules, problems)
+def entry(document: dict[str, Any], **defaults: Any) -> tuple[InstanceSpec | None, list[str]]:
+    problems = ConfigProblems()
+    rules = parse_defaults(defaults, "defaults", default_spec_rules(), problems)
+    found = parse_spec({"id": "p0", "url": "http://p0:1", "role": "prefill"} | document, "", rules, problems)
     try:
-        problems.check()
+        problems.raise_if_any()
     except ConfigError as error:
         return found, [str(error)]
     return found, []
 
 
 def test_addresses_are_declared_for_one_engine_or_for_all() -> None:
-    assert entry({}) == (Entry("p0", "http://p0:1", Role.PREFILL, "nixl"), [])
+    assert entry({}) == (InstanceSpec("p0", "http://p0:1", Role.PREFILL, "nixl"), [])
     found, _ = entry({"addresses": ["10.1.0.0/16", "p0.rdma:5600"]})
     assert found is not None
-    assert found.instance().addresses == ("10.1.0.0/16", "p0.rdma:5600")
+    assert found.make_instance().addresses == ("10.1.0.0/16", "p0.rdma:5600")
     found, _ = entry({}, addresses=["10.1.0.0/16"])
     assert found is not None
     assert found.addresses == ("10.1.0.0/16",)
@@ -153,10 +153,10 @@ async def test_check_says_which_address_is_not_known(scripted: Any) -> None:
     prefill = await scripted(answering(ANSWER | {"kv_transfer_params": NIXL | {"remote_host": "10.7.7.7"}}))
     decode = await scripted(answering(ANSWER))
     entries = [
-        Entry("p0", prefill.url, Role.PREFILL, "nixl"),
-        Entry("d0", decode.url, Role.DECODE, "nixl"),
+        InstanceSpec("p0", prefill.url, Role.PREFILL, "nixl"),
+        InstanceSpec("d0", decode.url, Role.DECODE, "nixl"),
     ]
     said = [found async for found in check_fleet(entries, known_dialects(), UpstreamLimits())]
     assert said[-1].grade == "error"
-    assert "'10.7.7.7'" in said[-1].said
-    assert "addresses" in said[-1].said
+    assert "'10.7.7.7'" in said[-1].message
+    assert "addresses" in said[-1].message

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams_proxy.clients.body import BodyBudget
-from kvparams_proxy.clients.connections import ConnectionLimits, Connections
-from kvparams_proxy.clients.downstream import Downstream
-from kvparams_proxy.clients.generate import Admission
-from kvparams_proxy.clients.http1 import HTTPProtocol, Service
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.body import BodyBudget
+from kvparams_proxy.requests.downstream import Downstream
+from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
+from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
+from kvparams_proxy.server.request_handler import Admission
 
 from .conftest import Proxy
 from .stage import until
@@ -129,7 +129,7 @@ class Silent:
     def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
         return Admission("r", "t", [], None, None, None)
 
-    def begin(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
+    def handle(self, admission: Admission, body: bytes, downstream: Downstream) -> None:
         pass
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
@@ -145,8 +145,8 @@ async def test_what_does_not_fit_the_budget_is_not_kept(behind: int) -> None:
 
     budget = BodyBudget(1000)
     loop = asyncio.get_running_loop()
-    connections = Connections(loop, ConnectionLimits(10))
-    service = Service(loop, app, {}, {b"/x": Silent(budget)}, connections, lambda error: None, budget)
+    connections = ClientConnections(loop, ConnectionLimits(10))
+    service = ServerContext(loop, app, {}, {b"/x": Silent(budget)}, connections, lambda error: None, budget)
     server = await loop.create_server(lambda: HTTPProtocol(service), "127.0.0.1", 0)
     _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     writer.write(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"x" * behind)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import TURN_BYTES, UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import MAX_BYTES_PER_TURN, UpstreamError, UpstreamLimits
 from tests.proxy.conftest import Awaited
 
 
@@ -14,7 +14,7 @@ async def well(body: bytes, reader: asyncio.StreamReader, writer: asyncio.Stream
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
 
-async def asked(pool: Pool) -> int:
+async def asked(pool: UpstreamConnectionPool) -> int:
     """The status of one whole exchange."""
     collect = Awaited()
     pool.exchange(pool.request(b"/", b"", b"{}"), collect)
@@ -25,7 +25,7 @@ async def asked(pool: Pool) -> int:
 async def test_an_exchange_given_up_before_its_connection_was_begun_holds_no_place(scripted: Any) -> None:
     """A client can leave in the very turn of the loop in which a connection for it was asked for."""
     engine = await scripted(well)
-    pool = Pool(engine.url, UpstreamLimits(connections=2))
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits(connections=2))
     for _ in range(5):
         collect = Awaited()
         pool.exchange(pool.request(b"/", b"", b"{}"), collect).abort(UpstreamError("the client has left"))
@@ -39,7 +39,7 @@ async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scr
     engine = await scripted(well)
     for idle_s, connections in ((60.0, 1), (0.0, 3)):  # the first is the control
         engine.connections = 0
-        pool = Pool(engine.url, UpstreamLimits(idle_s=idle_s))
+        pool = UpstreamConnectionPool(engine.url, UpstreamLimits(idle_s=idle_s))
         for _ in range(3):
             assert await asked(pool) == 200
             await asyncio.sleep(0.002)
@@ -48,7 +48,7 @@ async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scr
 
 
 async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
-    pool = Pool("http://" + "a" * 64 + ".example:1", UpstreamLimits())
+    pool = UpstreamConnectionPool("http://" + "a" * 64 + ".example:1", UpstreamLimits())
     collect = Awaited()
     pool.exchange(pool.request(b"/", b"", b"{}"), collect)
     async with asyncio.timeout(5):
@@ -76,7 +76,7 @@ async def test_what_was_sent_once_may_have_been_seen_though_nobody_is_there_any_
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    pool = Pool(url, UpstreamLimits())
+    pool = UpstreamConnectionPool(url, UpstreamLimits())
     if waited:
         assert await asked(pool) == 200
     else:
@@ -118,14 +118,14 @@ async def test_a_request_for_which_nobody_waits_any_more_is_not_sent_again(left:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
+    pool = UpstreamConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
     assert await asked(pool) == 200
     collect = Awaited()
     exchange = pool.exchange(pool.request(b"/", b"", b"{}"), collect)
     async with asyncio.timeout(5):
         await leave.wait()
         if left:
-            assert exchange.end_sending()
+            assert exchange.half_close()
         close.set()
         await asyncio.wait([collect.answer])
     assert isinstance(collect.answer.exception(), UpstreamError) is left
@@ -136,10 +136,10 @@ async def test_a_request_for_which_nobody_waits_any_more_is_not_sent_again(left:
 
 async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
     engine = await scripted(well)
-    pool = Pool(engine.url, UpstreamLimits())
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits())
     assert await asked(pool) == 200  # one connection is idle
     connecting = Awaited()
-    other = Pool(engine.url, UpstreamLimits())
+    other = UpstreamConnectionPool(engine.url, UpstreamLimits())
     other.exchange(other.request(b"/", b"", b"{}"), connecting)
     for closed in (pool, other):
         closed.close()
@@ -175,7 +175,7 @@ async def test_an_exchange_paused_before_it_has_a_connection_reads_nothing(scrip
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"x" * 100_000)
         sent.set()
 
-    pool = Pool((await scripted(much)).url, UpstreamLimits())
+    pool = UpstreamConnectionPool((await scripted(much)).url, UpstreamLimits())
     collect = Counting()
     exchange = pool.exchange(pool.request(b"/", b"", b"{}"), collect)
     if paused:
@@ -219,7 +219,7 @@ async def test_a_long_answer_is_delivered_in_turns(scripted: Any, end: str) -> N
             raise ConnectionResetError
 
     engine = await scripted(long)
-    pool = Pool(engine.url, UpstreamLimits())
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits())
     for paused_at in (None, 1, 3):
         sink = InTurns()
         sink.paused_at = paused_at
@@ -234,8 +234,8 @@ async def test_a_long_answer_is_delivered_in_turns(scripted: Any, end: str) -> N
         async with asyncio.timeout(20):
             _, got = await sink.answer
         assert got == body
-        assert max(sink.pieces) <= TURN_BYTES
-        assert len(sink.pieces) >= len(body) // TURN_BYTES
+        assert max(sink.pieces) <= MAX_BYTES_PER_TURN
+        assert len(sink.pieces) >= len(body) // MAX_BYTES_PER_TURN
     if end == "kept":
         assert engine.connections == 1
     pool.close()

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.policies.cache_aware import CacheAware
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.prefixes import BLOCK_TOKENS, Decision, Prefixes
+from kvparams_proxy.fleet.prefix_cache_model import BLOCK_TOKENS, PrefixCacheModel, RoutingDecision
 
 from .clock import Clock
 from .conftest import Proxy, StartProxy
@@ -83,7 +83,7 @@ class Site:
 
     def __init__(self, engines: Sequence[Engine], *, aware: bool = True) -> None:
         self.clock = Clock()
-        self.prefixes = Prefixes(self.clock.now, seed=1)
+        self.prefixes = PrefixCacheModel(self.clock.now, seed=1)
         self.engines = {f"p{number}": engine for number, engine in enumerate(engines)}
         self.fleet = Fleet(
             [Instance(id, "1", Role.PREFILL, f"http://{id}", "nixl") for id in self.engines],
@@ -99,7 +99,7 @@ class Site:
 
     def facts(self, tokens: Sequence[int], salt: str | None = None, model: str = "m") -> RequestFacts:
         name = f"r{next(_NUMBERS)}"
-        return RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, tokens=len(tokens))
+        return RequestFacts(name, name, model, 1, 1, array("I", tokens), salt, prompt_tokens=len(tokens))
 
     @contextmanager
     def leg(self, facts: RequestFacts, *, well: bool = True, tells: bool = True) -> Generator[Instance]:
@@ -113,21 +113,21 @@ class Site:
         self.clock.pass_time(0.01 + 1e-4 * (len(facts.token_ids) - cached))
         if well:
             engine.keep(facts.token_ids, facts.cache_salt)
-            self.decision = self.prefixes.reported(facts, len(facts.token_ids), cached if tells else None)
+            self.decision = self.prefixes.record_report(facts, len(facts.token_ids), cached if tells else None)
         self.fleet.release(instance, facts)
 
-    decision: Decision | None = None
+    decision: RoutingDecision | None = None
 
     def begun(self, tokens: Sequence[int], busy: Sequence[str]) -> tuple[RequestFacts, Instance]:
         """A leg, given to somebody while much has to be done on these engines."""
         loads = [(self.member(id), f"load-{next(_NUMBERS)}") for id in busy]
         for member, name in loads:
-            member.pace.begin(name, 100.0)
+            member.backlog.begin(name, 100.0)
         facts = self.facts(tokens)
         instance = self.fleet.acquire(Role.PREFILL, facts, (), Waits(facts))
         assert instance is not None
         for member, name in loads:
-            member.pace.end(name)
+            member.backlog.end(name)
         return facts, instance
 
     def ask(self, tokens: Sequence[int], salt: str | None = None, **how: bool) -> str:
@@ -140,7 +140,7 @@ class Site:
         """Nothing is kept of legs."""
         if self.prefixes._coming:  # pyright: ignore[reportPrivateUsage]  nobody else can see it leak
             return False
-        return not len(self.prefixes) and all(member.pace.wait_s == 0.0 for member in self.fleet.members)
+        return not len(self.prefixes) and all(member.backlog.wait_s == 0.0 for member in self.fleet.members)
 
     @property
     def hit_ratio(self) -> float:
@@ -168,7 +168,7 @@ def test_conversations_return_to_the_engine_that_has_them_and_the_others_get_the
     asked = [engine.asked for engine in aware.engines.values()]
     assert max(asked) < 2 * min(asked)
     assert aware.idle
-    assert aware.prefixes.predictions.accuracy == 1.0
+    assert aware.prefixes.prediction_stats.accuracy == 1.0
 
 
 def test_what_is_predicted_is_what_a_cache_that_is_large_enough_reports_up_to_a_block() -> None:
@@ -180,8 +180,8 @@ def test_what_is_predicted_is_what_a_cache_that_is_large_enough_reports_up_to_a_
             # the same again, and the last token is computed in any case
             site.ask(prompt(one, 97 * turn))
             best = (97 * turn - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-            assert site.decision.expected.cached == best
-    assert site.prefixes.predictions.accuracy == 1.0
+            assert site.decision.expected.cached_tokens == best
+    assert site.prefixes.prediction_stats.accuracy == 1.0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_nothing_is_shared_between_salts_and_models(other: dict[str, Any], share
     with site.leg(site.facts(tokens, **{"salt": "a", "model": "m", **other})):
         pass
     assert site.decision is not None
-    assert (site.decision.expected.cached > 0) is shared
+    assert (site.decision.expected.cached_tokens > 0) is shared
 
 
 def test_an_engine_that_was_started_anew_or_that_left_has_nothing() -> None:
@@ -204,19 +204,19 @@ def test_an_engine_that_was_started_anew_or_that_left_has_nothing() -> None:
     assert site.ask(tokens) == first
     member = site.member(first)
     for ready in (True, False, True):
-        site.fleet.learn(member, ready, member.models)
+        site.fleet.record_probe(member, ready, member.models)
     site.engines[first].cached.clear()
     site.ask(tokens)
     assert site.decision is not None
-    assert not site.decision.cached
+    assert not site.decision.cached_tokens
 
     other = next(id for id in site.engines if id != first)
     for id in (first, other):
         site.fleet.remove(id)
         site.fleet.add(Instance(id, "2", Role.PREFILL, f"http://{id}", "nixl"))
-        site.fleet.learn(site.member(id), True, None)
+        site.fleet.record_probe(site.member(id), True, None)
     site.ask(tokens)
-    assert not site.decision.cached
+    assert not site.decision.cached_tokens
 
 
 def test_a_leg_that_fails_leaves_no_belief() -> None:
@@ -225,7 +225,7 @@ def test_a_leg_that_fails_leaves_no_belief() -> None:
     site.ask(tokens, well=False)
     site.ask(tokens)
     assert site.decision is not None
-    assert site.decision.expected.cached == 320
+    assert site.decision.expected.cached_tokens == 320
     assert site.idle
 
 
@@ -242,8 +242,8 @@ def test_a_cache_smaller_than_believed_is_corrected_by_what_its_engine_reports()
             site.ask(prompt(one, 400 + 100 * turns[one]), tells=tells)
             assert site.decision is not None
             if step >= 100:
-                predicted += site.decision.expected.cached
-                true += min(site.decision.expected.cached, sum(e.hit for e in site.engines.values()) - before)
+                predicted += site.decision.expected.cached_tokens
+                true += min(site.decision.expected.cached_tokens, sum(e.hit for e in site.engines.values()) - before)
         came_true[tells] = true / predicted
     assert came_true[True] > 1.5 * came_true[False], came_true
 
@@ -260,7 +260,7 @@ def test_what_is_computed_side_by_side_is_not_taken_for_a_small_cache() -> None:
     for tokens in old:
         site.ask(tokens)
         assert site.decision is not None
-        assert site.decision.expected.cached == 576
+        assert site.decision.expected.cached_tokens == 576
     assert site.idle
 
 
@@ -280,11 +280,11 @@ def test_legs_end_in_any_order_and_nothing_is_left_of_them(
         else:
             facts, instance = running.pop(length % len(running))
             if well:
-                site.prefixes.reported(facts, facts.tokens, (None, 0, 64, facts.tokens - 1)[which])
+                site.prefixes.record_report(facts, facts.prompt_tokens, (None, 0, 64, facts.prompt_tokens - 1)[which])
             elif which == 3:
                 member = site.member(instance.id)
                 for ready in (False, True):
-                    site.fleet.learn(member, ready, None)
+                    site.fleet.record_probe(member, ready, None)
             site.fleet.release(instance, facts)
     for facts, instance in running:
         site.fleet.release(instance, facts)
@@ -297,7 +297,7 @@ def test_blocks_of_an_engine_that_are_larger_than_ours_are_not_taken_for_misses(
     for tokens in (*old, *old, *old):
         site.ask(tokens)
     assert site.decision is not None
-    assert site.decision.expected.cached > 1500
+    assert site.decision.expected.cached_tokens > 1500
 
 
 def test_an_engine_that_has_reported_and_says_nothing_has_found_nothing() -> None:
@@ -306,13 +306,13 @@ def test_an_engine_that_has_reported_and_says_nothing_has_found_nothing() -> Non
     site.ask(tokens, tells=False)
     site.ask(tokens, tells=False)
     assert site.decision is not None
-    assert site.decision.expected.cached == 576  # nothing is known against it
+    assert site.decision.expected.cached_tokens == 576  # nothing is known against it
     site.ask(tokens)
     site.engines["p0"].cached.clear()
     site.ask(tokens, tells=False)
-    assert site.prefixes.predictions.accuracy == 0.5
+    assert site.prefixes.prediction_stats.accuracy == 0.5
     site.ask(tokens)
-    assert site.prefixes.predictions.accuracy == pytest.approx(2 / 3)
+    assert site.prefixes.prediction_stats.accuracy == pytest.approx(2 / 3)
 
 
 def test_ids_that_are_not_the_engines_own_are_taken_for_what_they_are_worth() -> None:
@@ -321,11 +321,11 @@ def test_ids_that_are_not_the_engines_own_are_taken_for_what_they_are_worth() ->
     for cached in (0, 912, 912, 912):
         facts = site.facts(tokens)._replace(token_ids=None, routing_ids=array("I", tokens))
         assert site.fleet.acquire(Role.PREFILL, facts, (), Waits(facts)) is not None
-        decision = site.prefixes.reported(facts, 960, cached)
+        decision = site.prefixes.record_report(facts, 960, cached)
         site.fleet.release(site.member("p0").instance, facts)
         assert decision is not None
-        assert decision.expected.cached == (576 if cached else 0)
-    assert site.prefixes.predictions.accuracy == 1.0
+        assert decision.expected.cached_tokens == (576 if cached else 0)
+    assert site.prefixes.prediction_stats.accuracy == 1.0
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
@@ -334,7 +334,7 @@ def test_prompts_of_about_a_block_are_routed(length: int) -> None:
     for _ in range(3):
         site.ask(prompt(1, length))
     assert site.decision is not None
-    assert site.decision.expected.cached == (64 if length > 64 else 0)
+    assert site.decision.expected.cached_tokens == (64 if length > 64 else 0)
     assert site.idle
 
 
@@ -359,7 +359,7 @@ def test_of_a_prompt_without_end_only_the_beginning_is_looked_at() -> None:
     assert site.prefixes.blocks == (1 << 17) // BLOCK_TOKENS
     site.ask(tokens)
     assert site.decision is not None
-    assert site.decision.expected.cached == 1 << 17
+    assert site.decision.expected.cached_tokens == 1 << 17
 
 
 def test_words_of_a_decision_are_bounded() -> None:
@@ -367,7 +367,7 @@ def test_words_of_a_decision_are_bounded() -> None:
     first = site.ask(tokens)
     site.ask(tokens)
     assert site.decision is not None
-    words = site.decision.words()
+    words = site.decision.summary()
     assert words.startswith(f"{site.decision.chosen.id}: ")
     assert len(words) < 400
     assert "293 more" in words or "292 more" in words
@@ -378,8 +378,8 @@ def test_round_robin_keeps_no_such_books() -> None:
     site = Site([Engine(), Engine()], aware=False)
     site.ask(prompt(1, 640))
     assert not len(site.prefixes)
-    assert site.prefixes.predictions.queries == 0
-    assert all(member.pace.ended == 0.0 for member in site.fleet.members)
+    assert site.prefixes.prediction_stats.queried_tokens == 0
+    assert all(member.backlog.ended == 0.0 for member in site.fleet.members)
 
 
 def test_what_is_still_computed_beside_it_is_not_held_against_a_prediction() -> None:
@@ -388,31 +388,31 @@ def test_what_is_still_computed_beside_it_is_not_held_against_a_prediction() -> 
     with site.leg(site.facts(tokens)), site.leg(site.facts(tokens)):
         pass
     assert site.decision is not None
-    assert site.prefixes.predictions.predicted == 640
-    assert site.prefixes.predictions.accuracy is None, "the engine computed both side by side"
+    assert site.prefixes.prediction_stats.predicted_tokens == 640
+    assert site.prefixes.prediction_stats.accuracy is None, "the engine computed both side by side"
     site.engines["p0"].cached.clear()
     site.ask(tokens)
-    assert site.prefixes.predictions.accuracy == 0.0
+    assert site.prefixes.prediction_stats.accuracy == 0.0
 
 
 def test_predictions_that_no_longer_come_true_are_told_once_and_so_is_their_return(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    predictions = Site([Engine()]).prefixes.predictions
+    predictions = Site([Engine()]).prefixes.prediction_stats
     with caplog.at_level(logging.WARNING):
         for _ in range(300):
-            predictions.ended(640, 640, 640)
+            predictions.record_leg(640, 640, 640)
         assert not caplog.records
         for _ in range(300):
-            predictions.ended(640, 640, 0)
+            predictions.record_leg(640, 640, 0)
         assert len(caplog.records) == 1
         assert "only 50 %" in caplog.records[0].message
         assert predictions.accuracy == 0.0
         for _ in range(300):
-            predictions.ended(640, 640, 640)
+            predictions.record_leg(640, 640, 640)
         assert len(caplog.records) == 2
         for _ in range(300):
-            predictions.ended(640, 640, None)
+            predictions.record_leg(640, 640, None)
         assert len(caplog.records) == 3
         assert "--enable-prompt-tokens-details" in caplog.records[-1].message
 
@@ -422,7 +422,7 @@ def test_caches_that_no_longer_work_are_told_of_though_belief_is_soon_corrected_
     die = Random(3)
     for for_good in (False, True):
         site, turns = Site([Engine(), Engine()]), dict.fromkeys(range(40), 0)
-        predictions, rang = site.prefixes.predictions, False
+        predictions, rang = site.prefixes.prediction_stats, False
         for step in range(800):
             if step == 400 or (step > 400 and for_good):
                 assert step > 400 or not predictions.alarmed
@@ -486,15 +486,17 @@ async def test_round_robin_says_nothing_of_caches(stubbed: Proxy) -> None:
 def test_an_answer_that_goes_on_teaches_what_was_computed_and_not_what_was_cached() -> None:
     """Of two prompts of one length, one of them cached, that took what their new tokens take."""
     site, tokens = Site([Engine()]), prompt(1, 6401)
-    pace = site.member("p0").pace
+    pace = site.member("p0").backlog
     for number in range(40):
         for asked in (tokens, prompt(100 + number, 6401)):
             facts = site.facts(asked)
             decision = site.prefixes.explain(CacheAware(), list(site.fleet.members), facts, 0).decision
             with site.leg(facts):
-                site.clock.pass_time(0.01 + 1e-4 * decision.expected.computed)
-                site.prefixes.heard(site.member("p0"), facts)
-    assert (pace.speed.seconds(1, 6401), pace.speed.seconds(6401, 6401)) == pytest.approx((0.0101, 0.6501), rel=0.05)
+                site.clock.pass_time(0.01 + 1e-4 * decision.expected.computed_tokens)
+                site.prefixes.record_first_byte(site.member("p0"), facts)
+    assert (pace.cost_model.predict_s(1, 6401), pace.cost_model.predict_s(6401, 6401)) == pytest.approx(
+        (0.0101, 0.6501), rel=0.05
+    )
 
 
 # what a store has
@@ -509,9 +511,9 @@ class StoreSite(Site):
         for member, store in zip(list(self.fleet.members), stores, strict=True):
             self.fleet.replace(replace(member.instance, store=store))
         for member in self.fleet.members:
-            self.fleet.learn(member, True, None)
+            self.fleet.record_probe(member, True, None)
 
-    def ask_at(self, tokens: Sequence[int], *busy: str) -> Decision:
+    def ask_at(self, tokens: Sequence[int], *busy: str) -> RoutingDecision:
         """One leg, while much has to be done on these engines."""
         facts, instance = self.begun(tokens, busy)
         store = None if instance.store is None else self.stores[instance.store]
@@ -521,7 +523,7 @@ class StoreSite(Site):
         self.clock.pass_time(0.01 + 1e-4 * (len(tokens) - found) + 1e-6 * (found - own))
         for cache in (engine, *(() if store is None else (store,))):
             cache.keep(tokens, None)
-        decision = self.prefixes.reported(facts, len(tokens), found)
+        decision = self.prefixes.record_report(facts, len(tokens), found)
         self.fleet.release(instance, facts)
         assert decision is not None
         return decision
@@ -530,12 +532,16 @@ class StoreSite(Site):
 def test_a_conversation_that_goes_elsewhere_fetches_what_the_store_has() -> None:
     site, tokens = StoreSite([Engine(), Engine()], ["s", "s"]), prompt(1, 3201)
     first = site.ask_at(tokens)
-    assert (first.expected.cached, first.expected.fetched) == (0, 0)
+    assert (first.expected.cached_tokens, first.expected.fetched_tokens) == (0, 0)
     second = site.ask_at(tokens, first.chosen.id)
     assert second.chosen is not first.chosen
-    assert (second.expected.cached, second.expected.fetched, second.expected.computed) == (0, 3200, 1)
-    assert "fetch 3200 in" in second.words()
-    assert site.prefixes.predictions.accuracy == 1.0
+    assert (second.expected.cached_tokens, second.expected.fetched_tokens, second.expected.computed_tokens) == (
+        0,
+        3200,
+        1,
+    )
+    assert "fetch 3200 in" in second.summary()
+    assert site.prefixes.prediction_stats.accuracy == 1.0
     assert site.idle
 
 
@@ -545,7 +551,7 @@ def test_who_has_no_store_or_another_one_fetches_nothing(stores: tuple[str | Non
     site, tokens = StoreSite([Engine(), Engine()], stores), prompt(1, 3201)
     site.ask_at(tokens, "p1")
     second = site.ask_at(tokens, "p0")
-    assert (second.chosen.id, second.expected.fetched, second.expected.computed) == ("p1", 0, 3201)
+    assert (second.chosen.id, second.expected.fetched_tokens, second.expected.computed_tokens) == ("p1", 0, 3201)
 
 
 def test_a_store_that_has_it_no_longer_is_not_counted_on_again() -> None:
@@ -557,8 +563,8 @@ def test_a_store_that_has_it_no_longer_is_not_counted_on_again() -> None:
         site.ask_at(tokens, "p1")
     site.stores["s"].cached.clear()
     last = site.ask_at(old[-1], "p0").expected
-    assert last.cached + last.fetched > 0, "nobody knows yet"
-    assert site.ask_at(old[0], "p0").expected.fetched == 0, "what was used longer ago has gone, too"
+    assert last.cached_tokens + last.fetched_tokens > 0, "nobody knows yet"
+    assert site.ask_at(old[0], "p0").expected.fetched_tokens == 0, "what was used longer ago has gone, too"
     assert site.idle
 
 
@@ -575,12 +581,12 @@ class PeerSite(Site):
         for member, group in zip(list(self.fleet.members), groups, strict=True):
             self.fleet.replace(replace(member.instance, group=group))
         for member in self.fleet.members:
-            self.fleet.learn(member, True, None)
+            self.fleet.record_probe(member, True, None)
 
-    def ask_at(self, tokens: Sequence[int], *busy: str, plan_asks: bool = True) -> tuple[Decision, str | None]:
+    def ask_at(self, tokens: Sequence[int], *busy: str, plan_asks: bool = True) -> tuple[RoutingDecision, str | None]:
         """One leg, while much has to be done on these engines; why it went where it did, and whom it was told of."""
         facts, instance = self.begun(tokens, busy)
-        source = self.prefixes.source(facts) if plan_asks else None
+        source = self.prefixes.peer_source(facts) if plan_asks else None
         own = max(self.engines[instance.id].look(tokens, None), self.memory[instance.id].look(tokens, None))
         found = own if source is None else max(own, self.memory[source[0].id].look(tokens, None))
         assert source is None or source[1] == f"{source[0].id}:7400"
@@ -588,10 +594,10 @@ class PeerSite(Site):
         self.engines[instance.id].keep(tokens, None)
         self.memory[instance.id].keep(tokens, None)
         told = f"{instance.id}:7400" if self.reads else None
-        decision = self.prefixes.reported(facts, len(tokens), found, told)
-        assert not plan_asks or self.prefixes.source(facts) == source
+        decision = self.prefixes.record_report(facts, len(tokens), found, told)
+        assert not plan_asks or self.prefixes.peer_source(facts) == source
         self.fleet.release(instance, facts)
-        assert self.prefixes.source(facts) is None
+        assert self.prefixes.peer_source(facts) is None
         assert decision is not None
         return decision, None if source is None else source[0].id
 
@@ -602,14 +608,20 @@ def test_a_conversation_that_goes_elsewhere_reads_what_the_engine_before_has() -
         others = [each for each in site.engines if each != id]
         assert site.ask_at(prompt(10 + int(id[1]), 641), *others)[1] is None
     first, source = site.ask_at(tokens, "p1", "p2")
-    assert (first.chosen.id, source, first.expected.fetched) == ("p0", None, 0)
+    assert (first.chosen.id, source, first.expected.fetched_tokens) == ("p0", None, 0)
     second, source = site.ask_at(tokens, "p0", "p2")
     assert (second.chosen.id, source) == ("p1", "p0")
-    assert (second.expected.cached, second.expected.fetched, second.expected.computed) == (0, 3200, 1)
-    site.fleet.learn(site.member("p0"), False, None)
+    assert (second.expected.cached_tokens, second.expected.fetched_tokens, second.expected.computed_tokens) == (
+        0,
+        3200,
+        1,
+    )
+    site.fleet.record_probe(site.member("p0"), False, None)
     third, source = site.ask_at(tokens, "p1")
-    assert (third.chosen.id, source, third.expected.fetched) == ("p2", "p1", 3200), "p1 has it by now, p0 is not ready"
-    assert site.prefixes.predictions.accuracy == 1.0
+    assert (third.chosen.id, source, third.expected.fetched_tokens) == ("p2", "p1", 3200), (
+        "p1 has it by now, p0 is not ready"
+    )
+    assert site.prefixes.prediction_stats.accuracy == 1.0
     assert site.idle
 
 
@@ -623,7 +635,12 @@ def test_who_does_not_read_from_others_or_is_of_another_group_reads_nothing(
         site.ask_at(prompt(10 + int(id[1]), 641), other)
     site.ask_at(tokens, "p1")
     second, source = site.ask_at(tokens, "p0")
-    assert (second.chosen.id, source, second.expected.fetched, second.expected.computed) == ("p1", None, 0, 3201)
+    assert (second.chosen.id, source, second.expected.fetched_tokens, second.expected.computed_tokens) == (
+        "p1",
+        None,
+        0,
+        3201,
+    )
 
 
 def test_an_engine_that_was_started_anew_has_nothing_for_others() -> None:
@@ -631,10 +648,10 @@ def test_an_engine_that_was_started_anew_has_nothing_for_others() -> None:
     for id, other in (("p0", "p1"), ("p1", "p0")):
         site.ask_at(prompt(10 + int(id[1]), 641), other)
     site.ask_at(tokens, "p1")
-    site.fleet.learn(site.member("p0"), False, None)
-    site.fleet.learn(site.member("p0"), True, None)
+    site.fleet.record_probe(site.member("p0"), False, None)
+    site.fleet.record_probe(site.member("p0"), True, None)
     second, source = site.ask_at(tokens, "p0")
-    assert (second.chosen.id, source, second.expected.fetched) == ("p1", None, 0)
+    assert (second.chosen.id, source, second.expected.fetched_tokens) == ("p1", None, 0)
 
 
 @pytest.mark.parametrize("plan_asks", [True, False])
@@ -646,8 +663,8 @@ def test_a_memory_that_has_it_no_longer_is_not_counted_on_again(plan_asks: bool)
         site.ask_at(tokens, "p1")
     site.ask_at(prompt(11, 641), "p0")
     site.memory["p0"].cached.clear()
-    assert site.ask_at(old[-1], "p0", plan_asks=plan_asks)[0].expected.fetched > 0, "nobody knows yet"
+    assert site.ask_at(old[-1], "p0", plan_asks=plan_asks)[0].expected.fetched_tokens > 0, "nobody knows yet"
     decision, source = site.ask_at(old[0], "p0")
-    found = (source, decision.expected.fetched)
+    found = (source, decision.expected.fetched_tokens)
     assert found == ((None, 0) if plan_asks else ("p0", 6400)), "what was used longer ago has gone, too"
     assert site.idle

@@ -8,14 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.jsontext import edit, fields
-from kvparams.scheduling import Role, RoundRobin
-from kvparams_proxy.execution.privacy import Addresses, Refusal, answer_changes, error_in, told, without_private
+from kvparams.instances import Role, RoundRobin
+from kvparams.jsontext.document import edit, find_members
+from kvparams_proxy.execution.response_privacy import (
+    EngineAddresses,
+    PublicError,
+    embedded_error,
+    privacy_changes,
+    public_error,
+    strip_private_members,
+)
 from kvparams_proxy.fleet.fleet import Fleet
 from tests.proxy.conftest import Scripted, answer, instance
 
 HOST, NAME = "10.9.8.7", "ip-10-9-8-7.ec2.internal"
-KNOWN = Addresses(["http://10.9.8.7:8000", "https://vllm-d0.prod:8000", "http://decode:8000", "http://[fd00::7]:8000"])
+KNOWN = EngineAddresses(
+    ["http://10.9.8.7:8000", "https://vllm-d0.prod:8000", "http://decode:8000", "http://[fd00::7]:8000"]
+)
 NIXL = {"remote_engine_id": f"{NAME}_dp0", "remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5600}
 KV = {"kv_transfer_params": NIXL}
 TRT = {"disaggregated_params": {"request_type": "context_only", "ctx_info_endpoint": f"http://{HOST}:8001"}}
@@ -66,32 +75,32 @@ HARMLESS = [
 
 @pytest.mark.parametrize("text", SECRET)
 def test_what_is_or_looks_like_an_address_is_one(text: str) -> None:
-    assert KNOWN.within(text)
-    assert KNOWN.within(f"a {text}, b")
+    assert KNOWN.occur_in(text)
+    assert KNOWN.occur_in(f"a {text}, b")
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_engines_say_of_requests_is_no_address(text: str) -> None:
-    assert not KNOWN.within(text)
-    assert not Addresses([]).within(text)
+    assert not KNOWN.occur_in(text)
+    assert not EngineAddresses([]).occur_in(text)
 
 
 def test_what_the_client_has_sent_is_no_secret() -> None:
     sent = b'{"image":"http://192.0.2.1:8080/x.png"}'
-    assert not KNOWN.within("cannot fetch http://192.0.2.1:8080/x.png", sent)
-    assert KNOWN.within("cannot fetch http://192.0.2.1:8080/x.png")
-    assert KNOWN.within("cannot fetch http://192.0.2.1:8080/x.png from 10.9.8.7", sent)
+    assert not KNOWN.occur_in("cannot fetch http://192.0.2.1:8080/x.png", sent)
+    assert KNOWN.occur_in("cannot fetch http://192.0.2.1:8080/x.png")
+    assert KNOWN.occur_in("cannot fetch http://192.0.2.1:8080/x.png from 10.9.8.7", sent)
 
 
 async def test_who_comes_and_goes_is_known() -> None:
     """Two engines may be on one machine."""
     loop = asyncio.get_running_loop()
     fleet = Fleet((), {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    addresses = Addresses()
-    fleet.listen(addresses)
+    addresses = EngineAddresses()
+    fleet.add_listener(addresses)
 
     def known() -> list[bool]:
-        return [addresses.within(f"gpu-{n} is full") for n in (1, 2)]
+        return [addresses.occur_in(f"gpu-{n} is full") for n in (1, 2)]
 
     assert known() == [False, False]
     for number, place in enumerate((1, 1, 2)):
@@ -111,13 +120,13 @@ def test_a_host_whose_name_could_be_random_is_found_in_an_id_that_looks_random()
     """Containers are called so. The control: the same id, where nobody is."""
     for url, stays in (("http://0123456789ab:8000", False), ("http://elsewhere:8000", True)):
         document: dict[str, Any] = GOOD | {"id": "cmpl-0123456789ab"}
-        changes = answer_changes(document, json.dumps(document).encode(), "r-1", Addresses([url]))
+        changes = privacy_changes(document, json.dumps(document).encode(), "r-1", EngineAddresses([url]))
         assert ("id" not in changes) is stays
 
 
 @given(st.text(max_size=300), st.sampled_from(SECRET))
 def test_an_address_is_found_whatever_stands_around_it(text: str, secret: str) -> None:
-    assert KNOWN.within(f"{text} {secret} {text}")
+    assert KNOWN.occur_in(f"{text} {secret} {text}")
 
 
 # answers
@@ -125,8 +134,8 @@ def test_an_address_is_found_whatever_stands_around_it(text: str, secret: str) -
 
 def changed(document: dict[str, Any], request_id: str = "r-1") -> dict[str, Any]:
     raw = json.dumps(document).encode()
-    changes = answer_changes(document, raw, request_id, KNOWN)
-    return json.loads(edit(raw, fields(raw), changes))
+    changes = privacy_changes(document, raw, request_id, KNOWN)
+    return json.loads(edit(raw, find_members(raw), changes))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +241,9 @@ def pruned(value: Any) -> Any:
 @given(JSON, st.sampled_from([None, 1]), st.booleans())
 def test_private_members_go_at_any_depth_and_nothing_else(value: Any, indent: int | None, ascii: bool) -> None:
     raw = json.dumps(value, indent=indent, ensure_ascii=ascii).encode("utf-8", "surrogatepass")
-    cut = without_private(raw)
+    cut = strip_private_members(raw)
     assert json.loads(cut.decode("utf-8", "surrogatepass")) == pruned(value)
-    assert without_private(cut) is cut
+    assert strip_private_members(cut) is cut
 
 
 # errors
@@ -242,21 +251,27 @@ def test_private_members_go_at_any_depth_and_nothing_else(value: Any, indent: in
 
 def test_of_an_error_only_what_is_plain_is_told() -> None:
     plain = {"message": "prompt is too long", "type": "BadRequestError", "param": "messages[0].content", "code": 400}
-    assert told(plain, KNOWN, b"") == Refusal("prompt is too long", "BadRequestError", "messages[0].content", 400)
+    assert public_error(plain, KNOWN, b"") == PublicError(
+        "prompt is too long", "BadRequestError", "messages[0].content", 400
+    )
     leaky = {"message": f"no connection to {HOST}", "type": f"at {HOST}", "param": HOST, "code": NAME}
-    assert told(leaky, KNOWN, b"") == Refusal(None, None, None, None)
-    assert told({"message": {}, "type": 1, "param": [], "code": True}, KNOWN, b"") == Refusal(None, None, None, None)
-    assert told({"message": "", "code": "context_length_exceeded"}, KNOWN, b"").code == "context_length_exceeded"
-    assert len(told({"message": "x" * 100_000}, KNOWN, b"").message or "") == 4096
+    assert public_error(leaky, KNOWN, b"") == PublicError(None, None, None, None)
+    assert public_error({"message": {}, "type": 1, "param": [], "code": True}, KNOWN, b"") == PublicError(
+        None, None, None, None
+    )
+    assert (
+        public_error({"message": "", "code": "context_length_exceeded"}, KNOWN, b"").code == "context_length_exceeded"
+    )
+    assert len(public_error({"message": "x" * 100_000}, KNOWN, b"").message or "") == 4096
 
 
 def test_an_error_is_told_from_an_answer() -> None:
     error = {"message": "x", "code": 500}
-    assert error_in({"error": error}) == error
-    assert error_in({"object": "error"} | error) == {"object": "error"} | error
-    assert error_in({"error": "x"}) == {"message": "x"}
+    assert embedded_error({"error": error}) == error
+    assert embedded_error({"object": "error"} | error) == {"object": "error"} | error
+    assert embedded_error({"error": "x"}) == {"message": "x"}
     for document in (GOOD, GOOD | {"error": None}, {}):
-        assert error_in(document) is None
+        assert embedded_error(document) is None
 
 
 # through the proxy: every place that an engine has for saying where it is

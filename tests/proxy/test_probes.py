@@ -12,14 +12,14 @@ from typing import Any, ClassVar, cast
 import pytest
 import trustme
 
-from kvparams.scheduling import Instance, Role, RoundRobin
-from kvparams_proxy.command import COMMAND
+from kvparams.instances import Instance, Role, RoundRobin
+from kvparams_proxy.cli.proxy_command import COMMAND
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.pools import Pools
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
 
 GOOD = b'b\r\n{"data":[]}\r\n0\r\n\r\n'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -53,7 +53,7 @@ def answering(stack: Any) -> Any:
 class Proxied:
     """A fleet that is probed, and its connections."""
 
-    def __init__(self, fleet: Fleet, pools: Pools) -> None:
+    def __init__(self, fleet: Fleet, pools: UpstreamPools) -> None:
         self.fleet = fleet
         self.pools = pools
 
@@ -80,10 +80,12 @@ async def probed(
     others = asyncio.all_tasks()
     instances = [instance(f"p{number}", url) for number, url in enumerate(urls)]
     fleet = Fleet(instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    pools = Pools(lambda instance: Pool(instance.url, UpstreamLimits(connections=connections), tls, key=key))
+    pools = UpstreamPools(
+        lambda instance: UpstreamConnectionPool(instance.url, UpstreamLimits(connections=connections), tls, key=key)
+    )
     for member in fleet.members:
         pools.joined(member)
-    fleet.listen(pools)
+    fleet.add_listener(pools)
     async with asyncio.timeout(10):
         async with Prober(fleet, every_s, pools):
             yield Proxied(fleet, pools)
@@ -233,7 +235,7 @@ async def test_an_engine_that_stops_answering_is_not_ready_until_it_does_again(l
         assert member.instance.incarnation != before.incarnation
 
 
-def unheard(head: Head, raw: bytes, error: UpstreamError | None) -> None:
+def unheard(head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
     """Nobody wants to know."""
 
 
@@ -245,7 +247,7 @@ async def test_an_engine_that_has_all_its_connections_is_not_missing(listen: Any
         (member,) = proxied.fleet.members
         engine.silent = True
         pool = proxied.pools[member.instance.id]
-        leg = pool.exchange(pool.request(b"/v1/completions", b"", b"{}"), Collect(1000, unheard))
+        leg = pool.exchange(pool.request(b"/v1/completions", b"", b"{}"), ResponseCollector(1000, unheard))
         if connections == 1:
             await asyncio.sleep(0.3)
             assert member.ready
@@ -259,7 +261,7 @@ async def test_who_was_not_reachable_for_a_leg_is_asked_soon(listen: Any) -> Non
     engine = Counted()
     async with probed(url_of(await listen(engine)), every_s=60.0) as proxied:
         (member,) = proxied.fleet.members
-        proxied.fleet.failed(member.instance, connected=False)
+        proxied.fleet.record_failure(member.instance, connected=False)
         assert not member.ready
         await proxied.until(lambda: member.ready)
         assert len(engine.probes) == 2
@@ -360,7 +362,7 @@ def test_what_cannot_be_an_engine_is_refused_before_anything_starts(
     assert "--prefill, the 1. time: [NAME=]URL must be" in capsys.readouterr().err
 
 
-class CountingPool(Pool):
+class CountingPool(UpstreamConnectionPool):
     """A pool that notes when it is asked for an exchange, in the loop's time."""
 
     asked: ClassVar[list[float]] = []
@@ -378,10 +380,10 @@ async def test_many_missing_engines_are_probed_a_few_at_a_time(monkeypatch: pyte
     loop = asyncio.get_running_loop()
     instances = [instance(f"p{number}", "http://127.0.0.1:1") for number in range(400)]
     fleet = Fleet([] if join else instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    pools = Pools(lambda instance: CountingPool(instance.url, UpstreamLimits(connections=1)))
+    pools = UpstreamPools(lambda instance: CountingPool(instance.url, UpstreamLimits(connections=1)))
     for member in fleet.members:
         pools.joined(member)
-    fleet.listen(pools)
+    fleet.add_listener(pools)
     async with asyncio.timeout(20):
         async with Prober(fleet, 5.0, pools):
             if join:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvparams.jsontext import JSONLimits
-from kvparams.managers.documents import known_of
-from kvparams.scheduling import RequestFacts
-from kvparams_proxy.clients.endpoints import EndpointKind
+from kvparams.instances import RequestFacts
+from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.managers.leg_documents import request_members
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.endpoints import EndpointKind
 
 from .steps import read_all
 
@@ -38,9 +38,9 @@ def test_ids_that_the_engine_may_change_are_for_routing_alone(
     kind: EndpointKind, body: dict[str, Any], routed: list[int]
 ) -> None:
     facts = facts_of(kind, **body)
-    assert (facts.token_ids, facts.prompts, facts.tokens) == (None, 1, len(routed))
+    assert (facts.token_ids, facts.prompts, facts.prompt_tokens) == (None, 1, len(routed))
     assert list(facts.routing_ids or ()) == routed
-    assert known_of(facts, None) == {}
+    assert request_members(facts, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_ids_that_the_engine_may_change_are_for_routing_alone(
 def test_other_ids_stand_in_the_document(kind: EndpointKind, body: dict[str, Any]) -> None:
     facts = facts_of(kind, **body)
     assert list(facts.token_ids or ()) == IDS
-    assert (facts.routing_ids, facts.tokens) == (None, 600)
-    assert known_of(facts, None)
+    assert (facts.routing_ids, facts.prompt_tokens) == (None, 600)
+    assert request_members(facts, None)
 
 
 @pytest.mark.parametrize("value", ["200", 1.5, True, [200], -2])

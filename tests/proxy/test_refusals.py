@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.jsontext import JSONLimits
-from kvparams_proxy.clients.body import declared_length
+from kvparams.jsontext.document import JSONLimits
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.body import declared_length
 
 
 @pytest.fixture(params=["direct", "plain"])

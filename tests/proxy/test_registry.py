@@ -18,27 +18,27 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.scheduling import Instance, Role, RoundRobin
+from kvparams.instances import Instance, Role, RoundRobin
+from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
+from kvparams_proxy.config.fleet_file import FleetFileProvider
+from kvparams_proxy.config.options import check_proxy_section
+from kvparams_proxy.config.settings import default_spec_rules
+from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.yaml_loader import BoundedLoader
+from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES, read_yaml
+from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.options import check_settings
-from kvparams_proxy.registry.access import Access, Places
-from kvparams_proxy.registry.document import FleetDocument, read_document
-from kvparams_proxy.registry.entries import Entry, Rules
-from kvparams_proxy.registry.file import FileProvider
-from kvparams_proxy.registry.parsing import parse_entry
-from kvparams_proxy.registry.problems import ConfigError, Problems
-from kvparams_proxy.registry.providers import following, supplied
-from kvparams_proxy.registry.reconcile import portions
-from kvparams_proxy.registry.sources import Registry
-from kvparams_proxy.registry.yamlloader import BoundedLoader
-from kvparams_proxy.registry.yamltext import MAX_BYTES, read_yaml
+from kvparams_proxy.fleet.registry.credentials import CredentialSources, EngineCredentials
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
+from kvparams_proxy.fleet.registry.providers import run_provider, run_providers
+from kvparams_proxy.fleet.registry.reconcile import rollout_steps
+from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import known_rules
 
-RULES = Rules(frozenset(("nixl", "store")))
+RULES = SpecRules(frozenset(("nixl", "store")))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
-CHECK = partial(check_settings, Path())
+CHECK = partial(check_proxy_section, Path())
 T = TypeVar("T")
 
 
@@ -58,9 +58,9 @@ def finish(work: Generator[None, None, T]) -> T:
             return cast("T", end.value)
 
 
-def problems_of(text: str, rules: Rules = RULES) -> tuple[str, ...]:
+def problems_of(text: str, rules: SpecRules = RULES) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        finish(read_document(text, rules, CHECK))
+        finish(parse_fleet_document(text, rules, CHECK))
     return caught.value.problems
 
 
@@ -260,13 +260,13 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
     ],
 )
 def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object, said: str) -> None:
-    problems = Problems()
+    problems = ConfigProblems()
     good: dict[str, object] = {"id": "p0", "url": "https://h:1", "role": "prefill"}
-    parse_entry(good, "instances[3]", RULES, problems)
+    parse_spec(good, "instances[3]", RULES, problems)
     assert not problems
-    parse_entry(good | {member: value}, "instances[3]", RULES, problems)
+    parse_spec(good | {member: value}, "instances[3]", RULES, problems)
     with pytest.raises(ConfigError) as caught:
-        problems.check()
+        problems.raise_if_any()
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"instances[3].{member}: ")
     assert said in str(caught.value)
@@ -276,34 +276,39 @@ def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object
 def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> None:
     common = "instances:\n- {id: a, url: 'http://h:1', "
     text = f"{common}role: prefill, kv_events: 'tcp://h:5557', kv_events_replay: 'tcp://[::1]:5558'}}"
-    [entry] = finish(read_document(text, RULES, CHECK)).entries
-    assert (entry.instance().kv_events, entry.instance().kv_events_replay) == ("tcp://h:5557", "tcp://[::1]:5558")
+    [entry] = finish(parse_fleet_document(text, RULES, CHECK)).entries
+    assert (entry.make_instance().kv_events, entry.make_instance().kv_events_replay) == (
+        "tcp://h:5557",
+        "tcp://[::1]:5558",
+    )
     [said] = problems_of(f"{common}role: decode, kv_events: 'tcp://h:5557'}}")
     assert "for engines that prefill" in said
     [said] = problems_of(f"{common}role: prefill, kv_events_replay: 'tcp://h:5557'}}")
     assert "kv_events: is missing" in said
     files = f"{common}role: prefill, kv_events: 'ipc:///run/events'}}"
-    assert finish(read_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
-    [said] = problems_of(files, replace(RULES, may_name_places=False))
+    assert finish(parse_fleet_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
+    [said] = problems_of(files, replace(RULES, may_name_credentials=False))
     assert "tcp://host:port" in said
-    [said] = problems_of(files, replace(RULES, hears=False))
+    [said] = problems_of(files, replace(RULES, kv_events_installed=False))
     assert "instances[0].kv_events: needs pyzmq" in said
-    assert finish(read_document(f"{common}role: prefill}}", replace(RULES, hears=False), CHECK)).entries
+    assert finish(
+        parse_fleet_document(f"{common}role: prefill}}", replace(RULES, kv_events_installed=False), CHECK)
+    ).entries
 
 
 @pytest.mark.parametrize("package", ["zmq", "msgspec"])
 def test_what_events_need_is_looked_for(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known_rules().hears
+    assert default_spec_rules().kv_events_installed
 
     def find(name: str) -> object:
         return None if name == package else find_spec(name)
 
-    monkeypatch.setattr("kvparams_proxy.settings.find_spec", find)
-    assert not known_rules().hears
+    monkeypatch.setattr("kvparams_proxy.config.settings.find_spec", find)
+    assert not default_spec_rules().kv_events_installed
 
 
 def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise() -> None:
-    rules = replace(RULES, storing=frozenset(("store",)))
+    rules = replace(RULES, store_connectors=frozenset(("store",)))
     members = {
         "a": "connector: store",
         "b": "connector: store, store: other",
@@ -314,22 +319,24 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     text = "instances:\n" + "".join(
         f"- {{id: {id}, url: 'http://{id}', role: prefill, {said}}}\n" for id, said in members.items()
     )
-    entries = finish(read_document(text, rules, CHECK)).entries
-    assert [entry.instance().store for entry in entries] == ["store", "other", None, None, "other"]
-    assert known_rules().storing == {"content", "store", "store-drop"}
+    entries = finish(parse_fleet_document(text, rules, CHECK)).entries
+    assert [entry.make_instance().store for entry in entries] == ["store", "other", None, None, "other"]
+    assert default_spec_rules().store_connectors == {"content", "store", "store-drop"}
 
 
 def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:
-    everybody = Access(key=Secret("sk-all"))
-    rules = Rules(RULES.connectors, places=Places(key_file=Path("all")), access=everybody)
-    problems = Problems()
+    everybody = EngineCredentials(key=Secret("sk-all"))
+    rules = SpecRules(
+        RULES.connectors, credential_sources=CredentialSources(key_file=Path("all")), credentials=everybody
+    )
+    problems = ConfigProblems()
     plain = {"id": "a", "url": "http://h:1", "role": "prefill"}
-    silent, own = (parse_entry(plain | more, "", rules, problems) for more in ({}, {"key_file": "own"}))
+    silent, own = (parse_spec(plain | more, "", rules, problems) for more in ({}, {"key_file": "own"}))
     assert not problems
     assert silent is not None
-    assert silent.access is everybody
+    assert silent.credentials is everybody
     assert own is not None
-    assert own.access == Access(), "it is still to be read"
+    assert own.credentials == EngineCredentials(), "it is still to be read"
 
 
 def test_everything_wrong_is_said_at_once_and_passwords_are_not_repeated() -> None:
@@ -379,10 +386,10 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
       - {id: two, url: "http://h:2", labels: {model: d, zone: z}}
       - {id: three, url: "http://h:3", labels: {model: d}, role: prefill}
     """.replace("\n    ", "\n")
-    document = finish(read_document(text, RULES, CHECK))
+    document = finish(parse_fleet_document(text, RULES, CHECK))
     assert [entry.role for entry in document.entries] == [Role.PREFILL, Role.DECODE, Role.PREFILL]
     assert document.entries[0].labels == {"zone": "a", "model": "p2"}
-    assert document.entries[0].instance().labels == {"zone": "a", "model": "p2"}
+    assert document.entries[0].make_instance().labels == {"zone": "a", "model": "p2"}
     (nobody,) = problems_of(text + "  - {id: four, url: 'http://h:4', labels: {model: p1, zone: z}}\n")
     assert nobody == "instances[3].role: is missing, and no role is found by its labels"
     both = text.replace("{model: d}}", "{zone: a}}", 1) + "  - {id: four, url: 'http://h:4', labels: {model: p1}}\n"
@@ -390,14 +397,14 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
 
 
 def test_flags_go_before_the_file() -> None:
-    rules = Rules(RULES.connectors, selectors={Role.PREFILL: {"model": frozenset("x")}})
+    rules = SpecRules(RULES.connectors, selectors={Role.PREFILL: {"model": frozenset("x")}})
     text = "roles: {prefill: {model: y}, decode: {model: z}}\n"
-    document = finish(read_document(text, rules, CHECK))
+    document = finish(parse_fleet_document(text, rules, CHECK))
     assert document.rules.selectors == {Role.PREFILL: {"model": frozenset("x")}, Role.DECODE: {"model": frozenset("z")}}
 
 
 def test_the_example_is_a_fleet() -> None:
-    document = finish(read_document(EXAMPLE.read_text(), Rules(frozenset(("nixl",))), CHECK))
+    document = finish(parse_fleet_document(EXAMPLE.read_text(), SpecRules(frozenset(("nixl",))), CHECK))
     assert [(entry.id, entry.role, entry.drain) for entry in document.entries] == [
         ("p0", Role.PREFILL, False),
         ("p1", Role.PREFILL, False),
@@ -427,10 +434,10 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
         commented = f"  # {name}:"
         assert commented in text, name
         text = text.replace(commented, f"  {name}:")
-    document = finish(read_document(text, Rules(frozenset(("nixl",))), CHECK))
+    document = finish(parse_fleet_document(text, SpecRules(frozenset(("nixl",))), CHECK))
     assert document.settings["client-keys"] == Path("keys.jsonl")
-    assert document.rules.places.tls is not None
-    assert document.rules.places.tls.server_name == "engines"
+    assert document.rules.credential_sources.tls is not None
+    assert document.rules.credential_sources.tls.server_name == "engines"
     first = document.entries[0]
     assert (first.kv_events, first.store) == ("tcp://10.0.0.1:5557", "west")
 
@@ -438,8 +445,8 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
 # sources
 
 
-def entry(id: str, port: int = 1, role: Role = Role.PREFILL, drain: bool = False) -> Entry:
-    return Entry(id, f"http://h:{port}", role, "nixl", drain=drain)
+def entry(id: str, port: int = 1, role: Role = Role.PREFILL, drain: bool = False) -> InstanceSpec:
+    return InstanceSpec(id, f"http://h:{port}", role, "nixl", drain=drain)
 
 
 ENTRIES = st.builds(entry, st.sampled_from("abcd"), st.integers(1, 2), st.sampled_from(list(Role)), st.booleans())
@@ -447,10 +454,10 @@ WORDS = st.tuples(st.sampled_from(["flags", "file", "admin"]), st.lists(ENTRIES,
 
 
 @given(st.lists(WORDS, max_size=12))
-def test_the_fleet_is_what_the_sources_want(words: list[tuple[str, list[Entry]]]) -> None:
+def test_the_fleet_is_what_the_sources_want(words: list[tuple[str, list[InstanceSpec]]]) -> None:
     """After every word: nobody else's instances have changed, and every id that is wanted is there."""
     registry = Registry(a_fleet(), RULES)
-    wanted: dict[str, list[Entry]] = {}
+    wanted: dict[str, list[InstanceSpec]] = {}
     for source, desired in words:
         wanted[source] = desired
         before = dict(registry.owned)
@@ -459,11 +466,11 @@ def test_the_fleet_is_what_the_sources_want(words: list[tuple[str, list[Entry]]]
         now = {member.instance.id: member for member in registry.fleet.members}
         assert now.keys() == registry.owned.keys() == {one.id for entries in wanted.values() for one in entries}
         for id, owned in registry.owned.items():
-            assert owned.entry in wanted[owned.source]
+            assert owned.spec in wanted[owned.source]
             instance = now[id].instance
-            assert (instance.url, instance.role) == (owned.entry.url, owned.entry.role)
-            assert now[id].draining is owned.entry.drain
-            if id in before and (before[id].source != source or before[id].entry == owned.entry):
+            assert (instance.url, instance.role) == (owned.spec.url, owned.spec.role)
+            assert now[id].draining is owned.spec.drain
+            if id in before and (before[id].source != source or before[id].spec == owned.spec):
                 if before[id].source == owned.source:
                     assert now[id] is members[id]
                 else:
@@ -480,8 +487,8 @@ SETS = st.lists(ENTRIES, unique_by=lambda one: one.id)
 
 
 @given(SETS, SETS, st.integers(1, 3))
-def test_a_long_way_is_gone_in_small_steps(before: list[Entry], after: list[Entry], most: int) -> None:
-    way = [before, *portions(before, after, most), after]
+def test_a_long_way_is_gone_in_small_steps(before: list[InstanceSpec], after: list[InstanceSpec], most: int) -> None:
+    way = [before, *rollout_steps(before, after, most), after]
     for now, then in pairwise(way):
         former, latter = ({one.id: one for one in entries} for entries in (now, then))
         assert sum(former.get(id) != latter.get(id) for id in former.keys() | latter.keys()) <= most
@@ -517,12 +524,14 @@ def test_the_access_of_an_instance_is_known_when_it_joins() -> None:
 
     class Listener:
         def joined(self, member: Member) -> None:
-            seen[member.instance.url] = registry.access(member.instance.id) == registry.owned["a"].entry.access
+            seen[member.instance.url] = (
+                registry.credentials_for(member.instance.id) == registry.owned["a"].spec.credentials
+            )
 
         def left(self, member: Member) -> None: ...
 
     registry = Registry(a_fleet(), RULES)
-    registry.fleet.listen(Listener())
+    registry.fleet.add_listener(Listener())
     registry.publish("file", [entry("a", port=1)])
     registry.publish("file", [entry("a", port=2)])
     assert seen == {"http://h:1": True, "http://h:2": True}
@@ -537,9 +546,9 @@ class Followed:
     def __init__(self, path: Path, text: str) -> None:
         self.path = path
         path.write_text(text)
-        self.provider = FileProvider(path, RULES, partial(check_settings, path.parent))
+        self.provider = FleetFileProvider(path, RULES, partial(check_proxy_section, path.parent))
         self.registry = Registry(a_fleet(), RULES)
-        self.provider.begin(self.registry)
+        self.provider.publish_initial(self.registry)
 
     def rename(self, text: str) -> None:
         """Write it anew and put it in place, as careful editors do."""
@@ -549,7 +558,7 @@ class Followed:
 
     async def look(self, times: int = 2) -> None:
         for _ in range(times):
-            await self.provider.look(self.registry)
+            await self.provider.reload_if_changed(self.registry)
 
     @property
     def ids(self) -> set[str]:
@@ -580,9 +589,9 @@ async def test_a_new_version_is_followed_however_it_was_written(followed: Follow
     followed.path.symlink_to(real)
     await followed.look()
     assert followed.ids == {"z"}
-    assert followed.registry.sources["file"].applied == 4
+    assert followed.registry.sources["file"].applied_count == 4
     await followed.look(5)
-    assert followed.registry.sources["file"].applied == 4, "nothing has changed"
+    assert followed.registry.sources["file"].applied_count == 4, "nothing has changed"
 
 
 async def test_a_file_that_is_being_written_is_not_a_smaller_fleet(followed: Followed) -> None:
@@ -607,7 +616,7 @@ async def test_a_file_that_is_being_written_is_not_a_smaller_fleet(followed: Fol
         (fleet_text("x", more=", key_file: nowhere"), "nowhere cannot be read"),
         (fleet_text("x", more=", key_env: KVPARAMS_NO_SUCH"), "KVPARAMS_NO_SUCH is not set"),
         (fleet_text("x", url="https://h", more=", tls: {ca: nowhere}"), "nowhere: No such file"),
-        ("#" * (MAX_BYTES + 1), "larger than"),
+        ("#" * (MAX_YAML_BYTES + 1), "larger than"),
         ("instances: []\nproxy: {port: x}", "proxy.port"),
     ],
 )
@@ -619,7 +628,7 @@ async def test_a_broken_version_changes_nothing_and_is_reported(
     await followed.look(4)
     assert members(followed.registry) == before
     assert said in followed.problems
-    assert followed.registry.sources["file"].refused == 1, "one version is refused once"
+    assert followed.registry.sources["file"].refused_count == 1, "one version is refused once"
     assert said in caplog.text
     followed.rename(fleet_text("a"))
     await followed.look()
@@ -640,10 +649,10 @@ async def test_a_file_that_goes_or_is_no_text_changes_nothing(followed: Followed
 
 def test_a_file_that_is_broken_at_the_start_is_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        FileProvider(tmp_path / "nothing.yaml", RULES, CHECK)
+        FleetFileProvider(tmp_path / "nothing.yaml", RULES, CHECK)
     (tmp_path / "fleet.yaml").write_text("instances: 5")
     with pytest.raises(ConfigError, match="must be a list"):
-        FileProvider(tmp_path / "fleet.yaml", RULES, CHECK)
+        FleetFileProvider(tmp_path / "fleet.yaml", RULES, CHECK)
 
 
 async def test_keys_are_read_from_their_files_and_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -654,7 +663,7 @@ async def test_keys_are_read_from_their_files_and_followed(tmp_path: Path, caplo
     followed = Followed(tmp_path / "fleet.yaml", text + "- {id: b, url: 'http://h:9', role: decode}\n")
 
     def key(id: str) -> str:
-        secret = followed.registry.access(id).key
+        secret = followed.registry.credentials_for(id).key
         return "" if secret is None else secret.reveal()
 
     assert (key("a"), key("b")) == ("sk-first", "sk-everybody")
@@ -679,14 +688,14 @@ async def test_certificates_are_followed_by_what_they_hold(tmp_path: Path) -> No
     authority()
     more = ", tls: {ca: ca.pem, server_name: engines}"
     followed = Followed(tmp_path / "fleet.yaml", fleet_text("a", "b", url="https://h", more=more))
-    access = followed.registry.access("a")
+    access = followed.registry.credentials_for("a")
     assert access.tls is not None
-    assert access.tls is followed.registry.access("b").tls, "the same files are read once"
+    assert access.tls is followed.registry.credentials_for("b").tls, "the same files are read once"
     assert access.server_name == "engines"
     first = members(followed.registry)
     (tmp_path / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
     await followed.look()
-    assert followed.registry.sources["file"].applied == 2
+    assert followed.registry.sources["file"].applied_count == 2
     assert members(followed.registry) == first, "written again, but the same"
     authority()
     await followed.look()
@@ -706,14 +715,14 @@ async def test_a_provider_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.Lo
     class Failing:
         source = "failing"
 
-        def begin(self, registry: Registry) -> None:
+        def publish_initial(self, registry: Registry) -> None:
             registry.publish(self.source, [entry("a")])
 
-        async def follow(self, registry: Registry) -> None:
+        async def watch(self, registry: Registry) -> None:
             raise OSError("no such service")
 
     registry = Registry(a_fleet(), RULES)
-    async with following(Failing(), registry):
+    async with run_provider(Failing(), registry):
         async with asyncio.timeout(5):
             while "not followed any more" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -723,7 +732,7 @@ async def test_a_provider_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.Lo
 async def test_flags_come_first_and_the_file_after_them(followed: Followed) -> None:
     registry = Registry(a_fleet(), RULES)
     given = Instance("a", "boot", Role.DECODE, "http://flag:1", "store", {"x": "y"})
-    async with supplied(registry, [given], [followed.provider]):
+    async with run_providers(registry, [given], [followed.provider]):
         assert members(registry)["a"].instance.url == "http://flag:1"
         assert members(registry)["a"].instance.labels == {"x": "y"}
         assert registry.owned["b"].source == "file"
@@ -733,10 +742,10 @@ async def test_flags_come_first_and_the_file_after_them(followed: Followed) -> N
 
 def test_documents_compare_by_what_they_say() -> None:
     """What is the same version is the same value: nothing in it is compared by identity."""
-    first, again = (finish(read_document(fleet_text("a", "b"), RULES, CHECK)) for _ in range(2))
+    first, again = (finish(parse_fleet_document(fleet_text("a", "b"), RULES, CHECK)) for _ in range(2))
     assert first == again
     assert isinstance(first, FleetDocument)
-    other: Any = finish(read_document(fleet_text("a", "c"), RULES, CHECK))
+    other: Any = finish(parse_fleet_document(fleet_text("a", "c"), RULES, CHECK))
     assert first != other
 
 

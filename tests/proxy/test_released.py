@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.clients.asgi import ASGIExchange
-from kvparams_proxy.clients.body import Body
-from kvparams_proxy.clients.direct import DirectDownstream
-from kvparams_proxy.clients.http1 import HTTPProtocol
-from kvparams_proxy.clients.intake import Inbound
-from kvparams_proxy.execution.context import PlanContext
 from kvparams_proxy.execution.executor import Execution
-from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.upstream.connection import Connection, Exchange
-from kvparams_proxy.upstream.terms import Collect
+from kvparams_proxy.execution.plan_context import PlanContext
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.requests.body import RequestBody
+from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.server.asgi_exchange import ASGIExchange
+from kvparams_proxy.server.direct_path import DirectDownstream
+from kvparams_proxy.server.http_protocol import HTTPProtocol
+from kvparams_proxy.upstream.connection import UpstreamConnection, UpstreamExchange
+from kvparams_proxy.upstream.types import ResponseCollector
 
 from .stage import until
 from .test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
 
-KINDS = (Execution, PlanContext, Inbound, Relay, Collect, Exchange)
+KINDS = (Execution, PlanContext, ParsedRequest, StreamRelay, ResponseCollector, UpstreamExchange)
 ERROR = whole(b"no").replace(b"200 OK", b"500 X")
 REFUSAL = whole(b'{"error":{"message":"no","code":400}}').replace(b"200 OK", b"400 X")
 
@@ -79,7 +79,7 @@ async def test_nothing_of_a_request_outlives_it(
     scripts = {"prefill": sending(whole(GOOD)), "decode": good, **WAYS[name]()}
     engines = {role: await scripted(script) for role, script in scripts.items()}
     limits = {"prefill_timeout_s": 0.3, "decode_timeout_s": 0.3}
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_s=60.0, **limits)
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_interval_s=60.0, **limits)
     await asyncio.sleep(0)
     before = alive()
     for _ in range(3):
@@ -109,7 +109,7 @@ async def test_nothing_of_a_request_outlives_it_where_it_is_cut_off(
     scripts["prefill" if name == "prefill" else "decode"] = streaming if name == "stream" else waiting
     engines = {role: await scripted(script) for role, script in scripts.items()}
     limit = {} if how == "the client leaves" else {"request_timeout_s": 0.3}
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_s=60.0, **limit)
+    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_interval_s=60.0, **limit)
     before = alive()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     body = json.dumps(BODY | {"stream": True}).encode()
@@ -127,19 +127,19 @@ async def test_nothing_of_a_request_outlives_it_where_it_is_cut_off(
 
 async def test_a_connection_that_an_engine_has_closed_is_gone(scripted: Any, proxy: Any, collector_off: None) -> None:
     prefill, decode = await scripted(sending(whole(GOOD), close=True)), await scripted(sending(whole(GOOD), close=True))
-    running = await proxy([prefill.url], [decode.url], probe_s=60.0)
+    running = await proxy([prefill.url], [decode.url], probe_interval_s=60.0)
     for _ in range(5):
         assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
 
     async def few() -> bool:
-        return sum(isinstance(each, Connection) for each in gc.get_objects()) <= 2  # those of the probes
+        return sum(isinstance(each, UpstreamConnection) for each in gc.get_objects()) <= 2  # those of the probes
 
     await until(few)
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 TEXT = json.dumps(BODY).encode()
-CLIENTS = (HTTPProtocol, DirectDownstream, ASGIExchange, Body)
+CLIENTS = (HTTPProtocol, DirectDownstream, ASGIExchange, RequestBody)
 
 
 @pytest.mark.parametrize("how", ["resets", "closes"])
@@ -167,7 +167,7 @@ async def test_nothing_of_a_client_outlives_its_connection(
 ) -> None:
     """The direct way and, for a path with a query, the one through ASGI."""
     prefill, decode = await scripted(sending(whole(GOOD))), await scripted(sending(whole(GOOD)))
-    running = await proxy([prefill.url], [decode.url], probe_s=60.0)
+    running = await proxy([prefill.url], [decode.url], probe_interval_s=60.0)
     await asyncio.sleep(0)
     before = alive(CLIENTS + KINDS)
     for _ in range(3):

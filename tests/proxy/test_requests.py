@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.jsontext import JSONLimits
+from kvparams.jsontext.document import JSONLimits
 from kvparams_proxy.fleet.fleet import Fleet
 
 from .steps import read_all
@@ -200,7 +200,7 @@ async def test_a_fault_before_the_first_leg_is_answered_and_holds_nothing(
     def faulty(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(Fleet, "require", faulty)
+    monkeypatch.setattr(Fleet, "check_admission", faulty)
     got = await stubbed.client.post("/v1/completions", json=BODY, timeout=5)
     assert got.status_code == 500
     assert "a fault" not in got.text

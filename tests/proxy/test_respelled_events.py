@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvparams_proxy.execution.corrections import Corrections
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.execution.relay import Relay
-from kvparams_proxy.loopclock import WallClock
-from kvparams_proxy.upstream.terms import Head
+from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
+from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.upstream.types import ResponseHead
 
 from .test_metrics_stream_events import Client, Owner
 
@@ -26,9 +26,11 @@ class Stream:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.owner = Owner()
-        corrections = Corrections("r", Addresses(), choices=True)
-        self.relay = Relay(Client(), b"", corrections, 1 << 20, self.owner, WallClock(lambda: self.now_s), choices=True)
-        self.relay.on_head(Head(200, b"text/event-stream"))
+        corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
+        self.relay = StreamRelay(
+            Client(), b"", corrections, 1 << 20, self.owner, MonotonicClock(lambda: self.now_s), choices=True
+        )
+        self.relay.on_head(ResponseHead(200, b"text/event-stream"))
 
     def feed(self, *reads: bytes) -> None:
         for read in reads:
@@ -43,7 +45,7 @@ def test_content_in_any_spelling_is_progress_and_is_counted(first: bytes) -> Non
     for number in range(3):
         for spelled in SPELLINGS:
             stream.feed(spelled)
-            assert stream.relay.heard_s == stream.now_s, (number, spelled)
+            assert stream.relay.last_content_s == stream.now_s, (number, spelled)
     stream.feed(SPELLINGS[1] * 5, SPELLINGS[2] + SPELLINGS[1])
     stream.feed(b"data: [DONE]\n\n")
     stream.relay.on_done(None)
@@ -55,4 +57,4 @@ def test_content_in_any_spelling_is_progress_and_is_counted(first: bytes) -> Non
 def test_an_event_without_content_is_no_progress_in_any_spelling(first: bytes, nothing: bytes) -> None:
     stream = Stream()
     stream.feed(first, *[nothing] * 5)
-    assert stream.relay.heard_s == 1
+    assert stream.relay.last_content_s == 1

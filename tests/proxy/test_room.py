@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.scheduling import Role
-from kvparams_proxy.clients.keys_file import change_keys, new_key
+from kvparams.instances import Role
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
 from kvparams_proxy.secret import Secret
 
 from .stage import BODY, COMPLETIONS, Stage, StartStage, until
@@ -126,9 +126,9 @@ async def test_decode_is_not_waited_for_longer_than_there_is_kv(stage: StartStag
 async def test_one_tenant_that_has_its_share_waiting_is_told_to_slow_down(stage: StartStage, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     secrets: dict[str, str] = {}
-    with change_keys(keys) as records:
+    with edit_api_keys(keys) as records:
         for tenant in ("loud", "quiet"):
-            secret, record = new_key(tenant, datetime.now(UTC))
+            secret, record = create_api_key(tenant, datetime.now(UTC))
             secrets[tenant] = secret
             records[record.id] = record
     limits = {Role.PREFILL: RoleLimits(requests=1)}
@@ -174,7 +174,7 @@ async def test_a_retry_waits_for_room_like_everybody(stage: StartStage) -> None:
 
 async def test_who_is_drained_ends_what_it_has_begun_and_gets_nothing_new(stage: StartStage) -> None:
     token = "admin-token-of-this-test"
-    found = await stage(admin=Secret(token))
+    found = await stage(admin_token=Secret(token))
     for actor in found.decode:
         actor.held = asyncio.Event()
     task = asyncio.create_task(found.ask(stream=True))

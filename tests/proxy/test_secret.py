@@ -13,7 +13,7 @@ def test_a_secret_is_shown_on_request_only() -> None:
     secret = Secret(TEXT)
     assert TEXT not in f"{secret} {secret!r} {(secret,)} {[secret]!r}"
     assert secret.reveal() == TEXT
-    assert secret.bearer_line() == b"authorization: Bearer " + TEXT.encode() + b"\r\n"
+    assert secret.authorization_header() == b"authorization: Bearer " + TEXT.encode() + b"\r\n"
     assert secret.matches(TEXT.encode())
     assert not secret.matches(TEXT.encode()[:-1])
     assert not secret.matches(b"")

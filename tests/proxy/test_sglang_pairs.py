@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams.dialects.sglang import SGLang
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.registry.modes import read_mode
-from kvparams_proxy.settings import Settings
+from kvparams.dialects.sglang import SGLangDialect
+from kvparams.instances import Instance, Role
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.settings import Settings
 
 from .acting import Actor, answer_to
 from .conftest import running
@@ -131,7 +131,9 @@ async def pairs() -> AsyncIterator[Start]:
                     for at, one in enumerate(actors[Role.DECODE])
                 ),
             )
-            made = Settings(instances, modes=(read_mode(mode),), breaker=NEVER, probe_s=0.2, log_requests="off")
+            made = Settings(
+                instances, modes=(parse_mode_flag(mode),), breaker=NEVER, probe_interval_s=0.2, log_requests="off"
+            )
             return Pairs(await stack.enter_async_context(running(replace(made, **changes), True)), actors, servers)
 
         yield start
@@ -185,7 +187,7 @@ async def test_engines_that_wait_for_one_another_are_not_asked_one_after_the_oth
     pairs: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: prefill alone never ends."""
-    monkeypatch.setattr(SGLang, "together", False)
+    monkeypatch.setattr(SGLangDialect, "sends_legs_together", False)
     found = await pairs("prefill_then_decode", prefill_timeout_s=0.4, retries=0)
     got = await found.ask()
     assert (got.status_code, got.json()["error"]["code"]) == (504, "prefill_timeout")

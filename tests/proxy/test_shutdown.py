@@ -13,9 +13,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.scheduling import Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.settings import Settings
+from kvparams.instances import Role
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.server.app import create_app
 
 from .conftest import answer, instance
 from .served import Served, serving

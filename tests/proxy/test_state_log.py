@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.breaker import BreakerLimits
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.state_log import StateLog
@@ -60,7 +60,7 @@ class Rig:
         return member
 
     def learn(self, member: Member, ready: bool = True, why: str = "it answers probes", **more: Any) -> None:
-        self.fleet.learn(member, ready, None, why=why, **more)
+        self.fleet.record_probe(member, ready, None, why=why, **more)
 
     def take(self) -> Instance:
         taken = self.fleet.acquire(Role.DECODE, FACTS, (), Nobody())
@@ -85,7 +85,7 @@ def test_whoever_notices_first_that_an_engine_is_gone_tells_it_and_nobody_else(l
         member = rig.ready()
         before = len(lines())
         if leg_first:
-            rig.fleet.failed(member.instance, connected=False, why="no connection to the engine (refused)")
+            rig.fleet.record_failure(member.instance, connected=False, why="no connection to the engine (refused)")
         rig.learn(member, False, "no connection to the engine (timed out)")
         rig.learn(member, False, "does not answer a probe")
         assert [line[:25] for line in lines()[before:]] == ["W decode d0 is not ready: "[:25]]
@@ -98,11 +98,11 @@ def test_a_breaker_that_opens_and_closes_is_told_with_the_last_failure(lines: Li
     member = rig.ready()
     before = len(lines())
     for _ in range(5):
-        rig.fleet.failed(member.instance, connected=True, why="a leg was answered 500")
+        rig.fleet.record_failure(member.instance, connected=True, why="a leg was answered 500")
         rig.learn(member)
     rig.clock.pass_time(20.0)
-    rig.fleet.succeeded(member.instance)
-    rig.fleet.succeeded(member.instance)
+    rig.fleet.record_success(member.instance)
+    rig.fleet.record_success(member.instance)
     assert lines()[before:] == [
         "W decode d0 is broken: its legs fail (a leg was answered 500); others get its work for 4.0 s",
         "I decode d0 is ready: its legs work again",
@@ -173,8 +173,8 @@ def test_a_pair_that_fails_is_told_of_once_and_when_it_works(lines: Lines) -> No
     rig.ready("p1", Role.PREFILL)
     before = len(lines())
     for _ in range(6):
-        rig.fleet.failed(decode.instance, connected=True, why="a leg was answered 500", beside=prefill.instance)
-    rig.fleet.succeeded(decode.instance, prefill.instance)
+        rig.fleet.record_failure(decode.instance, connected=True, why="a leg was answered 500", beside=prefill.instance)
+    rig.fleet.record_success(decode.instance, prefill.instance)
     assert lines()[before:] == [
         "W decode d0 with the KV of prefill p0 fails (a leg was answered 500); "
         "they are not chosen together for 4.0 s where others can be",
@@ -209,7 +209,7 @@ def test_an_engine_that_flaps_does_not_fill_the_log_and_its_last_state_is_told(l
 def test_a_log_remembers_only_so_many_subjects() -> None:
     log = StateLog(lambda: 0.0)
     for number in range(10_000):
-        log.tell(number, "there", "x", good=True)
+        log.log_change(number, "there", "x", good=True)
     assert len(log._subjects) <= 4096  # pyright: ignore[reportPrivateUsage]
     log.forget(9_999)
     assert 9_999 not in log._subjects  # pyright: ignore[reportPrivateUsage]
@@ -220,7 +220,7 @@ def test_a_log_remembers_only_so_many_subjects() -> None:
 
 async def test_an_engine_that_dies_under_a_request_is_told_of(stage: StartStage, lines: Lines) -> None:
     """The failed leg notices first."""
-    found = await stage(probe_s=5.0)
+    found = await stage(probe_interval_s=5.0)
     before = len(lines())
     found.decode[0].end()
     for _ in range(4):

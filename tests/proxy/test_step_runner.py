@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Generator
 
-from kvparams_proxy.steprunner import StepRunner
+from kvparams_proxy.event_loop.step_runner import StepRunner
 
 STEP_S = 0.0005
 

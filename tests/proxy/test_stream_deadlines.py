@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvparams.admission import RoleLimits
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams.routing.admission import RoleLimits
 
 from .test_broken_engines import BODY, DONE, EVENT, GOOD, HEAD, SSE, chunk, sending, whole
 

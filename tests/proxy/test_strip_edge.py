@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvparams.dialects.registry import tables
+from kvparams.dialects.registry import load_tables
 from kvparams.dialects.table import LEGS
-from kvparams_proxy.clients.strip_list import STEERING
+from kvparams_proxy.requests.forbidden_fields import FORBIDDEN_FIELDS
 
 from .conftest import Proxy, Scripted
 from .test_legs import ANSWER, NIXL, answering
@@ -32,10 +32,10 @@ RESULT = {
 def written() -> set[str]:
     """The first step to every native key that any dialect writes on a request, in the body."""
     found: set[str] = set()
-    for table in tables().values():
+    for table in load_tables().values():
         for leg in (LEGS["prefill"], LEGS["decode"]):
-            for row in table.rows:
-                if leg in row.legs and leg in table.carried and row.where != "headers":
+            for row in table.native_keys:
+                if leg in row.legs and leg in table.container_paths and row.location != "headers":
                     found.add(str(table.path(row, leg)[1]))
     return found - OF_CLIENTS
 
@@ -52,7 +52,7 @@ SAID = st.tuples(
     st.sampled_from(["as it is", "as it is", "upper", "twice", "packed"]),
 )
 HEADERS = st.tuples(
-    st.sampled_from([row.name.replace("*", "bootstrap-host") for row in STEERING if row.where == "header"]),
+    st.sampled_from([row.name.replace("*", "bootstrap-host") for row in FORBIDDEN_FIELDS if row.location == "header"]),
     st.booleans(),
 )
 IDS = st.sampled_from(
@@ -150,7 +150,7 @@ async def test_without_the_strip_list_the_same_requests_steer_an_engine(
     scripted: Any, proxy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kvparams_proxy.clients.intake.SUSPICIOUS", frozenset[str]())
+    monkeypatch.setattr("kvparams_proxy.requests.intake.INSPECTED_MEMBERS", frozenset[str]())
     assert any(await campaign(scripted, proxy, "store", 60))
 
 
@@ -162,7 +162,7 @@ async def test_without_the_rule_for_ids_the_same_requests_steer_an_engine(
     def all_good(_: bytes) -> bool:
         return True
 
-    monkeypatch.setattr("kvparams_proxy.clients.generate.harmless", all_good)
+    monkeypatch.setattr("kvparams_proxy.server.request_handler.is_safe_request_id", all_good)
     assert any(await campaign(scripted, proxy, "store", 40))
 
 

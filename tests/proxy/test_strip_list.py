@@ -13,24 +13,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvparams.dialects import Dialect
+from kvparams.dialects.interface import Dialect
 from kvparams.dialects.mooncake import MOONCAKE
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.registry import tables
+from kvparams.dialects.registry import load_tables
 from kvparams.dialects.store import STORE
 from kvparams.dialects.table import LEGS
-from kvparams.jsontext import JSONLimits
-from kvparams.managers.aggregated import Aggregated
-from kvparams.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.plan import LegAnswer
-from kvparams_proxy.clients.body import BodyBudget
-from kvparams_proxy.clients.endpoints import ENDPOINTS, Endpoint, one_token
-from kvparams_proxy.clients.generate import Generate
-from kvparams_proxy.clients.strip_list import CARRIERS, FORWARDED, STEERING, STRIPPED, Steering, harmless
+from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.managers.aggregated import Aggregated
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import LegResult
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.legs import leg_request
+from kvparams_proxy.execution.leg_requests import build_leg_request
+from kvparams_proxy.requests.body import BodyBudget
+from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint, one_token_changes
+from kvparams_proxy.requests.forbidden_fields import (
+    FORBIDDEN_FIELDS,
+    FORBIDDEN_MEMBERS,
+    FORWARDED_HEADERS,
+    NESTED_CARRIERS,
+    ForbiddenField,
+    is_safe_request_id,
+)
+from kvparams_proxy.server.request_handler import RequestHandler
 from kvparams_proxy.telemetry.metrics import Metrics
-from kvparams_proxy.upstream.terms import whole
+from kvparams_proxy.upstream.types import join_body
 from tests.kvparams.planning import Table
 
 from .steps import read_all
@@ -74,33 +81,33 @@ def admitted(headers: list[tuple[bytes, bytes]]) -> Any:
     """What the proxy takes of a request's headers."""
     limits = SimpleNamespace(body=JSONLimits())
     resources = SimpleNamespace(settings=limits, new_id=lambda: "minted-1", metrics=Metrics())
-    return Generate(cast("Any", resources), cast("Any", None), None, COMPLETIONS, BodyBudget(1)).admit(headers)
+    return RequestHandler(cast("Any", resources), cast("Any", None), None, COMPLETIONS, BodyBudget(1)).admit(headers)
 
 
-def legs(endpoint: Endpoint, body: bytes, dialect: Dialect, request_id: str = "req") -> list[bytes]:
+def legs(endpoint: APIEndpoint, body: bytes, dialect: Dialect, request_id: str = "req") -> list[bytes]:
     """The bodies of all legs of a request."""
     inbound = read_all(endpoint.kind, body, request_id, "tra", JSONLimits())
-    cut = one_token(endpoint.kind, inbound.body, inbound.spans)
+    cut = one_token_changes(endpoint.kind, inbound.body, inbound.member_spans)
     if endpoint.role is not None:
-        return [whole(leg_request(endpoint, inbound, leg, None)[1]) for leg in _alone(endpoint, inbound)]
+        return [join_body(build_leg_request(endpoint, inbound, leg, None)[1]) for leg in _alone(endpoint, inbound)]
     table = Table(dialect, one_token=cut)
     table.found = PLACE
     made = PrefillThenDecode().legs(inbound.facts, table)
-    sent = table.run(made, lambda leg: LegAnswer({} if leg.answers_client else HANDOFF | {"kvparams": RESULT}))
-    return [whole(leg_request(endpoint, inbound, leg, None)[1]) for leg in sent]
+    sent = table.run(made, lambda leg: LegResult({} if leg.answers_client else HANDOFF | {"kvparams": RESULT}))
+    return [join_body(build_leg_request(endpoint, inbound, leg, None)[1]) for leg in sent]
 
 
-def _alone(endpoint: Endpoint, inbound: Any) -> Any:
+def _alone(endpoint: APIEndpoint, inbound: Any) -> Any:
     assert endpoint.role is not None
     table = Table(STORE)
-    return table.run(Aggregated(role=endpoint.role).legs(inbound.facts, table), lambda _: LegAnswer({}))
+    return table.run(Aggregated(role=endpoint.role).legs(inbound.facts, table), lambda _: LegResult({}))
 
 
 def nothing(_: object) -> list[str]:
     return []
 
 
-def names_of(row: Steering) -> list[str]:
+def names_of(row: ForbiddenField) -> list[str]:
     """Names that a row speaks of."""
     return (
         [row.name.replace("*", filling) for filling in ("", "decode_", "bootstrap-host")]
@@ -113,7 +120,7 @@ def where_of(where: str) -> list[tuple[str, ...]]:
     """The objects of a body in which a member of this kind is looked for."""
     if where == "nvext":
         return [("nvext",)]
-    return [(), *((name, *path[:depth]) for name, path in CARRIERS.items() for depth in range(len(path) + 1))]
+    return [(), *((name, *path[:depth]) for name, path in NESTED_CARRIERS.items() for depth in range(len(path) + 1))]
 
 
 def placed(body: dict[str, Any], path: tuple[str, ...], name: str, value: object) -> dict[str, Any]:
@@ -125,13 +132,13 @@ def placed(body: dict[str, Any], path: tuple[str, ...], name: str, value: object
     return made
 
 
-ROWS = [row for row in STEERING if row.where in ("body", "nvext")]
+ROWS = [row for row in FORBIDDEN_FIELDS if row.location in ("body", "nvext")]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.where} {row.name}")
-def test_a_member_is_taken_out_wherever_engines_look_for_it(row: Steering) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.location} {row.name}")
+def test_a_member_is_taken_out_wherever_engines_look_for_it(row: ForbiddenField) -> None:
     for endpoint in ONE_OF_EACH:
-        for path in where_of(row.where):
+        for path in where_of(row.location):
             for name in names_of(row):
                 for value in (EVIL, {"deep": {"er": [EVIL]}}):
                     body = placed(BODIES[endpoint.kind], path, name, value)
@@ -141,14 +148,14 @@ def test_a_member_is_taken_out_wherever_engines_look_for_it(row: Steering) -> No
                         assert b'"kept": "word"' in leg or b'"kept":"word"' in leg
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.where} {row.name}")
-def test_without_its_row_a_member_would_reach_the_engine(row: Steering, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.location} {row.name}")
+def test_without_its_row_a_member_would_reach_the_engine(row: ForbiddenField, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control, row by row: it is this row that keeps the member back."""
-    if row.where == "nvext":
-        monkeypatch.setattr("kvparams_proxy.clients.intake.steering_hint", nothing)
+    if row.location == "nvext":
+        monkeypatch.setattr("kvparams_proxy.requests.intake.forbidden_nvext_members", nothing)
     else:
-        monkeypatch.setattr("kvparams_proxy.clients.intake.STRIPPED", STRIPPED - {row.name})
-    path = ("nvext" if row.where == "nvext" else "vllm_xargs",)
+        monkeypatch.setattr("kvparams_proxy.requests.intake.FORBIDDEN_MEMBERS", FORBIDDEN_MEMBERS - {row.name})
+    path = ("nvext" if row.location == "nvext" else "vllm_xargs",)
     body = json.dumps(placed(BODIES["completions"], path, names_of(row)[0], {"remote_host": EVIL})).encode()
     assert EVIL.encode() in b"".join(legs(COMPLETIONS, body, STORE))
 
@@ -175,29 +182,31 @@ def test_a_member_that_stands_twice_is_refused(depth: tuple[str, ...]) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("row", [row for row in STEERING if row.where == "header"], ids=lambda row: row.name)
-def test_a_header_is_kept_back(row: Steering) -> None:
+@pytest.mark.parametrize("row", [row for row in FORBIDDEN_FIELDS if row.location == "header"], ids=lambda row: row.name)
+def test_a_header_is_kept_back(row: ForbiddenField) -> None:
     for name in names_of(row):
         found = admitted([(name.encode(), EVIL.encode()), (b"traceparent", b"00-1-2-3")])
         assert found.forwarded == [b"traceparent: 00-1-2-3\r\n"]  # the control: some headers are let through
-        assert EVIL not in repr(found._replace(session=""))  # that one the proxy keeps to itself
-        assert name.encode() not in FORWARDED
+        assert EVIL not in repr(found._replace(session_id=""))  # that one the proxy keeps to itself
+        assert name.encode() not in FORWARDED_HEADERS
 
 
-@pytest.mark.parametrize("row", [row for row in STEERING if row.where == "request id"], ids=lambda row: row.name)
-def test_an_address_in_a_request_id_is_not_handed_on(row: Steering) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in FORBIDDEN_FIELDS if row.location == "request id"], ids=lambda row: row.name
+)
+def test_an_address_in_a_request_id_is_not_handed_on(row: ForbiddenField) -> None:
     for id in (f"{row.name}10.0.0.1:5", f"{row.name}h", f"a{row.name}h", f"x-{row.name}", f"{row.name}"):
-        assert not harmless(id.encode())
+        assert not is_safe_request_id(id.encode())
         assert admitted([(b"x-request-id", id.encode())]).request_id == "minted-1"
     assert admitted([(b"x-request-id", b"req-7_a.b")]).request_id == "req-7_a.b"
     for odd in (b"", b"a b", b"a\nb", b"h:1", b"\xe9", b"[::1]", b"a/b", b"-a", b"_a", b"a" * 129):
-        assert not harmless(odd)
+        assert not is_safe_request_id(odd)
 
 
 def test_the_table_says_each_thing_once_and_where_it_comes_from() -> None:
-    rows = [(row.where, row.name) for row in STEERING]
+    rows = [(row.location, row.name) for row in FORBIDDEN_FIELDS]
     assert len(rows) == len(set(rows))
-    assert all(row.source and row.name == row.name.lower() for row in STEERING)
+    assert all(row.source and row.name == row.name.lower() for row in FORBIDDEN_FIELDS)
 
 
 OF_CLIENTS = {"cache_salt", "extra_key", "input_ids", "prompt_token_ids", "token_ids"}
@@ -206,17 +215,17 @@ OF_CLIENTS = {"cache_salt", "extra_key", "input_ids", "prompt_token_ids", "token
 
 def test_what_dialects_write_on_a_request_no_client_may_write() -> None:
     """Every key of every dialect that is registered, wherever it is carried."""
-    headers = [row.name for row in STEERING if row.where == "header"]
+    headers = [row.name for row in FORBIDDEN_FIELDS if row.location == "header"]
     seen = 0
-    for table in tables().values():
+    for table in load_tables().values():
         for leg in (LEGS["prefill"], LEGS["decode"]):
-            for row in (row for row in table.rows if leg in row.legs and leg in table.carried):
+            for row in (row for row in table.native_keys if leg in row.legs and leg in table.container_paths):
                 kind, first = table.path(row, leg)[:2]
                 seen += 1
                 if kind == "headers":
                     assert any(fnmatch(str(first), name) for name in headers), first
                 else:
-                    assert first in STRIPPED | OF_CLIENTS, (table.name, first)
+                    assert first in FORBIDDEN_MEMBERS | OF_CLIENTS, (table.name, first)
     assert seen > 20
 
 
@@ -249,7 +258,7 @@ HOSTILE: st.SearchStrategy[object] = st.sampled_from(
         {"a": {"b": EVIL}},
     ]
 )
-PLACES = [(), *((name,) for name in CARRIERS), ("sampling_params", "extra_args"), ("vllm_xargs", "deeper")]
+PLACES = [(), *((name,) for name in NESTED_CARRIERS), ("sampling_params", "extra_args"), ("vllm_xargs", "deeper")]
 
 
 def spelled(name: str, how: str) -> str:
@@ -315,7 +324,7 @@ def test_no_client_makes_an_engine_go_anywhere_or_load_anything_that_the_proxy_h
     endpoint = data.draw(st.sampled_from(ENDPOINTS[:5]))
     dialect = data.draw(st.sampled_from([NIXL, MOONCAKE, STORE]))
     body = data.draw(bodies(endpoint.kind))
-    names = st.sampled_from([row.name.replace("*", "x") for row in STEERING if row.where == "header"])
+    names = st.sampled_from([row.name.replace("*", "x") for row in FORBIDDEN_FIELDS if row.location == "header"])
     hostile = data.draw(st.lists(st.tuples(names, st.just(EVIL)), max_size=3))
     given_id = data.draw(
         st.sampled_from(["req-1", f"___prefill_addr_{EVIL}:1___decode_addr_{EVIL}:2_{'0' * 32}", EVIL + ":1"])

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvparams.breaker import BreakerLimits
+from kvparams.routing.breaker import BreakerLimits
 
 from .stage import Stage, StartStage, until
 
@@ -57,7 +57,7 @@ async def test_a_recovered_fleet_answers_its_first_burst(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_engines_that_answer_probes_are_used_where_all_are_suspected(stage: StartStage, role: str) -> None:
     """Five requests that make engines fail must not take the service away from everybody else."""
-    found = await stage(breaker=LATE, probe_s=60.0)
+    found = await stage(breaker=LATE, probe_interval_s=60.0)
     await tripped(found, role)
     assert await burst(found, stream=False) == [200] * 20
     legs = [len(actor.bodies) for actor in found.of[role]]
@@ -66,7 +66,7 @@ async def test_engines_that_answer_probes_are_used_where_all_are_suspected(stage
 
 
 async def test_who_cannot_be_reached_is_not_used_even_then(stage: StartStage) -> None:
-    found = await stage(breaker=LATE, probe_s=60.0)
+    found = await stage(breaker=LATE, probe_interval_s=60.0)
     gone, suspected = found.decode
     gone.end()
     suspected.fails("500")
@@ -95,7 +95,7 @@ async def test_while_every_leg_fails_attempts_stay_within_the_budget(stage: Star
 
 
 async def test_one_bad_engine_among_good_ones_is_spared(stage: StartStage) -> None:
-    found = await stage(engines=3, breaker=LATE, probe_s=60.0)
+    found = await stage(engines=3, breaker=LATE, probe_interval_s=60.0)
     bad = found.decode[0]
     bad.fails("500")
     for _ in range(40):
@@ -112,7 +112,7 @@ async def health(found: Stage, path: str = "/health") -> tuple[int, str]:
 
 
 async def test_health_says_whether_engines_are_well_suspected_or_missing(stage: StartStage) -> None:
-    found = await stage(breaker=LATE, probe_s=0.2)
+    found = await stage(breaker=LATE, probe_interval_s=0.2)
     assert await health(found) == (200, "ok")
     await tripped(found, "decode")
     assert await health(found) == (200, "degraded")
@@ -133,7 +133,7 @@ async def _unavailable(found: Stage) -> bool:
 
 
 async def test_health_is_degraded_while_breakers_are_half_open(stage: StartStage) -> None:
-    found = await stage(breaker=SOON, probe_s=60.0)
+    found = await stage(breaker=SOON, probe_interval_s=60.0)
     await tripped(found, "decode")
     await until(partial(_breakers, found, "decode", 1))
     assert await health(found) == (200, "degraded")

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from kvparams_proxy.registry.modes import read_mode
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.secret import Secret
 
 from .acting import Actor
@@ -16,8 +16,8 @@ async def test_a_leg_goes_to_the_engine_that_was_chosen_and_not_to_whoever_has_i
     stage: StartStage, stack: AsyncExitStack
 ) -> None:
     """Room for the answer was taken first; while prefill runs the name is given to a prefill engine."""
-    modes = (read_mode("prefill_then_decode,decode_first=true"),)
-    staged = await stage("nixl", engines=1, modes=modes, admin=Secret(TOKEN))
+    modes = (parse_mode_flag("prefill_then_decode,decode_first=true"),)
+    staged = await stage("nixl", engines=1, modes=modes, admin_token=Secret(TOKEN))
     chosen, other = Actor("decode"), Actor("prefill")
     for actor in (chosen, other):
         await actor.begin()

@@ -14,15 +14,15 @@ import httpx
 import pytest
 import trustme
 
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.registry.access import Access
+from kvparams.instances import Instance, Role
+from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.fleet.registry.credentials import EngineCredentials
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.server import Server, ServerSettings, listen
-from kvparams_proxy.settings import Settings, known_rules
-from kvparams_proxy.tls import EngineTLS, TLSError, TLSSettings, engine_context, server_context
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamError, UpstreamLimits
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.server.http_server import ProxyServer, ServerSettings, listen
+from kvparams_proxy.tls import EngineTLSSettings, ServerTLSSettings, TLSError, engine_ssl_context, server_ssl_context
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamError, UpstreamLimits
 from tests.proxy.conftest import MODELS, Awaited, answer, instance
 
 NIXL = {"remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "127.0.0.1", "remote_port": 1}
@@ -53,7 +53,7 @@ class Files:
 
     def server(self, *names: str, client_ca: Path | None = None, **terms: Any) -> ssl.SSLContext:
         """For a server that has one of these names."""
-        return server_context(TLSSettings(*self.issue(*names, **terms), client_ca))
+        return server_ssl_context(ServerTLSSettings(*self.issue(*names, **terms), client_ca))
 
 
 @pytest.fixture
@@ -115,8 +115,10 @@ def secure(stack: Any) -> Start:
     return start
 
 
-async def ask(engine: Engine, tls: EngineTLS, key: Secret | None = None) -> bytes:
-    pool = Pool(engine.url, UpstreamLimits(), engine_context(tls), server_name=tls.server_name, key=key)
+async def ask(engine: Engine, tls: EngineTLSSettings, key: Secret | None = None) -> bytes:
+    pool = UpstreamConnectionPool(
+        engine.url, UpstreamLimits(), engine_ssl_context(tls), server_name=tls.server_name, key=key
+    )
     collect = Awaited()
     pool.exchange(pool.request(b"/v1/completions", b"", b"{}"), collect)
     try:
@@ -126,7 +128,7 @@ async def ask(engine: Engine, tls: EngineTLS, key: Secret | None = None) -> byte
         pool.close()
 
 
-async def refused(engine: Engine, tls: EngineTLS) -> UpstreamError:
+async def refused(engine: Engine, tls: EngineTLSSettings) -> UpstreamError:
     with pytest.raises(UpstreamError) as caught:
         await ask(engine, tls)
     assert engine.heads == []
@@ -138,8 +140,8 @@ async def refused(engine: Engine, tls: EngineTLS) -> UpstreamError:
 
 async def test_a_trusted_engine_answers_and_is_shown_its_key(secure: Start, files: Files) -> None:
     engine = await secure(files.server("localhost"))
-    assert await ask(engine, EngineTLS(files.ca), Secret("sk-1")) == BODY
-    assert await ask(engine, EngineTLS(files.ca)) == BODY
+    assert await ask(engine, EngineTLSSettings(files.ca), Secret("sk-1")) == BODY
+    assert await ask(engine, EngineTLSSettings(files.ca)) == BODY
     assert [b"\r\nauthorization: Bearer sk-1\r\n" in head for head in engine.heads] == [True, False]
 
 
@@ -147,7 +149,7 @@ async def test_an_engine_with_somebody_elses_certificate_is_never_spoken_to(
     secure: Start, files: Files, strangers: Files
 ) -> None:
     engine = await secure(strangers.server("localhost"))
-    for trust in (EngineTLS(files.ca), EngineTLS()):  # an authority of ours, or those of the system
+    for trust in (EngineTLSSettings(files.ca), EngineTLSSettings()):  # an authority of ours, or those of the system
         error = await refused(engine, trust)
         assert not error.connected
         assert "TLS" in error.reason
@@ -155,30 +157,30 @@ async def test_an_engine_with_somebody_elses_certificate_is_never_spoken_to(
 
 async def test_an_engine_with_another_name_is_never_spoken_to(secure: Start, files: Files) -> None:
     engine = await secure(files.server("decode-0.example"))
-    error = await refused(engine, EngineTLS(files.ca))
+    error = await refused(engine, EngineTLSSettings(files.ca))
     assert not error.connected
     assert "example" not in error.reason
-    assert await ask(engine, EngineTLS(files.ca, server_name="decode-0.example")) == BODY
+    assert await ask(engine, EngineTLSSettings(files.ca, server_name="decode-0.example")) == BODY
 
 
 async def test_an_engine_with_an_expired_certificate_is_never_spoken_to(secure: Start, files: Files) -> None:
     ended = datetime.now(UTC) - timedelta(days=1)
     engine = await secure(files.server("localhost", not_before=ended - timedelta(days=1), not_after=ended))
-    assert not (await refused(engine, EngineTLS(files.ca))).connected
+    assert not (await refused(engine, EngineTLSSettings(files.ca))).connected
 
 
 async def test_an_engine_that_asks_who_we_are_is_shown_it(secure: Start, files: Files, strangers: Files) -> None:
     engine = await secure(files.server("localhost", client_ca=files.ca))
-    await refused(engine, EngineTLS(files.ca))
-    await refused(engine, EngineTLS(files.ca, *strangers.issue("proxy.example")))
-    assert await ask(engine, EngineTLS(files.ca, *files.issue("proxy.example"))) == BODY
+    await refused(engine, EngineTLSSettings(files.ca))
+    await refused(engine, EngineTLSSettings(files.ca, *strangers.issue("proxy.example")))
+    assert await ask(engine, EngineTLSSettings(files.ca, *files.issue("proxy.example"))) == BODY
 
 
 async def test_an_engine_that_speaks_only_old_tls_is_never_spoken_to(secure: Start, files: Files) -> None:
     """The control: a client that still takes it is answered."""
     engine = await secure(old(files.server("localhost")))
-    assert not (await refused(engine, EngineTLS(files.ca))).connected
-    lax = old(engine_context(EngineTLS(files.ca)))
+    assert not (await refused(engine, EngineTLSSettings(files.ca))).connected
+    lax = old(engine_ssl_context(EngineTLSSettings(files.ca)))
     async with httpx.AsyncClient(verify=lax, trust_env=False) as client:
         assert (await client.get(engine.url + "/v1/models")).status_code == 200
 
@@ -197,13 +199,13 @@ def old(context: ssl.SSLContext) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def serving(
-    engines: tuple[str, str], trust: ssl.SSLContext, tls: TLSSettings, direct: bool
+    engines: tuple[str, str], trust: ssl.SSLContext, tls: ServerTLSSettings, direct: bool
 ) -> AsyncGenerator[str]:
     """The proxy behind https, in front of a prefill and a decode engine; its URL."""
     urls = zip((Role.PREFILL, Role.DECODE), engines, strict=True)
-    rules = replace(known_rules(), access=Access(tls=trust))
-    app = create_app(Settings(tuple(instance(role, url, "nixl") for role, url in urls), rules=rules))
-    server = Server(app, ServerSettings(tls=server_context(tls), direct=direct))
+    rules = replace(default_spec_rules(), credentials=EngineCredentials(tls=trust))
+    app = create_app(Settings(tuple(instance(role, url, "nixl") for role, url in urls), spec_rules=rules))
+    server = ProxyServer(app, ServerSettings(tls=server_ssl_context(tls), direct=direct))
     listener = listen("127.0.0.1", 0)
     task = asyncio.create_task(server.run(listener))
     async with asyncio.timeout(10):
@@ -219,11 +221,11 @@ async def serving(
 async def test_tls_all_the_way(secure: Start, files: Files, strangers: Files, direct: bool) -> None:
     """Client to proxy and proxy to engines, each side showing who it is; a stream larger than any buffer."""
     engines = [await secure(files.server("localhost", client_ca=files.ca)) for _ in range(2)]
-    trust = engine_context(EngineTLS(files.ca, *files.issue("proxy.example")))
-    own = TLSSettings(*files.issue("localhost"), files.ca)
+    trust = engine_ssl_context(EngineTLSSettings(files.ca, *files.issue("proxy.example")))
+    own = ServerTLSSettings(*files.issue("localhost"), files.ca)
     body = {"model": "stub", "prompt": "x", "max_tokens": 4}
     async with serving((engines[0].url, engines[1].url), trust, own, direct) as url:
-        known = engine_context(EngineTLS(files.ca, *files.issue("client.example")))
+        known = engine_ssl_context(EngineTLSSettings(files.ca, *files.issue("client.example")))
         async with httpx.AsyncClient(base_url=url, verify=known, trust_env=False) as client:
             for _ in range(3):
                 got = await client.post("/v1/completions", json=body)
@@ -231,8 +233,8 @@ async def test_tls_all_the_way(secure: Start, files: Files, strangers: Files, di
                 got = await client.post("/v1/completions", json=body | {"stream": True})
                 assert got.content == EVENT * 1000 + b"data: [DONE]\n\n"
         before = len(engines[0].heads)
-        for stranger in (EngineTLS(files.ca), EngineTLS(files.ca, *strangers.issue("client.example"))):
-            async with httpx.AsyncClient(base_url=url, verify=engine_context(stranger), trust_env=False) as client:
+        for stranger in (EngineTLSSettings(files.ca), EngineTLSSettings(files.ca, *strangers.issue("client.example"))):
+            async with httpx.AsyncClient(base_url=url, verify=engine_ssl_context(stranger), trust_env=False) as client:
                 with pytest.raises(httpx.TransportError):
                     await client.post("/v1/completions", json=body)
         async with httpx.AsyncClient(base_url=url.replace("https", "http"), trust_env=False) as client:
@@ -245,8 +247,12 @@ async def test_tls_all_the_way(secure: Start, files: Files, strangers: Files, di
 
 
 def test_contexts_verify_and_speak_no_old_tls(files: Files) -> None:
-    for trust in (EngineTLS(), EngineTLS(files.ca), EngineTLS(files.ca, *files.issue("x.example"))):
-        context = engine_context(trust)
+    for trust in (
+        EngineTLSSettings(),
+        EngineTLSSettings(files.ca),
+        EngineTLSSettings(files.ca, *files.issue("x.example")),
+    ):
+        context = engine_ssl_context(trust)
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.check_hostname
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -267,36 +273,36 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path: Path, files: 
         "DEK-Info: AES-128-CBC,00000000000000000000000000000000\n\nAAAA\n-----END RSA PRIVATE KEY-----\n"
     )
     cases: list[tuple[Callable[[], object], Path, str]] = [
-        (lambda: server_context(TLSSettings(missing, key)), missing, "No such file"),
-        (lambda: server_context(TLSSettings(certificate, missing)), missing, "No such file"),
-        (lambda: server_context(TLSSettings(certificate, key, missing)), missing, "No such file"),
-        (lambda: server_context(TLSSettings(tmp_path, key)), tmp_path, "directory"),
-        (lambda: server_context(TLSSettings(empty, key)), empty, "no PEM certificate"),
-        (lambda: server_context(TLSSettings(key, certificate)), key, "no PEM certificate"),
-        (lambda: server_context(TLSSettings(certificate, certificate)), certificate, "no PEM private key"),
-        (lambda: server_context(TLSSettings(broken, key)), broken, ""),
-        (lambda: server_context(TLSSettings(certificate, other)), other, "does not belong"),
-        (lambda: server_context(TLSSettings(certificate, locked)), locked, "encrypted"),
-        (lambda: server_context(TLSSettings(certificate, key, broken)), broken, ""),
-        (lambda: engine_context(EngineTLS(missing)), missing, "No such file"),
-        (lambda: engine_context(EngineTLS(empty)), empty, "no PEM certificate"),
-        (lambda: engine_context(EngineTLS(files.ca, certificate, other)), other, "does not belong"),
+        (lambda: server_ssl_context(ServerTLSSettings(missing, key)), missing, "No such file"),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, missing)), missing, "No such file"),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, key, missing)), missing, "No such file"),
+        (lambda: server_ssl_context(ServerTLSSettings(tmp_path, key)), tmp_path, "directory"),
+        (lambda: server_ssl_context(ServerTLSSettings(empty, key)), empty, "no PEM certificate"),
+        (lambda: server_ssl_context(ServerTLSSettings(key, certificate)), key, "no PEM certificate"),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, certificate)), certificate, "no PEM private key"),
+        (lambda: server_ssl_context(ServerTLSSettings(broken, key)), broken, ""),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, other)), other, "does not belong"),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, locked)), locked, "encrypted"),
+        (lambda: server_ssl_context(ServerTLSSettings(certificate, key, broken)), broken, ""),
+        (lambda: engine_ssl_context(EngineTLSSettings(missing)), missing, "No such file"),
+        (lambda: engine_ssl_context(EngineTLSSettings(empty)), empty, "no PEM certificate"),
+        (lambda: engine_ssl_context(EngineTLSSettings(files.ca, certificate, other)), other, "does not belong"),
     ]
     for make, path, why in cases:
         with pytest.raises(TLSError) as caught:
             make()
         assert str(path) in str(caught.value)
         assert why in str(caught.value)
-    assert server_context(TLSSettings(certificate, key))
+    assert server_ssl_context(ServerTLSSettings(certificate, key))
 
 
 def test_half_of_a_pair_is_refused(files: Files) -> None:
     certificate, key = files.issue("x.example")
     for pair in ((certificate, None), (None, key)):
         with pytest.raises(TLSError, match="neither"):
-            EngineTLS(files.ca, *pair)
+            EngineTLSSettings(files.ca, *pair)
     with pytest.raises(TLSError, match="server_name"):
-        EngineTLS(server_name="")
+        EngineTLSSettings(server_name="")
 
 
 # addresses
@@ -305,7 +311,7 @@ def test_half_of_a_pair_is_refused(files: Files) -> None:
 @pytest.mark.parametrize("url", ["ftp://h:1", "http://", "http://h:1/path", "h:1", "http://h:1?x=1"])
 async def test_what_is_not_an_engines_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
-        Pool(url, UpstreamLimits())
+        UpstreamConnectionPool(url, UpstreamLimits())
 
 
 def test_an_instance_is_known_by_identity() -> None:

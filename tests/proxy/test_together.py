@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 
-from kvparams_proxy.together import Together
+from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
 
 
 async def test_what_comes_in_one_turn_is_acted_on_kind_by_kind() -> None:
     loop = asyncio.get_running_loop()
     done: list[str] = []
-    one, other = Together(loop), Together(loop)
+    one, other = TurnBatcher(loop), TurnBatcher(loop)
     for number in range(3):
-        one.soon(partial(done.append, f"one {number}"))
-        other.soon(partial(done.append, f"other {number}"))
+        one.schedule(partial(done.append, f"one {number}"))
+        other.schedule(partial(done.append, f"other {number}"))
     assert not done  # whoever has come is not in the middle of somebody else's work
     await asyncio.sleep(0)
     assert done == ["one 0", "one 1", "one 2", "other 0", "other 1", "other 2"]
@@ -24,14 +24,14 @@ async def test_what_comes_in_one_turn_is_acted_on_kind_by_kind() -> None:
 
 async def test_what_comes_of_an_act_has_a_turn_of_its_own() -> None:
     done: list[int] = []
-    together = Together(asyncio.get_running_loop())
+    together = TurnBatcher(asyncio.get_running_loop())
 
     def act(number: int) -> None:
         done.append(number)
         if number < 3:
-            together.soon(partial(act, number + 1))
+            together.schedule(partial(act, number + 1))
 
-    together.soon(partial(act, 0))
+    together.schedule(partial(act, 0))
     for turns in range(1, 5):
         await asyncio.sleep(0)
         assert done == list(range(turns))
@@ -39,13 +39,13 @@ async def test_what_comes_of_an_act_has_a_turn_of_its_own() -> None:
 
 async def test_a_fault_keeps_nobody_else_from_being_acted_on(caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
-    together = Together(asyncio.get_running_loop())
-    together.soon(partial(done.append, 1))
-    together.soon(partial(done.__delitem__, 99))
-    together.soon(partial(done.append, 2))
+    together = TurnBatcher(asyncio.get_running_loop())
+    together.schedule(partial(done.append, 1))
+    together.schedule(partial(done.__delitem__, 99))
+    together.schedule(partial(done.append, 2))
     await asyncio.sleep(0)
     assert done == [1, 2]
     assert "could not be acted on" in caplog.text
-    together.soon(partial(done.append, 3))
+    together.schedule(partial(done.append, 3))
     await asyncio.sleep(0)
     assert done == [1, 2, 3]

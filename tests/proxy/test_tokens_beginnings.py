@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
-from kvparams_proxy.tokens.beginnings import Beginnings, Encoded
-from kvparams_proxy.tokens.local import LocalTokenizer, Work
+from kvparams_proxy.tokenization.local_tokenizer import LocalEncodingJob, LocalTokenizer
+from kvparams_proxy.tokenization.text_prefix_cache import EncodedText, TextPrefixCache
 
 from .test_tokens_cuts import MADE, TEXTS, cuts_of, made
 
@@ -24,25 +24,27 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def encoded(tokenizer: Tokenizer, text: str, parts: Sequence[str]) -> Encoded:
+def encoded(tokenizer: Tokenizer, text: str, parts: Sequence[str]) -> EncodedText:
     """What is kept of a text that was cut like this."""
     ids = [encode(tokenizer, part) for part in parts]
     cuts = list(accumulate(map(len, parts[:-1])))
-    return Encoded(text, cuts, list(accumulate(map(len, ids[:-1]))), array("I", [id for part in ids for id in part]))
+    return EncodedText(
+        text, cuts, list(accumulate(map(len, ids[:-1]))), array("I", [id for part in ids for id in part])
+    )
 
 
 def by_the_other(tokenizer: Tokenizer, least: int, other: str, text: str, margin: int | None = None) -> list[int]:
     """The ids of `text`, as far as may be from those of `other`."""
     cuts = cuts_of(tokenizer, least)
-    beginnings = Beginnings(1 << 20, cuts.margin if margin is None else margin)
-    beginnings.keep(encoded(tokenizer, other, cuts.parts(other)), special=False)
+    beginnings = TextPrefixCache(1 << 20, cuts.lookahead_chars if margin is None else margin)
+    beginnings.add(encoded(tokenizer, other, cuts.split(other)), special=False)
     found = beginnings.find(text, special=False)
     if found is None:
         return encode(tokenizer, text)
     known, alike = found
-    rest = cuts.parts(text, known.cuts[alike - 1])
-    assert text == other[: known.cuts[alike - 1]] + "".join(rest)
-    return [*known.ids[: known.ends[alike - 1]], *(id for part in rest for id in encode(tokenizer, part))]
+    rest = cuts.split(text, known.split_points[alike - 1])
+    assert text == other[: known.split_points[alike - 1]] + "".join(rest)
+    return [*known.ids[: known.id_counts[alike - 1]], *(id for part in rest for id in encode(tokenizer, part))]
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -77,7 +79,7 @@ def test_an_added_token_at_a_cut_may_be_undone_by_one_that_overlaps_it() -> None
     local = LocalTokenizer(tokenizer)
     head = "zz1" * 200 + "##<ab" + "-" * 39
     for text in (head + "!" + "y1" * 100, head + "-!" + "y1" * 100):
-        assert list(Work(local, text, special=False).ids()) == encode(tokenizer, text)
+        assert list(LocalEncodingJob(local, text, special=False).encode()) == encode(tokenizer, text)
 
 
 @settings(deadline=None)
@@ -93,29 +95,29 @@ def test_conversations_side_by_side_have_the_ids_of_their_whole_texts(
         for number, turn in turns:
             texts[number] += f"<|im_start|>user\n{turn * 20}<|im_end|>\n"
             ids = tokenizer.encode(texts[number], add_special_tokens=special).ids
-            assert list(Work(local, texts[number], special=special).ids()) == ids
-            assert local.beginnings.held_bytes + local.segments.held_bytes <= room
+            assert list(LocalEncodingJob(local, texts[number], special=special).encode()) == ids
+            assert local.prefix_cache.held_bytes + local.segment_cache.held_bytes <= room
 
 
 def test_of_a_text_that_goes_on_only_the_end_is_looked_at(made: Callable[[str], Tokenizer]) -> None:
     """Nothing else of it is asked for: all parts were forgotten meanwhile. The control has another opening."""
     local = LocalTokenizer(made("byte level"), cache_bytes=1 << 20)
     text = "".join(f"<|im_start|>user\nthe question of turn {number}<|im_end|>\n" for number in range(200))
-    Work(local, text, special=True).ids()
+    LocalEncodingJob(local, text, special=True).encode()
     for number in range(40):  # other texts, which fill the room of the parts, and one of the beginnings each
-        Work(local, "".join(f"{number} and {other} " for other in range(1000)), special=True).ids()
-    assert local.segments.look_up(local.cuts.parts(text)[:20]) == [None] * 20
-    assert Work(local, text + "and so on", special=True).missing_chars < 2_000
-    assert Work(local, "but " + text, special=True).missing_chars > len(text) // 2
+        LocalEncodingJob(local, "".join(f"{number} and {other} " for other in range(1000)), special=True).encode()
+    assert local.segment_cache.look_up(local.split_points.split(text)[:20]) == [None] * 20
+    assert LocalEncodingJob(local, text + "and so on", special=True).missing_chars < 2_000
+    assert LocalEncodingJob(local, "but " + text, special=True).missing_chars > len(text) // 2
 
 
 def test_what_is_forgotten_is_what_was_unused_longest() -> None:
     def text(number: int) -> str:
         return f"{number:03} " + OPENING
 
-    beginnings = Beginnings(40_000, 2)
+    beginnings = TextPrefixCache(40_000, 2)
     for number in range(30):
-        beginnings.keep(Encoded(text(number), [100], [50], array("I", range(100))), special=True)
+        beginnings.add(EncodedText(text(number), [100], [50], array("I", range(100))), special=True)
         assert beginnings.find(text(0), special=True) is not None
         assert beginnings.held_bytes <= 40_000
     kept = [number for number in range(30) if beginnings.find(text(number), special=True) is not None]
@@ -125,6 +127,6 @@ def test_what_is_forgotten_is_what_was_unused_longest() -> None:
 
 
 def test_a_text_that_would_fill_the_room_is_not_kept() -> None:
-    beginnings = Beginnings(8_000, 2)
-    beginnings.keep(Encoded(OPENING * 10, [100], [50], array("I", range(100))), special=True)
+    beginnings = TextPrefixCache(8_000, 2)
+    beginnings.add(EncodedText(OPENING * 10, [100], [50], array("I", range(100))), special=True)
     assert beginnings.held_bytes == 0

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from kvparams_proxy.tokens.chat import ChatTemplate, TooMuch
-from kvparams_proxy.tokens.conversation import NotText, conversation
+from kvparams_proxy.tokenization.chat_template import ChatTemplate, RenderLimitError
+from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError, template_messages
 from tests.proxy.made_tokenizers import CHATML, LLAMA3, MISTRAL
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -35,7 +35,7 @@ def test_a_message_that_goes_on_is_left_open() -> None:
     assert _rendered(CHATML, USER, said, **more) == expected
     in_parts = {"role": "assistant", "content": [{"type": "text", "text": "hello and"}]}
     assert _rendered(LLAMA3, USER, in_parts, **more).endswith("assistant<|end_header_id|>\n\nhello and")
-    with pytest.raises(NotText):  # as the engine does
+    with pytest.raises(UnsupportedChatError):  # as the engine does
         _rendered(CHATML, USER, said, continue_final_message=True)
 
 
@@ -137,16 +137,16 @@ def test_reasoning_has_both_names() -> None:
     ],
 )
 def test_what_is_not_text_or_not_ours_to_render_is_left(more: dict[str, Any]) -> None:
-    with pytest.raises(NotText):
+    with pytest.raises(UnsupportedChatError):
         ChatTemplate(CHATML, SPECIALS).render({"messages": [USER], **more}, MOST)
 
 
 def test_what_a_template_makes_is_bounded() -> None:
-    with pytest.raises(TooMuch):
+    with pytest.raises(RenderLimitError):
         _rendered(CHATML, {"role": "user", "content": "x" * MOST})
     assert _rendered(CHATML, {"role": "user", "content": "x" * (MOST - 100)})
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
-    with pytest.raises(TooMuch):
+    with pytest.raises(RenderLimitError):
         ChatTemplate(slow, {}, most_s=0.05).render({"messages": [USER]}, MOST)
 
 
@@ -190,12 +190,12 @@ def test_no_request_breaks_it(messages: object, tools: object, kwargs: object) -
     """It is rendered, or left: what a template raises is seen by its caller (`service.py`), of any class."""
     document = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
     try:
-        conversation(messages, "openai", developer=False)
-    except NotText:
-        with pytest.raises(NotText):
+        template_messages(messages, "openai", developer=False)
+    except UnsupportedChatError:
+        with pytest.raises(UnsupportedChatError):
             ChatTemplate("{{ messages }}{{ tools }}", {}).render(document, MOST)
         return
     try:
         assert isinstance(ChatTemplate("{{ messages }}{{ tools }}", {}).render(document, MOST), str)
-    except (NotText, TooMuch):
+    except (UnsupportedChatError, RenderLimitError):
         return

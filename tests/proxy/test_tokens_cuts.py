@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
-from kvparams_proxy.tokens.cuts import Cuts, splits_words
-from kvparams_proxy.tokens.local import LocalTokenizer, Work
-from kvparams_proxy.tokens.segments import Segments
+from kvparams_proxy.tokenization.local_tokenizer import LocalEncodingJob, LocalTokenizer
+from kvparams_proxy.tokenization.safe_split_points import SafeSplitPoints, may_split_between_words
+from kvparams_proxy.tokenization.segment_cache import SegmentCache
 from tests.proxy.made_tokenizers import SPECIALS, byte_level, metaspace
 
 
@@ -74,10 +74,10 @@ def _said(part: Any) -> Any:
     return None if part is None else json.loads(part.__getstate__())
 
 
-def cuts_of(tokenizer: Tokenizer, least: int) -> Cuts:
+def cuts_of(tokenizer: Tokenizer, least: int) -> SafeSplitPoints:
     added = tokenizer.get_added_tokens_decoder().values()
-    words = splits_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer))
-    return Cuts(added, normalizes=tokenizer.normalizer is not None, words=words, least=least)
+    words = may_split_between_words(_said(tokenizer.normalizer), _said(tokenizer.pre_tokenizer))
+    return SafeSplitPoints(added, normalizes=tokenizer.normalizer is not None, words=words, least=least)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -89,8 +89,8 @@ def test_the_parts_have_the_token_ids_of_the_whole(
 ) -> None:
     tokenizer = made(name)
     cuts = cuts_of(tokenizer, least)
-    parts = cuts.parts(text)
-    parts[-1:] = cuts.finer(parts[-1])
+    parts = cuts.split(text)
+    parts[-1:] = cuts.split_finely(parts[-1])
     assert "".join(parts) == text
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     assert [id for part in parts for id in tokenizer.encode(part, add_special_tokens=False).ids] == whole
@@ -103,10 +103,10 @@ def test_a_text_that_goes_on_is_cut_as_before_but_for_its_last_parts(
 ) -> None:
     cuts = cuts_of(made("byte level"), least)
     longest = max(map(len, SPECIALS))
-    known = cuts.parts(text)[:-1]
+    known = cuts.split(text)[:-1]
     while known and sum(map(len, known)) + longest > len(text):  # its end might become another token
         known.pop()
-    assert cuts.parts(text + more)[: len(known)] == known
+    assert cuts.split(text + more)[: len(known)] == known
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_text_that_goes_on_is_cut_as_before_but_for_its_last_parts(
 def test_the_control_texts_are_cut_where_that_is_safe(
     made: Callable[[str], Tokenizer], name: str, text: str, count: int
 ) -> None:
-    assert len(cuts_of(made(name), 1).parts(text)) == count
+    assert len(cuts_of(made(name), 1).split(text)) == count
 
 
 @pytest.mark.parametrize(("name", "text", "at"), [("byte level", "the prefix", 5), ("blanks taken", "a  <left>b", 3)])
@@ -143,9 +143,9 @@ def test_of_another_end_little_is_missing(made: Callable[[str], Tokenizer]) -> N
     for name in ("byte level", "metaspace"):
         local = LocalTokenizer(made(name))
         for end in ("first", "second"):
-            work = Work(local, said + end, special=False)
+            work = LocalEncodingJob(local, said + end, special=False)
             if end == "first":
-                work.ids()
+                work.encode()
         missing.append(work.missing_chars)
     assert missing[0] < 200 < len(said) < missing[1]
 
@@ -159,14 +159,14 @@ def test_a_long_text_is_cut_between_words_where_the_tokenizer_does_so_too(
     """A text that goes on costs its end, though no added token is in it."""
     local = LocalTokenizer(made(name))
     text = "".join(f"word {number} and another's, " for number in range(600))
-    Work(local, text, special=True).ids()
-    further = Work(local, text + "and so on", special=True)
+    LocalEncodingJob(local, text, special=True).encode()
+    further = LocalEncodingJob(local, text + "and so on", special=True)
     assert (further.missing_chars < 2_500) is cut
-    assert list(further.ids()) == made(name).encode(text + "and so on").ids
+    assert list(further.encode()) == made(name).encode(text + "and so on").ids
 
 
 def test_parts_are_not_shorter_than_they_must_be(made: Callable[[str], Tokenizer]) -> None:
-    parts = cuts_of(made("byte level"), 50).parts("<|im_end|>" * 40)
+    parts = cuts_of(made("byte level"), 50).split("<|im_end|>" * 40)
     assert [len(part) for part in parts] == [50] * 8
 
 
@@ -182,8 +182,8 @@ def test_a_conversation_that_grows_has_the_ids_of_its_whole_text_each_time(
         text = ""
         for turn in turns:
             text += f"<|im_start|>user\n{turn}<|im_end|>\n" * 3
-            assert list(Work(local, text, special=True).ids()) == tokenizer.encode(text).ids
-            assert local.segments.held_bytes <= room
+            assert list(LocalEncodingJob(local, text, special=True).encode()) == tokenizer.encode(text).ids
+            assert local.segment_cache.held_bytes <= room
 
 
 def test_a_further_turn_encodes_only_what_it_adds(made: Callable[[str], Tokenizer]) -> None:
@@ -194,20 +194,20 @@ def test_a_further_turn_encodes_only_what_it_adds(made: Callable[[str], Tokenize
         return f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{told}<|im_end|>\n"
 
     text, turn = "".join(map(said, range(20))), said(20)
-    first = Work(local, text, special=True)
+    first = LocalEncodingJob(local, text, special=True)
     assert first.missing_chars == len(text)
-    first.ids()
-    again = Work(local, text, special=True)
+    first.encode()
+    again = LocalEncodingJob(local, text, special=True)
     assert again.missing_chars == 0
-    further = Work(local, text + turn, special=True)
+    further = LocalEncodingJob(local, text + turn, special=True)
     assert len(turn) <= further.missing_chars <= len(turn) + 200
-    assert list(further.ids()) == made("byte level").encode(text + turn).ids
+    assert list(further.encode()) == made("byte level").encode(text + turn).ids
 
 
 def test_what_is_forgotten_is_what_was_unused_longest() -> None:
-    segments = Segments(8_000)
+    segments = SegmentCache(8_000)
     for number in range(100):
-        segments.keep(f"part {number}", array("I", [number]))
+        segments.add(f"part {number}", array("I", [number]))
         segments.look_up(["part 0"])
     kept = [number for number in range(100) if segments.look_up([f"part {number}"])[0] is not None]
     assert 0 in kept
@@ -216,6 +216,6 @@ def test_what_is_forgotten_is_what_was_unused_longest() -> None:
 
 
 def test_a_part_that_would_fill_the_room_is_not_kept() -> None:
-    segments = Segments(8_000)
-    segments.keep("x" * 2_000, array("I", [1]))
+    segments = SegmentCache(8_000)
+    segments.add("x" * 2_000, array("I", [1]))
     assert len(segments) == 0

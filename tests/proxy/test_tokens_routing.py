@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.scheduling import RequestFacts, RoundRobin
-from kvparams_proxy.tokens.choices import By, TokenizerError, load_tokenizers, read_choices
-from kvparams_proxy.tokens.files import load_tokenizer
-from kvparams_proxy.tokens.local import LocalTokenizer
+from kvparams.instances import RequestFacts, RoundRobin
+from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
+from kvparams_proxy.tokenization.tokenizer_choice import (
+    TokenizationMethod,
+    TokenizerError,
+    load_tokenizers,
+    parse_tokenizer_choices,
+)
+from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
 from tests.proxy.made_tokenizers import byte_level, save
 
 from .conftest import StartProxy
@@ -48,12 +53,12 @@ def _urls(stub: StubEngines) -> list[list[str]]:
 async def test_a_policy_sees_the_token_ids_of_text_and_chat(
     stub: StubEngines, proxy: StartProxy, seen: list[RequestFacts], folder: Path
 ) -> None:
-    running = await proxy(*_urls(stub), tokenizers={None: load_tokenizer(folder)})
+    running = await proxy(*_urls(stub), tokenizers={None: load_local_tokenizer(folder)})
     whole = byte_level()
     assert (await running.client.post(COMPLETIONS, json=BODY)).status_code == 200
     expected = whole.encode(BODY["prompt"]).ids
     assert [list(facts.routing_ids or ()) for facts in seen] == [expected, expected]
-    assert [(facts.token_ids, facts.tokens) for facts in seen] == [(None, len(expected))] * 2
+    assert [(facts.token_ids, facts.prompt_tokens) for facts in seen] == [(None, len(expected))] * 2
     seen.clear()
     chat = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
     assert (await running.client.post("/v1/chat/completions", json=chat)).status_code == 200
@@ -64,7 +69,7 @@ async def test_a_policy_sees_the_token_ids_of_text_and_chat(
 
 async def test_no_document_speaks_of_ids_that_the_proxy_made(stage: StartStage, folder: Path) -> None:
     """An engine would hold them against the prompt that it has. Those that the client sent are in its documents."""
-    running = await stage(tokenizers={None: load_tokenizer(folder)})
+    running = await stage(tokenizers={None: load_local_tokenizer(folder)})
     assert (await running.ask()).status_code == 200
     documents = [found for actors in running.of.values() for actor in actors for found in actor.documents]
     assert [found.prefix for found in documents] == [None, None]
@@ -76,7 +81,7 @@ async def test_no_document_speaks_of_ids_that_the_proxy_made(stage: StartStage, 
 async def test_ids_that_the_client_sent_are_for_routing_too(
     stub: StubEngines, proxy: StartProxy, seen: list[RequestFacts]
 ) -> None:
-    running = await proxy(*_urls(stub), tokenizers={None: By.BYTES})
+    running = await proxy(*_urls(stub), tokenizers={None: TokenizationMethod.BYTES})
     await running.client.post(COMPLETIONS, json=BODY | {"prompt": [5, 6, 7]})
     assert seen[0].routing_ids == seen[0].token_ids == array("I", [5, 6, 7])
     seen.clear()
@@ -150,7 +155,7 @@ async def test_an_engine_that_is_asked_says_no_ids_and_requests_go_on(
     stub: StubEngines, proxy: StartProxy, seen: list[RequestFacts]
 ) -> None:
     """The stub engines have no `/tokenize`."""
-    running = await proxy(*_urls(stub), tokenizers={None: By.ENGINE})
+    running = await proxy(*_urls(stub), tokenizers={None: TokenizationMethod.ENGINE})
     assert (await running.client.post(COMPLETIONS, json=BODY)).status_code == 200
     assert list(seen[0].routing_ids or ()) == list(array("I", b'"Who is ther'))
     assert await running.metric('kvparams_proxy_prompts_total{source="bytes"}') == 1
@@ -161,16 +166,19 @@ async def test_an_engine_that_is_asked_says_no_ids_and_requests_go_on(
 
 
 def test_each_model_may_be_given_its_own_way(folder: Path) -> None:
-    assert read_choices("engine", Path()) == {None: By.ENGINE}
-    assert read_choices("a=engine, b=models/b,bytes", Path("/x")) == {
-        "a": By.ENGINE,
+    assert parse_tokenizer_choices("engine", Path()) == {None: TokenizationMethod.ENGINE}
+    assert parse_tokenizer_choices("a=engine, b=models/b,bytes", Path("/x")) == {
+        "a": TokenizationMethod.ENGINE,
         "b": Path("/x/models/b"),
-        None: By.BYTES,
+        None: TokenizationMethod.BYTES,
     }
-    assert read_choices({"a": "bytes", "*": "t"}, Path("/x")) == {"a": By.BYTES, None: Path("/x/t")}
-    loaded = load_tokenizers({"a": folder, "b": folder, None: By.BYTES})
+    assert parse_tokenizer_choices({"a": "bytes", "*": "t"}, Path("/x")) == {
+        "a": TokenizationMethod.BYTES,
+        None: Path("/x/t"),
+    }
+    loaded = load_tokenizers({"a": folder, "b": folder, None: TokenizationMethod.BYTES})
     assert loaded["a"] is loaded["b"]
-    assert loaded[None] is By.BYTES
+    assert loaded[None] is TokenizationMethod.BYTES
     with pytest.raises(TokenizerError):
         load_tokenizers({None: folder / "nothing"})
 
@@ -178,14 +186,14 @@ def test_each_model_may_be_given_its_own_way(folder: Path) -> None:
 @pytest.mark.parametrize("value", ["", "a=", "a=b,a=c", "x,y", 1, {"a": 1}, {"": "x"}, {"a": "\0"}, ["x"]])
 def test_what_says_nothing_clear_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"must be|names"):
-        read_choices(value, Path())
+        parse_tokenizer_choices(value, Path())
 
 
 def test_the_flag_and_the_fleet_file_say_it_alike(folder: Path, tmp_path: Path) -> None:
     engines = ["--prefill", "http://a:1", "--decode", "http://b:1"]
     settings = asked(*engines, "--tokenizer", f"m={folder},bytes").settings
     assert isinstance(settings.tokenizers["m"], LocalTokenizer)
-    assert settings.tokenizers[None] is By.BYTES
+    assert settings.tokenizers[None] is TokenizationMethod.BYTES
     assert settings.policy == "cache_aware"
     assert any("cache_aware" in note for note in asked(*engines, "--tokenizer", "bytes").notes)
     named = asked(*engines, "--tokenizer", "bytes", "--policy", "random")

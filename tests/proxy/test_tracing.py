@@ -23,16 +23,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvparams.errors import PluginError
-from kvparams.jsontext import JSONLimits
-from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
-from kvparams.scheduling import Instance, RequestFacts, Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.clients.keys_file import change_keys, new_key
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.request_lifecycle import TRANSITIONS, LifecycleState, RequestLifecycle, RequestOutcome
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.telemetry.account import Account, Refusal
-from kvparams_proxy.telemetry.spans import SpanExport
-from kvparams_proxy.telemetry.tracing import Trace, Tracer
+from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
+from kvparams_proxy.telemetry.spans import RequestSpanExporter
+from kvparams_proxy.telemetry.tracing import TraceContext, Tracer
 
 from .conftest import Scripted
 
@@ -74,7 +74,7 @@ def test_a_clients_trace_is_joined_and_its_decision_kept(
     assert trace.trace_id == trace_id
     assert trace.parent_id == parent
     assert trace.sampled is bool(flags & 1)
-    legs = [trace.leg(), trace.leg()]
+    legs = [trace.leg_traceparent_header(), trace.leg_traceparent_header()]
     told = [leg.decode().removeprefix("traceparent: ").strip().split("-") for leg in legs]
     assert all(version == "00" and int(t, 16) == trace_id for version, t, _, _ in told)
     assert all(int(f, 16) & 1 == flags & 1 for _, _, _, f in told)
@@ -84,7 +84,7 @@ def test_a_clients_trace_is_joined_and_its_decision_kept(
         assert len({*spans, parent, trace.span_id}) == 4
     else:
         assert spans == [parent, parent]  # nobody of us is in this trace
-        assert trace.line() == legs[0]
+        assert trace.traceparent_header() == legs[0]
 
 
 @pytest.mark.parametrize(
@@ -123,25 +123,25 @@ def test_the_share_that_is_sampled_is_the_share_that_was_asked_for() -> None:
 # spans
 
 
-def lived(states: list[tuple[State, str]], outcome: Outcome, trace: Trace) -> Account:
+def lived(states: list[tuple[LifecycleState, str]], outcome: RequestOutcome, trace: TraceContext) -> RequestRecord:
     """A request that has gone through these states, one in each tenth of a second; each leg began in time."""
     ticks = iter(number / 10 for number in range(100))
-    life = Lifecycle(lambda: next(ticks))
+    life = RequestLifecycle(lambda: next(ticks))
     for state, who in states:
         life.enter(state, who)
         if state in ("prefill", "decode"):
-            trace.leg()
-    life.leave(outcome)
+            trace.leg_traceparent_header()
+    life.finish(outcome)
     facts = RequestFacts("request-1", "transfer-1", "m" * 5000, 1, 1, None, None)
     route = [Instance("p0", "b", Role.PREFILL, "http://h", "x")]
-    account = Account(facts, b"/v1/completions", True, life, route, trace)
+    account = RequestRecord(facts, b"/v1/completions", True, life, route, trace)
     account.ended_s = time.time()
     return account
 
 
-async def exported(account: Account) -> list[ReadableSpan]:
+async def exported(account: RequestRecord) -> list[ReadableSpan]:
     exporter = InMemorySpanExporter()
-    spans = SpanExport(exporter)
+    spans = RequestSpanExporter(exporter)
     spans.ended(account)
     await spans.close()
     return list(exporter.get_finished_spans())
@@ -160,7 +160,7 @@ def ms(span: ReadableSpan) -> tuple[int, int]:
 
 async def test_a_request_has_a_span_for_each_wait_and_each_leg() -> None:
     trace, _ = tracer().begin([line(f"00-{TRACE}-{PARENT}-01")])
-    way: list[tuple[State, str]] = [
+    way: list[tuple[LifecycleState, str]] = [
         ("queued", ""),
         ("prefill", "p0"),
         ("result", "p0"),
@@ -225,7 +225,7 @@ async def test_a_request_has_a_span_for_each_wait_and_each_leg() -> None:
         ([], "refused", " +"),
     ],
 )
-async def test_what_failed_is_marked(way: list[tuple[State, str]], outcome: Outcome, well: str) -> None:
+async def test_what_failed_is_marked(way: list[tuple[LifecycleState, str]], outcome: RequestOutcome, well: str) -> None:
     trace, _ = tracer().begin([])
     spans = await exported(lived(way, outcome, trace))
     marks = ["-" if span.status.status_code is StatusCode.ERROR else "+" for span in spans]
@@ -236,14 +236,14 @@ async def test_what_failed_is_marked(way: list[tuple[State, str]], outcome: Outc
 @given(st.lists(st.integers(0, 5), max_size=12), st.integers(0, 2))
 def test_every_step_of_every_life_is_an_event_of_its_span(choices: list[int], end: int) -> None:
     trace, _ = tracer().begin([])
-    way: list[tuple[State, str]] = []
-    state: State = "created"
+    way: list[tuple[LifecycleState, str]] = []
+    state: LifecycleState = "created"
     for choice in choices:
-        ways = sorted(WAYS[state] - {"done"})
+        ways = sorted(TRANSITIONS[state] - {"done"})
         state = ways[choice % len(ways)]
         way.append((state, "an instance" if state in ("prefill", "result", "decode") else ""))
-    begun: list[Outcome] = ["ok", "midway", "gone"]
-    not_begun: list[Outcome] = ["refused", "failed", "gone"]
+    begun: list[RequestOutcome] = ["ok", "midway", "gone"]
+    not_begun: list[RequestOutcome] = ["refused", "failed", "gone"]
     account = lived(way, (begun if ("first_byte", "") in way else not_begun)[end], trace)
     server = asyncio.run(exported(account))[-1]
     assert [event.name for event in server.events] == ["created", *(state for state, _ in way), "done"]
@@ -255,8 +255,8 @@ async def test_what_is_not_sampled_leaves_nothing() -> None:
     assert await exported(lived([("decode", "d0"), ("first_byte", "")], "ok", trace)) == []
 
 
-def refusal(trace: Trace | None, error: ProxyError) -> Refusal:
-    return Refusal("request-1", b"/v1/completions", error, "team-a", "m" * 5000, trace)
+def refusal(trace: TraceContext | None, error: ProxyError) -> RefusedRequest:
+    return RefusedRequest("request-1", b"/v1/completions", error, "team-a", "m" * 5000, trace)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ async def test_a_request_that_is_refused_before_it_is_executed_has_a_span(
 ) -> None:
     trace, _ = tracer().begin([line(f"00-{TRACE}-{PARENT}-01")])
     exporter = InMemorySpanExporter()
-    spans = SpanExport(exporter)
+    spans = RequestSpanExporter(exporter)
     spans.refused(refusal(trace, error))
     spans.refused(refusal(None, error))
     spans.refused(refusal(tracer(0.0).begin([])[0], error))
@@ -297,7 +297,7 @@ async def test_a_request_that_is_refused_before_it_is_executed_has_a_span(
 async def test_a_collector_that_is_not_there_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     trace, _ = tracer().begin([])
-    spans = SpanExport()
+    spans = RequestSpanExporter()
     spans.ended(lived([("decode", "d0"), ("first_byte", "")], "ok", trace))
     begun = time.monotonic()
     await spans.close()
@@ -409,8 +409,8 @@ async def test_every_refusal_at_the_door_is_a_span_of_its_clients_trace(
     collector: Collector, engines: StartEngines, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.jsonl"
-    key, record = new_key("team-a", datetime.now(UTC))
-    with change_keys(keys) as records:
+    key, record = create_api_key("team-a", datetime.now(UTC))
+    with edit_api_keys(keys) as records:
         records[record.id] = record
     running, prefill, _ = await engines(trace=0.0, client_keys=keys, body=JSONLimits(max_bytes=1000))
     known = {"authorization": f"Bearer {key}"}
@@ -514,8 +514,8 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
 def test_without_tracing_nothing_of_it_is_imported() -> None:
     code = """
 import sys
-from kvparams_proxy.app import create_app
-from kvparams_proxy.settings import Settings
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.config.settings import Settings
 create_app(Settings(()))
 without = not any(name.startswith("opentelemetry") for name in sys.modules)
 create_app(Settings((), trace=0.1))

@@ -11,15 +11,15 @@ from typing import NoReturn
 import pytest
 
 from benchmarks.stub_engine import StubEngines
-from kvparams.scheduling import Instance, Role, RoundRobin
-from kvparams_proxy.cache_events.unheard import Unheard
+from kvparams.instances import Instance, Role, RoundRobin
+from kvparams_proxy.config.fleet_file import FleetFileProvider
+from kvparams_proxy.config.options import check_proxy_section
+from kvparams_proxy.config.settings import default_spec_rules
+from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.options import check_settings
-from kvparams_proxy.registry.entries import Rules
-from kvparams_proxy.registry.file import FileProvider
-from kvparams_proxy.registry.problems import ConfigError
+from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
+from kvparams_proxy.fleet.registry.instance_spec import SpecRules
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import known_rules
 
 from .conftest import Proxy, StartProxy
 from .stage import until
@@ -45,11 +45,13 @@ def rewrite(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-async def started(stub: StubEngines, proxy: StartProxy, file: Path, policy: str, rules: Rules | None = None) -> Proxy:
+async def started(
+    stub: StubEngines, proxy: StartProxy, file: Path, policy: str, rules: SpecRules | None = None
+) -> Proxy:
     urls = [[engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")]
-    rules = rules or known_rules()
-    provider = FileProvider(file, rules, partial(check_settings, file.parent), every_s=0.02)
-    return await proxy(*urls, policy=policy, admin=Secret("secret"), providers=(provider,), rules=rules)
+    rules = rules or default_spec_rules()
+    provider = FleetFileProvider(file, rules, partial(check_proxy_section, file.parent), every_s=0.02)
+    return await proxy(*urls, policy=policy, admin_token=Secret("secret"), providers=(provider,), spec_rules=rules)
 
 
 async def added(running: Proxy, id: str = "added") -> tuple[int, str]:
@@ -90,9 +92,9 @@ async def test_without_what_they_need_an_entry_is_refused(
     stub: StubEngines, proxy: StartProxy, file: Path, said: Callable[[], list[str]]
 ) -> None:
     """The control is an entry without them."""
-    deaf = replace(known_rules(), hears=False)
+    deaf = replace(default_spec_rules(), kv_events_installed=False)
     with pytest.raises(ConfigError, match="kv_events: needs pyzmq and msgspec: pip install"):
-        FileProvider(file, deaf, partial(check_settings, file.parent))
+        FleetFileProvider(file, deaf, partial(check_proxy_section, file.parent))
     declared = f"instances:\n{LINE % 'filed'}"
     rewrite(file, declared.replace("kv_events: 'tcp://127.0.0.1:9'", "drain: true"))
     running = await started(stub, proxy, file, "cache_aware", deaf)
@@ -111,7 +113,7 @@ async def test_without_what_they_need_an_entry_is_refused(
 async def test_who_was_not_asked_first_is_told_in_the_log(
     stub: StubEngines, proxy: StartProxy, file: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvparams_proxy.cache_events.books", None)  # as if pyzmq were not there
+    monkeypatch.setitem(sys.modules, "kvparams_proxy.fleet.kv_events.consumer", None)  # as if pyzmq were not there
     await started(stub, proxy, file, "cache_aware")
     [line] = said()
     assert line.startswith("kv_events of filed: nobody listens, since that needs pyzmq and msgspec: pip install")
@@ -124,7 +126,7 @@ def test_a_large_fleet_is_one_line(said: Callable[[], list[str]]) -> None:
         raise AssertionError("nobody asks")
 
     fleet = Fleet((), {role: RoundRobin() for role in Role}, lambda: 0.0, later)
-    fleet.listen(Unheard(turns.append, "for no reason"))
+    fleet.add_listener(UnusedEventsLogger(turns.append, "for no reason"))
     for number in range(100):
         events = f"tcp://h:{number + 1}" if number % 2 else None
         fleet.add(Instance(f"p{number}", "1", Role.PREFILL, f"http://h{number}", "nixl", kv_events=events))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvparams import parse
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 
 from .test_broken_engines import DONE, SSE, chunk, sending
 from .test_fleet import fleet, take
@@ -65,17 +65,17 @@ async def test_an_engine_with_which_no_version_is_common_is_given_no_work(
 def test_an_engine_that_speaks_another_version_is_another_incarnation() -> None:
     one = fleet(prefill=1, decode=1)
     (member,) = (member for member in one.members if member.instance.role is Role.DECODE)
-    one.learn(member, True, None)
+    one.record_probe(member, True, None)
     before = take(one)
     assert before.version == "1.0"
-    one.learn(member, True, None, version="1.0")
+    one.record_probe(member, True, None, version="1.0")
     assert take(one) is before
-    one.learn(member, True, None, version="1.1")
+    one.record_probe(member, True, None, version="1.1")
     after = take(one)
     assert (after.id, after.version) == (before.id, "1.1")
     assert after.incarnation != before.incarnation
-    one.learn(member, False, None)
-    one.learn(member, True, None)
+    one.record_probe(member, False, None)
+    one.record_probe(member, True, None)
     assert take(one).version == "1.1"
 
 

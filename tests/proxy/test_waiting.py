@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.breaker import BreakerLimits, BreakerState
-from kvparams.scheduling import Instance, RequestFacts, Role, RoundRobin
+from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.breaker import BreakerLimits, BreakerState
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member, MemberState
@@ -61,7 +61,7 @@ class Rig:
         """What a request is told before its first leg."""
         facts = RequestFacts("r", "t", model, 1, 1, None, None, tenant, priority, tokens)
         try:
-            self.fleet.require([DECODE], facts)
+            self.fleet.check_admission([DECODE], facts)
         except ProxyError as error:
             return f"{error.status} {error.code}"
         return None
@@ -111,8 +111,8 @@ def test_a_leg_waits_until_an_instance_has_room_and_is_bound_only_then() -> None
 def test_who_gives_up_is_not_granted_anything() -> None:
     rig = limited()
     runs, leaves, stays = rig.ask(), rig.ask(), rig.ask()
-    rig.fleet.give_up(leaves)
-    rig.fleet.give_up(leaves)
+    rig.fleet.cancel_wait(leaves)
+    rig.fleet.cancel_wait(leaves)
     rig.end(runs)
     assert leaves.instance is None
     assert stays.instance is not None
@@ -142,7 +142,7 @@ def test_a_new_instance_takes_those_who_wait() -> None:
     waits = rig.ask()
     member = rig.fleet.add(Instance("d1", "b", DECODE, "http://h:1", "nixl"))
     assert waits.instance is None
-    rig.fleet.learn(member, True, None)
+    rig.fleet.record_probe(member, True, None)
     assert waits.instance is member.instance
 
 
@@ -174,7 +174,7 @@ def test_a_large_one_is_not_starved_by_small_ones_and_holds_up_one_instance_only
 
 def test_a_large_one_is_not_starved_by_those_of_another_model_on_the_same_instance() -> None:
     rig = limited(requests=None, tokens=100)
-    rig.fleet.learn(rig.member(), True, frozenset("a"))
+    rig.fleet.record_probe(rig.member(), True, frozenset("a"))
     running = rig.ask(tokens=50, model="a")
     large = rig.ask(tokens=80, model="a")
     small = rig.ask(tokens=10)
@@ -186,8 +186,8 @@ def test_a_large_one_is_not_starved_by_those_of_another_model_on_the_same_instan
 
 def test_those_of_another_model_do_not_wait_behind_this_one() -> None:
     rig = limited(decode=2)
-    rig.fleet.learn(rig.member("d0"), True, frozenset("a"))
-    rig.fleet.learn(rig.member("d1"), True, frozenset("b"))
+    rig.fleet.record_probe(rig.member("d0"), True, frozenset("a"))
+    rig.fleet.record_probe(rig.member("d1"), True, frozenset("b"))
     rig.ask(model="a")
     assert rig.ask(model="a").instance is None
     other = rig.ask(model="b")
@@ -199,8 +199,8 @@ def test_those_of_another_model_do_not_wait_behind_this_one() -> None:
 
 def test_even_a_full_queue_does_not_hold_up_who_can_run_elsewhere() -> None:
     rig = limited(decode=2, waiting=1)
-    rig.fleet.learn(rig.member("d0"), True, frozenset("a"))
-    rig.fleet.learn(rig.member("d1"), True, frozenset("b"))
+    rig.fleet.record_probe(rig.member("d0"), True, frozenset("a"))
+    rig.fleet.record_probe(rig.member("d1"), True, frozenset("b"))
     assert [rig.ask(model="a").instance is None for _ in range(2)] == [False, True]
     assert rig.refused(model="a").code == "queue_full"
     assert rig.ask(model="b").instance is not None
@@ -307,7 +307,7 @@ def test_who_gives_up_because_another_has_waited_too_long_hears_nothing() -> Non
     class Pair(Client):
         def refused(self, error: ProxyError) -> None:
             super().refused(error)
-            rig.fleet.give_up(other)
+            rig.fleet.cancel_wait(other)
 
     first = Pair(running.facts)
     for client in (first, other):
@@ -344,8 +344,8 @@ def test_without_a_queue_it_is_foreseen_whether_there_is_room() -> None:
 
 def test_a_full_queue_of_others_says_nothing_of_who_can_run_elsewhere() -> None:
     rig = limited(decode=2, waiting=1)
-    rig.fleet.learn(rig.member("d0"), True, frozenset("a"))
-    rig.fleet.learn(rig.member("d1"), True, frozenset("b"))
+    rig.fleet.record_probe(rig.member("d0"), True, frozenset("a"))
+    rig.fleet.record_probe(rig.member("d1"), True, frozenset("b"))
     for _ in range(2):
         rig.ask(model="a")
     assert [rig.required(model=model) for model in ("a", "b")] == ["503 queue_full", None]
@@ -396,7 +396,7 @@ def test_nobody_waits_for_a_role_that_is_down() -> None:
     runs = rig.ask()
     waits = rig.ask()
     assert runs.instance is not None
-    rig.fleet.failed(runs.instance, connected=False)
+    rig.fleet.record_failure(runs.instance, connected=False)
     assert waits.error is not None
     assert waits.error.code == "no_decode_instance"
     assert rig.refused().retry_after_s == 5
@@ -406,7 +406,7 @@ def failing(rig: Rig, client: Client) -> None:
     """Its leg fails, as the executor tells it."""
     rig.end(client)
     assert client.instance is not None
-    rig.fleet.failed(client.instance, connected=True)
+    rig.fleet.record_failure(client.instance, connected=True)
 
 
 @pytest.mark.parametrize("breaker", [True, False])
@@ -427,9 +427,9 @@ def test_a_worker_that_fails_at_once_does_not_attract_all_traffic(breaker: bool)
             done = good.pop(0)
             rig.end(done)
             assert done.instance is not None
-            rig.fleet.succeeded(done.instance)
+            rig.fleet.record_success(done.instance)
         if number % 50 == 0:
-            rig.fleet.learn(rig.member("d0"), True, None)  # its probes are always well
+            rig.fleet.record_probe(rig.member("d0"), True, None)  # its probes are always well
         rig.clock.pass_time(0.1)
     if breaker:
         assert 5 <= bad <= 25
@@ -440,7 +440,7 @@ def test_a_worker_that_fails_at_once_does_not_attract_all_traffic(breaker: bool)
 def broken(rig: Rig, *, busy: bool = False, id: str = "d0") -> None:
     """This instance has failed; all others are well."""
     while rig.member(id).state is MemberState.READY:
-        rig.fleet.failed(rig.member(id).instance, connected=True, busy=busy)
+        rig.fleet.record_failure(rig.member(id).instance, connected=True, busy=busy)
 
 
 def chosen(rig: Rig, count: int = 6) -> list[Client]:
@@ -463,7 +463,7 @@ def test_a_broken_instance_is_tried_with_one_leg_at_a_time() -> None:
     (trial,) = chosen(rig)
     rig.end(trial)
     assert trial.instance is not None
-    rig.fleet.succeeded(trial.instance)
+    rig.fleet.record_success(trial.instance)
     assert len(chosen(rig)) == 3
 
 
@@ -474,10 +474,10 @@ def test_where_nobody_is_well_those_are_used_that_answer_probes() -> None:
     broken(rig, id="d1")
     assert [len(chosen(rig)), rig.fleet.panic_legs(DECODE)] == [3, 6]
     assert rig.required() is None
-    assert not rig.fleet.there(DECODE, None)  # whoever can do without it does
+    assert not rig.fleet.has_candidates(DECODE, None)  # whoever can do without it does
     failing(rig, rig.ask())  # what fails then makes nothing worse
     assert [rig.member(id).breaker.opened for id in ("d0", "d1")] == [1, 1]
-    rig.fleet.learn(rig.member(), True, None)
+    rig.fleet.record_probe(rig.member(), True, None)
     rig.clock.pass_time(2.0)
     assert rig.member().breaker.state is BreakerState.HALF_OPEN
     assert rig.member("d1").breaker.state is BreakerState.OPEN
@@ -485,9 +485,9 @@ def test_where_nobody_is_well_those_are_used_that_answer_probes() -> None:
     assert len(clients) == 6
     failing(rig, clients[0])
     assert 0 < len(chosen(rig)) < 6
-    rig.fleet.learn(rig.member(), False, None)
+    rig.fleet.record_probe(rig.member(), False, None)
     assert chosen(rig) == []  # who cannot be reached is not used
-    rig.fleet.learn(rig.member("d1"), False, None)
+    rig.fleet.record_probe(rig.member("d1"), False, None)
     assert rig.refused().code == "no_decode_instance"
 
 
@@ -561,9 +561,9 @@ def test_good_probes_bring_the_trial_forward() -> None:
     """Two are enough to half what is left, and half of that: nobody else need do anything."""
     rig = Rig(2, breaker=BreakerLimits(open_s=16.0, longest_s=16.0))
     broken(rig)
-    rig.fleet.learn(rig.member(), True, None)
+    rig.fleet.record_probe(rig.member(), True, None)
     rig.clock.pass_time(4.0)
-    rig.fleet.learn(rig.member(), True, None)
+    rig.fleet.record_probe(rig.member(), True, None)
     rig.clock.pass_time(1.9)
     assert chosen(rig) == []
     rig.clock.pass_time(0.1)
@@ -577,8 +577,8 @@ def test_good_probes_bring_the_trial_forward() -> None:
 
 def came_back(rig: Rig, id: str = "d0") -> Member:
     member = rig.member(id)
-    rig.fleet.learn(member, False, None)
-    rig.fleet.learn(member, True, None)
+    rig.fleet.record_probe(member, False, None)
+    rig.fleet.record_probe(member, True, None)
     return member
 
 
@@ -623,7 +623,7 @@ def test_when_all_have_just_come_back_nobody_is_held_back() -> None:
 def test_at_the_start_of_the_proxy_nobody_starts_slowly() -> None:
     rig = Rig(2, LeastLoad())
     for member in rig.fleet.members:
-        rig.fleet.learn(member, True, None)
+        rig.fleet.record_probe(member, True, None)
     rig.fleet.drain("d1")
     for _ in range(10):
         rig.ask()
@@ -636,7 +636,7 @@ def test_at_the_start_of_the_proxy_nobody_starts_slowly() -> None:
 def test_those_who_came_before_the_first_request_do_not_start_slowly() -> None:
     rig = Rig(2, LeastLoad())
     came_back(rig)
-    rig.fleet.settled()
+    rig.fleet.startup_complete()
     for _ in range(10):
         rig.ask()
     assert [member.in_flight for member in rig.fleet.members] == [5, 5]

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from kvparams_proxy.execution.watch import Watch
+from kvparams_proxy.event_loop.deadlines import Deadlines
 
 
 class Leg:
     """Notes that its time is over."""
 
-    def __init__(self, watch: Watch, *, fails: bool = False) -> None:
+    def __init__(self, watch: Deadlines, *, fails: bool = False) -> None:
         self.expired = 0
         self._watch = watch
         self._fails = fails
@@ -22,7 +22,7 @@ class Leg:
 
 
 async def test_a_time_out_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch(asyncio.get_running_loop())
+    watch = Deadlines(asyncio.get_running_loop())
     bad, same, later, stopped = Leg(watch, fails=True), Leg(watch), Leg(watch), Leg(watch)
     watch.start(bad, 0.0)
     watch.start(same, 0.0)

@@ -11,11 +11,11 @@ import pytest
 import uvloop
 
 from demo.processes import Processes
-from kvparams_proxy.queue.consumer import Consumer
-from kvparams_proxy.queue.upstream import QueueUpstream
+from kvparams_proxy.queue.consumer import WorkConsumer
+from kvparams_proxy.queue.queue_upstream import QueueUpstream
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.proxy.conftest import Script, Scripted
 
 from .rabbitmq import RabbitMQ
@@ -72,11 +72,11 @@ class Nodes:
         self._stack.callback(way.close)
         return way
 
-    def consumer(self, engine: str, room: int = 16, silence_s: float = 30.0) -> Consumer:
+    def consumer(self, engine: str, room: int = 16, silence_s: float = 30.0) -> WorkConsumer:
         """A decode node beside the engine at this URL."""
-        pool = Pool(engine, UpstreamLimits())
+        pool = UpstreamConnectionPool(engine, UpstreamLimits())
         self._stack.callback(pool.close)
-        return Consumer(self._url, pool, name=self.name, room=room, silence_s=silence_s, probe_s=0.2, leave_s=0.2)
+        return WorkConsumer(self._url, pool, name=self.name, room=room, silence_s=silence_s, probe_s=0.2, leave_s=0.2)
 
     async def decode(self, script: Script, room: int = 16, silence_s: float = 30.0) -> "Decode":
         """One whose engine does as `script` says."""
@@ -92,7 +92,7 @@ class Decode(NamedTuple):
     """A decode node and its engine."""
 
     engine: Scripted
-    consumer: Consumer
+    consumer: WorkConsumer
     server: asyncio.Server
 
 

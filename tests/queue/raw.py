@@ -10,17 +10,17 @@ import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
 
 from kvparams_proxy.queue.messages import (
-    Control,
-    Part,
-    Taken,
-    Work,
+    ControlMessage,
+    ResultPart,
+    WorkItem,
+    WorkTaken,
     node_of,
     read_control,
     read_work,
     write_part,
     write_result,
 )
-from kvparams_proxy.queue.topology import Names
+from kvparams_proxy.queue.topology import QueueNames
 
 __all__ = ["RawNode", "hearing", "sent", "waiting"]
 
@@ -32,10 +32,10 @@ class RawNode:
 
     def __init__(self, url: str, pool: str, name: str = "draw") -> None:
         self._url = url
-        self.names: Final = Names(pool)
+        self.names: Final = QueueNames(pool)
         self.name: Final = name
         self._work: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
-        self._orders: asyncio.Queue[Control] = asyncio.Queue()
+        self._orders: asyncio.Queue[ControlMessage] = asyncio.Queue()
         self._connection: AbstractConnection | None = None
         self._channel: AbstractChannel | None = None
 
@@ -58,21 +58,21 @@ class RawNode:
         if self._connection is not None:
             await self._connection.close()
 
-    async def take(self) -> Work:
+    async def take(self) -> WorkItem:
         """The next work; not acknowledged."""
         async with asyncio.timeout(LIMIT_S):
             return read_work((await self._work.get()).body)
 
-    async def told(self) -> Control:
+    async def told(self) -> ControlMessage:
         """The next order."""
         async with asyncio.timeout(LIMIT_S):
             return await self._orders.get()
 
-    async def say_taken(self, work: Work) -> None:
+    async def say_taken(self, work: WorkItem) -> None:
         """Tell whoever asked."""
-        await self._send(write_result(Taken(work.id, self.name)), self.names.results(node_of(work.id)))
+        await self._send(write_result(WorkTaken(work.id, self.name)), self.names.results(node_of(work.id)))
 
-    async def say(self, part: Part) -> None:
+    async def say(self, part: ResultPart) -> None:
         """A piece of an answer."""
         await self._send(write_part(part), self.names.results(node_of(part.id)))
 

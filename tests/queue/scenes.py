@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
-from kvparams_proxy.queue.awaited import Awaited as Attempt
-from kvparams_proxy.queue.messages import Work
-from kvparams_proxy.queue.upstream import QueueUpstream
-from kvparams_proxy.upstream.terms import Head, UpstreamError
+from kvparams_proxy.queue.messages import WorkItem
+from kvparams_proxy.queue.pending_reply import PendingReply as Attempt
+from kvparams_proxy.queue.queue_upstream import QueueUpstream
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
 from tests.proxy.conftest import answer
 
 from .conftest import Nodes
@@ -24,14 +24,14 @@ class Heard:
     """A sink that keeps what it hears."""
 
     def __init__(self) -> None:
-        self.head = Head()
+        self.head = ResponseHead()
         self.body = b""
         self.error: UpstreamError | None = None
         self.ends = 0
         self.some = asyncio.Event()
         self.done = asyncio.Event()
 
-    def on_head(self, head: Head) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         assert not self.head.status
         self.head = head
 
@@ -106,7 +106,7 @@ class Taken(NamedTuple):
     """Work that a decode node has in its hands."""
 
     node: RawNode
-    work: Work
+    work: WorkItem
     heard: Heard
     """Of it, by whoever asked."""
 

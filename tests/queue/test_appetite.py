@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 from aiormq.abc import AbstractChannel
 
-from kvparams_proxy.queue.appetite import Appetite
+from kvparams_proxy.queue.consumer_prefetch import ConsumerPrefetch
 from kvparams_proxy.upstream.interface import Upstream
-from kvparams_proxy.upstream.terms import Head, Sink, UpstreamError
+from kvparams_proxy.upstream.types import ResponseHead, ResponseSink, UpstreamError
 
 from .scenes import until
 
@@ -20,12 +20,12 @@ class Well:
     def get(self, path: bytes) -> bytes:
         return path
 
-    def exchange(self, request: bytes, sink: Sink) -> "Well":
+    def exchange(self, request: bytes, sink: ResponseSink) -> "Well":
         asyncio.get_running_loop().call_soon(self._answer, sink)
         return self
 
-    def _answer(self, sink: Sink) -> None:
-        sink.on_head(Head(200))
+    def _answer(self, sink: ResponseSink) -> None:
+        sink.on_head(ResponseHead(200))
         sink.on_done(None)
 
     def discard(self) -> None:
@@ -39,7 +39,7 @@ class Away(Well):
         self.there = False
         self.asked = 0
 
-    def _answer(self, sink: Sink) -> None:
+    def _answer(self, sink: ResponseSink) -> None:
         self.asked += 1
         if self.there:
             super()._answer(sink)
@@ -70,12 +70,12 @@ async def test_a_library_that_gives_up_its_own_calls_does_not_end_it() -> None:
     """aiormq does so when a broker has been silent for too long."""
     stuck = asyncio.Event()
     take = cast("Any", None)
-    appetite = Appetite(cast("Upstream", Well()), 3, 1.0, take, stuck.set)
+    appetite = ConsumerPrefetch(cast("Upstream", Well()), 3, 1.0, take, stuck.set)
     try:
         for error in (asyncio.CancelledError(), ConnectionError(), None):
             channel = Channel(error)
             stuck.clear()
-            await appetite.opened(cast("AbstractChannel", channel), "work")
+            await appetite.on_broker_opened(cast("AbstractChannel", channel), "work")
             await until(lambda channel=channel: channel.asked == [3])
             await until(lambda error=error: stuck.is_set() is (error is not None))
         assert appetite.ready
@@ -87,7 +87,7 @@ async def test_each_change_of_its_engine_is_told_once_whoever_notices(caplog: py
     """Also of an engine that was never up, of one that work finds gone first, and of one whose work fails."""
     caplog.set_level(logging.INFO)
     engine = Away()
-    appetite = Appetite(cast("Upstream", engine), 3, 0.01, cast("Any", None), lambda: None)
+    appetite = ConsumerPrefetch(cast("Upstream", engine), 3, 0.01, cast("Any", None), lambda: None)
 
     def said() -> list[str]:
         return [f"{one.levelname[0]} {one.getMessage()}" for one in caplog.records]
@@ -100,17 +100,17 @@ async def test_each_change_of_its_engine_is_told_once_whoever_notices(caplog: py
         await until(lambda: appetite.ready)
         assert said()[1:] == ["I the engine is ready: it answers probes"]
         engine.there = False
-        appetite.learn(UpstreamError("no connection to the engine (refused)", connected=False), well=False)
+        appetite.record_outcome(UpstreamError("no connection to the engine (refused)", connected=False), well=False)
         asked = engine.asked
         await until(lambda: engine.asked >= asked + 3)
         assert said()[2:] == [gone]
         engine.there = True
         await until(lambda: appetite.ready)
         for _ in range(5):
-            appetite.learn(None, well=False)
+            appetite.record_outcome(None, well=False)
         assert said()[4:] == ["W the engine is broken: its work fails; it gets no work for a while"]
         await until(lambda: appetite.ready)  # half open
-        appetite.learn(None, well=True)
+        appetite.record_outcome(None, well=True)
         assert said()[5:] == ["I the engine is ready: its work succeeds again"]
     finally:
         await appetite.close()

@@ -11,11 +11,18 @@ import httpx
 import pytest
 from pamqp.common import Arguments
 
-from kvparams_proxy.queue.messages import Malformed, Part, Result, Work, read_results, write_work
-from kvparams_proxy.queue.outbox import Letter
-from kvparams_proxy.queue.running import Running
-from kvparams_proxy.queue.topology import Names
-from kvparams_proxy.upstream.terms import Head, UpstreamError
+from kvparams_proxy.queue.messages import (
+    MalformedMessage,
+    ResultMessage,
+    ResultPart,
+    WorkItem,
+    read_results,
+    write_work,
+)
+from kvparams_proxy.queue.outbox import OutboundMessage
+from kvparams_proxy.queue.running_work import RunningWork
+from kvparams_proxy.queue.topology import QueueNames
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
 from tests.proxy.conftest import answer
 
 from .cluster import Cluster
@@ -98,7 +105,7 @@ async def test_a_part_that_is_too_large_for_the_broker_ends_its_answer_alone(nar
     assert big.error is not None
     assert big.error.reason == "a part of the answer is larger than the broker takes"
     assert big.error.sent
-    await until(lambda: not decode.consumer.running)
+    await until(lambda: not decode.consumer.running_count)
 
 
 class Told:
@@ -107,43 +114,43 @@ class Told:
     def __init__(self) -> None:
         self.node: Final = "d"
         self.silence_s: Final = 1.0
-        self.letters: list[Letter] = []
+        self.letters: list[OutboundMessage] = []
         self.ends = 0
 
     def now(self) -> float:
         return 0.0
 
-    def watch(self, running: Running, limit_s: float) -> None:
+    def watch(self, running: RunningWork, limit_s: float) -> None:
         """It is not late."""
 
-    def put(self, letter: Letter, to: str) -> None:
+    def put(self, letter: OutboundMessage, to: str) -> None:
         self.letters.append(letter)
 
-    def withdraw(self, letter: Letter) -> None:
+    def withdraw(self, letter: OutboundMessage) -> None:
         self.letters.remove(letter)
 
-    def over(self, running: Running, error: UpstreamError | None, status: int) -> None:
+    def engine_finished(self, running: RunningWork, error: UpstreamError | None, status: int) -> None:
         """The engine is not looked at here."""
 
-    def done(self, running: Running) -> None:
+    def work_finished(self, running: RunningWork) -> None:
         self.ends += 1
 
 
 def test_no_part_is_longer_than_a_mebibyte() -> None:
     told = Told()
-    running = Running(told, Work("p.1", "/v1/completions", b"", b""))
+    running = RunningWork(told, WorkItem("p.1", "/v1/completions", b"", b""))
     whole = bytes(range(256)) * (5 << 12)  # 5 MiB
-    running.on_head(Head(200, b"text/plain"))
+    running.on_head(ResponseHead(200, b"text/plain"))
     running.on_body(whole[: 3 << 20])
     running.on_body(whole[3 << 20 :])
     running.on_done(None)
-    parts: list[Part] = []
+    parts: list[ResultPart] = []
     while told.letters:
         letter = told.letters.pop(0)
         (part,) = read_results(letter.body)
-        assert isinstance(part, Part)
+        assert isinstance(part, ResultPart)
         parts.append(part)
-        letter.settled("kept")
+        letter.on_settled("kept")
     assert b"".join(part.body for part in parts) == whole
     assert max(len(part.body) for part in parts) == 1 << 20
     assert [part.number for part in parts] == list(range(len(parts)))
@@ -156,7 +163,7 @@ def test_no_part_is_longer_than_a_mebibyte() -> None:
 async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) -> None:
     async with taken(nodes) as (node, work, heard):
         for number in range(1, 300):
-            await node.say(Part(work.id, node.name, number, HEAD if number == 1 else None, b"", False, None))
+            await node.say(ResultPart(work.id, node.name, number, HEAD if number == 1 else None, b"", False, None))
         await ended(heard)
         assert heard.error is not None
         assert heard.error.reason == "its decode node leaves out a part of the answer"
@@ -178,13 +185,13 @@ async def test_a_node_that_is_shut_down_tells_who_waits(nodes: Nodes) -> None:
     assert heard.error.reason == "its decode node is shut down"
     assert heard.body == b"data: 1\n\n"
     assert chunks.left.is_set()
-    assert not decode.consumer.running
+    assert not decode.consumer.running_count
 
 
 @asynccontextmanager
 async def stuffed(nodes: Nodes, node: str) -> AsyncGenerator[str]:
     """A result queue of a prefill node that takes no more: the broker says so of what comes."""
-    queue = Names(nodes.name).results(node)
+    queue = QueueNames(nodes.name).results(node)
     connection = await aio_pika.connect(nodes.broker.url)
     async with connection:
         channel = await connection.channel()
@@ -198,14 +205,16 @@ async def test_what_the_broker_refuses_is_sent_again_and_its_work_not_given_up(n
     decode = await nodes.decode(echo)
     await until(lambda: decode.consumer.connected)
     async with stuffed(nodes, "p") as queue:
-        await sent(nodes.broker.url, Names(nodes.name).work, write_work(Work("p.1", "/v1/completions", b"", b"{}")))
+        await sent(
+            nodes.broker.url, QueueNames(nodes.name).work, write_work(WorkItem("p.1", "/v1/completions", b"", b"{}"))
+        )
         await until(lambda: bool(decode.engine.bodies))
         assert (await waiting(nodes.broker.url, queue, 1))[0].body == b"in the way"
-        found: list[Result | Malformed] = []
-        while not any(isinstance(each, Part) and each.last for each in found):
+        found: list[ResultMessage | MalformedMessage] = []
+        while not any(isinstance(each, ResultPart) and each.last for each in found):
             (letter,) = await waiting(nodes.broker.url, queue, 1)
             found += read_results(letter.body)
-        parts = sorted(each for each in found if isinstance(each, Part))
+        parts = sorted(each for each in found if isinstance(each, ResultPart))
         assert [(part.number, part.body, part.last) for part in parts] == [(0, b"{}", False), (1, b"", True)]
         await until(lambda: decode.consumer.counts["done"] == 1)
 
@@ -214,8 +223,8 @@ async def test_what_a_node_that_leaves_could_tell_nobody_is_given_to_another_one
     async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
         decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
         await until(lambda: decode.consumer.connected)
-        work = Work("p.1", "/v1/completions", b"", b"{}")
-        await sent(nodes.broker.url, Names(nodes.name).work, write_work(work))
+        work = WorkItem("p.1", "/v1/completions", b"", b"{}")
+        await sent(nodes.broker.url, QueueNames(nodes.name).work, write_work(work))
         await until(lambda: bool(decode.engine.bodies))
         await leaving.aclose()
         async with RawNode(nodes.broker.url, nodes.name) as other:
@@ -226,8 +235,8 @@ async def test_what_is_no_work_is_put_aside_only_when_whoever_asked_has_been_tol
     async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
         decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
         await until(lambda: decode.consumer.connected)
-        work = Work("p.1", "/admin/instances", b"", b"{}")
-        await sent(nodes.broker.url, Names(nodes.name).work, write_work(work))
+        work = WorkItem("p.1", "/admin/instances", b"", b"{}")
+        await sent(nodes.broker.url, QueueNames(nodes.name).work, write_work(work))
         await until(lambda: decode.consumer.counts["refused"] == 1)
         await leaving.aclose()
         async with RawNode(nodes.broker.url, nodes.name) as other:

@@ -6,10 +6,10 @@ from typing import Final
 
 import pytest
 
-from kvparams_proxy.queue.messages import Control, Head, Part, Work, write_control, write_work
-from kvparams_proxy.queue.topology import Names
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamError
+from kvparams_proxy.queue.messages import ControlMessage, ResultHead, ResultPart, WorkItem, write_control, write_work
+from kvparams_proxy.queue.topology import QueueNames
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamError
 from tests.proxy.conftest import answer
 
 from .conftest import Nodes
@@ -17,14 +17,14 @@ from .rabbitmq import RabbitMQ
 from .raw import RawNode, sent, waiting
 from .scenes import LIMIT_S, Chunks, begun, echo, ended, send, taken, until
 
-HEAD: Final = Head(200, b"text/plain", b"")
+HEAD: Final = ResultHead(200, b"text/plain", b"")
 
 
 @pytest.mark.slow
 async def test_work_of_a_node_that_died_is_lost_and_not_run_again_unasked(nodes: Nodes) -> None:
     async with taken(nodes) as (dying, work, heard):
         await dying.say_taken(work)
-        await dying.say(Part(work.id, dying.name, 0, HEAD, b"one", False, None))
+        await dying.say(ResultPart(work.id, dying.name, 0, HEAD, b"one", False, None))
         async with asyncio.timeout(LIMIT_S):
             await heard.some.wait()
     other = await nodes.decode(echo)
@@ -50,8 +50,8 @@ async def test_a_node_that_was_told_to_let_it_go_still_says_when_another_one_is_
         await dying.say_taken(work)
         other = await nodes.decode(echo)
         await until(lambda: other.consumer.connected)
-        cancel = write_control(Control("cancel", work.id))  # as if it had run it too
-        await sent(nodes.broker.url, Names(nodes.name).control(other.consumer.node), cancel)
+        cancel = write_control(ControlMessage("cancel", work.id))  # as if it had run it too
+        await sent(nodes.broker.url, QueueNames(nodes.name).control(other.consumer.node), cancel)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
     assert heard.error.reason == "the decode node that had it is gone"
@@ -62,7 +62,7 @@ async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) ->
     """Its work is given to another node, which does not run it; its own answer is the one that counts."""
     async with taken(nodes) as (node, work, heard):
         await node.say_taken(work)
-        await node.say(Part(work.id, node.name, 0, HEAD, b"one, ", False, None))
+        await node.say(ResultPart(work.id, node.name, 0, HEAD, b"one, ", False, None))
         await node.leave()
         other = await nodes.decode(echo)
         await until(lambda: other.consumer.counts["lost"] == 1)
@@ -70,7 +70,7 @@ async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) ->
             order = await node.told()
             assert (order.order, order.id) == ("ask", work.id)
             await node.say_taken(work)
-            await node.say(Part(work.id, node.name, 1, None, b"two", True, None))
+            await node.say(ResultPart(work.id, node.name, 1, None, b"two", True, None))
             await ended(heard)
     assert heard.error is None
     assert heard.body == b"one, two"
@@ -81,7 +81,7 @@ async def test_parts_that_come_twice_or_too_early_are_put_in_order(nodes: Nodes)
     async with taken(nodes) as (node, work, heard):
         for number in (2, 0, 0, 2, 1, 1, 3):
             head = HEAD if number == 0 else None
-            await node.say(Part(work.id, node.name, number, head, b"%d" % number, number == 3, None))
+            await node.say(ResultPart(work.id, node.name, number, head, b"%d" % number, number == 3, None))
         await ended(heard)
     assert heard.error is None
     assert heard.body == b"0123"
@@ -95,11 +95,11 @@ async def test_of_two_nodes_that_run_the_same_work_one_is_heard_and_the_other_st
     await until(lambda: all(each.consumer.connected and each.consumer.engine_ready for each in decodes))
     await until(lambda: bool(way.open_connections))  # else the copy may be first, and the work is not sent any more
     attempt, heard = send(way)
-    assert attempt.letter is not None
-    await sent(nodes.broker.url, Names(nodes.name).work, attempt.letter.body)
+    assert attempt.message is not None
+    await sent(nodes.broker.url, QueueNames(nodes.name).work, attempt.message.body)
     await until(lambda: any(each.consumer.counts["cancelled"] for each in decodes))
     stopped = next(place for place, each in enumerate(decodes) if each.consumer.counts["cancelled"])
-    assert not decodes[stopped].consumer.running
+    assert not decodes[stopped].consumer.running_count
     if decodes[stopped].engine.bodies:  # it was asked before it was stopped, as a rule
         async with asyncio.timeout(LIMIT_S):
             await scripts[stopped].left.wait()
@@ -119,9 +119,9 @@ async def test_what_is_no_work_is_a_dead_letter_and_whoever_asked_is_told(nodes:
     assert isinstance(heard.error, UpstreamError)
     assert "nothing is served at /admin/instances" in heard.error.reason
     assert not heard.error.sent
-    strange = write_work(Work("p.1", "/v1/completions", b"host: a\r\n", b"{}"))
-    await sent(nodes.broker.url, Names(nodes.name).work, b"", b"{}\n{}", b"\xff\n", strange)
-    dead = await waiting(nodes.broker.url, Names(nodes.name).dead, 5)
+    strange = write_work(WorkItem("p.1", "/v1/completions", b"host: a\r\n", b"{}"))
+    await sent(nodes.broker.url, QueueNames(nodes.name).work, b"", b"{}\n{}", b"\xff\n", strange)
+    dead = await waiting(nodes.broker.url, QueueNames(nodes.name).dead_letter, 5)
     assert len(dead) == 5
     assert not decode.engine.bodies
     _, good = send(way)  # the control
@@ -132,7 +132,7 @@ async def test_what_nobody_takes_in_time_is_a_dead_letter(nodes: Nodes) -> None:
     way = nodes.prefill(wait_s=0.3)
     _, heard = send(way, b"late")
     await ended(heard)
-    (dead,) = await waiting(nodes.broker.url, Names(nodes.name).dead, 1)
+    (dead,) = await waiting(nodes.broker.url, QueueNames(nodes.name).dead_letter, 1)
     assert dead.body.endswith(b"\nlate")
     await nodes.decode(echo)
     _, good = send(nodes.prefill())
@@ -146,7 +146,7 @@ async def test_work_that_takes_every_node_down_is_put_aside(nodes: Nodes) -> Non
     for _ in range(4):
         async with RawNode(nodes.broker.url, nodes.name) as dying:
             assert (await dying.take()).body == b"poison"
-    (dead,) = await waiting(nodes.broker.url, Names(nodes.name).dead, 1)
+    (dead,) = await waiting(nodes.broker.url, QueueNames(nodes.name).dead_letter, 1)
     assert dead.body.endswith(b"\npoison")
     attempt.discard()
 
@@ -213,7 +213,7 @@ async def test_streams_go_on_over_a_broker_that_was_away(own_broker: RabbitMQ, s
         await waited.done.wait()
     assert waited.error is None
     assert waited.body == b"too"
-    await until(lambda: not decode.consumer.running)
+    await until(lambda: not decode.consumer.running_count)
 
 
 async def test_a_node_that_cannot_ask_its_engine_says_so_and_has_its_room_again(
@@ -226,8 +226,8 @@ async def test_a_node_that_cannot_ask_its_engine_says_so_and_has_its_room_again(
         raise RuntimeError("a fault")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Pool, "request", fails)
+        patched.setattr(UpstreamConnectionPool, "request", fails)
         heard = send(way)[1]
         assert (await ended(heard)).error is not None
-        await until(lambda: not node.consumer.running)
+        await until(lambda: not node.consumer.running_count)
     assert (await ended(send(way, b"well")[1])).body == b"well"

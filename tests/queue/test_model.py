@@ -14,7 +14,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.exceptions import ChannelInvalidStateError, ChannelLockedResource, ChannelPreconditionFailed
 from pamqp.commands import Basic
 
-from kvparams_proxy.queue.topology import Names, declare_control, declare_results, declare_work
+from kvparams_proxy.queue.topology import QueueNames, declare_control, declare_results, declare_work
 from tests.simulation.broker import Broker, Message, Queue
 from tests.simulation.wire import Port
 
@@ -26,7 +26,7 @@ Connect = Callable[..., Awaitable[Any]]
 
 
 class Peer:
-    """One connection with two channels, made as `kvparams_proxy.queue.link` makes it."""
+    """One connection with two channels, made as `kvparams_proxy.queue.broker_connection` makes it."""
 
     def __init__(self, connection: Any, reads: AbstractChannel, writes: AbstractChannel) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class Peer:
 class Side:
     """One of the two brokers."""
 
-    def __init__(self, connect: Connect, url: str, names: Names, stack: AsyncExitStack) -> None:
+    def __init__(self, connect: Connect, url: str, names: QueueNames, stack: AsyncExitStack) -> None:
         self._connect = connect
         self._url = url
         self.names: Final = names
@@ -162,7 +162,7 @@ async def dead_letters_are_put_aside(side: Side) -> Seen:
     assert message.delivery_tag is not None
     await reader.reads.basic_reject(message.delivery_tag, requeue=False, wait=False)
     looking = await side.peer()
-    await looking.consume(side.names.dead, 0)
+    await looking.consume(side.names.dead_letter, 0)
     seen = await looking.see(1)
     await reader.leave()
     await writer.say(side.names.work, "poison")
@@ -178,7 +178,7 @@ async def dead_letters_are_put_aside(side: Side) -> Seen:
 
 async def the_oldest_goes_where_there_is_no_room(side: Side) -> Seen:
     peer = await side.peer()
-    queue = f"{side.names.base}.short"
+    queue = f"{side.names.prefix}.short"
     await peer.reads.queue_declare(queue, durable=True, arguments={"x-max-length": 2})
     await peer.say(queue, *"123")
     await peer.consume(queue, 0)
@@ -284,7 +284,7 @@ async def model() -> Port:
 
 @asynccontextmanager
 async def sides(broker: RabbitMQ, model: Port, names: Iterator[str]) -> AsyncGenerator[tuple[Side, Side]]:
-    pool = Names(next(names))
+    pool = QueueNames(next(names))
     async with AsyncExitStack() as stack:
         yield (
             Side(aio_pika.connect, broker.url, pool, stack),
@@ -315,6 +315,6 @@ async def test_a_model_that_is_not_alike_is_seen(model: Port) -> None:
     """The control."""
     other = Port(Forgetful(asyncio.get_running_loop()), Well())
     async with AsyncExitStack() as stack:
-        good, bad = (Side(port.connect, "amqp://somebody", Names("pool"), stack) for port in (model, other))
+        good, bad = (Side(port.connect, "amqp://somebody", QueueNames("pool"), stack) for port in (model, other))
         script = what_is_not_acknowledged_is_given_to_the_next
         assert await script(good) != await script(bad)

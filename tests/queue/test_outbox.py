@@ -9,7 +9,7 @@ from aiormq.abc import AbstractChannel
 from aiormq.exceptions import ChannelClosed, ChannelInvalidStateError, ChannelPreconditionFailed
 from pamqp.commands import Basic
 
-from kvparams_proxy.queue.outbox import Fate, Letter, Outbox
+from kvparams_proxy.queue.outbox import DeliveryOutcome, OutboundMessage, Outbox
 
 LIMIT_BYTES: Final = 1000
 SILENT: Final = (ChannelPreconditionFailed("PRECONDITION_FAILED"), ChannelClosed(311, "CONTENT_TOO_LARGE"))
@@ -50,18 +50,18 @@ class Sent:
 
     def __init__(self, how: Exception) -> None:
         self.outbox = Outbox(1 << 30)
-        self.fates: dict[str, Fate] = {}
+        self.fates: dict[str, DeliveryOutcome] = {}
         self.channels: list[Narrow] = []
         self._how = how
 
     def put(self, name: str, size: int, *, joins: bool) -> None:
         body = name.encode().ljust(size, b"-")
 
-        def settled(fate: Fate) -> None:
+        def settled(fate: DeliveryOutcome) -> None:
             assert name not in self.fates
             self.fates[name] = fate
 
-        self.outbox.put(Letter("queue", body, settled, joins=joins))
+        self.outbox.put(OutboundMessage("queue", body, settled, joins=joins))
 
     async def all_settled(self) -> None:
         async with asyncio.timeout(20):

@@ -4,9 +4,17 @@ import asyncio
 
 import pytest
 
-from kvparams_proxy.queue.messages import Head, Part, Work, node_of, read_results, write_part, write_work
-from kvparams_proxy.queue.topology import Names
-from kvparams_proxy.upstream.terms import UpstreamError, UpstreamFull, UpstreamTimeout
+from kvparams_proxy.queue.messages import (
+    ResultHead,
+    ResultPart,
+    WorkItem,
+    node_of,
+    read_results,
+    write_part,
+    write_work,
+)
+from kvparams_proxy.queue.topology import QueueNames
+from kvparams_proxy.upstream.types import UpstreamError, UpstreamOverflow, UpstreamTimeout
 from tests.proxy.conftest import answer
 
 from .conftest import Nodes
@@ -67,20 +75,20 @@ async def test_who_leaves_in_the_middle_of_a_stream_is_felt_by_the_engine(nodes:
         await chunks.left.wait()
     assert heard.ends == (how == "abort")
     assert decode.consumer.counts["cancelled"] == 1
-    assert not decode.consumer.running
+    assert not decode.consumer.running_count
 
 
 async def test_who_leaves_before_a_node_has_taken_it_costs_an_engine_nothing_for_long(nodes: Nodes) -> None:
     """It is taken, and let go as soon as the node that asked has said so."""
     way = nodes.prefill()
     attempt, _ = send(way)
-    await until(lambda: attempt.letter is None)  # the broker has it
+    await until(lambda: attempt.message is None)  # the broker has it
     attempt.discard()
     chunks = Chunks()
     decode = await nodes.decode(chunks)
     async with asyncio.timeout(LIMIT_S):
         await chunks.left.wait()
-    await until(lambda: not decode.consumer.running)
+    await until(lambda: not decode.consumer.running_count)
     assert decode.consumer.counts == {"done": 0, "cancelled": 1, "lost": 0, "refused": 0}
 
 
@@ -93,11 +101,11 @@ async def test_work_that_is_called_off_before_it_comes_is_not_run(nodes: Nodes) 
     async with asyncio.timeout(LIMIT_S):
         await first.some.wait()
     waiting = [send(way, b"waits")[0] for _ in range(50)]
-    await until(lambda: all(each.letter is None for each in waiting))  # the broker has it
+    await until(lambda: all(each.message is None for each in waiting))  # the broker has it
     for each in waiting:
         each.discard()
     told = asyncio.Event()
-    way.tell(decode.consumer.node, "ask", "p.0", lambda _: told.set())  # after all that has been said before
+    way.send_control(decode.consumer.node, "ask", "p.0", lambda _: told.set())  # after all that has been said before
     async with asyncio.timeout(LIMIT_S):
         await told.wait()
     chunks.chunks.put_nowait(b"")
@@ -115,7 +123,7 @@ async def test_nobody_takes_it_for_too_long(nodes: Nodes) -> None:
     way = nodes.prefill(wait_s=0.3)
     _, heard = send(way)
     await ended(heard)
-    assert isinstance(heard.error, UpstreamFull)
+    assert isinstance(heard.error, UpstreamOverflow)
     assert "within 0.3 s" in heard.error.reason
 
 
@@ -163,9 +171,9 @@ async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) 
     all_here, turn, stepped = asyncio.Semaphore(0), asyncio.Event(), 0
     decode = await nodes.decode(stepping)
     await until(lambda: decode.consumer.connected)
-    names = Names(nodes.name)
+    names = QueueNames(nodes.name)
     async with hearing(nodes.broker.url, names.results("p")) as letters:
-        works = [write_work(Work(f"p.{number}", "/v1/completions", b"", b"{}")) for number in range(streams)]
+        works = [write_work(WorkItem(f"p.{number}", "/v1/completions", b"", b"{}")) for number in range(streams)]
         await sent(nodes.broker.url, names.work, *works)
         async with asyncio.timeout(LIMIT_S):
             for _ in range(streams):
@@ -177,7 +185,7 @@ async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) 
             await asyncio.sleep(0.02)  # a step's time
         await until(lambda: decode.consumer.counts["done"] == streams)
     found = [result for letter in letters for result in read_results(letter)]
-    parts = [each for each in found if isinstance(each, Part)]
+    parts = [each for each in found if isinstance(each, ResultPart)]
     for number in range(streams):
         own = sorted(part for part in parts if part.id == f"p.{number}")
         assert b"".join(part.body for part in own) == b"".join(b"%5d" % step for step in range(steps))
@@ -201,11 +209,11 @@ async def test_a_fault_in_a_letter_costs_nobody_behind_it(nodes: Nodes, fault: s
         for sink in (ours, others):
             way.exchange(way.request(b"/v1/completions", b"", b"{}"), sink)
         asker = node_of((await node.take()).id)
-        good = Head(200, b"text/plain", b"")
-        bad = Head(200, b"x" * 1001, b"") if fault == "the node's" else good
+        good = ResultHead(200, b"text/plain", b"")
+        bad = ResultHead(200, b"x" * 1001, b"") if fault == "the node's" else good
         parts = (
-            Part(f"{asker}.1", node.name, 0, bad, b"a", True, None),
-            Part(f"{asker}.2", "d", 0, good, b"b", True, None),
+            ResultPart(f"{asker}.1", node.name, 0, bad, b"a", True, None),
+            ResultPart(f"{asker}.2", "d", 0, good, b"b", True, None),
         )
         await sent(nodes.broker.url, node.names.results(asker), b"".join(map(write_part, parts)))
         await ended(others)
@@ -224,10 +232,10 @@ async def test_what_another_node_says_that_cannot_be_read_ends_nothing(nodes: No
     async with RawNode(nodes.broker.url, nodes.name) as node:
         _, heard = send(way)
         work = await node.take()
-        head = Head(200, b"text/plain", b"")
-        await node.say(Part(work.id, node.name, 0, head, b"a", False, None))
-        await node.say(Part(work.id, "another", 0, head._replace(status=600), b"x", True, None))
-        await node.say(Part(work.id, node.name, 1, None, b"b", True, None))
+        head = ResultHead(200, b"text/plain", b"")
+        await node.say(ResultPart(work.id, node.name, 0, head, b"a", False, None))
+        await node.say(ResultPart(work.id, "another", 0, head._replace(status=600), b"x", True, None))
+        await node.say(ResultPart(work.id, node.name, 1, None, b"b", True, None))
         await ended(heard)
         assert (heard.error, heard.body) == (None, b"ab")
 

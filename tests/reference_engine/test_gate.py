@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvparams import parse
-from kvparams.trust.keyfile import create_keyring, read_keyring
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.signing import Signer
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.keyring_file import create_keyring, read_keyring
+from kvparams.signing.signer import Signer
 from reference_engine.__main__ import main
 from reference_engine.ask import RequestError
 from reference_engine.cache import PagedCache
-from reference_engine.kv import Gate, KVSharing
+from reference_engine.kv import KVSharing, RequestVerifier
 from reference_engine.metrics import Metrics
 from reference_engine.requests import read_completion
 from reference_engine.shape import ModelShape
@@ -33,11 +33,11 @@ DOCUMENT = {
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     path = tmp_path / "signing-keys.json"
-    create_keyring(path, Keyring([SigningKey.new(int(time.time()) - 60)]))
+    create_keyring(path, SigningKeyring([SigningKey.new(int(time.time()) - 60)]))
     return path
 
 
-def sharing(gate: Gate | None) -> KVSharing:
+def sharing(gate: RequestVerifier | None) -> KVSharing:
     shape = ModelShape()
     return KVSharing(
         role="both",
@@ -54,7 +54,7 @@ def sharing(gate: Gate | None) -> KVSharing:
 
 
 def test_only_what_was_signed_is_believed_and_only_once(keys: Path) -> None:
-    engine = sharing(Gate(keys, "pool-a", time.time, since=time.time() - 60))
+    engine = sharing(RequestVerifier(keys, "pool-a", time.time, since=time.time() - 60))
     signer = Signer(read_keyring(keys), "pool-a", time.time)
     carrier = signer.sign(parse(DOCUMENT))
     assert engine.read_control(carrier).phase == "release"
@@ -74,7 +74,7 @@ def test_only_what_was_signed_is_believed_and_only_once(keys: Path) -> None:
 def test_an_engine_that_has_just_begun_is_not_ready_to_believe_anybody(keys: Path) -> None:
     """Spec-mandated, 1.0#13.9: one before it may have accepted what is signed now."""
     carrier = Signer(read_keyring(keys), "pool-a", time.time).sign(parse(DOCUMENT))
-    engine = sharing(Gate(keys, "pool-a", time.time, since=time.time()))
+    engine = sharing(RequestVerifier(keys, "pool-a", time.time, since=time.time()))
     assert not engine.ready
     with pytest.raises(RequestError, match="used before"):
         engine.read_control(carrier)
@@ -94,14 +94,14 @@ import time
 asleep_until = time.monotonic() + 0.3
 while time.monotonic() < asleep_until:
     pass
-from kvparams_connectors.process import began
-print(began(), time.time())
+from kvparams_connectors.engines.process_start import process_start_time
+print(process_start_time(), time.time())
 """
 
 
 def test_native_keys_that_stand_elsewhere_are_not_acted_on(keys: Path) -> None:
     """Spec-mandated, 1.0#13.15: of every dialect, those that stand outside `kv_transfer_params`."""
-    engine = sharing(Gate(keys, "pool-a", time.time, since=time.time() - 60))
+    engine = sharing(RequestVerifier(keys, "pool-a", time.time, since=time.time() - 60))
     seen: set[str] = set()
     for path in (SPEC / "vectors" / "dialects").glob("*.json"):
         for case in json.loads(path.read_bytes())["cases"]:

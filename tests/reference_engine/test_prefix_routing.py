@@ -20,9 +20,9 @@ import pytest
 
 from demo.client import AnswerError, Reply, ask, new_client, scrape
 from demo.processes import Processes, Server, free_port
-from kvparams.peers import told
-from kvparams.trust.keyfile import create_keyring
-from kvparams.trust.keyring import Keyring, SigningKey
+from kvparams.peer_reads import peer_source_members
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.keyring_file import create_keyring
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ async def test_an_engine_that_restarts_is_forgotten_and_salts_share_nothing(tmp_
 def _signing(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What engines are told, and a proxy, so that they believe only what it says."""
     keys = str(folder / "signing-keys.json")
-    create_keyring(Path(keys), Keyring([SigningKey.new(int(time.time()) - 60)]))
+    create_keyring(Path(keys), SigningKeyring([SigningKey.new(int(time.time()) - 60)]))
     pool = ("--audience", "pool-a")
     return ("--verify-with", keys, *pool, "--clock-skew", "1"), ("--sign-with", keys, *pool)
 
@@ -249,7 +249,7 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
                 "transfer": {"id": "stranger", "attempt": 1},
                 "phase": "prefill",
                 "mode": "store",
-                **told("192.0.2.1:7400"),
+                **peer_source_members("192.0.2.1:7400"),
             }
             prompt = draw(200)
             alien = {**body(prompt), "max_tokens": 1, "kv_transfer_params": {"kvparams": document}}

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
 
 __all__ = [
     "ALIKE",
@@ -200,14 +200,14 @@ def _page(pool: Any, index: int) -> bytes:
 def value_of(store: KVStore, key: str) -> bytes:
     """A stored value, byte by byte."""
     buffer = memoryview(bytearray(store.exists([key]).result()[0].nbytes))
-    assert store.get([GetOp(key, (buffer,))]).result()[0].code is Code.OK
+    assert store.get([GetOp(key, (buffer,))]).result()[0].code is ResultCode.OK
     return bytes(buffer)
 
 
 def put_value(store: KVStore, key: str, value: bytes) -> None:
     """Store another value under a key."""
     store.delete([key]).result()
-    assert store.put([PutOp(key, (memoryview(value),))]).result()[0].code is Code.OK
+    assert store.put([PutOp(key, (memoryview(value),))]).result()[0].code is ResultCode.OK
 
 
 def names(count: int, start: int = 0) -> Sequence[str]:

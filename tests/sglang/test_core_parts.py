@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES
-from kvparams.seals import SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
-from kvparams_connectors.engines.sglang.forms import PageForm
-from kvparams_connectors.engines.sglang.places import Place, gather, scatter
+from kvparams_connectors.engines.sglang.model_identity import identify_model
+from kvparams_connectors.engines.sglang.page_buffers import PageBuffers, gather_page, scatter_page
+from kvparams_connectors.engines.sglang.page_keys import HiCachePageLayout
+from kvparams_connectors.engines.sglang.page_pipeline import HiCachePagePipeline
 from kvparams_connectors.engines.sglang.settings import SGLangSettings
-from kvparams_connectors.engines.sglang.tally import Tally
-from kvparams_connectors.engines.sglang.traffic import Traffic
-from kvparams_connectors.engines.sglang.weights import weights_of
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, valid_key
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, is_valid_key
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.stores.memory.store import MemoryStore
 from tests.connectors.valkey_server import wait_until
 
 _PAGE: Final = 12 * 1024
-FORM: Final = PageForm(
+FORM: Final = HiCachePageLayout(
     *("org/model", "1", None, "mha", "page_first", "bfloat16", 16, 0, 4, 0, 2, 32, 32, (0, 1), (0, 1), (0, 1)),
     payload_bytes=_PAGE,
 )
@@ -56,7 +56,7 @@ OTHERS: Final = [
 ]
 
 
-def pool(count: int, seed: int | None, pieces: int = 2) -> list[Place]:
+def pool(count: int, seed: int | None, pieces: int = 2) -> list[PageBuffers]:
     """Pages in so many pieces, that lie apart; zero without a seed."""
     memory = np.zeros((pieces, count, _PAGE // pieces), np.uint8)
     if seed is not None:
@@ -64,7 +64,7 @@ def pool(count: int, seed: int | None, pieces: int = 2) -> list[Place]:
     return [[memory[piece, number] for piece in range(pieces)] for number in range(count)]
 
 
-def content(places: list[Place]) -> list[bytes]:
+def content(places: list[PageBuffers]) -> list[bytes]:
     return [b"".join(piece.tobytes() for piece in place) for place in places]
 
 
@@ -72,9 +72,9 @@ def names(count: int) -> list[str]:
     return [f"{number:064x}" for number in range(count)]
 
 
-def traffic(store: KVStore, form: PageForm = FORM, **more: Any) -> Traffic:
+def traffic(store: KVStore, form: HiCachePageLayout = FORM, **more: Any) -> HiCachePagePipeline:
     settings: dict[str, Any] = {"arena_bytes": 1 << 20, "deadline_s": 5.0, **more}
-    return Traffic(store, form, settings.pop("tally", Tally()), **settings)
+    return HiCachePagePipeline(store, form, settings.pop("tally", HiCacheStats()), **settings)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def store() -> Iterator[KVStore]:
 
 
 def test_every_field_changes_the_key() -> None:
-    assert {name for other in OTHERS for name in other} == {field.name for field in fields(PageForm)}
+    assert {name for other in OTHERS for name in other} == {field.name for field in fields(HiCachePageLayout)}
     keys = {replace(FORM, **other).page("a").key for other in OTHERS}  # type: ignore[arg-type]
     assert len(keys | {FORM.page("a").key}) == len(OTHERS) + 1
 
@@ -98,7 +98,7 @@ def test_every_field_changes_the_key() -> None:
 def test_every_name_gets_a_key_that_every_store_takes_and_its_own(one: str, other: str) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in (one, other)]
     keys = [FORM.page(text).key for text in texts]
-    assert all(valid_key(key) for key in keys)
+    assert all(is_valid_key(key) for key in keys)
     assert (keys[0] == keys[1]) is (texts[0] == texts[1])
 
 
@@ -176,7 +176,7 @@ def folder(path: Path, weights: bytes, config: str = "{}") -> Path:
 def test_of_a_folder_the_files_count_and_not_where_it_lies(tmp_path: Path) -> None:
     def of(name: str, weights: bytes, config: str = "{}") -> tuple[str, str]:
         told = {**TOLD, "model_path": str(folder(tmp_path / name / "m", weights, config))}
-        return weights_of(PLAIN, "served", told, draft_layers=0)
+        return identify_model(PLAIN, "served", told, draft_layers=0)
 
     one = of("a", b"1" * 100)
     assert one[0] == "m"
@@ -186,7 +186,7 @@ def test_of_a_folder_the_files_count_and_not_where_it_lies(tmp_path: Path) -> No
 
 def test_of_a_folder_of_the_hubs_cache_its_commit_counts(tmp_path: Path) -> None:
     commits = [folder(tmp_path / "models--org--model" / "snapshots" / commit, b"") for commit in ("aa", "bb")]
-    seen = [weights_of(PLAIN, "s", {**TOLD, "model_path": str(path)}, draft_layers=0) for path in commits]
+    seen = [identify_model(PLAIN, "s", {**TOLD, "model_path": str(path)}, draft_layers=0) for path in commits]
     assert [name for name, _ in seen] == ["org/model"] * 2
     assert seen[0] != seen[1]
 
@@ -202,10 +202,10 @@ def test_of_a_folder_of_the_hubs_cache_its_commit_counts(tmp_path: Path) -> None
 )
 def test_what_is_made_of_the_weights_counts(other: dict[str, object]) -> None:
     said = SGLangSettings("memory:", revision="1")
-    plain = weights_of(said, "s", TOLD, draft_layers=0)
+    plain = identify_model(said, "s", TOLD, draft_layers=0)
     assert plain[0] == "org/model"
-    assert weights_of(said, "s", {**TOLD, **other}, draft_layers=0)[1] != plain[1]
-    assert weights_of(replace(said, model="mine"), "s", TOLD, draft_layers=0) == ("mine", plain[1])
+    assert identify_model(said, "s", {**TOLD, **other}, draft_layers=0)[1] != plain[1]
+    assert identify_model(replace(said, model="mine"), "s", TOLD, draft_layers=0) == ("mine", plain[1])
 
 
 def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path
     path = folder(tmp_path / "adapter", b"1" * 100)
 
     def seen(*adapters: tuple[str, str], settings: SGLangSettings = said) -> str:
-        return weights_of(settings, "s", {**TOLD, "adapters": adapters}, draft_layers=0)[1]
+        return identify_model(settings, "s", {**TOLD, "adapters": adapters}, draft_layers=0)[1]
 
     before = seen(("a", str(path)))
     assert before == seen(("a", str(folder(tmp_path / "elsewhere", b"1" * 100))))
@@ -226,7 +226,7 @@ def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path
     model = folder(tmp_path / "model", b"3")
     told = {**TOLD, "model_path": str(model), "adapters": [("b", str(tmp_path / "nothing"))]}
     with pytest.raises(StoreError, match="which weights the LoRA adapter b has cannot be seen"):
-        weights_of(weights, "s", told, draft_layers=0)
+        identify_model(weights, "s", told, draft_layers=0)
 
 
 def test_weights_that_cannot_be_known_are_refused(tmp_path: Path) -> None:
@@ -234,16 +234,16 @@ def test_weights_that_cannot_be_known_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in ("org/model-that-is-not-here", str(tmp_path / "empty")):
         with pytest.raises(StoreError, match="cannot be seen; say which weights these are by the setting revision"):
-            weights_of(PLAIN, "s", {**TOLD, "model_path": path}, draft_layers=0)
+            identify_model(PLAIN, "s", {**TOLD, "model_path": path}, draft_layers=0)
     with pytest.raises(StoreError, match="the weights are made up"):
-        weights_of(PLAIN, "s", {**TOLD, "load_format": "dummy"}, draft_layers=0)
+        identify_model(PLAIN, "s", {**TOLD, "load_format": "dummy"}, draft_layers=0)
     with pytest.raises(StoreError, match="says nothing of its model; set model and revision"):
-        weights_of(PLAIN, "s", None, draft_layers=0)
+        identify_model(PLAIN, "s", None, draft_layers=0)
     with pytest.raises(StoreError, match="of both models"):
-        weights_of(PLAIN, "s", TOLD, draft_layers=1)
-    assert weights_of(said, "s", None, draft_layers=0) == ("s", "1")
+        identify_model(PLAIN, "s", TOLD, draft_layers=1)
+    assert identify_model(said, "s", None, draft_layers=0) == ("s", "1")
     drafts = [{**TOLD, "speculative_draft_model_path": path} for path in ("a", "b")]
-    assert len({weights_of(said, "s", told, draft_layers=1) for told in drafts}) == 2
+    assert len({identify_model(said, "s", told, draft_layers=1) for told in drafts}) == 2
 
 
 # ---- pages on their way
@@ -252,20 +252,20 @@ def test_weights_that_cannot_be_known_are_refused(tmp_path: Path) -> None:
 def test_a_place_is_its_stretches_in_their_order() -> None:
     (place,) = pool(1, 1, pieces=4)
     into = bytearray(_PAGE)
-    gather(place, memoryview(into))
+    gather_page(place, memoryview(into))
     assert [bytes(into)] == content([place])
     (other,) = pool(1, None, pieces=8)
-    scatter(memoryview(into), other)
+    scatter_page(memoryview(into), other)
     assert content([other]) == [bytes(into)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 16], ids=["one", "in place", "gathered"])
-@pytest.mark.parametrize("keys", [None, SealKeys([b"k" * 32], "hmac-sha256")], ids=["plain", "authenticated"])
-def test_pages_come_back_as_they_were(store: KVStore, pieces: int, keys: SealKeys | None) -> None:
+@pytest.mark.parametrize("keys", [None, PageAuthKeys([b"k" * 32], "hmac-sha256")], ids=["plain", "authenticated"])
+def test_pages_come_back_as_they_were(store: KVStore, pieces: int, keys: PageAuthKeys | None) -> None:
     way = traffic(store, keys=keys and keys.for_tenant(None))
     source, target = pool(20, 1, pieces), pool(20, None, pieces)
-    assert way.put(names(20), source) == [Code.OK] * 20
-    assert way.put(names(20), source) == [Code.EXISTS] * 20
+    assert way.put(names(20), source) == [ResultCode.OK] * 20
+    assert way.put(names(20), source) == [ResultCode.EXISTS] * 20
     assert way.lookup(names(21)) == 20
     assert way.get(names(20), target) == 20
     assert content(target) == content(source)
@@ -280,15 +280,15 @@ def test_pages_come_back_as_they_were(store: KVStore, pieces: int, keys: SealKey
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_little_room_is_enough(store: KVStore, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvparams_connectors.engines.sglang.traffic._PORTION_PAGES", 2)
+    monkeypatch.setattr("kvparams_connectors.engines.sglang.page_pipeline._PORTION_PAGES", 2)
     way = traffic(store, arena_bytes=slots * (HEADER_BYTES + _PAGE))
     for pieces in (2, 16):
         source, target = pool(17, pieces, pieces), pool(17, None, pieces)
         kind = [f"{pieces} {name}" for name in names(17)]
-        assert way.put(kind, source) == [Code.OK] * 17
+        assert way.put(kind, source) == [ResultCode.OK] * 17
         assert way.get(kind, target) == 17
         assert content(target) == content(source)
-    assert way._arena.free == slots  # pyright: ignore[reportPrivateUsage]
+    assert way._arena.free_slots == slots  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "swap", "drop", "fail"])
@@ -297,7 +297,7 @@ def test_whatever_goes_wrong_with_a_page_ends_the_prefix(store: KVStore, kind: A
     bad, other = (FORM.page(name).key for name in (names(7)[at], names(7)[5]))
     if kind == "swap" and at == 5:
         return
-    tally = Tally()
+    tally = HiCacheStats()
     faulty = FaultyStore(
         store, lambda operation, key: Fault(kind, 2100, other) if (operation, key) == ("get", bad) else None
     )
@@ -316,11 +316,11 @@ def test_a_store_that_answers_late_writes_nothing_into_the_pool(store: KVStore) 
     way = traffic(faulty, deadline_s=1.0)
     target = pool(3, None)
     assert way.get(names(3), target) == 0
-    free = way._arena.free  # pyright: ignore[reportPrivateUsage]
+    free = way._arena.free_slots  # pyright: ignore[reportPrivateUsage]
     faulty.gate.set()
     faulty.close()  # waits until what was submitted has ended
     assert content(target) == [bytes(_PAGE)] * 3
-    assert way._arena.free == free + 3 == way._arena.slots  # pyright: ignore[reportPrivateUsage]
+    assert way._arena.free_slots == free + 3 == way._arena.slots  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("pieces", [2, 16], ids=["in place", "gathered"])
@@ -331,13 +331,13 @@ def test_a_store_that_reads_late_keeps_no_mixture(store: KVStore, pieces: int) -
     source, other, target = pool(3, 1, pieces), pool(3, 2, pieces), pool(3, None, pieces)
     before = content(source)
     late.set()
-    assert way.put(names(3), source) == [Code.TIMEOUT] * 3
+    assert way.put(names(3), source) == [ResultCode.TIMEOUT] * 3
     late.clear()
     for place, new in zip(source, other, strict=True):  # SGLang has its memory back
-        scatter(memoryview(content([new])[0]), place)
+        scatter_page(memoryview(content([new])[0]), place)
     faulty.gate.set()
     arenas = (way._arena, way._headers)  # pyright: ignore[reportPrivateUsage]
-    wait_until(lambda: all(arena.free == arena.slots for arena in arenas))
+    wait_until(lambda: all(arena.free_slots == arena.slots for arena in arenas))
     # In place, the store has read what came after, behind a header for what was before; gathered, what was before.
     loaded = 0 if pieces == 2 else 3
     patient = traffic(faulty)
@@ -348,15 +348,15 @@ def test_a_store_that_reads_late_keeps_no_mixture(store: KVStore, pieces: int) -
 
 
 def test_behind_a_portion_without_an_answer_nothing_is_tried(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvparams_connectors.engines.sglang.traffic._PORTION_PAGES", 2)
+    monkeypatch.setattr("kvparams_connectors.engines.sglang.page_pipeline._PORTION_PAGES", 2)
     asked: list[str] = []
 
     def judge(operation: Operation, key: str) -> Fault | None:
         asked.append(key)
-        return Fault("fail", code=Code.UNAVAILABLE)
+        return Fault("fail", code=ResultCode.UNAVAILABLE)
 
     faulty = FaultyStore(store, judge)
-    assert traffic(faulty).put(names(40), pool(40, 1)) == [Code.UNAVAILABLE] * 40
+    assert traffic(faulty).put(names(40), pool(40, 1)) == [ResultCode.UNAVAILABLE] * 40
     assert len(asked) <= 8
     asked.clear()
     assert traffic(faulty).get(names(40), pool(40, None)) == 0
@@ -365,18 +365,18 @@ def test_behind_a_portion_without_an_answer_nothing_is_tried(store: KVStore, mon
 
 
 def test_what_is_on_its_way_behind_a_miss_keeps_no_room(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvparams_connectors.engines.sglang.traffic._PORTION_PAGES", 2)
+    monkeypatch.setattr("kvparams_connectors.engines.sglang.page_pipeline._PORTION_PAGES", 2)
     way = traffic(store)
     way.put(names(20), pool(20, 1))
     way.delete(names(2))
     arena = way._arena  # pyright: ignore[reportPrivateUsage]
     for _ in range(20):
         assert way.get(names(20), pool(20, None)) == 0
-    wait_until(lambda: arena.free == arena.slots)
+    wait_until(lambda: arena.free_slots == arena.slots)
 
 
 def test_without_a_key_or_with_another_one_nothing_is_used(store: KVStore) -> None:
-    keys = [SealKeys([letter * 32], "hmac-sha256") for letter in (b"k", b"j")]
+    keys = [PageAuthKeys([letter * 32], "hmac-sha256") for letter in (b"k", b"j")]
     way, other = (traffic(store, keys=key.for_tenant("t")) for key in keys)
     way.put(names(1), pool(1, 1))
     assert traffic(store).get(names(1), pool(1, None)) == 0
@@ -406,4 +406,4 @@ def test_a_value_of_another_size_is_not_there(store: KVStore) -> None:
         store.put([PutOp(key, (memoryview(bytes(size)),))]).result()
         assert traffic(store).lookup(names(1)) == 0
         assert traffic(store).get(names(1), pool(1, None)) == 0
-        assert store.exists([key]).result()[0].code is Code.MISS  # good for nobody
+        assert store.exists([key]).result()[0].code is ResultCode.MISS  # good for nobody

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import free_ports
-from kvparams.dialects import HandoffMissing
+from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.sglang import SGLANG, SGLangBootstrap
-from kvparams.managers.concurrent_legs import ConcurrentLegs
-from kvparams.plan import Leg, LegAnswer
-from kvparams.scheduling import RequestFacts
+from kvparams.instances import RequestFacts
+from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.plan import Leg, LegResult
 from tests.kvparams.planning import Table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,10 +63,10 @@ def test_its_bootstrap_server_is_understood() -> None:
         early = ask(url + bootstrap.path)
         assert early == b"503"
         with pytest.raises(HandoffMissing):
-            bootstrap.place(url, json.loads(early))
+            bootstrap.parse_info(url, json.loads(early))
         assert ask(url + "/route", RANK) == b"OK"
         answer = json.loads(ask(url + bootstrap.path))
-        assert bootstrap.place(url, answer) == {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+        assert bootstrap.parse_info(url, answer) == {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
     finally:
         server.close()
 
@@ -76,9 +76,9 @@ def test_its_request_class_reads_both_legs_alike(prompts: int) -> None:
     """The same room, as a number that SGLang takes, for each prompt one of its own."""
     io_struct = import_module("sglang.srt.managers.io_struct")
     table = Table(SGLANG)
-    table.found = SGLangBootstrap().place("http://10.0.0.7:8998", {"dp_size": 1})
+    table.found = SGLangBootstrap().parse_info("http://10.0.0.7:8998", {"dp_size": 1})
     facts = RequestFacts("req", "tra", "m", prompts, 1, None, None)
-    legs: list[Leg] = table.run(ConcurrentLegs().legs(facts, table), lambda leg: LegAnswer({}))
+    legs: list[Leg] = table.run(ConcurrentLegs().legs(facts, table), lambda leg: LegResult({}))
     room: Any = SGLANG.decode_keys({}, "tra", table.found)["bootstrap_room"]
     assert len(legs) == 2
     for leg in legs:

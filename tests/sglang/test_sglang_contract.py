@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from kvparams_connectors.engines.sglang import weights
+from kvparams_connectors.engines.sglang import model_identity
 from kvparams_connectors.engines.sglang.backend import KVParamsHiCache
 from tests.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, Shape, config_of, host_pool, of_sglang, parallel
 
@@ -112,11 +112,11 @@ def test_pools_have_what_is_read(kind: str) -> None:
 
 
 def test_the_server_says_of_its_model_what_is_read() -> None:
-    assert weights.published() is None
+    assert model_identity.published_config() is None
     with parallel():
-        told = weights.published()
+        told = model_identity.published_config()
     assert told is not None
-    assert set(told) == {*weights.MODEL, *weights.DRAFT, "adapters"}
+    assert set(told) == {*model_identity.MODEL_SETTINGS, *model_identity.DRAFT_SETTINGS, "adapters"}
     assert (told["model_path"], told["load_format"], told["kv_cache_dtype"]) == ("dummy", "auto", "auto")
 
 
@@ -141,6 +141,6 @@ def test_adapters_of_the_command_line_are_told() -> None:
         .get_lora()
         .override(enable_lora=True, lora_paths=[reference(lora_name="a", lora_path="/a")]),
     ):
-        told = weights.published()
+        told = model_identity.published_config()
     assert told is not None
     assert told["adapters"] == [("a", "/a")]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks.processes import free_ports
-from kvparams_connectors.layout_forms import LayoutError
-from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import open_store
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.cache_layouts import LayoutError
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 from tests.sglang.engine import Engine
 from tests.sglang.pools import (

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from kvparams.events import Cleared, Removed, Source, Stored, decode
-from kvparams.events.frames import read_live, read_replayed, replay_request
-from kvparams.events.model import MEDIA
-from kvparams.events.wire import ClearedMap, RemovedMap, StoredMap
+from kvparams.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSource, decode_msgpack
+from kvparams.kv_events.model import MEDIA
+from kvparams.kv_events.wire_structs import ClearedMap, RemovedMap, StoredMap
+from kvparams.kv_events.zmq_frames import read_live, read_replayed, replay_request
 from kvparams.tokens import pack
 
 if TYPE_CHECKING:  # SGLang is not installed where types are checked
@@ -28,7 +28,7 @@ else:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 _VECTORS: Final = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
-_SOURCE: Final = Source("engine")
+_SOURCE: Final = EventSource("engine")
 _WAIT_MS: Final = 120_000
 _CASES: Final = [
     case for case in json.loads(_VECTORS.read_bytes())["cases"] if case.get("made_by", {}).get("engine") == "SGLang"
@@ -74,8 +74,8 @@ def test_its_radix_cache_says_which_tokens_it_has() -> None:
         cache = radix_cache.RadixCache.create_simulated(page_size=16, enable_kv_cache_events=True)
         key = radix_cache.RadixKey(array("q", ids), is_bigram=pairs, cache_salt=salt).page_aligned(16)
         cache.insert(base_prefix_cache.InsertParams(key=key))
-        events = decode(_encoded(cache.take_events()), _SOURCE).events
-        stored = [event for event in events if isinstance(event, Stored)]
+        events = decode_msgpack(_encoded(cache.take_events()), _SOURCE).events
+        stored = [event for event in events if isinstance(event, BlockStored)]
         (event,) = stored
         assert (event.place.medium, event.block_size, event.blocks, event.parent) == ("device", 16, 2, None)
         assert event.tokens == pack(ids[:32])
@@ -83,7 +83,7 @@ def test_its_radix_cache_says_which_tokens_it_has() -> None:
         assert event.salt == salt
         assert (event.hashes[:8].hex() == _FIRST_PAGE) is (not pairs and salt is None)
         cache.reset()
-        assert Cleared() in decode(_encoded(cache.take_events()), _SOURCE).events
+        assert AllBlocksCleared() in decode_msgpack(_encoded(cache.take_events()), _SOURCE).events
 
 
 def test_a_removal_is_of_the_place_of_the_store() -> None:
@@ -92,9 +92,9 @@ def test_a_removal_is_of_the_place_of_the_store() -> None:
             kv_events.BlockStored([5], None, [1], 1, None, medium=medium),
             kv_events.BlockRemoved([5], medium=medium),
         ]
-        came, left = decode(_encoded(both), _SOURCE).events
-        assert isinstance(came, Stored)
-        assert isinstance(left, Removed)
+        came, left = decode_msgpack(_encoded(both), _SOURCE).events
+        assert isinstance(came, BlockStored)
+        assert isinstance(left, BlockRemoved)
         assert (came.place, came.hashes) == (left.place, left.hashes)
 
 
@@ -115,7 +115,10 @@ def test_its_publisher_is_heard_and_replays(tmp_path: Path) -> None:
         assert replay.poll(_WAIT_MS)
         again = read_replayed(replay.recv_multipart())
         assert again == frames
-        assert decode(frames.payload, _SOURCE).events == decode(bytes.fromhex(_CASES[0]["payload"]), _SOURCE).events
+        assert (
+            decode_msgpack(frames.payload, _SOURCE).events
+            == decode_msgpack(bytes.fromhex(_CASES[0]["payload"]), _SOURCE).events
+        )
         while again is not None:
             assert replay.poll(_WAIT_MS)
             again = read_replayed(replay.recv_multipart())

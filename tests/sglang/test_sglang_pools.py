@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.engines.sglang.memory import HostPages
-from kvparams_connectors.engines.sglang.selftest import SelfTestError
-from kvparams_connectors.layout_forms import LayoutError
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.engines.sglang.host_pages import HostPages
+from kvparams_connectors.engines.sglang.self_test import HiCacheSelfTestError
 from kvparams_connectors.store import open_store
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.cache_layouts import LayoutError
 from tests.sglang.pools import (
     MHA_LAYOUTS,
     MLA_LAYOUTS,
@@ -292,7 +292,7 @@ def test_a_page_that_sglang_sees_otherwise_stops_the_server(
     free = pool.available_size()
     with (
         parallel(),
-        pytest.raises(SelfTestError, match="is not what SGLang takes for it"),
+        pytest.raises(HiCacheSelfTestError, match="is not what SGLang takes for it"),
         backend_on(pool, config_of(_url(shared_memory))),
     ):
         pass

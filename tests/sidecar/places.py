@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from demo.processes import Processes, Server, free_port
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 
 __all__ = ["PLACES", "Place", "place", "sidecar"]
 

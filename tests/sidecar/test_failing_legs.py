@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.app import create_app
-from kvparams_proxy.settings import Settings, known_rules
+from kvparams.instances import Instance, Role
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.server.app import create_app
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 from tests.proxy.acting import Actor
 from tests.proxy.acting import answer_to as ids_of
@@ -84,8 +84,8 @@ async def stage() -> AsyncIterator[Start]:
             here = Instance("here", "1", role, url, "store")
             settings = Settings(
                 (here, *(Instance(f"r{at}", "1", other, actor.url, "store") for at, actor in enumerate(remotes))),
-                beside="here",
-                rules=known_rules(),
+                local_id="here",
+                spec_rules=default_spec_rules(),
                 breaker=NEVER,
                 log_requests="off",
                 prefill_timeout_s=0.5,

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.sidecar import inprocess
-from kvparams_proxy.sidecar.inprocess import InProcess
-from kvparams_proxy.upstream.interface import Handle, Upstream
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamLimits, UpstreamTimeout
+from kvparams_proxy.sidecar.inprocess import InProcessUpstream
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.interface import ExchangeHandle, Upstream
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamLimits, UpstreamTimeout
 
 from .serving import served
 
@@ -27,7 +27,7 @@ class Heard:
     """A sink that keeps what it hears. `at_head` and `at_body` may raise."""
 
     def __init__(self) -> None:
-        self.head: Head | None = None
+        self.head: ResponseHead | None = None
         self.body = bytearray()
         self.ends: list[UpstreamError | None] = []
         self.late = 0
@@ -37,7 +37,7 @@ class Heard:
         self.at_head: Callable[[], None] = lambda: None
         self.at_body: Callable[[], None] = lambda: None
 
-    def on_head(self, head: Head) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self.late += bool(self.ends)
         assert self.head is None
         self.head = head
@@ -168,22 +168,22 @@ Play = Callable[[Upstream, Heard, App], Awaitable[None]]
 @asynccontextmanager
 async def reached(way: str, app: ASGIApp) -> AsyncGenerator[Upstream]:
     if way == "in-process":
-        upstream = InProcess(app, {})
+        upstream = InProcessUpstream(app, {})
         try:
             yield upstream
         finally:
             upstream.close()
-            await upstream.ended()
+            await upstream.wait_closed()
         return
     async with served(app, lifespan=False) as url:
-        pool = Pool(url, UpstreamLimits())
+        pool = UpstreamConnectionPool(url, UpstreamLimits())
         try:
             yield pool
         finally:
             pool.close()
 
 
-def post(upstream: Upstream, sink: Heard, body: bytes = b"asked") -> Handle:
+def post(upstream: Upstream, sink: Heard, body: bytes = b"asked") -> ExchangeHandle:
     return upstream.exchange(upstream.request(b"/v1/x", b"x-request-id: r-1\r\n", body), sink)
 
 
@@ -201,7 +201,7 @@ async def aborted(upstream: Upstream, sink: Heard, app: App) -> None:
     handle.discard()
     handle.pause()
     handle.resume()
-    assert not handle.end_sending()
+    assert not handle.half_close()
     await app.left.wait()
     sink.body = sink.body[:1]
 
@@ -258,7 +258,7 @@ async def a_fault_of_ours(upstream: Upstream, sink: Heard, app: App) -> None:
 async def nobody_waits(upstream: Upstream, sink: Heard, app: App) -> None:
     handle = post(upstream, sink)
     await app.asked.wait()
-    assert handle.end_sending()
+    assert handle.half_close()
     await sink.over.wait()
     await app.left.wait()
 
@@ -432,12 +432,12 @@ async def test_an_app_that_does_not_keep_to_asgi_has_failed(messages: list[Any])
 async def test_the_engines_own_key_and_state_go_with_every_call() -> None:
     app, sink = App(whole), Heard()
     state = {"made": "by the lifespan"}
-    upstream = InProcess(app, {"app": "the app", "state": state}, key=Secret("sesame"))
-    assert upstream.keyed
+    upstream = InProcessUpstream(app, {"app": "the app", "state": state}, key=Secret("sesame"))
+    assert upstream.has_own_key
     post(upstream, sink)
     await sink.over.wait()
     upstream.close()
-    await upstream.ended()
+    await upstream.wait_closed()
     (scope,) = app.scopes
     assert (b"authorization", b"Bearer sesame") in scope["headers"]
     assert scope["app"] == "the app"

@@ -15,9 +15,9 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from kvparams.scheduling import Instance, Role
+from kvparams.instances import Instance, Role
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import Settings
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 from tests.proxy.acting import Actor, answer_to
 from tests.proxy.stage import BODY, COMPLETIONS, PROMPT
@@ -33,7 +33,7 @@ SHOWN = {"authorization": "Bearer engines-only"}
 def settings(remote: str) -> Settings:
     here = Instance("here", "1", Role.PREFILL, "http://127.0.0.1:9", "store")
     there = Instance("there", "1", Role.DECODE, remote, "store")
-    return Settings((here, there), beside="here", log_requests="off")
+    return Settings((here, there), local_id="here", log_requests="off")
 
 
 class Recorded(ActedApp):
@@ -216,12 +216,12 @@ def test_settings_must_say_which_engine_it_is() -> None:
     with pytest.raises(ValueError, match="do not say which instance"):
         DisaggregatedServerMixin(ActedApp("prefill"), Settings((here, there)))
     with pytest.raises(ValueError, match="no instance is called 'other'"):
-        Settings((here, there), beside="other")
+        Settings((here, there), local_id="other")
     with pytest.raises(ValueError, match="beside a decode engine, the others have another role"):
-        Settings((here, there, Instance("more", "1", Role.DECODE, "http://x:1", "store")), beside="there")
+        Settings((here, there, Instance("more", "1", Role.DECODE, "http://x:1", "store")), local_id="there")
     both = Instance("both", "1", Role.AGGREGATED, "http://x:1", "store")
     with pytest.raises(ValueError, match="role is aggregated splits no requests"):
-        DisaggregatedServerMixin(ActedApp("prefill"), Settings((both, there), beside="both"))
+        DisaggregatedServerMixin(ActedApp("prefill"), Settings((both, there), local_id="both"))
 
 
 @pytest.mark.parametrize("piece", ["in one packet", "in two"])

@@ -9,7 +9,7 @@ import pytest
 
 from demo.client import JSON, ask, ask_stream, scrape
 from demo.processes import Server
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 
 from .places import Place
 

@@ -10,9 +10,9 @@ import pytest
 from demo.client import JSON, ask, ask_stream
 from demo.processes import Processes, Server, free_port
 from kvparams.cli import main
-from kvparams.scheduling import Role
-from kvparams_proxy.command import COMMAND as PROXY
-from kvparams_proxy.sidecar.command import COMMAND
+from kvparams.instances import Role
+from kvparams_proxy.cli.proxy_command import COMMAND as PROXY
+from kvparams_proxy.cli.sidecar_command import COMMAND
 
 from .places import Place, sidecar
 from .test_places import ASKS

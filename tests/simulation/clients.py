@@ -171,7 +171,8 @@ class Client:
         slow = self.script.slow
         if not self.script.garbage and not self._closing and (slow is None or slow[1] is not None):
             asked = self.script.asks[: self._next]
-            shed = self.world.stopping or self.world.connections.shed  # what is idle is closed, as a request comes
+            # what is idle is closed, as a request comes
+            shed = self.world.stopping or self.world.connections.shed_count
             closing = shed and self.verdicts
             if len(self.verdicts) < len(asked) and not closing:
                 self.world.wrong(

@@ -9,7 +9,7 @@ import json
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 
 from .answers import (
     ANSWERING,

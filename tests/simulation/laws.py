@@ -4,16 +4,17 @@ The one rule: nothing is given up for lost before it had the time it needs; then
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvparams_proxy.execution.privacy import Addresses
+from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.fleet.probes import Prober
-from kvparams_proxy.queue.awaited import Awaited
-from kvparams_proxy.queue.upstream import QueueUpstream
-from kvparams_proxy.sidecar.inprocess import Call, InProcess
-from kvparams_proxy.upstream.pool import Pool
+from kvparams_proxy.queue.pending_reply import PendingReply
+from kvparams_proxy.queue.queue_upstream import QueueUpstream
+from kvparams_proxy.sidecar.inprocess import InProcessExchange, InProcessUpstream
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 
 from . import queue_laws
 from .replaced import Lines
@@ -31,8 +32,8 @@ _SIDE_BY_SIDE = {
     "decode_local_prefill_remote": 2,
 }
 """Engines on which one request counts at a time, where there may be several."""
-_BROKER = ("Broker.", "Wire.", "_Pipe.", "Node.")
-"""What the simulated one still has to do."""
+_OURS = re.compile(r"\b(?:(?:Engine|Link|Leg|Client|Socket|World)\b|(?:Broker|Wire|_Pipe|Node)\.)")
+"""What the simulated world still has to do: its engines, clients and broker."""
 _TAKEN_S = 65.0
 """A little more than a client has to take the whole of its answer after its end."""
 
@@ -49,12 +50,12 @@ def while_running(world: "World") -> Iterator[str]:
         if scenario.legs is not None and member.in_flight > scenario.legs and not _is_queue(member):
             yield f"{member.instance.id} has {member.in_flight} legs; it may have {scenario.legs}"
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
-        if not dispatcher.waiting or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
+        if not dispatcher.waiting_legs or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
             continue
-        degrees = ([one for one in members if one.instance.role is role and one.usable(n)] for n in range(3))
+        degrees = ([one for one in members if one.instance.role is role and one.is_usable(n)] for n in range(3))
         able = next((found for found in degrees if found), members[:0])
         if able and all(one.in_flight < (scenario.legs or 1) for one in able):
-            yield f"{dispatcher.waiting} wait for {role}, where everybody has room"
+            yield f"{dispatcher.waiting_legs} wait for {role}, where everybody has room"
 
 
 def between_turns(world: "World") -> Iterator[str]:
@@ -63,7 +64,7 @@ def between_turns(world: "World") -> Iterator[str]:
     yield from queue_laws.between_turns(world)
     fleet, now = world.resources.fleet, world.now
     busy = _busy(world)
-    running = sum(one.in_flight for one in fleet.members) + len(world.resources.releases)
+    running = sum(one.in_flight for one in fleet.members) + len(world.resources.kv_releaser)
     if running > busy and world.scenario.mode not in _SIDE_BY_SIDE:
         yield f"{running} exchanges are said to run, on {busy} connections"
     for role, dispatcher in _inside(fleet, "_roles").items():
@@ -72,14 +73,14 @@ def between_turns(world: "World") -> Iterator[str]:
             for length, flows in level.by_waiting.items():
                 if any(flow.waiting != length for flow in flows.values()):
                     yield f"the lines for {role} are not as long as they are said to be"
-        for ticket in queue.waiting():
+        for ticket in queue.list_waiting():
             if not any(entry[3] is ticket.flow for entry in _inside(queue, "_lanes").get(ticket.lane, ())):
                 yield f"somebody who waits for {role} stands in no line"
         deadline = queue.next_deadline()
         if deadline is not None and deadline < now:
             yield f"somebody waits for {role}, {now - deadline:.3f} s longer than allowed"
     for member, timer in _inside(_inside(fleet, "_breakers"), "_timers").items():
-        if timer.cancelled() or timer.when() < now or member.left:
+        if timer.cancelled() or timer.when() < now or member.has_left:
             yield f"the breaker of {member.instance.id} has a timer that is over"
     yield from _failing_pairs(fleet)
     limits = world.connections.limits
@@ -109,7 +110,7 @@ def _failing_pairs(fleet: Any) -> Iterator[str]:
     for decode, prefills in records.items():
         if not prefills or not there >= {decode, *prefills}:
             yield f"{decode.id} is said to fail with {[prefill.id for prefill in prefills]}, who are not all there"
-    if blame.watches is not bool(records):
+    if blame.has_failures is not bool(records):
         yield f"{len(records)} decode instances fail, and that is not known"
 
 
@@ -121,7 +122,7 @@ def _busy(world: "World") -> int:
     """Connections that are being made or used; of what goes through a broker, what waits for an answer."""
     pools = _pools(world)
     ways = _inside(world.resources.pools, "_all").values()
-    busy = sum(_waits(call) for app in ways if isinstance(app, InProcess) for call in _inside(app, "_calls"))
+    busy = sum(_waits(call) for app in ways if isinstance(app, InProcessUpstream) for call in _inside(app, "_calls"))
     busy += sum(len(_inside(way, "_running")) for way in ways if isinstance(way, QueueUpstream))
     busy += sum(len(_inside(pool, "_connecting")) for pool in pools)
     return busy + sum(one not in _inside(pool, "_idle") for pool in pools for one in _inside(pool, "_open"))
@@ -129,11 +130,17 @@ def _busy(world: "World") -> int:
 
 def _waits(exchange: Any) -> bool:
     """Whether somebody waits for its answer."""
-    return _inside(exchange, "_sink") is not None if isinstance(exchange, Call | Awaited) else exchange.waiting
+    return (
+        _inside(exchange, "_sink") is not None
+        if isinstance(exchange, InProcessExchange | PendingReply)
+        else exchange.is_wanted
+    )
 
 
-def _pools(world: "World") -> list[Pool]:
-    return [pool for pool in _inside(world.resources.pools, "_all").values() if isinstance(pool, Pool)]
+def _pools(world: "World") -> list[UpstreamConnectionPool]:
+    return [
+        pool for pool in _inside(world.resources.pools, "_all").values() if isinstance(pool, UpstreamConnectionPool)
+    ]
 
 
 def unsettled(world: "World") -> list[str]:
@@ -150,8 +157,8 @@ def unsettled(world: "World") -> list[str]:
         for leg in engine.legs
         if leg.kind != "probe"
     ]
-    if len(resources.releases):
-        found.append(f"{len(resources.releases)} releases run")
+    if len(resources.kv_releaser):
+        found.append(f"{len(resources.kv_releaser)} releases run")
     if world.begun != world.ended:
         found.append(f"{world.begun} requests have begun, {world.ended} have ended")
     return [*found, *queue_laws.unsettled(world)]
@@ -166,22 +173,22 @@ def at_rest(world: "World") -> Iterator[str]:
         for name in ("_levels", "_priorities", "_tenants", "_live"):
             if left := _inside(queue, name):
                 yield f"nobody waits for {role}, and the queue keeps {name}: {left!r}"
-        if dispatcher.waiting:
-            yield f"{dispatcher.waiting} wait for {role}"
+        if dispatcher.waiting_legs:
+            yield f"{dispatcher.waiting_legs} wait for {role}"
     for name in ("_earlier", "_leaving"):
         if left := _inside(fleet, name):
             yield f"the fleet keeps {name}: {left!r}"
     for member in fleet.members:
         if member.trial is not None or member.breaker.trial:
             yield f"a trial leg of {member.instance.id} runs for ever"
-    if resources.prefixes is not None:
+    if resources.prefix_cache is not None:
         for name in ("_legs", "_coming"):
-            if left := _inside(resources.prefixes, name):
+            if left := _inside(resources.prefix_cache, name):
                 yield f"of prefill legs that are over {name} is kept: {left!r}"
         for member in fleet.members:
-            if left := _inside(member.pace, "_given"):
+            if left := _inside(member.backlog, "_given"):
                 yield f"{member.instance.id} is said to have work: {left!r}"
-    if watched := _inside(resources.watch, "_deadlines"):
+    if watched := _inside(resources.deadlines, "_deadlines"):
         yield f"{len(watched)} time-outs are watched"
     busy = _busy(world)
     probers = [listener for listener in _inside(fleet, "_listeners") if isinstance(listener, Prober)]
@@ -200,15 +207,15 @@ def at_rest(world: "World") -> Iterator[str]:
     for probe in probes.values():
         if (exchange := _inside(probe, "_exchange")) is not None and not _waits(exchange):
             yield "a probe keeps an exchange that is over"
-    addresses = resources.addresses
+    addresses = resources.engine_addresses
     if sorted(_inside(addresses, "_urls")) != sorted(member.instance.url for member in fleet.members):
         yield "the addresses that are hidden are not those of the engines"
-    fresh = Addresses([*_inside(addresses, "_urls"), *_inside(addresses, "_gone")])
-    addresses.within("")
-    fresh.within("")
+    fresh = EngineAddresses([*_inside(addresses, "_urls"), *_inside(addresses, "_gone")])
+    addresses.occur_in("")
+    fresh.occur_in("")
     if _inside(addresses, "_pattern") != _inside(fresh, "_pattern"):
         yield "what is hidden is not what is known of the engines"
-    resources.ledger.settle()
+    resources.record_dispatcher.flush()
     if left := _inside(resources.metrics, "_live"):
         yield f"{len(left)} requests are still counted, in {Counter(life.state for life in left)}"
     allowed = world.scenario.reserve + 0.2 * world.begun
@@ -221,7 +228,7 @@ def at_rest(world: "World") -> Iterator[str]:
 
 def _nothing_held(world: "World") -> Iterator[str]:
     """Of requests that are over the proxy holds nothing; an ASGI task may wait for its client to take the answer."""
-    if running := world.resources.running:
+    if running := world.resources.running_executions:
         yield f"{len(running)} executions are said to run"
     if (held := world.bodies.held_bytes) and not world.connections.tasks:
         yield f"{held} bytes of bodies are held for nobody"
@@ -230,7 +237,7 @@ def _nothing_held(world: "World") -> Iterator[str]:
 def after_being_cut(world: "World") -> Iterator[str]:
     """After the proxy has stopped while requests ran."""
     yield from _kv(world)
-    if watched := _inside(world.resources.watch, "_deadlines"):
+    if watched := _inside(world.resources.deadlines, "_deadlines"):
         yield f"{len(watched)} time-outs are watched"
 
 
@@ -247,7 +254,7 @@ def _kv(world: "World") -> Iterator[str]:
         for held in world.held
         if (held.answered or not told) and held.state == "held" and not held.claims and held.transfer not in used
     ]
-    orphaned = world.resources.releases.orphaned
+    orphaned = world.resources.kv_releaser.orphaned
     if len({held.transfer for held in stranded}) > orphaned:
         names = ", ".join(f"{held.key} of {held.prompt}" for held in stranded)
         yield f"KV is held for nobody: {names}; the proxy knows of {orphaned}"
@@ -265,16 +272,16 @@ def after_the_end(world: "World") -> Iterator[str]:
         if not socket.gone:
             yield f"a connection is left open: {socket.protocol!r}"
     for left in world.loop.left():
-        if not any(name in left for name in ("Engine", "Link", "Leg", "Client", "Socket", "World", *_BROKER)):
+        if not _OURS.search(left):
             yield f"a callback is left: {left}"
     yield from _nothing_held(world)
     if len(world.connections) or world.connections.tasks:
         yield "the server still counts connections or tasks"
     outcomes = sum(world.resources.metrics.outcomes.values())
-    lines: Lines = _inside(_inside(world.resources.ledger, "_readers")[1], "_writer")
+    lines: Lines = _inside(_inside(world.resources.record_dispatcher, "_readers")[1], "_writer")
     logged = lines.text.count("\n")
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
-    garbage += sum(world.connections.refused.values())
+    garbage += sum(world.connections.refused_counts.values())
     if world.scenario.stop is not None:  # a head of which only a part had come is refused likewise
         garbage += sum(client.script.pieces > 1 for client in world.clients)
     if counted := _inside(world.connections, "_by_address"):

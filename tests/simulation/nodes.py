@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from kvparams_proxy.queue.consumer import Consumer
-from kvparams_proxy.queue.upstream import QueueUpstream
+from kvparams_proxy.queue.consumer import WorkConsumer
+from kvparams_proxy.queue.queue_upstream import QueueUpstream
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.pool import Pool
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from .broker import Broker
 from .engines import Engine
@@ -42,9 +42,9 @@ class Node:
         self._ending: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
         """What became of the work of the lives that are over."""
-        self.consumer: Consumer | None = None
+        self.consumer: WorkConsumer | None = None
         """None while there is none."""
-        self.pool: Pool
+        self.pool: UpstreamConnectionPool
         self.begin()
 
     @property
@@ -60,8 +60,8 @@ class Node:
             return
         self._lives += 1
         limits = UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s)
-        self.pool = Pool(f"http://{engine.host}:{engine.port}", limits)
-        self.consumer = Consumer(
+        self.pool = UpstreamConnectionPool(f"http://{engine.host}:{engine.port}", limits)
+        self.consumer = WorkConsumer(
             Secret(f"amqp://{self.who}"),
             self.pool,
             name=POOL,
@@ -89,7 +89,7 @@ class Node:
         """It loses its connection."""
         self._port.cut(self.who)
 
-    def _end(self, consumer: Consumer) -> None:
+    def _end(self, consumer: WorkConsumer) -> None:
         self.consumer = None
         task = self._world.loop.create_task(self._ended(consumer, self.pool))
         self._ending.add(task)
@@ -100,7 +100,7 @@ class Node:
         if task.cancelled() or task.exception() is not None:
             self._world.wrong(f"a node does not end as it should: {task!r}")
 
-    async def _ended(self, consumer: Consumer, pool: Pool) -> None:
+    async def _ended(self, consumer: WorkConsumer, pool: UpstreamConnectionPool) -> None:
         await consumer.__aexit__(None, None, None)
         pool.close()
         self.counts.update(consumer.counts)

@@ -26,8 +26,8 @@ def between_turns(world: "World") -> Iterator[str]:
                 yield f"{channel.who} reads {queue.name} twice"
     for node in nodes.all:
         consumer = node.consumer
-        if consumer is not None and consumer.running > consumer.room * _AT_A_TIME:
-            yield f"{node.who} runs {consumer.running} pieces of work, with room for {consumer.room}"
+        if consumer is not None and consumer.running_count > consumer.capacity * _AT_A_TIME:
+            yield f"{node.who} runs {consumer.running_count} pieces of work, with room for {consumer.capacity}"
 
 
 _AT_A_TIME = 2
@@ -63,8 +63,8 @@ def _busy(node: Node) -> Iterator[str]:
         return
     if not consumer.connected:
         yield f"{node.who} has no broker"
-    if consumer.running:
-        yield f"{node.who} runs {consumer.running} pieces of work"
+    if consumer.running_count:
+        yield f"{node.who} runs {consumer.running_count} pieces of work"
     if letters := len(_inside(consumer, "_outbox")):
         yield f"{node.who} keeps {letters} letters"
 

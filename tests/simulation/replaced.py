@@ -11,15 +11,15 @@ import sys
 from typing import Any, cast
 
 from kvparams import plugins
-from kvparams.retries import RetryBudget
-from kvparams_proxy import app as proxy_app
-from kvparams_proxy.clients import downstream as proxy_downstream
-from kvparams_proxy.execution import releases as proxy_releases
-from kvparams_proxy.fleet import prefixes as proxy_prefixes
-from kvparams_proxy.queue import link as proxy_link
-from kvparams_proxy.telemetry import journal as proxy_journal
-from kvparams_proxy.upstream import pool as proxy_pool
-from kvparams_proxy.upstream.connection import Connection
+from kvparams.routing.retries import RetryBudget
+from kvparams_proxy.execution import kv_releaser as proxy_releases
+from kvparams_proxy.fleet import prefix_cache_model as proxy_prefixes
+from kvparams_proxy.queue import broker_connection as proxy_link
+from kvparams_proxy.requests import downstream as proxy_downstream
+from kvparams_proxy.server import app as proxy_app
+from kvparams_proxy.telemetry import request_log as proxy_journal
+from kvparams_proxy.upstream import connection_pool as proxy_pool
+from kvparams_proxy.upstream.connection import UpstreamConnection
 
 from .virtual_loop import VirtualLoop
 
@@ -47,15 +47,15 @@ class Lines:
         self.closed = False
 
     def put(self, data: bytes, lines: int) -> None:
-        """See `kvparams_proxy.telemetry.linewriter.LineWriter`."""
+        """See `kvparams_proxy.telemetry.line_writer.LineWriter`."""
         self.text += data.decode()
 
     def close(self, timeout_s: float) -> None:
-        """See `kvparams_proxy.telemetry.linewriter.LineWriter`."""
+        """See `kvparams_proxy.telemetry.line_writer.LineWriter`."""
         self.closed = True
 
 
-class _Numbered(Connection):
+class _Numbered(UpstreamConnection):
     """Connections in a set come in the order they were made: two runs are alike."""
 
     numbers = itertools.count()
@@ -98,9 +98,9 @@ class _AioPika:
 
 def prepare() -> None:
     """Make this process one that only simulates: ids in order, plugins found once, faults heard."""
-    plugins.load = functools.cache(plugins.load)
-    plugins.load_each = functools.cache(plugins.load_each)
-    plugins.names = functools.cache(plugins.names)
+    plugins.load_plugin = functools.cache(plugins.load_plugin)
+    plugins.load_each_plugin = functools.cache(plugins.load_each_plugin)
+    plugins.plugin_names = functools.cache(plugins.plugin_names)
     numbers = itertools.count()
 
     def next_id(_size: int) -> str:
@@ -111,9 +111,9 @@ def prepare() -> None:
             cast("Any", module).token_hex = next_id
     cast("Any", proxy_app).RetryBudget = Budget
     cast("Any", proxy_releases)._TIMEOUT_S = 1.0
-    cast("Any", proxy_downstream).HIGH_WATER = 400
+    cast("Any", proxy_downstream).HIGH_WATERMARK_BYTES = 400
     cast("Any", proxy_journal).LineWriter = Lines
-    cast("Any", proxy_pool).Connection = _Numbered
+    cast("Any", proxy_pool).UpstreamConnection = _Numbered
     cast("Any", proxy_link).aio_pika = _AioPika
     cast("Any", proxy_link).random = lambda: cast("Any", asyncio.get_running_loop()).broker.random()
     cast("Any", proxy_prefixes).BLOCK_TOKENS = 2  # prompts are short here

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvparams_proxy.queue.messages import (
-    Lost,
-    Malformed,
-    Part,
+    MalformedMessage,
+    ResultPart,
+    WorkLost,
     node_of,
     read_control,
     read_results,
@@ -49,9 +49,9 @@ class Safety:
         if ".results." not in queue:
             return
         for result in read_results(body):
-            if isinstance(result, Malformed):
+            if isinstance(result, MalformedMessage):
                 self._world.wrong(f"{who} says what is malformed: {result}")
-            elif isinstance(result, Lost) or (isinstance(result, Part) and result.last):
+            elif isinstance(result, WorkLost) or (isinstance(result, ResultPart) and result.last):
                 self._answered.add((who, result.id))
 
     def returned(self, who: str, queue: str, body: bytes) -> None:
@@ -59,7 +59,9 @@ class Safety:
         self.counts["returned"] += 1
         if ".results." in queue:
             self._answered |= {
-                (who, result.id) for result in read_results(body) if not isinstance(result, Malformed) and result.id
+                (who, result.id)
+                for result in read_results(body)
+                if not isinstance(result, MalformedMessage) and result.id
             }
 
     def delivered(self, who: str, queue: str, body: bytes, *, again: bool) -> None:

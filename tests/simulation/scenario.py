@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from random import Random
 from typing import Literal, NamedTuple, cast
 
-from kvparams.managers.local_remote import LOCAL
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams.routing.managers.local_remote import LOCAL_MANAGERS
 
 __all__ = ["MODES", "QUEUED", "SPLIT", "Ask", "Client", "Leave", "Operation", "Queue", "Scenario", "Stop", "draw"]
 
@@ -209,7 +209,7 @@ class Scenario(NamedTuple):
         """The role of the one engine that the proxy is beside."""
         if self.queued:
             return Role.PREFILL
-        return next((role for role, mode in LOCAL.items() if mode == self.mode), None)
+        return next((role for role, mode in LOCAL_MANAGERS.items() if mode == self.mode), None)
 
     @property
     def queued(self) -> bool:

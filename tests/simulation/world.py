@@ -13,25 +13,25 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar, cast
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.breaker import BreakerLimits
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy import app as proxy_app
-from kvparams_proxy.clients.auth import Client as KnownClient
-from kvparams_proxy.clients.auth import bind_salt
-from kvparams_proxy.clients.body import BodyBudget
-from kvparams_proxy.clients.connections import ConnectionLimits, Connections
-from kvparams_proxy.clients.direct import DIRECT
-from kvparams_proxy.clients.http1 import HTTPProtocol
-from kvparams_proxy.execution.resources import Resources
-from kvparams_proxy.queue.beside import queue_instance, reach_queue
-from kvparams_proxy.registry.modes import read_mode
+from kvparams.instances import Instance, Role
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.cli.queue_sidecar import queue_instance, queue_upstream_factory
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.requests.authentication import AuthenticatedClient as KnownClient
+from kvparams_proxy.requests.authentication import tenant_cache_salt
+from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.server import Server, ServerSettings
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.sidecar.inprocess import InProcess
+from kvparams_proxy.server import app as proxy_app
+from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
+from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
+from kvparams_proxy.server.http_protocol import HTTPProtocol
+from kvparams_proxy.server.http_server import ProxyServer, ServerSettings
+from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.interface import Upstream
-from kvparams_proxy.upstream.terms import UpstreamLimits
+from kvparams_proxy.upstream.types import UpstreamLimits
 
 from . import laws
 from .answers import LOCAL
@@ -120,18 +120,18 @@ class World:
         self._staying = len(self.clients)
         self._at_leave = [operation for operation in scenario.operations if operation.at_s is None]
         self._started = False
-        self._server: Server
+        self._server: ProxyServer
         self._listener = Listener()
         self._deaf_at = float("inf")
         """When the proxy has ceased to accept connections."""
-        self.resources: Resources
+        self.resources: ExecutionResources
         self.running: dict[int, float] = {}
         """Since when each request runs."""
         self.begun = 0
         self.ended = 0
         self.ended_at = self.loop.time()
         """The last one."""
-        self.connections: Connections
+        self.connections: ClientConnections
         self.bodies: BodyBudget
 
     # what engines and clients use
@@ -382,12 +382,12 @@ class World:
             del limits[Role.DECODE]
         settings = Settings(
             instances,
-            beside=None if local is None else local.name,
+            local_id=None if local is None else local.name,
             retries=scenario.retries,
             prefill_timeout_s=scenario.prefill_timeout_s,
             decode_timeout_s=scenario.decode_timeout_s,
             client_timeout_s=scenario.client_timeout_s,
-            probe_s=scenario.probe_s,
+            probe_interval_s=scenario.probe_s,
             limits=limits,
             queue=QueueLimits(scenario.waiting, scenario.per_tenant, scenario.wait_s),
             breaker=BreakerLimits(consecutive=scenario.consecutive, open_s=0.2, longest_s=1.0),
@@ -395,19 +395,19 @@ class World:
             continuation=scenario.continues,
             log_requests="-",
             policy=scenario.policy,
-            modes=(read_mode(scenario.mode),),
-            upstream=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
+            modes=(parse_mode_flag(scenario.mode),),
+            upstream_limits=UpstreamLimits(connections=scenario.connections, connect_s=0.5, idle_s=scenario.idle_s),
         )
         Budget.reserve = float(scenario.reserve)
-        reached: list[InProcess] = []
-        queued = None if nodes is None else reach_queue(Secret(PREFILL), POOL, settings)
+        reached: list[InProcessUpstream] = []
+        queued = None if nodes is None else queue_upstream_factory(Secret(PREFILL), POOL, settings)
 
         def reach(instance: Instance) -> Upstream | None:
             if queued is not None and (way := queued(instance)) is not None:
                 return way
             if not scenario.inside or local is None or instance.id != local.name:
                 return None
-            reached.append(InProcess(App(local), {}))
+            reached.append(InProcessUpstream(App(local), {}))
             return reached[-1]
 
         app = proxy_app.create_app(settings, reach)
@@ -419,7 +419,7 @@ class World:
                 state = cast("dict[str, Any]", found)
                 self.resources = state["resources"]
                 self.bodies = next(iter(state["generate"].values())).bodies
-                for way in (DIRECT, "generate"):
+                for way in (DIRECT_ENDPOINTS_KEY, "generate"):
                     state[way] = {path: _Counted(self, endpoint) for path, endpoint in state[way].items()}
                 if nodes is not None:
                     nodes.begin()
@@ -430,10 +430,10 @@ class World:
         stop = scenario.stop or Stop(0.0, 0.0, 120.0, None)
         most = scenario.clients_at_once
         room = ConnectionLimits(1000, most) if scenario.one_address else ConnectionLimits(most or 1000)
-        self._server = Server(app, ServerSettings(room, stop.drain_delay_s, stop.grace_s))
+        self._server = ProxyServer(app, ServerSettings(room, stop.drain_delay_s, stop.grace_s))
         await self._server.run(cast("Any", self._listener))
         for each in reached:
-            await each.ended()
+            await each.wait_closed()
         if nodes is not None:
             await nodes.close()
 
@@ -488,7 +488,7 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._endpoint, name)
 
-    def begin(self, admission: Any, body: bytes, downstream: Any, also: Callable[[], object] = lambda: None) -> None:
+    def handle(self, admission: Any, body: bytes, downstream: Any, also: Callable[[], object] = lambda: None) -> None:
         """See `DirectEndpoint`."""
         world = self._world
         world.begun += 1
@@ -508,9 +508,9 @@ class _Counted:
 
         for prompt, ask in world.asks.items():
             if prompt.encode() in body or str(tokenize(prompt)).encode() in body:
-                known = KnownClient("key", ask.tenant, ask.priority, bind_salt(ask.tenant, None))
+                known = KnownClient("key", ask.tenant, ask.priority, tenant_cache_salt(ask.tenant, None))
                 admission = admission._replace(client=known)
-        self._endpoint.begin(admission, body, downstream, done)
+        self._endpoint.handle(admission, body, downstream, done)
 
 
 def _fleet(scenario: Scenario) -> tuple[tuple[Role, int], ...]:

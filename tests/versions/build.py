@@ -35,16 +35,16 @@ _EDITS: Final = {
     ],
     "kvparams/versions.py": [
         (
-            "ADDED: Final[Mapping[str, frozenset[str]]] = {}",
-            f"ADDED: Final[Mapping[str, frozenset[str]]] = {dict(NEXT_ADDED)!r}",
+            "ADDED_MEMBERS: Final[Mapping[str, frozenset[str]]] = {}",
+            f"ADDED_MEMBERS: Final[Mapping[str, frozenset[str]]] = {dict(NEXT_ADDED)!r}",
         ),
         (
-            "DEPRECATED: Final[tuple[Deprecation, ...]] = ()",
-            f"DEPRECATED: Final = (Deprecation({_OLD.member!r}, {_OLD.since!r}, date.fromisoformat('{_OLD.day}'), "
-            f"date.fromisoformat('{_OLD.until}'), {_OLD.instead!r}),)",
+            "DEPRECATED_MEMBERS: Final[tuple[Deprecation, ...]] = ()",
+            f"DEPRECATED_MEMBERS: Final = (Deprecation({_OLD.member!r}, {_OLD.since!r}, "
+            f"date.fromisoformat('{_OLD.day}'), date.fromisoformat('{_OLD.until}'), {_OLD.instead!r}),)",
         ),
     ],
-    "kvparams/managers/documents.py": [
+    "kvparams/routing/managers/leg_documents.py": [
         ('        "mode": mode,\n', f'        "mode": mode,\n        "priority": {PRIORITY},\n')
     ],
     "reference_engine/kv.py": [

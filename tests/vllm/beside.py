@@ -5,8 +5,8 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from kvparams.scheduling import Instance, Role
-from kvparams_proxy.settings import Settings
+from kvparams.instances import Instance, Role
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 
 __all__ = ["REMOTE", "Beside"]
@@ -21,4 +21,4 @@ class Beside(DisaggregatedServerMixin):
     def __init__(self, app: ASGIApp) -> None:
         here = Instance("S", "1", Role.PREFILL, "http://127.0.0.1:9", "nixl")
         there = Instance("D", "1", Role.DECODE, os.environ[REMOTE], "nixl")
-        super().__init__(app, Settings((here, there), beside=here.id, log_requests="off"))
+        super().__init__(app, Settings((here, there), local_id=here.id, log_requests="off"))

@@ -3,7 +3,7 @@
 from typing import Final
 
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
 from tests.vllm.engines import until
 
 __all__ = ["flip", "is_there", "replace_value", "value_of"]
@@ -16,13 +16,13 @@ def value_of(store: KVStore, key: str) -> bytearray:
     is_there(store, key)
     buffer = bytearray(_MAX_BYTES)
     (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
     return buffer[: result.nbytes]
 
 
 def is_there(store: KVStore, key: str) -> None:
     """Wait until it is stored: engines save behind their answers."""
-    until(lambda: store.exists([key]).result()[0].code is Code.OK)
+    until(lambda: store.exists([key]).result()[0].code is ResultCode.OK)
 
 
 def replace_value(store: KVStore, key: str, value: bytearray) -> None:
@@ -30,7 +30,7 @@ def replace_value(store: KVStore, key: str, value: bytearray) -> None:
     is_there(store, key)
     store.delete([key]).result()
     (result,) = store.put([PutOp(key, (memoryview(value),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
 
 
 def flip(store: KVStore, key: str) -> None:

@@ -11,28 +11,28 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvparams.keys import Extra, Geometry, Namespace, Page, Rectangle
+from kvparams.keys import ExtraKey, Geometry, KVShard, Namespace, Page
 from kvparams.params import Endpoint, KVTransferParams
-from kvparams_connectors.engines.vllm.documents import Handoff
-from kvparams_connectors.engines.vllm.geometry import Share
-from kvparams_connectors.engines.vllm.grouped import Chains, GroupedPlan
-from kvparams_connectors.engines.vllm.holding import Holds
-from kvparams_connectors.engines.vllm.orders import LoadOrder
-from kvparams_connectors.engines.vllm.scheduling import Book, Rules, Running
-from kvparams_connectors.engines.vllm.searching import Prefixes
-from kvparams_connectors.engines.vllm.transfers import Transfers
-from kvparams_connectors.grid import Grid
+from kvparams_connectors.engines.vllm.block_pins import BlockPins
+from kvparams_connectors.engines.vllm.connector_metadata import LoadSpec
+from kvparams_connectors.engines.vllm.grouped_plan import GroupedPlan, PageChains
+from kvparams_connectors.engines.vllm.prefix_lookup import StorePrefixLookup
+from kvparams_connectors.engines.vllm.rank_geometry import RankShard
+from kvparams_connectors.engines.vllm.request_params import RequestParams
+from kvparams_connectors.engines.vllm.scheduler_state import ScheduledRequest, SchedulerOptions, SchedulerState
+from kvparams_connectors.engines.vllm.worker_transfers import WorkerTransfers
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.plan import Plan
-from kvparams_connectors.reports import Hit, LoadReport, SaveReport
 from kvparams_connectors.store import KVStore
+from kvparams_connectors.transfer.reports import LoadReport, PrefixHit, SaveReport
+from kvparams_connectors.transfer.sequence_plan import SequencePlan
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 __all__ = ["BLOCK", "NAMESPACE", "PAGE", "SHARE", "EngineModel", "ModelRequest"]
 
 BLOCK = 4
 PAGE = 6
 NAMESPACE = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), PAGE)
-SHARE = Share(NAMESPACE, Rectangle.whole(NAMESPACE.geometry), Grid(1, 1))
+SHARE = RankShard(NAMESPACE, KVShard.whole(NAMESPACE.geometry), ShardGrid(1, 1))
 """Of the one group of layers."""
 
 _MIXED = -1
@@ -41,7 +41,7 @@ _MIXED = -1
 T = TypeVar("T")
 
 
-def _life_of(extras: Sequence[Extra]) -> int:
+def _life_of(extras: Sequence[ExtraKey]) -> int:
     return int.from_bytes(extras[0].digest, "big") if extras else 0
 
 
@@ -79,7 +79,7 @@ class _Aside:
 class ModelRequest:
     name: str
     tokens: list[int]
-    handoff: Handoff
+    handoff: RequestParams
     prompt_tokens: int = 0
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -97,24 +97,24 @@ class _Search:
 
     def __init__(self, engine: "EngineModel") -> None:
         self._engine = engine
-        self._prefixes = Prefixes(_NO_STORE, [SHARE], 1.0)
+        self._prefixes = StorePrefixLookup(_NO_STORE, [SHARE], 1.0)
 
     def plan(
-        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains = ()
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[ExtraKey], known: PageChains = ()
     ) -> GroupedPlan:
         plan = self._prefixes.plan(token_ids, shared, extras, known)
         assert plan == self._prefixes.plan(token_ids, shared, extras), "what was known is of something else"
         return plan
 
     def pages(
-        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[Extra], known: Chains
-    ) -> Chains:
+        self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[ExtraKey], known: PageChains
+    ) -> PageChains:
         pages = self._prefixes.pages(token_ids, shared, extras, known)
         assert pages == self._prefixes.plan(token_ids, shared, extras).chains, "what was known is of something else"
         return pages
 
-    def look(self, plan: GroupedPlan) -> Job[Hit]:
-        job = Job(1e18, Hit(0, 0, 0))
+    def look_up(self, plan: GroupedPlan) -> Job[PrefixHit]:
+        job = Job(1e18, PrefixHit(0, 0, 0))
         self._engine.lookups.append((plan, job))
         return job
 
@@ -133,21 +133,23 @@ class EngineModel:
         """`holding`: False is an engine that gives blocks away although they are still to be copied."""
         self.now = clock
         self.aside = _Aside()
-        self.lookups: list[tuple[GroupedPlan, Job[Hit]]] = []
-        self.loads: list[tuple[LoadOrder, Job[LoadReport]]] = []
+        self.lookups: list[tuple[GroupedPlan, Job[PrefixHit]]] = []
+        self.loads: list[tuple[LoadSpec, Job[LoadReport]]] = []
         self.stored: set[bytes] = set()
         """Chains of pages that are stored."""
         self.ordered: set[bytes] = set()
         """Chains of pages that were to be stored at some time."""
         self.damaged: dict[str, set[bytes]] = {}
         """By request, pages that it could not load and that nobody has saved since."""
-        rules = Rules(page_tokens=PAGE, loads=True, saves=True, fails=fails, promise_s=1.0, block_tokens=BLOCK)
-        self.book = Book(_Search(self), rules, Endpoint(id="E"), clock=lambda: self.now)
+        rules = SchedulerOptions(
+            page_tokens=PAGE, loads=True, saves=True, fails_on_load_error=fails, promise_s=1.0, block_tokens=BLOCK
+        )
+        self.book = SchedulerState(_Search(self), rules, Endpoint(id="E"), clock=lambda: self.now)
         self.blocks: list[_Block] = [_Block(block) for block in range(blocks)]
         self.cached_block_hash_to_block: object = None  # of vLLM's pool, which nobody looks at here
-        self.held = Holds(self, 1)
-        self.book.hold = self.held.hold if holding else lambda blocks: 1 << 40
-        self.transfers = Transfers([self], BLOCK, clock=lambda: self.now, aside=self.aside)
+        self.held = BlockPins(self, 1)
+        self.book.pin_blocks = self.held.pin if holding else lambda blocks: 1 << 40
+        self.transfers = WorkerTransfers([self], BLOCK, clock=lambda: self.now, aside=self.aside)
         self.free = list(range(blocks))
         self.holds: dict[int, list[tuple[int, ...] | None]] = {block: [None] * BLOCK for block in range(blocks)}
         """By block and place: the life of the weights, and the tokens up to and with the one whose KV stands there.
@@ -179,20 +181,20 @@ class EngineModel:
         self,
         token_ids: Tokens[int],
         params: KVTransferParams | None,
-        extras: Tokens[Extra],
+        extras: Tokens[ExtraKey],
         known: Tokens[Page] = (),
-    ) -> Plan:
+    ) -> SequencePlan:
         self._saving = (_life_of(extras), *token_ids)
         return _Search(self).plan(token_ids, params, extras, (tuple(known),)).plans[0]
 
-    def load(self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
+    def load(self, plan: SequencePlan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
         job = Job(1e18, LoadReport(start_token, start_token))
         order = next(one for one in self._orders if one.start == start_token and one.block_ids == tuple(block_ids))
         self.loads.append((order, job))
         return job
 
     def save(
-        self, plan: Plan, block_ids: Tokens[int], start_token: int, end_token: int, *, required: bool = False
+        self, plan: SequencePlan, block_ids: Tokens[int], start_token: int, end_token: int, *, required: bool = False
     ) -> Job[SaveReport]:
         tokens = self._saving
         for page in plan.pages:
@@ -207,9 +209,9 @@ class EngineModel:
 
     # ---- vLLM
 
-    def add(self, name: str, tokens: list[int], handoff: Handoff) -> None:
+    def add(self, name: str, tokens: list[int], handoff: RequestParams) -> None:
         self.requests[name] = ModelRequest(name, tokens, handoff, len(tokens))
-        self.book.begin(name, tokens, handoff)
+        self.book.add_request(name, tokens, handoff)
 
     def step(self) -> None:
         """schedule, execute, update."""
@@ -221,9 +223,9 @@ class EngineModel:
             elif one.status in ("waiting", "loading"):
                 self._admit(one, running)
         by_name = {one.name: one for one, _, _ in running}
-        orders = self.book.step(
+        orders = self.book.build_metadata(
             [
-                Running(one.name, start, count, tuple(one.tokens), lambda one=one: [one.blocks])
+                ScheduledRequest(one.name, start, count, tuple(one.tokens), lambda one=one: [one.blocks])
                 for one, start, count in running
             ]
         )
@@ -248,7 +250,7 @@ class EngineModel:
         self.transfers.begin(orders)
         seen = self.transfers.finished()
         assert not self.transfers.counts["saves_failed"], "a page of something else would be stored"
-        self.held.copied(seen.copied)
+        self.held.record_copied(seen.copied)
         assert not seen.bad_blocks & {block for one in by_name.values() for block in one.blocks}
         assert not seen.bad_blocks & set(self.free)
         for one in list(self.requests.values()):
@@ -283,7 +285,7 @@ class EngineModel:
                 self._free(one)
         external = 0
         if one.computed == 0:
-            found = self.book.ask(one.name, 0, tuple(one.tokens), one.preemptions)
+            found = self.book.get_matched_tokens(one.name, 0, tuple(one.tokens), one.preemptions)
             if found is None:
                 return
             external = found
@@ -292,7 +294,7 @@ class EngineModel:
         if need > len(one.blocks) + len(self.free):
             return
         self._grow(one, external or len(one.tokens), running)
-        self.book.allocated(one.name, external, tuple(one.tokens), [one.blocks])
+        self.book.update_after_alloc(one.name, external, tuple(one.tokens), [one.blocks])
         if external:
             one.claims += 1
             assert one.claims == 1, "an offer is made once"
@@ -317,12 +319,12 @@ class EngineModel:
         for one in self.requests.values():
             one.mixed = bool(one.blocks)
         self.life += 1
-        self.book.renew(self.extras[0].digest)
+        self.book.invalidate_stored(self.extras[0].digest)
 
     @property
-    def extras(self) -> tuple[Extra, ...]:
+    def extras(self) -> tuple[ExtraKey, ...]:
         """What page keys say of the life."""
-        return (Extra(0, 1 << 40, self.life.to_bytes(16, "big")),) if self.life else ()
+        return (ExtraKey(0, 1 << 40, self.life.to_bytes(16, "big")),) if self.life else ()
 
     def finish(self, one: ModelRequest) -> None:
         """Its last token, a stop word, or a client that left."""
@@ -333,10 +335,10 @@ class EngineModel:
         self.reported.discard(one.name)
         self.failed.discard(one.name)
         one.status = "gone"
-        one.result = self.book.finish(one.name, computed=one.computed)
-        if one.handoff.prefilling and one.mixed:
+        one.result = self.book.finish_request(one.name, computed=one.computed)
+        if one.handoff.is_prefill and one.mixed:
             assert '"load_keys": []' in json.dumps(one.result), "KV of several lives is promised"
-        elif one.handoff.prefilling and one.computed >= one.prompt_tokens and not loading:
+        elif one.handoff.is_prefill and one.computed >= one.prompt_tokens and not loading:
             plan = self.plan(one.tokens[: one.prompt_tokens], None, self.extras)
             good = self.ordered - self.damaged.get(one.name, set())
             missing = [page.index for page in plan.pages if page.chain not in good]
@@ -371,12 +373,12 @@ class EngineModel:
             if page.chain not in self.stored or failed:
                 break
             tokens = page.end
-        job.finish(Hit(tokens, 0, 0))
+        job.finish(PrefixHit(tokens, 0, 0))
 
     def _grow(self, one: ModelRequest, tokens: int, running: list[tuple[ModelRequest, int, int]]) -> bool:
         """Blocks for so many tokens, if need be of others; False if the request had to give up its own."""
         while len(one.blocks) * BLOCK < tokens:
-            if not self.free and self.held.keeps_others_waiting:  # vLLM asks, and then rather waits for them
+            if not self.free and self.held.blocks_other_requests:  # vLLM asks, and then rather waits for them
                 return False
             if not self.free:  # for a running one only, as a waiting one waits for room
                 victims = [other for other in self.requests.values() if other.status == "running" and other is not one]

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams_connectors.engines.vllm.scheduler_connector import SchedulerConnector
 
 __all__ = [
     "PROMPT",
@@ -156,23 +156,23 @@ def one_step(asked: Any) -> Any:
     return SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
 
 
-def saves_of(half: SchedulerHalf, asked: Any) -> list[Any]:
+def saves_of(half: SchedulerConnector, asked: Any) -> list[Any]:
     """What is saved when the whole prompt is computed in one step."""
     half.new_request(asked)
     give_up = time.monotonic() + 20
-    while (found := half.matched(asked, 0)) == (None, False):
+    while (found := half.get_num_new_matched_tokens(asked, 0)) == (None, False):
         assert time.monotonic() < give_up
     assert found == (0, False)
-    half.allocated(asked, NoBlocks(), 0)
-    found_saves = half.orders(one_step(asked)).saves
-    half.finished(asked)
-    assert not len(half.book)
+    half.update_state_after_alloc(asked, NoBlocks(), 0)
+    found_saves = half.build_metadata(one_step(asked)).saves
+    half.request_finished(asked)
+    assert not len(half.state)
     return list(found_saves)
 
 
-def key_of(half: SchedulerHalf, asked: Any) -> str:
+def key_of(half: SchedulerConnector, asked: Any) -> str:
     """Of the first page that is saved."""
     (save,) = saves_of(half, asked)
     assert (save.start, save.end) == (0, 256)
     sequence = save.sequence
-    return half.book.plan_of(sequence.token_ids, sequence.shared, sequence.extras).keys[0]
+    return half.state.plan_of(sequence.token_ids, sequence.shared_params, sequence.extras).keys[0]

@@ -14,14 +14,14 @@ import torch
 
 from kvparams_connectors.engines.vllm.connector import KVParamsConnector
 from kvparams_connectors.engines.vllm.interface import BlockPool
-from kvparams_connectors.jobs import Job, Lane
+from kvparams_connectors.jobs import Job, WorkerPool
 
 __all__ = ["LateConnector"]
 
 T = TypeVar("T")
 
 
-class _LateLane(Lane):
+class _LateLane(WorkerPool):
     """Does nothing at once."""
 
     def __init__(self, name: str) -> None:
@@ -57,4 +57,4 @@ class LateConnector(KVParamsConnector):
         super().bind_gpu_block_pool(gpu_block_pool)
         if os.environ.get("KVPARAMS_LATE_HELD") == "no":
             numbers = count(1 << 40)
-            self._planner.book.hold = lambda blocks: next(numbers)
+            self._planner.state.pin_blocks = lambda blocks: next(numbers)

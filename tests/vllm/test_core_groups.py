@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.keys import Geometry, Namespace, Rectangle
-from kvparams_connectors.engines.vllm.geometry import Share
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
-from kvparams_connectors.engines.vllm.groups import Group, group_revision, read_groups
-from kvparams_connectors.engines.vllm.ordering import load_orders, save_orders
-from kvparams_connectors.engines.vllm.orders import LoadOrder, StepOrders
-from kvparams_connectors.engines.vllm.orders import Sequence as Tokens
-from kvparams_connectors.engines.vllm.requests import Claim, Span
-from kvparams_connectors.engines.vllm.searching import Prefixes
-from kvparams_connectors.engines.vllm.transfers import Transfers
-from kvparams_connectors.grid import Grid
+from kvparams.keys import Geometry, KVShard, Namespace
+from kvparams_connectors.engines.vllm.connector_metadata import ConnectorMetadata, LoadSpec
+from kvparams_connectors.engines.vllm.connector_metadata import TokenSequence as Tokens
+from kvparams_connectors.engines.vllm.grouped_plan import GroupedPlan
+from kvparams_connectors.engines.vllm.layer_groups import LayerGroup, group_revision, read_groups
+from kvparams_connectors.engines.vllm.prefix_lookup import StorePrefixLookup
+from kvparams_connectors.engines.vllm.rank_geometry import RankShard
+from kvparams_connectors.engines.vllm.request_state_machine import LoadRange, SaveRange
+from kvparams_connectors.engines.vllm.transfer_specs import load_specs, save_specs
+from kvparams_connectors.engines.vllm.worker_transfers import WorkerTransfers
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.layout_forms import LayoutError
-from kvparams_connectors.reports import Hit, LoadReport
-from kvparams_connectors.store import Code, PutOp, Result, open_store
+from kvparams_connectors.store import PutOp, Result, ResultCode, open_store
+from kvparams_connectors.transfer.cache_layouts import LayoutError
+from kvparams_connectors.transfer.reports import LoadReport, PrefixHit
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 from tests.vllm.engine_model import EngineModel
 from tests.vllm.half_steps import FullAttentionSpec, MambaSpec, SlidingWindowSpec, make_cache, make_config
 
@@ -34,26 +34,26 @@ _WINDOWS = (None, 6, 7)
 _KEYS = ("a", "b", "c")
 
 
-def _shares() -> list[Share]:
-    shares: list[Share] = []
+def _shares() -> list[RankShard]:
+    shares: list[RankShard] = []
     for name, window in zip(_KEYS, _WINDOWS, strict=True):
         namespace = Namespace("m", name, "float32", Geometry(1, 1, 4, 4), _PAGE)
-        shares.append(Share(namespace, Rectangle.whole(namespace.geometry), Grid(1, 1), window))
+        shares.append(RankShard(namespace, KVShard.whole(namespace.geometry), ShardGrid(1, 1), window))
     return shares
 
 
 def _plan(tokens: int) -> GroupedPlan:
-    return Prefixes(EngineModel(1), _shares(), 1.0).plan([1] * tokens, None, ())  # pyright: ignore[reportArgumentType]
+    return StorePrefixLookup(EngineModel(1), _shares(), 1.0).plan([1] * tokens, None, ())  # pyright: ignore[reportArgumentType]
 
 
 def _result(there: bool) -> Result:
-    return Result(Code.OK if there else Code.MISS, sized=False)
+    return Result(ResultCode.OK if there else ResultCode.MISS, has_size=False)
 
 
 # ---- which are known
 
 
-def _read(*specs: object, page: int = 64, tells: bool = True) -> tuple[Group, ...]:
+def _read(*specs: object, page: int = 64, tells: bool = True) -> tuple[LayerGroup, ...]:
     return read_groups(make_config(Path()), make_cache(*specs), page_tokens=page, tells_failures=tells)
 
 
@@ -112,12 +112,12 @@ def test_what_a_window_does_not_reach_need_not_be_there() -> None:
     plan = _plan(20)  # five pages
     assert [list(plan.needed(group, 5)) for group in range(3)] == [[0, 1, 2, 3, 4], [3, 4], [3, 4]]
     assert [list(plan.needed(group, 4)) for group in range(3)] == [[0, 1, 2, 3], [2, 3], [2, 3]]
-    assert len(plan.promise(())) == 9
-    assert plan.promised(plan.promise(())) == 20
-    assert plan.promise({(1, 4), (2, 8)}) == plan.promise(())  # nobody needs these
-    assert plan.promised(plan.promise({(1, 16)})) == 12
-    assert plan.promised(plan.promise({(1, 20)})) == 16
-    assert plan.promised(plan.promise({(0, 4)})) == 0
+    assert len(plan.promised_keys(())) == 9
+    assert plan.promised(plan.promised_keys(())) == 20
+    assert plan.promised_keys({(1, 4), (2, 8)}) == plan.promised_keys(())  # nobody needs these
+    assert plan.promised(plan.promised_keys({(1, 16)})) == 12
+    assert plan.promised(plan.promised_keys({(1, 20)})) == 16
+    assert plan.promised(plan.promised_keys({(0, 4)})) == 0
     sizes = {plan.plans[0].identity(part).stored_bytes for part in plan.plans[0].parts(0)}
     (page,) = sizes
     assert plan.stored_bytes(0, 20) == 9 * page
@@ -131,7 +131,7 @@ def test_a_sequence_is_held_as_far_as_all_groups_can_go_on(tokens: int, data: st
     likely = st.sampled_from([True] * 7 + [False])
     there = [data.draw(st.lists(likely, min_size=pages, max_size=pages)) for _ in plan.plans]
     results = [_result(one) for good in there for one in good]
-    hit = plan.held(results)
+    hit = plan.find_hit(results)
 
     def enough(pages: int) -> bool:
         """By tokens: an engine that computes the token before the end has all that its layers look at."""
@@ -150,7 +150,7 @@ def test_a_sequence_is_held_as_far_as_all_groups_can_go_on(tokens: int, data: st
         for page, one in zip(plan.pages, good, strict=True)
         if not one
     }
-    keys = plan.promise(gaps)
+    keys = plan.promised_keys(gaps)
     stored = {key for one, good in zip(plan.plans, there, strict=True) for key in compress(one.keys, good)}
     assert stored.issuperset(keys)
     assert plan.promised(keys) == hit.tokens
@@ -159,15 +159,15 @@ def test_a_sequence_is_held_as_far_as_all_groups_can_go_on(tokens: int, data: st
 def test_a_store_that_fails_is_told_from_one_that_has_nothing() -> None:
     plan = _plan(8)
     good = [_result(True)] * len(plan.keys)
-    assert plan.held(good) == Hit(8, 2, plan.stored_bytes(0, 8))
-    assert plan.held([*good[:-1], Result(Code.MISS)]).failure is None
-    assert plan.held([*good[:-1], Result(Code.TIMEOUT)]).failure is Code.TIMEOUT
+    assert plan.find_hit(good) == PrefixHit(8, 2, plan.stored_bytes(0, 8))
+    assert plan.find_hit([*good[:-1], Result(ResultCode.MISS)]).failure is None
+    assert plan.find_hit([*good[:-1], Result(ResultCode.TIMEOUT)]).failure is ResultCode.TIMEOUT
 
 
 def test_a_store_is_asked_once_for_all_groups(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/kv?size=4MiB")
     try:
-        prefixes = Prefixes(store, _shares(), 5.0)
+        prefixes = StorePrefixLookup(store, _shares(), 5.0)
         plan = prefixes.plan([1] * 8, None, ())
         for number, one in enumerate(plan.plans):
             for page in one.pages:
@@ -176,11 +176,11 @@ def test_a_store_is_asked_once_for_all_groups(tmp_path: Path) -> None:
                 for part in one.parts(page.index):
                     value = bytearray(one.identity(part).stored_bytes)
                     store.put([PutOp(one.keys[part], (memoryview(value),))]).result()
-        assert prefixes.look(plan).result(5).tokens == 0
+        assert prefixes.look_up(plan).result(5).tokens == 0
         for one in plan.plans[1:]:
             value = bytearray(one.identity(0).stored_bytes)
             store.put([PutOp(one.keys[0], (memoryview(value),))]).result()
-        assert prefixes.look(plan).result(5).tokens == 8
+        assert prefixes.look_up(plan).result(5).tokens == 8
     finally:
         store.close()
 
@@ -192,18 +192,18 @@ _SEQUENCE = Tokens((1,) * 20, None, ())
 
 def test_blocks_behind_a_window_are_not_filled() -> None:
     tables = [[11, 12, 13, 14, 15], [0, 0, 0, 21, 22], [0, 0, 31, 32, 33]]
-    orders = load_orders("r", _SEQUENCE, tables, Claim(2, 9), block_tokens=_BLOCK, windows=_WINDOWS)
+    orders = load_specs("r", _SEQUENCE, tables, LoadRange(2, 9), block_tokens=_BLOCK, windows=_WINDOWS)
     assert [(one.group, one.start, one.end) for one in orders] == [(0, 2, 9), (1, 6, 9), (2, 4, 9)]
-    orders = load_orders("r", _SEQUENCE, tables, Claim(8, 9), block_tokens=_BLOCK, windows=_WINDOWS)
+    orders = load_specs("r", _SEQUENCE, tables, LoadRange(8, 9), block_tokens=_BLOCK, windows=_WINDOWS)
     assert [(one.group, one.start) for one in orders] == [(0, 8), (1, 8), (2, 8)]
 
 
-def _saves(tables: Sequence[Sequence[int]], span: Span, gaps: set[tuple[int, int]], held: list[Any]) -> list[Any]:
+def _saves(tables: Sequence[Sequence[int]], span: SaveRange, gaps: set[tuple[int, int]], held: list[Any]) -> list[Any]:
     def hold(blocks: Sequence[int]) -> int:
         held.append(list(blocks))
         return len(held)
 
-    return save_orders(
+    return save_specs(
         _SEQUENCE,
         tables,
         span,
@@ -220,14 +220,14 @@ def test_pages_whose_blocks_are_gone_are_not_saved() -> None:
     gaps: set[tuple[int, int]] = set()
     held: list[Any] = []
     tables = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 24, 25, 26], [0, 0, 0, 0, 0, 36]]
-    orders = _saves(tables, Span(0, 12), gaps, held)
-    assert [(one.group, one.start, one.end, one.number) for one in orders] == [(0, 0, 12, 1), (1, 8, 12, 2)]
+    orders = _saves(tables, SaveRange(0, 12), gaps, held)
+    assert [(one.group, one.start, one.end, one.pin_id) for one in orders] == [(0, 0, 12, 1), (1, 8, 12, 2)]
     assert held == [[1, 2, 3, 4, 5, 6], [25, 26]]
     assert gaps == {(1, 4), (1, 8), (2, 4), (2, 8), (2, 12)}
     assert 0 not in {block for blocks in held for block in blocks}
     # After a preemption it is computed again, and then they are there.
     whole = [[1, 2, 3, 4, 5, 6]] * 3
-    orders = _saves(whole, Span(0, 10), gaps, held)
+    orders = _saves(whole, SaveRange(0, 10), gaps, held)
     assert [(one.group, one.start, one.end) for one in orders] == [(0, 0, 10), (1, 0, 10), (2, 0, 10)]
     assert gaps == {(2, 12)}
 
@@ -255,9 +255,9 @@ class _Slow:
 @pytest.mark.parametrize(("ends", "failed"), [((8, 8), set[str]()), ((8, 7), {"r"}), ((4, 8), {"r"}), ((4, 4), {"r"})])
 def test_a_request_is_over_when_all_its_groups_are(ends: tuple[int, int], failed: set[str]) -> None:
     groups = _Slow(), _Slow()
-    transfers = Transfers(groups, 2, all_or_nothing=True)
-    orders = [LoadOrder("r", _SEQUENCE, (1, 2, 3, 4), 4 * group, 8, group) for group in range(2)]
-    transfers.begin(StepOrders(orders))
+    transfers = WorkerTransfers(groups, 2, all_or_nothing=True)
+    orders = [LoadSpec("r", _SEQUENCE, (1, 2, 3, 4), 4 * group, 8, group) for group in range(2)]
+    transfers.begin(ConnectorMetadata(orders))
     groups[1].jobs[0].finish(LoadReport(4, ends[1], nbytes=1))
     assert transfers.finished().request_ids == set()
     groups[0].jobs[0].finish(LoadReport(0, ends[0], nbytes=2))

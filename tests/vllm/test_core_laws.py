@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvparams.keys import Extra
+from kvparams.keys import ExtraKey
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Transfer
-from kvparams_connectors.engines.vllm.documents import Handoff
-from kvparams_connectors.engines.vllm.entries import Entry
-from kvparams_connectors.engines.vllm.holding import Holds
-from kvparams_connectors.engines.vllm.scheduling import Running
+from kvparams_connectors.engines.vllm.block_pins import BlockPins
+from kvparams_connectors.engines.vllm.request_params import RequestParams
+from kvparams_connectors.engines.vllm.request_state import RequestState
+from kvparams_connectors.engines.vllm.scheduler_state import ScheduledRequest
 from tests.vllm.engine_model import EngineModel, ModelRequest
 from tests.vllm.half_steps import Pool
 
@@ -23,7 +23,7 @@ _BLOCKS = 22
 _MAX_RUNNING = 4
 
 
-def _document(phase: str, keys: tuple[str, ...] | None = None) -> Handoff:
+def _document(phase: str, keys: tuple[str, ...] | None = None) -> RequestParams:
     params = KVTransferParams.model_validate(
         {
             "version": PROTOCOL_VERSION,
@@ -34,7 +34,7 @@ def _document(phase: str, keys: tuple[str, ...] | None = None) -> Handoff:
             **({} if keys is None else {"load_keys": keys}),
         }
     )
-    return Handoff(params, None)
+    return RequestParams(params, None)
 
 
 class _Machine(RuleBasedStateMachine):
@@ -52,7 +52,7 @@ class _Machine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 30), kind=st.sampled_from(["plain", "prefill", "decode"]), variant=st.integers(0, 1))
     def comes(self, size: int, kind: str, variant: int) -> None:
         tokens = [variant] + [3] * (size - 1)
-        handoff = Handoff(None, None)
+        handoff = RequestParams(None, None)
         if kind == "prefill":
             handoff = _document("prefill")
         elif kind == "decode":
@@ -155,12 +155,12 @@ def test_the_laws_at_length(machine: type[_Machine], effort: Callable[[int, int]
 def _saved_too_late(*, holding: bool) -> EngineModel:
     """A request whose prompt is to be saved, and that has left before it is copied; another one has its blocks."""
     engine = EngineModel(_BLOCKS, holding=holding)
-    engine.add("r1", [3] * 20, Handoff(None, None))
+    engine.add("r1", [3] * 20, RequestParams(None, None))
     engine.end_lookup(0)
     engine.step()
     assert len(engine.aside.waiting) == 1
     engine.finish(engine.requests["r1"])
-    engine.add("r2", [4] * 30, Handoff(None, None))
+    engine.add("r2", [4] * 30, RequestParams(None, None))
     engine.end_lookup(0)
     engine.step()
     engine.end_copy()  # of r1
@@ -183,7 +183,7 @@ def test_without_holding_blocks_it_is_noticed() -> None:
 
 def _saved_across_lives(engine: EngineModel) -> EngineModel:
     """A request is computed, the weights change, it goes on, and its next page is to be saved."""
-    engine.add("r1", [3] * 10, Handoff(None, None))
+    engine.add("r1", [3] * 10, RequestParams(None, None))
     engine.end_lookup(0)
     engine.step()
     engine.reset(preempting=False)
@@ -201,27 +201,27 @@ def test_what_was_begun_with_other_weights_is_not_stored() -> None:
 
 
 def test_if_it_were_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def renew(self: Entry, life: tuple[Extra, ...]) -> None:
+    def renew(self: RequestState, life: tuple[ExtraKey, ...]) -> None:
         self._life = life
 
-    monkeypatch.setattr(Entry, "renew", renew)
+    monkeypatch.setattr(RequestState, "renew", renew)
     with pytest.raises(AssertionError, match="of something else"):
         _saved_across_lives(EngineModel(_BLOCKS))
 
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_pages_of_another_life_are_not_taken_for_known(monkeypatch: pytest.MonkeyPatch, *, forgets: bool) -> None:
-    renewed = Entry.renew
+    renewed = RequestState.renew
 
-    def renew(self: Entry, life: tuple[Extra, ...]) -> None:
+    def renew(self: RequestState, life: tuple[ExtraKey, ...]) -> None:
         pages = self.pages
         renewed(self, life)
         self.pages = pages
 
     if not forgets:
-        monkeypatch.setattr(Entry, "renew", renew)
+        monkeypatch.setattr(RequestState, "renew", renew)
     engine = EngineModel(_BLOCKS)
-    engine.add("r1", [3] * 10, Handoff(None, None))
+    engine.add("r1", [3] * 10, RequestParams(None, None))
     engine.end_lookup(0)
     engine.step()
     engine.reset(preempting=True)
@@ -235,9 +235,9 @@ def test_pages_of_another_life_are_not_taken_for_known(monkeypatch: pytest.Monke
 
 def test_the_pages_of_a_sequence_that_grows_are_computed_once() -> None:
     engine = EngineModel(_BLOCKS, holding=False)
-    engine.book.begin("r1", [3] * 7, Handoff(None, None))
+    engine.book.add_request("r1", [3] * 7, RequestParams(None, None))
     orders = [
-        engine.book.step([Running("r1", start, 6, tuple([3] * (start + 6)), lambda: [range(8)])])
+        engine.book.build_metadata([ScheduledRequest("r1", start, 6, tuple([3] * (start + 6)), lambda: [range(8)])])
         for start in (0, 6, 12)
     ]
     pages = [one.saves[0].sequence.pages[0] for one in orders]
@@ -251,12 +251,12 @@ def test_the_pages_of_a_sequence_that_grows_are_computed_once() -> None:
 def test_an_engine_waits_for_what_is_held_rather_than_preempt() -> None:
     engine = EngineModel(7)
     for name, size in (("r1", 14), ("r2", 12)):
-        engine.add(name, [3] * size, Handoff(None, None))
+        engine.add(name, [3] * size, RequestParams(None, None))
         engine.end_lookup(0)
     engine.step()
     engine.finish(engine.requests["r2"])
     assert not engine.free
-    assert engine.held.keeps_others_waiting
+    assert engine.held.blocks_other_requests
     for _ in range(3):  # it grows to the end of its last block, and then waits
         engine.step()
     assert engine.requests["r1"].preemptions == 0
@@ -270,16 +270,16 @@ def test_an_engine_waits_for_what_is_held_rather_than_preempt() -> None:
 def test_blocks_are_let_go_when_every_worker_has_copied() -> None:
     pool: Any = Pool()
     del pool.blocks[6:]
-    held = Holds(pool, 2)
-    first, second = held.hold([1, 2]), held.hold([2, 3])
+    held = BlockPins(pool, 2)
+    first, second = held.pin([1, 2]), held.pin([2, 3])
     assert [block.ref_cnt for block in pool.blocks] == [1, 2, 3, 2, 1, 1]
-    held.copied([first, second])
-    held.copied([second])
+    held.record_copied([first, second])
+    held.record_copied([second])
     assert [block.ref_cnt for block in pool.blocks] == [1, 2, 2, 1, 1, 1]
-    assert not held.keeps_others_waiting
+    assert not held.blocks_other_requests
     pool.free_blocks([pool.blocks[1]])
-    assert held.keeps_others_waiting
-    held.copied([first, 99])
-    held.copied([first])  # said once more: nothing
+    assert held.blocks_other_requests
+    held.record_copied([first, 99])
+    held.record_copied([first])  # said once more: nothing
     assert len(held) == 0
     assert [block.ref_cnt for block in pool.blocks] == [1, 0, 1, 1, 1, 1]

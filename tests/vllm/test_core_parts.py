@@ -9,28 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.codec import parse
-from kvparams.keys import Extra, Geometry, Namespace, Rectangle, page_chain
+from kvparams.keys import ExtraKey, Geometry, KVShard, Namespace, chain_pages
 from kvparams.params import Endpoint
-from kvparams_connectors.connector import KVStoreConnector
-from kvparams_connectors.connector_settings import ConnectorSettings
-from kvparams_connectors.engines.vllm.documents import prefill_result, read_handoff
-from kvparams_connectors.engines.vllm.engine import cpu_form
-from kvparams_connectors.engines.vllm.geometry import Ranks, Share, layer_range, share_of
-from kvparams_connectors.engines.vllm.groups import layer_index
-from kvparams_connectors.engines.vllm.identity import (
+from kvparams_connectors.engines.vllm.layer_groups import layer_index
+from kvparams_connectors.engines.vllm.rank_geometry import ParallelRanks, RankShard, check_layer_range, rank_shard
+from kvparams_connectors.engines.vllm.rank_shards import cpu_cache_layout
+from kvparams_connectors.engines.vllm.request_params import prefill_result, read_request_params
+from kvparams_connectors.engines.vllm.self_test import SelfTestError, run_self_test
+from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.engines.weights_identity import (
     Adapters,
     folder_digest,
     model_name,
     revision_of,
     snapshot_commit,
 )
-from kvparams_connectors.engines.vllm.selftest import SelfTestError, run_self_test
-from kvparams_connectors.engines.vllm.settings import VLLMSettings
-from kvparams_connectors.grid import Grid
-from kvparams_connectors.layout import PagedKVLayout
-from kvparams_connectors.layout_forms import CacheSpec, LayoutError
-from kvparams_connectors.settings import StoreError
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, Results, open_store
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.cache_layouts import CacheSpec, LayoutError
+from kvparams_connectors.transfer.connector import KVStoreConnector
+from kvparams_connectors.transfer.connector_settings import ConnectorSettings
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 # ---- settings
 
@@ -38,12 +38,12 @@ from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, Results, op
 def test_settings_have_defaults() -> None:
     settings = VLLMSettings.of({"store": "file:///x", "engine_id": "MultiConnector writes it"})
     assert (settings.store, settings.page_tokens, settings.verify) == ("file:///x", 128, True)
-    connector = settings.connector(Grid(1, 1), 100 << 20)
+    connector = settings.connector(ShardGrid(1, 1), 100 << 20)
     assert connector.arena_bytes == 1600 << 20  # room for 16 pages
-    assert VLLMSettings.of({"store": "x", "arena_bytes": 5}).connector(Grid(1, 1), 100).arena_bytes == 5
-    assert settings.connector(Grid(1, 1), 100, groups=4).arena_bytes == 16 << 20  # together as much as one
-    assert settings.connector(Grid(1, 1), 100 << 20, groups=4).arena_bytes == 1600 << 20
-    assert VLLMSettings.of({"store": "x", "arena_bytes": 9}).connector(Grid(1, 1), 100, groups=3).arena_bytes == 3
+    assert VLLMSettings.of({"store": "x", "arena_bytes": 5}).connector(ShardGrid(1, 1), 100).arena_bytes == 5
+    assert settings.connector(ShardGrid(1, 1), 100, groups=4).arena_bytes == 16 << 20  # together as much as one
+    assert settings.connector(ShardGrid(1, 1), 100 << 20, groups=4).arena_bytes == 1600 << 20
+    assert VLLMSettings.of({"store": "x", "arena_bytes": 9}).connector(ShardGrid(1, 1), 100, groups=3).arena_bytes == 3
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ _OTHERS = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.in
 
 def _read(document: object, **more: Any) -> Any:
     told = {"request_id": "q", "prompt": [1, 2, 3], "cache_salt": None, "lora": None, **more}
-    return read_handoff(None if document is None else {"kvparams": document}, **told)  # pyright: ignore[reportArgumentType]
+    return read_request_params(None if document is None else {"kvparams": document}, **told)  # pyright: ignore[reportArgumentType]
 
 
 def test_no_document_is_an_ordinary_request() -> None:
     handoff = _read(None)
-    assert (handoff.params, handoff.shared, handoff.off) == (None, None, None)
+    assert (handoff.params, handoff.shared_params, handoff.disabled_reason) == (None, None, None)
     salted = _read(None, cache_salt="s", lora="l")
-    assert (salted.shared.isolation.cache_salt, salted.shared.isolation.lora) == ("s", "l")
+    assert (salted.shared_params.isolation.cache_salt, salted.shared_params.isolation.lora) == ("s", "l")
 
 
 def test_what_keys_depend_on_is_kept() -> None:
@@ -104,12 +104,12 @@ def test_what_keys_depend_on_is_kept() -> None:
         "isolation": {"cache_salt": "s"},
     }
     handoff = _read(document, cache_salt="s", lora="l")
-    assert handoff.decoding
-    assert not handoff.prefilling
-    assert handoff.shared.load_keys is None  # a promise is no part of a key
-    assert handoff.shared.store_keys == ("b",)
-    assert handoff.shared.producer.address == "h:1"
-    assert (handoff.shared.isolation.cache_salt, handoff.shared.isolation.lora) == ("s", "l")
+    assert handoff.is_decode
+    assert not handoff.is_prefill
+    assert handoff.shared_params.load_keys is None  # a promise is no part of a key
+    assert handoff.shared_params.store_keys == ("b",)
+    assert handoff.shared_params.producer.address == "h:1"
+    assert (handoff.shared_params.isolation.cache_salt, handoff.shared_params.isolation.lora) == ("s", "l")
 
 
 @pytest.mark.parametrize(
@@ -128,22 +128,22 @@ def test_what_keys_depend_on_is_kept() -> None:
 def test_what_is_in_doubt_switches_the_store_off(change: dict[str, Any], more: dict[str, Any], words: str) -> None:
     handoff = _read({**_DOCUMENT, **change}, **more)
     assert handoff.params is None
-    assert handoff.shared is None
-    assert words in handoff.off
+    assert handoff.shared_params is None
+    assert words in handoff.disabled_reason
 
 
 def test_a_salt_that_the_document_does_not_name_is_the_requests() -> None:
     """Spec-mandated, 1.0#12.3."""
     for isolation, salt in (({"lora": "l"}, "s"), ({"lora": "l", "cache_salt": "s"}, None)):
         handoff = _read({**_DOCUMENT, "isolation": isolation}, cache_salt=salt, lora="l")
-        assert (handoff.shared.isolation.cache_salt, handoff.shared.isolation.lora) == ("s", "l")
+        assert (handoff.shared_params.isolation.cache_salt, handoff.shared_params.isolation.lora) == ("s", "l")
 
 
 def test_a_document_of_another_prompt_promises_nothing() -> None:
     """Spec-mandated, 1.0#8.6: the control is a beginning of the prompt."""
     handoff = _read({**_DOCUMENT, "prefix": [9]})
-    assert (handoff.params, handoff.off) == (None, None)
-    assert _read({**_DOCUMENT, "prefix": [1, 2]}).prefilling
+    assert (handoff.params, handoff.disabled_reason) == (None, None)
+    assert _read({**_DOCUMENT, "prefix": [1, 2]}).is_prefill
 
 
 @given(st.dictionaries(st.sampled_from([*_DOCUMENT, "prefix", "isolation", "load_keys"]), _OTHERS))
@@ -173,27 +173,29 @@ def test_the_answer_is_a_document() -> None:
 # ---- names and parts
 
 
-def _share(spec_heads: int = 2, heads: int = 4, ranks: Ranks | None = None, sizes: list[int] | None = None) -> Share:
+def _share(
+    spec_heads: int = 2, heads: int = 4, ranks: ParallelRanks | None = None, sizes: list[int] | None = None
+) -> RankShard:
     spec = CacheSpec(16, spec_heads, 8, 8, "float32")
     told: dict[str, Any] = {"model": "m", "revision": "r", "page_tokens": 128, "layers": 2}
-    return share_of(spec=spec, kv_heads=heads, ranks=ranks or Ranks(2, 1), sizes=sizes, **told)
+    return rank_shard(spec=spec, kv_heads=heads, ranks=ranks or ParallelRanks(2, 1), sizes=sizes, **told)
 
 
 def test_a_rank_holds_its_heads() -> None:
     share = _share()
-    assert (share.rectangle, share.grid) == (Rectangle(0, 2, 2, 4), Grid(2, 2))
-    assert _share(sizes=[1, 2, 4]).grid == Grid(2, 1)
+    assert (share.shard, share.grid) == (KVShard(0, 2, 2, 4), ShardGrid(2, 2))
+    assert _share(sizes=[1, 2, 4]).grid == ShardGrid(2, 1)
     # more ranks than heads: two ranks hold the same
-    assert [_share(1, 2, Ranks(4, rank)).rectangle.head_start for rank in range(4)] == [0, 0, 1, 1]
+    assert [_share(1, 2, ParallelRanks(4, rank)).shard.head_start for rank in range(4)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ranks": Ranks(2, 0, pipeline=2)}, "--pipeline-parallel-size 1"),
-        ({"ranks": Ranks(2, 0, context=2)}, "context parallelism"),
+        ({"ranks": ParallelRanks(2, 0, pipeline=2)}, "--pipeline-parallel-size 1"),
+        ({"ranks": ParallelRanks(2, 0, context=2)}, "context parallelism"),
         ({"spec_heads": 4}, "switch the store off"),
-        ({"ranks": Ranks(3, 0)}, "not the same number on each"),
+        ({"ranks": ParallelRanks(3, 0)}, "not the same number on each"),
         ({"sizes": [1]}, "must hold this engine's size, 2"),
         ({"sizes": [3]}, "cannot be divided over 3 ranks"),
     ],
@@ -209,16 +211,16 @@ def test_layers_are_counted_by_their_names() -> None:
     for name in ("model.attn", "model.layers.1.attn.2"):
         with pytest.raises(LayoutError):
             layer_index(name)
-    layer_range([1, 0], 2)
+    check_layer_range([1, 0], 2)
     for wrong in ([0], [0, 0], [0, 1, 2], [1, 2]):
         with pytest.raises(LayoutError, match="Switch the store off"):
-            layer_range(wrong, 2)
+            check_layer_range(wrong, 2)
 
 
 def test_kernels_that_are_not_known_are_refused() -> None:
-    assert cpu_form("vec") == "vllm_cpu_vec"
+    assert cpu_cache_layout("vec") == "vllm_cpu_vec"
     with pytest.raises(LayoutError, match="--dtype float32"):
-        cpu_form("amx")
+        cpu_cache_layout("amx")
 
 
 def test_weights_are_told_apart(tmp_path: Path) -> None:
@@ -258,9 +260,9 @@ def test_adapters_of_one_name_and_other_weights(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         adapters.digest("hub/adapter")
     namespace = Namespace("m", "r", "float32", Geometry(1, 1, 4, 4), 4)
-    chains = {page_chain(namespace, range(8), (Extra(0, 1 << 40, digest),))[1].chain for digest in (first, second)} | {
-        page_chain(namespace, range(8))[1].chain
-    }
+    chains = {
+        chain_pages(namespace, range(8), (ExtraKey(0, 1 << 40, digest),))[1].chain for digest in (first, second)
+    } | {chain_pages(namespace, range(8))[1].chain}
     assert len(chains) == 3
 
 
@@ -308,7 +310,7 @@ def _test_of(store: KVStore, *, page_tokens: int = 12, verify: bool = True) -> t
     spec = CacheSpec(8, 2, 8, 8, "float32")
     layout = PagedKVLayout.from_engine(tensors, spec, form="vllm_cpu_vec")
     namespace = Namespace("m", "r", "float32", Geometry(2, 2, 8, 8), page_tokens)
-    connector = KVStoreConnector(store, namespace, layout, ConnectorSettings(verify=verify, grid=Grid(2, 1)))
+    connector = KVStoreConnector(store, namespace, layout, ConnectorSettings(verify=verify, grid=ShardGrid(2, 1)))
     try:
         told = {"page_tokens": page_tokens, "block_size": 8, "deadline_s": 5.0}
         return run_self_test(connector, store, tensors, **told), tensors  # pyright: ignore[reportArgumentType]

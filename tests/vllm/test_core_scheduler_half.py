@@ -10,15 +10,15 @@ from typing import Any, cast
 import pytest
 
 from kvparams.codec import parse
-from kvparams.trust.keyfile import create_keyring, read_keyring
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.signing import Signer
-from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.keyring_file import create_keyring, read_keyring
+from kvparams.signing.signer import Signer
+from kvparams_connectors.engines.vllm.block_tables import BlockTables
+from kvparams_connectors.engines.vllm.scheduler_connector import SchedulerConnector
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
-from kvparams_connectors.engines.vllm.tables import BlockTables
-from kvparams_connectors.layout_forms import LayoutError
-from kvparams_connectors.reports import Hit
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.cache_layouts import LayoutError
+from kvparams_connectors.transfer.reports import PrefixHit
 from tests.vllm.half_steps import (
     PROMPT,
     FullAttentionSpec,
@@ -37,16 +37,16 @@ from tests.vllm.half_steps import (
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Iterator[SchedulerHalf]:
+def half(tmp_path: Path) -> Iterator[SchedulerConnector]:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": True})
-    made = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
+    made = SchedulerConnector(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
     made.bind(Manager())
     yield made
     made.shutdown()
 
 
-def test_equal_ids_with_other_content_have_other_keys(half: SchedulerHalf, tmp_path: Path) -> None:
+def test_equal_ids_with_other_content_have_other_keys(half: SchedulerConnector, tmp_path: Path) -> None:
     adapters: list[Any] = []
     for name, weights in (("a", b"1"), ("b", b"2")):
         (tmp_path / name).mkdir()
@@ -88,7 +88,7 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerHalf, tmp_p
         {"mm_features": [make_image("x", identifier="0" * 64 + "\n")]},
     ],
 )
-def test_what_no_key_can_say_is_not_cached(half: SchedulerHalf, more: dict[str, Any]) -> None:
+def test_what_no_key_can_say_is_not_cached(half: SchedulerConnector, more: dict[str, Any]) -> None:
     assert saves_of(half, make_request("r", **more)) == []
 
 
@@ -102,37 +102,37 @@ def test_what_no_key_can_say_is_not_cached(half: SchedulerHalf, more: dict[str, 
 )
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_leg_that_is_not_cached_is_answered_all_the_same(
-    half: SchedulerHalf, more: dict[str, Any], phase: str
+    half: SchedulerConnector, more: dict[str, Any], phase: str
 ) -> None:
     """A proxy that gets no document back takes the engine for one that does not speak kvparams."""
     asked = make_request("r", kv_transfer_params={"kvparams": {**_DOCUMENT, "phase": phase}}, **more)
     half.new_request(asked)
-    assert half.matched(asked, 0) == (0, False)
-    half.allocated(asked, NoBlocks(), 0)
-    assert half.orders(one_step(asked)).saves == []
+    assert half.get_num_new_matched_tokens(asked, 0) == (0, False)
+    half.update_state_after_alloc(asked, NoBlocks(), 0)
+    assert half.build_metadata(one_step(asked)).saves == []
     asked.num_preemptions = 1
-    assert half.matched(asked, 0) == (0, False)  # nothing is looked up for it later either
+    assert half.get_num_new_matched_tokens(asked, 0) == (0, False)  # nothing is looked up for it later either
     asked.num_computed_tokens = 300
-    answer = parse(cast("Any", half.finished(asked))["kvparams"])
+    answer = parse(cast("Any", half.request_finished(asked))["kvparams"])
     assert answer.phase == f"{phase}_result"
     assert not answer.load_keys
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 300
-    assert not len(half.book)
+    assert not len(half.state)
 
 
 def test_images_are_cached_only_where_somebody_vouches_for_their_hashes(tmp_path: Path) -> None:
     """What vLLM calls a hash may be what a client calls its image, and whoever reaches the engine may say so."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     keys = tmp_path / "signing-keys.json"
-    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 7200)]))
+    create_keyring(keys, SigningKeyring([SigningKey.new(int(time.time()) - 7200)]))
     signer = Signer(read_keyring(keys), "pool", lambda: time.time() + 30)
     image = make_image("x")
     for trusted, signing in ((False, False), (False, True), (True, False)):
         told: dict[str, object] = {"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": trusted}
         if signing:
             told |= {"verify_with": str(keys), "audience": "pool"}
-        half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
+        half = SchedulerConnector(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
         half.bind(Manager())
         try:
             words = {"kvparams": _DOCUMENT}
@@ -148,7 +148,7 @@ def test_images_are_cached_only_where_somebody_vouches_for_their_hashes(tmp_path
             half.shutdown()
 
 
-def test_what_clients_do_is_logged_once_in_a_while(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_clients_do_is_logged_once_in_a_while(half: SchedulerConnector, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(20):
         saves_of(half, make_request(f"r{number}", prompt_embeds=object()))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -157,7 +157,7 @@ def test_what_clients_do_is_logged_once_in_a_while(half: SchedulerHalf, caplog: 
 
 @pytest.mark.parametrize("digits", [64, 128])
 def test_a_digest_names_an_image_with_the_adapter_before_it_too(
-    half: SchedulerHalf, tmp_path: Path, digits: int
+    half: SchedulerConnector, tmp_path: Path, digits: int
 ) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
     image = make_image("x", identifier="0" * digits)
@@ -178,24 +178,27 @@ class _Says:
 
 
 def test_a_request_that_shall_not_read_is_offered_nothing_and_saved(
-    half: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+    half: SchedulerConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's own prefix cache: for `prompt_logprobs` the logits of the whole prompt are computed."""
     assert saves_of(half, make_request("saved", skip_reading_prefix_cache=True))
-    monkeypatch.setattr(half.book, "ask", _Says(128))
+    monkeypatch.setattr(half.state, "get_matched_tokens", _Says(128))
     for skips, offer in ((False, (128, True)), (True, (0, False))):
         asked = make_request(f"skips {skips}", skip_reading_prefix_cache=skips)
         half.new_request(asked)
-        assert half.matched(asked, 0) == offer
-        half.finished(asked)
-    monkeypatch.setattr(half.book, "ask", _Says(None))
-    assert half.matched(make_request("not known yet", skip_reading_prefix_cache=True), 0) == (0, False)
+        assert half.get_num_new_matched_tokens(asked, 0) == offer
+        half.request_finished(asked)
+    monkeypatch.setattr(half.state, "get_matched_tokens", _Says(None))
+    assert half.get_num_new_matched_tokens(make_request("not known yet", skip_reading_prefix_cache=True), 0) == (
+        0,
+        False,
+    )
 
 
 def test_a_consumer_saves_nothing(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB"})
-    half = SchedulerHalf(make_config(tmp_path, is_kv_producer=False), make_cache(FullAttentionSpec()), settings)
+    half = SchedulerConnector(make_config(tmp_path, is_kv_producer=False), make_cache(FullAttentionSpec()), settings)
     try:
         assert saves_of(half, make_request("r")) == []
     finally:
@@ -218,34 +221,36 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, store: str, specs: lis
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     settings = VLLMSettings.of({"store": store.format(tmp_path)})
     with pytest.raises((StoreError, LayoutError)) as caught:
-        SchedulerHalf(make_config(tmp_path), make_cache(*specs), settings)
+        SchedulerConnector(make_config(tmp_path), make_cache(*specs), settings)
     assert words in str(caught.value)
 
 
-def test_blocks_are_held_until_they_are_copied(half: SchedulerHalf) -> None:
+def test_blocks_are_held_until_they_are_copied(half: SchedulerConnector) -> None:
     pool: Any = Pool()
     (save,) = saves_of(half, make_request("without a pool"))
-    assert save.number is None
+    assert save.pin_id is None
     half.bind_pool(pool)
-    assert not half.copying
+    assert not half.has_pinned_blocks
     (save,) = saves_of(half, make_request("r"))
     assert [block.ref_cnt for block in pool.blocks] == [2] * 8 + [1, 1]  # 256 tokens in blocks of 32
-    assert half.copying
-    assert not half.keeps_others_waiting
+    assert half.has_pinned_blocks
+    assert not half.blocks_other_requests
     pool.free_blocks(pool.blocks[:])  # the request is over
-    assert half.keeps_others_waiting
-    half.news([(1 << 20, 0.1)], [save.number])
-    assert not half.copying
-    assert not half.keeps_others_waiting
+    assert half.blocks_other_requests
+    half.update_from_workers([(1 << 20, 0.1)], [save.pin_id])
+    assert not half.has_pinned_blocks
+    assert not half.blocks_other_requests
     assert [block.ref_cnt for block in pool.blocks] == [0] * 10
 
 
-def test_after_a_reset_nothing_that_is_stored_is_used(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_reset_nothing_that_is_stored_is_used(
+    half: SchedulerConnector, caplog: pytest.LogCaptureFixture
+) -> None:
     before = key_of(half, make_request("before"))
     waiting = make_request("waiting", prompt_token_ids=[7] * 300, all_token_ids=[7] * 300)
     half.new_request(waiting)  # its lookup is under way
     half.reset()
-    half.finished(waiting)
+    half.request_finished(waiting)
     after, again = key_of(half, make_request("after")), key_of(half, make_request("again"))
     assert before != after == again
     half.reset()
@@ -255,7 +260,7 @@ def test_after_a_reset_nothing_that_is_stored_is_used(half: SchedulerHalf, caplo
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_reset_of_vllms_prefix_cache_alone_is_noticed(half: SchedulerHalf, told: bool) -> None:
+def test_a_reset_of_vllms_prefix_cache_alone_is_noticed(half: SchedulerConnector, told: bool) -> None:
     """vLLM tells of it only where it is asked to; either way it is one."""
     pool: Any = Pool()
     half.bind_pool(pool)
@@ -271,7 +276,7 @@ def test_a_reset_of_vllms_prefix_cache_alone_is_noticed(half: SchedulerHalf, tol
 
 
 @pytest.mark.parametrize("hook", ["new_request", "matched", "orders"])
-def test_whatever_vllm_asks_first_after_a_reset_notices_it(half: SchedulerHalf, hook: str) -> None:
+def test_whatever_vllm_asks_first_after_a_reset_notices_it(half: SchedulerConnector, hook: str) -> None:
     pool: Any = Pool()
     half.bind_pool(pool)
     asked = make_request("r")
@@ -279,13 +284,15 @@ def test_whatever_vllm_asks_first_after_a_reset_notices_it(half: SchedulerHalf, 
     pool.reset_prefix_cache()
     {
         "new_request": lambda: half.new_request(make_request("another")),
-        "matched": lambda: half.matched(asked, 0),
-        "orders": lambda: half.orders(one_step(asked)),
+        "matched": lambda: half.get_num_new_matched_tokens(asked, 0),
+        "orders": lambda: half.build_metadata(one_step(asked)),
     }[hook]()
     assert half.counts()["resets"] == 1
 
 
-def test_a_vllm_that_does_not_show_its_resets_is_told_of(half: SchedulerHalf, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_that_does_not_show_its_resets_is_told_of(
+    half: SchedulerConnector, caplog: pytest.LogCaptureFixture
+) -> None:
     pool: Any = Pool()
     del pool.cached_block_hash_to_block
     half.bind_pool(pool)
@@ -293,18 +300,18 @@ def test_a_vllm_that_does_not_show_its_resets_is_told_of(half: SchedulerHalf, ca
     assert key_of(half, make_request("r"))
 
 
-def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerHalf) -> None:
+def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerConnector) -> None:
     asked = make_request("r")
     half.new_request(asked)
-    first = half.book.plan_of(PROMPT, None, ())
-    half.book._entries["r"].hit = Hit(256, 2, 100)  # stored, under the first weights
-    half.book._entries["r"].lookup = None
+    first = half.state.plan_of(PROMPT, None, ())
+    half.state._entries["r"].prefix_hit = PrefixHit(256, 2, 100)  # stored, under the first weights
+    half.state._entries["r"].lookup = None
     half.reset()
     give_up = time.monotonic() + 20
-    while (found := half.matched(asked, 0)) == (None, False):
+    while (found := half.get_num_new_matched_tokens(asked, 0)) == (None, False):
         assert time.monotonic() < give_up
     assert found == (0, False)
-    plan = half.book._entries["r"].plan
+    plan = half.state._entries["r"].plan
     assert plan is not None
     assert not set(plan.keys) & set(first.keys)
 
@@ -312,7 +319,7 @@ def test_a_lookup_of_before_a_reset_is_made_again(half: SchedulerHalf) -> None:
 def test_where_weights_never_change_a_reset_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "keep_on_reset": True})
-    half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
+    half = SchedulerConnector(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
     half.bind(Manager())
     try:
         before = key_of(half, make_request("before"))
@@ -335,9 +342,9 @@ _DOCUMENT = {
 def test_only_what_was_signed_for_this_pool_is_acted_on_and_only_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     keys = tmp_path / "signing-keys.json"
-    create_keyring(keys, Keyring([SigningKey.new(int(time.time()) - 7200)]))
+    create_keyring(keys, SigningKeyring([SigningKey.new(int(time.time()) - 7200)]))
     told = {"store": f"file://{tmp_path}/kv?size=16MiB", "verify_with": str(keys), "audience": "pool"}
-    half = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
+    half = SchedulerConnector(make_config(tmp_path), make_cache(FullAttentionSpec()), VLLMSettings.of(told))
     half.bind(Manager())
     try:
         # This process may have begun just now, so the proxy's clock is ahead by what clocks may differ.
@@ -363,7 +370,7 @@ def test_only_what_was_signed_for_this_pool_is_acted_on_and_only_once(tmp_path: 
         half.shutdown()
 
 
-def test_a_document_that_is_none_is_counted_as_such(half: SchedulerHalf) -> None:
+def test_a_document_that_is_none_is_counted_as_such(half: SchedulerConnector) -> None:
     """And not as one that nobody signed: it is a fault of whoever wrote it."""
     for name, params in {"lacks": {"kvparams": {"version": "1.0"}}, "text": {"kvparams": "x"}}.items():
         assert saves_of(half, make_request(name, kv_transfer_params=params)) == []
@@ -381,7 +388,7 @@ def test_a_document_that_is_none_is_counted_as_such(half: SchedulerHalf) -> None
 def test_keys_that_cannot_be_used_are_refused(tmp_path: Path, told: dict[str, object], words: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(StoreError, match=words):
-        SchedulerHalf(
+        SchedulerConnector(
             make_config(tmp_path),
             make_cache(FullAttentionSpec()),
             VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", **told}),

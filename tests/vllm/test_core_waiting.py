@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import pytest
 
 from kvparams.params import Endpoint
-from kvparams_connectors.engines.vllm.documents import Handoff
-from kvparams_connectors.engines.vllm.grouped import GroupedPlan
-from kvparams_connectors.engines.vllm.orders import SaveOrder, StepOrders
-from kvparams_connectors.engines.vllm.orders import Sequence as Tokens
-from kvparams_connectors.engines.vllm.scheduling import Book, Rules
-from kvparams_connectors.engines.vllm.searching import Prefixes
-from kvparams_connectors.engines.vllm.transfers import Finished, Transfers
-from kvparams_connectors.jobs import Job, Lane
-from kvparams_connectors.plan import Plan
-from kvparams_connectors.reports import Hit, LoadReport, SaveReport
-from kvparams_connectors.store import Code, PutOp, Result
+from kvparams_connectors.engines.vllm.connector_metadata import ConnectorMetadata, SaveSpec
+from kvparams_connectors.engines.vllm.connector_metadata import TokenSequence as Tokens
+from kvparams_connectors.engines.vllm.grouped_plan import GroupedPlan
+from kvparams_connectors.engines.vllm.prefix_lookup import StorePrefixLookup
+from kvparams_connectors.engines.vllm.request_params import RequestParams
+from kvparams_connectors.engines.vllm.scheduler_state import SchedulerOptions, SchedulerState
+from kvparams_connectors.engines.vllm.worker_transfers import FinishedTransfers, WorkerTransfers
+from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.store import PutOp, Result, ResultCode
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.reports import LoadReport, PrefixHit, SaveReport
+from kvparams_connectors.transfer.sequence_plan import SequencePlan
 from tests.connectors.valkey_server import wait_until
 from tests.vllm.engine_model import SHARE, EngineModel
 
@@ -44,35 +44,39 @@ class _Slow:
     def pages(self, token_ids: Sequence[int], shared: Any, extras: Any, known: Any) -> Any:
         raise AssertionError("nothing is saved")
 
-    def look(self, plan: GroupedPlan) -> Job[Hit]:
-        job = Job(time.monotonic() + _LONG_S, Hit(0, 0, 0))
-        timer = threading.Timer(self._after_s, job.finish, [Hit(12, 2, 100)])
+    def look_up(self, plan: GroupedPlan) -> Job[PrefixHit]:
+        job = Job(time.monotonic() + _LONG_S, PrefixHit(0, 0, 0))
+        timer = threading.Timer(self._after_s, job.finish, [PrefixHit(12, 2, 100)])
         timer.daemon = True
         timer.start()
         return job
 
 
-def _book(after_s: float, wait_s: float) -> Book:
-    rules = Rules(page_tokens=6, loads=True, saves=True, fails=False, promise_s=1.0, wait_s=wait_s)
-    book = Book(_Slow(after_s), rules, Endpoint(id="E"))
+def _book(after_s: float, wait_s: float) -> SchedulerState:
+    rules = SchedulerOptions(
+        page_tokens=6, loads=True, saves=True, fails_on_load_error=False, promise_s=1.0, wait_s=wait_s
+    )
+    book = SchedulerState(_Slow(after_s), rules, Endpoint(id="E"))
     for name in ("r1", "r2"):
-        book.begin(name, [1] * 20, Handoff(None, None))
+        book.add_request(name, [1] * 20, RequestParams(None, None))
     return book
 
 
 def test_an_answer_that_comes_soon_is_waited_for() -> None:
     book = _book(_SOON_S, _LONG_S)
-    assert book.ask("r1", 0, [1] * 20, 0) == 12
-    assert book.ask("r2", 0, [1] * 20, 0) == 12
+    assert book.get_matched_tokens("r1", 0, [1] * 20, 0) == 12
+    assert book.get_matched_tokens("r2", 0, [1] * 20, 0) == 12
 
 
 def test_a_load_of_less_than_a_block_is_left_out_and_counted_once_a_request() -> None:
-    rules = Rules(page_tokens=6, loads=True, saves=True, fails=False, promise_s=1.0, wait_s=_LONG_S, block_tokens=4)
-    book = Book(_Slow(_SOON_S), rules, Endpoint(id="E"))
+    rules = SchedulerOptions(
+        page_tokens=6, loads=True, saves=True, fails_on_load_error=False, promise_s=1.0, wait_s=_LONG_S, block_tokens=4
+    )
+    book = SchedulerState(_Slow(_SOON_S), rules, Endpoint(id="E"))
     for name, local, offer in (("less", 9, 0), ("none", 12, 0), ("a block", 8, 4), ("nothing of its own", 0, 12)):
-        book.begin(name, [1] * 20, Handoff(None, None))
+        book.add_request(name, [1] * 20, RequestParams(None, None))
         for _ in range(2):  # vLLM may ask again
-            assert book.ask(name, local, [1] * 20, 0) == offer
+            assert book.get_matched_tokens(name, local, [1] * 20, 0) == offer
     assert book.counts["loads_small"] == 1
 
 
@@ -80,14 +84,14 @@ def test_a_step_waits_once_for_all_its_requests() -> None:
     book = _book(_LONG_S, _WAIT_S)
     since = time.monotonic()
     for _ in range(20):
-        assert book.ask("r1", 0, [1] * 20, 0) is None
-        assert book.ask("r2", 0, [1] * 20, 0) is None
+        assert book.get_matched_tokens("r1", 0, [1] * 20, 0) is None
+        assert book.get_matched_tokens("r2", 0, [1] * 20, 0) is None
     took = time.monotonic() - since
     assert took >= _WAIT_S
     assert took < 20 * _WAIT_S
-    book.step([])
+    book.build_metadata([])
     since = time.monotonic()
-    assert book.ask("r1", 0, [1] * 20, 0) is None
+    assert book.get_matched_tokens("r1", 0, [1] * 20, 0) is None
     assert time.monotonic() - since >= _WAIT_S
 
 
@@ -99,14 +103,14 @@ class _Store:
         self._plans = EngineModel(1)
         self.saved: list[Job[SaveReport]] = []
 
-    def plan(self, token_ids: Sequence[int], params: Any, extras: Any, known: Any) -> Plan:
+    def plan(self, token_ids: Sequence[int], params: Any, extras: Any, known: Any) -> SequencePlan:
         return self._plans.plan(token_ids, params, extras, known)
 
-    def load(self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[LoadReport]:
+    def load(self, plan: SequencePlan, block_ids: Sequence[int], start_token: int, end_token: int) -> Job[LoadReport]:
         raise AssertionError
 
     def save(
-        self, plan: Plan, block_ids: Sequence[int], start_token: int, end_token: int, *, required: bool = False
+        self, plan: SequencePlan, block_ids: Sequence[int], start_token: int, end_token: int, *, required: bool = False
     ) -> Job[SaveReport]:
         self._save()
         self.saved.append(Job(time.monotonic() + _LONG_S, SaveReport()))
@@ -117,23 +121,23 @@ def _is(what: bool) -> None:
     assert what
 
 
-def _orders(*numbers: int | None) -> StepOrders:
+def _orders(*numbers: int | None) -> ConnectorMetadata:
     tokens = Tokens((1,) * 12, None, ())
-    return StepOrders(saves=[SaveOrder(tokens, (0, 1, 2), 0, 12, False, number) for number in numbers])
+    return ConnectorMetadata(saves=[SaveSpec(tokens, (0, 1, 2), 0, 12, False, number) for number in numbers])
 
 
 @contextmanager
-def _transfers(save: Callable[[], None]) -> Generator[tuple[Transfers, _Store]]:
-    store, lane = _Store(save), Lane("test")
+def _transfers(save: Callable[[], None]) -> Generator[tuple[WorkerTransfers, _Store]]:
+    store, lane = _Store(save), WorkerPool("test")
     try:
-        yield Transfers([store], 4, aside=lane), store
+        yield WorkerTransfers([store], 4, aside=lane), store
     finally:
         lane.close()
 
 
-def _heard(transfers: Transfers) -> Finished:
+def _heard(transfers: WorkerTransfers) -> FinishedTransfers:
     """What has ended, once something has."""
-    found: list[Finished] = []
+    found: list[FinishedTransfers] = []
 
     def heard() -> bool:
         found.append(transfers.finished())
@@ -177,7 +181,7 @@ class _TooLate:
 
 
 def test_saves_that_come_too_late_keep_no_blocks() -> None:
-    transfers = Transfers([_Store(lambda: None)], 4, aside=_TooLate())
+    transfers = WorkerTransfers([_Store(lambda: None)], 4, aside=_TooLate())
     transfers.save(_orders(1, 2))
     assert transfers.finished().copied == [1, 2]
     assert transfers.counts["saves_late"] == transfers.ended() == 2
@@ -199,16 +203,16 @@ def test_a_store_that_can_say_at_once_is_asked_without_another_thread(tmp_path: 
     store = open_guarded(f"file://{tmp_path}/kv?size=1MiB")
     try:
         value = bytearray(b"a page")
-        assert store.put([PutOp("there", (memoryview(value),))]).result()[0].code is Code.OK
+        assert store.put([PutOp("there", (memoryview(value),))]).result()[0].code is ResultCode.OK
         for keys in (["there", "away"], ["away"], []):
-            assert store.exists_at_once(keys) == store.exists(keys).result()
-        assert store.exists_at_once(["a bad key"]) is None
+            assert store.exists_nowait(keys) == store.exists(keys).result()
+        assert store.exists_nowait(["a bad key"]) is None
         store.quarantine(["there"])
-        assert store.exists_at_once(["there"]) is None
-        assert store.exists_at_once(["away"]) == [Result(Code.MISS)]
-        prefixes = Prefixes(store, [SHARE], 1.0)
-        look = prefixes.look(prefixes.plan([1] * 20, None, ()))
+        assert store.exists_nowait(["there"]) is None
+        assert store.exists_nowait(["away"]) == [Result(ResultCode.MISS)]
+        prefixes = StorePrefixLookup(store, [SHARE], 1.0)
+        look = prefixes.look_up(prefixes.plan([1] * 20, None, ()))
         assert (look.settled(), look.result(0).tokens) == (True, 0)
     finally:
         store.close()
-    assert store.exists_at_once(["there"]) is None
+    assert store.exists_nowait(["there"]) is None

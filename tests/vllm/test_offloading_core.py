@@ -16,31 +16,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES
-from kvparams.seals import SealKeys
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
-from kvparams_connectors.engines.vllm_tier.asking import Asking
-from kvparams_connectors.engines.vllm_tier.chunks import ChunkForm, Group
-from kvparams_connectors.engines.vllm_tier.contract import ABSTRACT, HOOKS, MEMBERS, differences, refuse_others
-from kvparams_connectors.engines.vllm_tier.moving import NO_ROOM, Moved, Moving, Rows
-from kvparams_connectors.engines.vllm_tier.naming import form_of
+from kvparams_connectors.engines.vllm_tier.chunk_keys import OffloadChunkLayout, OffloadLayerGroup
+from kvparams_connectors.engines.vllm_tier.chunk_layout import chunk_layout_of
+from kvparams_connectors.engines.vllm_tier.chunk_lookup import ChunkLookup
+from kvparams_connectors.engines.vllm_tier.chunk_pipeline import (
+    NO_ROOM,
+    ChunkTransferResult,
+    HostRows,
+    OffloadChunkPipeline,
+)
+from kvparams_connectors.engines.vllm_tier.interface_check import (
+    ABSTRACT_SIGNATURES,
+    HOOK_SIGNATURES,
+    MEMBER_NAMES,
+    find_differences,
+    require_known_interface,
+)
 from kvparams_connectors.engines.vllm_tier.settings import TierSettings
-from kvparams_connectors.engines.vllm_tier.tally import COUNTERS, FAILED, REFUSED, Tally
+from kvparams_connectors.engines.vllm_tier.tier_stats import COUNTERS, FAILED, REFUSED, TierStats
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import DEFAULT_DEADLINE_S, Code, GetOp, KVStore, PutOp, Result, Results, valid_key
+from kvparams_connectors.store import (
+    DEFAULT_DEADLINE_S,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    ResultCode,
+    Results,
+    is_valid_key,
+)
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import GuardedStore
-from kvparams_connectors.stores.memory import MemoryStore
+from kvparams_connectors.stores.memory.store import MemoryStore
 
-FORM: Final = ChunkForm(
+FORM: Final = OffloadChunkLayout(
     vllm="0.32.0",
     platform="cuda",
     model="m",
     revision="r",
     dtype="bfloat16",
     layout="LBHNC",
-    groups=(Group(0, 16, ("a", "b")), Group(2, 32, ("c",))),
+    groups=(OffloadLayerGroup(0, 16, ("a", "b")), OffloadLayerGroup(2, 32, ("c",))),
     hash_tokens=16,
     chunk_blocks=2,
     block_bytes=300,
@@ -69,10 +89,10 @@ def key(number: int, group: int = 0) -> bytes:
         {"dtype": "float16"},
         {"layout": "BLHNC"},
         {"groups": FORM.groups[:1]},
-        {"groups": (Group(0, 16, ("b", "a")), FORM.groups[1])},
-        {"groups": (Group(0, 16, ("a",)), Group(2, 32, ("b", "c")))},
-        {"groups": (Group(1, 16, ("a", "b")), FORM.groups[1])},
-        {"groups": (Group(0, 32, ("a", "b")), FORM.groups[1])},
+        {"groups": (OffloadLayerGroup(0, 16, ("b", "a")), FORM.groups[1])},
+        {"groups": (OffloadLayerGroup(0, 16, ("a",)), OffloadLayerGroup(2, 32, ("b", "c")))},
+        {"groups": (OffloadLayerGroup(1, 16, ("a", "b")), FORM.groups[1])},
+        {"groups": (OffloadLayerGroup(0, 32, ("a", "b")), FORM.groups[1])},
         {"hash_tokens": 32},
         {"chunk_blocks": 1, "block_bytes": 600},
         {"block_bytes": 301},
@@ -92,8 +112,8 @@ def test_whatever_changes_the_bytes_changes_the_name(change: dict[str, Any]) -> 
 @given(st.binary(min_size=32, max_size=32), st.sampled_from([0, 2]))
 def test_names_are_names_of_a_store(digest: bytes, group: int) -> None:
     mine = digest + group.to_bytes(4, "big")
-    assert FORM.knows(mine)
-    assert valid_key(FORM.name(mine))
+    assert FORM.is_known_key(mine)
+    assert is_valid_key(FORM.name(mine))
     identity = FORM.identity(mine)
     assert identity.stored_bytes == FORM.stored_bytes == HEADER_BYTES + 300 * 2 * 2
     assert identity.tokens == (32 if group == 0 else 64)
@@ -102,7 +122,7 @@ def test_names_are_names_of_a_store(digest: bytes, group: int) -> None:
 
 @pytest.mark.parametrize("stranger", [b"", key(1)[1:], key(1) + b"x", key(1, 1), bytes(16) + bytes(4)])
 def test_other_keys_are_not_ours(stranger: bytes) -> None:
-    assert not FORM.knows(stranger)
+    assert not FORM.is_known_key(stranger)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +133,7 @@ def test_other_keys_are_not_ours(stranger: bytes) -> None:
         {"chunk_blocks": 0},
         {"ranks": (1, 1, 1, 1, 0)},
         {"groups": (FORM.groups[0], FORM.groups[0])},
-        {"groups": (Group(0, 16, tuple(str(number) for number in range(70_000))),)},
+        {"groups": (OffloadLayerGroup(0, 16, tuple(str(number) for number in range(70_000))),)},
     ],
 )
 def test_impossible_forms_are_refused(change: dict[str, Any]) -> None:
@@ -178,10 +198,10 @@ def _spec(**change: Any) -> _Spec:
     return _Spec(config)
 
 
-def _form(spec: _Spec, row_bytes: int = 2 * mmap.PAGESIZE, **more: Any) -> ChunkForm:
+def _form(spec: _Spec, row_bytes: int = 2 * mmap.PAGESIZE, **more: Any) -> OffloadChunkLayout:
     told = {"store": "x", "revision": "r", **more.pop("told", {})}
     told = {name: value for name, value in told.items() if value is not None}
-    return form_of(
+    return chunk_layout_of(
         spec, TierSettings.of(told), row_bytes=row_bytes, **{"vllm": "0.32.0+cpu", "platform": "cuda", **more}
     )
 
@@ -240,9 +260,9 @@ def _fields(*names: str) -> Any:
     return SimpleNamespace(__dataclass_fields__=dict.fromkeys(names))
 
 
-def _manager(*, without: str = "", renamed: str = "", abstract: frozenset[str] = frozenset(ABSTRACT)) -> Any:
+def _manager(*, without: str = "", renamed: str = "", abstract: frozenset[str] = frozenset(ABSTRACT_SIGNATURES)) -> Any:
     methods: dict[str, Any] = {}
-    for name, parameters in {**ABSTRACT, **HOOKS}.items():
+    for name, parameters in {**ABSTRACT_SIGNATURES, **HOOK_SIGNATURES}.items():
         if name == without:
             continue
         told = [*parameters[:-1], "other"] if name == renamed else list(parameters)
@@ -251,39 +271,39 @@ def _manager(*, without: str = "", renamed: str = "", abstract: frozenset[str] =
     return SimpleNamespace(**{**methods, "__abstractmethods__": abstract})
 
 
-_OTHERS: Final = {name: _fields(*members) for name, members in MEMBERS.items()}
+_OTHERS: Final = {name: _fields(*members) for name, members in MEMBER_NAMES.items()}
 
 
 def test_the_vllm_that_is_known_is_not_refused() -> None:
-    assert differences(_manager(), _OTHERS) == []
-    refuse_others("0.32.0", _manager(), _OTHERS)
+    assert find_differences(_manager(), _OTHERS) == []
+    require_known_interface("0.32.0", _manager(), _OTHERS)
 
 
-@pytest.mark.parametrize("name", [name for name, taken in {**ABSTRACT, **HOOKS}.items() if taken])
+@pytest.mark.parametrize("name", [name for name, taken in {**ABSTRACT_SIGNATURES, **HOOK_SIGNATURES}.items() if taken])
 def test_other_parameters_are_refused(name: str) -> None:
     with pytest.raises(StoreError, match=f"{name} takes"):
-        refuse_others("0.33.0", _manager(renamed=name), _OTHERS)
+        require_known_interface("0.33.0", _manager(renamed=name), _OTHERS)
 
 
-@pytest.mark.parametrize("name", [*ABSTRACT, "get_stats", "shutdown"])
+@pytest.mark.parametrize("name", [*ABSTRACT_SIGNATURES, "get_stats", "shutdown"])
 def test_methods_that_went_are_refused(name: str) -> None:
     with pytest.raises(StoreError, match=f"{name} is not there"):
-        refuse_others("0.33.0", _manager(without=name), _OTHERS)
+        require_known_interface("0.33.0", _manager(without=name), _OTHERS)
 
 
 def test_methods_that_came_are_refused() -> None:
     with pytest.raises(StoreError, match=r"a tier must have cancel as well.*take KVParamsTier out") as caught:
-        refuse_others("0.33.0", _manager(abstract=frozenset({*ABSTRACT, "cancel"})), _OTHERS)
+        require_known_interface("0.33.0", _manager(abstract=frozenset({*ABSTRACT_SIGNATURES, "cancel"})), _OTHERS)
     assert "vLLM 0.33.0" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", list(MEMBERS))
+@pytest.mark.parametrize("name", list(MEMBER_NAMES))
 def test_members_that_went_are_refused(name: str) -> None:
-    for member in MEMBERS[name]:
-        left = _fields(*(one for one in MEMBERS[name] if one != member))
-        assert differences(_manager(), {**_OTHERS, name: left}) == [f"{name}.{member} is not there"]
+    for member in MEMBER_NAMES[name]:
+        left = _fields(*(one for one in MEMBER_NAMES[name] if one != member))
+        assert find_differences(_manager(), {**_OTHERS, name: left}) == [f"{name}.{member} is not there"]
     less = {other: kind for other, kind in _OTHERS.items() if other != name}
-    assert len(differences(_manager(), less)) == len(MEMBERS[name])
+    assert len(find_differences(_manager(), less)) == len(MEMBER_NAMES[name])
 
 
 # ---- questions
@@ -297,15 +317,20 @@ class _Later(MemoryStore):
         self.asked: list[tuple[list[str], Job[Results]]] = []
 
     def exists(self, keys: Any, deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        job: Job[Results] = Job(time.monotonic() + 3600, [Result(Code.TIMEOUT)] * len(keys))
+        job: Job[Results] = Job(time.monotonic() + 3600, [Result(ResultCode.TIMEOUT)] * len(keys))
         self.asked.append((list(keys), job))
         return job
 
 
 _KEYS: Final = [key(number) for number in range(4)]
 _REQUESTS: Final = ["a", "b", "c"]
-_HIT: Final = Result(Code.OK, FORM.stored_bytes)
-_ANSWERS: Final = [_HIT, Result(Code.OK, FORM.stored_bytes - 1), Result(Code.MISS), Result(Code.UNAVAILABLE)]
+_HIT: Final = Result(ResultCode.OK, FORM.stored_bytes)
+_ANSWERS: Final = [
+    _HIT,
+    Result(ResultCode.OK, FORM.stored_bytes - 1),
+    Result(ResultCode.MISS),
+    Result(ResultCode.UNAVAILABLE),
+]
 
 
 class AskingMachine(RuleBasedStateMachine):
@@ -315,7 +340,7 @@ class AskingMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = _Later()
         self.form = FORM
-        self.asking = Asking(self.store, FORM, lookup_s=1.0)
+        self.asking = ChunkLookup(self.store, FORM, lookup_s=1.0)
         self.told: dict[tuple[str, bytes], bool] = {}
         self.said: dict[str, bool] = {}
         """By name: whether the store has ever said that it is there."""
@@ -323,7 +348,7 @@ class AskingMachine(RuleBasedStateMachine):
 
     @rule(request=st.sampled_from(_REQUESTS), chunk=st.sampled_from(_KEYS))
     def ask(self, request: str, chunk: bytes) -> None:
-        answer = self.asking.ask(chunk, request)
+        answer = self.asking.is_stored(chunk, request)
         before = self.told.get((request, chunk))
         assert before is None or answer == before, "a request is told one thing"
         if answer is not None:
@@ -332,7 +357,7 @@ class AskingMachine(RuleBasedStateMachine):
 
     @rule()
     def end_of_step(self) -> None:
-        self.asking.send()
+        self.asking.flush()
 
     @rule(which=st.integers(0, 5), answers=st.lists(st.sampled_from(_ANSWERS), min_size=4, max_size=4))
     def answer(self, which: int, answers: list[Result]) -> None:
@@ -345,7 +370,7 @@ class AskingMachine(RuleBasedStateMachine):
 
     @rule(chunks=st.sets(st.sampled_from(_KEYS)))
     def loads_fail(self, chunks: set[bytes]) -> None:
-        self.asking.missing(chunks)
+        self.asking.mark_missing(chunks)
         for request, chunk in self.told:
             if chunk in chunks:
                 self.told[request, chunk] = False
@@ -371,9 +396,9 @@ class AskingMachine(RuleBasedStateMachine):
         for request in _REQUESTS:
             self.asking.forget(request)
         for names, job in self.store.asked:
-            job.finish([Result(Code.MISS)] * len(names))
-        self.asking.send()
-        self.asking.send()
+            job.finish([Result(ResultCode.MISS)] * len(names))
+        self.asking.flush()
+        self.asking.flush()
         assert self.asking.size == 0
         self.store.close()
 
@@ -382,14 +407,14 @@ AskingMachine.TestCase.settings = settings(stateful_step_count=40)
 test_questions: Final = AskingMachine.TestCase
 
 
-def _asked(asking: Asking, chunks: list[bytes], request: str = "a") -> list[bool | None]:
+def _asked(asking: ChunkLookup, chunks: list[bytes], request: str = "a") -> list[bool | None]:
     for chunk in chunks:
-        asking.ask(chunk, request)
-    asking.send()
+        asking.is_stored(chunk, request)
+    asking.flush()
     give_up = time.monotonic() + 20
-    while None in (found := [asking.ask(chunk, request) for chunk in chunks]):
+    while None in (found := [asking.is_stored(chunk, request) for chunk in chunks]):
         assert time.monotonic() < give_up
-        asking.send()
+        asking.flush()
         time.sleep(0.001)
     return found
 
@@ -402,29 +427,29 @@ def store() -> Iterator[KVStore]:
 
 
 @pytest.fixture
-def moving(store: KVStore) -> Iterator[Moving]:
-    moving = Moving(store, FORM)
+def moving(store: KVStore) -> Iterator[OffloadChunkPipeline]:
+    moving = OffloadChunkPipeline(store, FORM)
     yield moving
     moving.close()
 
 
-def _rows(count: int, seed: int | None = None) -> Rows:
+def _rows(count: int, seed: int | None = None) -> HostRows:
     """As vLLM's host memory: each row longer than what is in it."""
     width = SIZE + 100
     content = bytes(count * width) if seed is None else Random(seed).randbytes(count * width)
     return np.frombuffer(bytearray(content), np.uint8).reshape(count, width)
 
 
-def test_what_is_saved_is_found_and_loaded(store: KVStore, moving: Moving) -> None:
+def test_what_is_saved_is_found_and_loaded(store: KVStore, moving: OffloadChunkPipeline) -> None:
     rows = _rows(5, 1)
     chunks = [(key(number, 2 * (number % 2)), number) for number in range(5)]
     keys = [one for one, _ in chunks]
-    asking = Asking(store, FORM, lookup_s=1.0)
+    asking = ChunkLookup(store, FORM, lookup_s=1.0)
     assert _asked(asking, keys) == [False] * 5
     saved = moving.save(rows, chunks).result()
     assert (saved.done, saved.nbytes, saved.existing) == (tuple(keys), 5 * SIZE, 0)
     assert _asked(asking, keys, "b") == [True] * 5
-    assert asking.ask(keys[0], "a") is False  # it was told so
+    assert asking.is_stored(keys[0], "a") is False  # it was told so
     again = moving.save(rows, chunks).result()
     assert (again.done, again.nbytes, again.existing) == (tuple(keys), 0, 5)
     other = _rows(6)
@@ -436,9 +461,9 @@ def test_what_is_saved_is_found_and_loaded(store: KVStore, moving: Moving) -> No
     assert not other[0].any()
 
 
-def test_forms_share_nothing(store: KVStore, moving: Moving) -> None:
+def test_forms_share_nothing(store: KVStore, moving: OffloadChunkPipeline) -> None:
     assert moving.save(_rows(1, 1), [(key(1), 0)]).result().done
-    other = Moving(store, replace(FORM, revision="s"))
+    other = OffloadChunkPipeline(store, replace(FORM, revision="s"))
     found = other.load(_rows(1), [(key(1), 0)]).result()
     assert (found.done, found.gone) == ((), 1)
     moving.restart(replace(FORM, epoch="1"))
@@ -447,9 +472,9 @@ def test_forms_share_nothing(store: KVStore, moving: Moving) -> None:
 
 
 def test_seals(store: KVStore) -> None:
-    sealed = Moving(store, FORM, seals=SealKeys([bytes(range(32))]))
-    other = Moving(store, FORM, seals=SealKeys([bytes(range(1, 33))]))
-    plain = Moving(store, FORM)
+    sealed = OffloadChunkPipeline(store, FORM, seals=PageAuthKeys([bytes(range(32))]))
+    other = OffloadChunkPipeline(store, FORM, seals=PageAuthKeys([bytes(range(1, 33))]))
+    plain = OffloadChunkPipeline(store, FORM)
     assert sealed.save(_rows(1, 1), [(key(1), 0)]).result().done
     for reader in (other, plain):
         rows = _rows(1)
@@ -469,9 +494,9 @@ _FAULTS: Final = [
     Fault("drop"),
     Fault("reorder"),
     Fault("fail"),
-    Fault("fail", code=Code.FULL),
-    Fault("fail", code=Code.TIMEOUT),
-    Fault("fail", code=Code.CORRUPT),
+    Fault("fail", code=ResultCode.FULL),
+    Fault("fail", code=ResultCode.TIMEOUT),
+    Fault("fail", code=ResultCode.CORRUPT),
 ]
 
 
@@ -494,7 +519,7 @@ def test_whatever_goes_wrong_only_good_chunks_arrive(
         (operation, FORM.name(key(number))): fault for (operation, number), fault in faults.items()
     }
     faulty = FaultyStore(memory, _judge(plan))
-    moving = Moving(faulty, FORM, arena_bytes=room * (FORM.stored_bytes + 64))
+    moving = OffloadChunkPipeline(faulty, FORM, arena_bytes=room * (FORM.stored_bytes + 64))
     rows, other = _rows(count, count), _rows(count)
     chunks = [(key(number), number) for number in range(count)]
     saved = moving.save(rows, chunks).result()
@@ -519,7 +544,7 @@ def test_without_verification_a_flipped_byte_is_believed(store: KVStore) -> None
     faulty = FaultyStore(store, _judge({("get", FORM.name(key(1))): Fault("flip", 8 * HEADER_BYTES + 3)}))
     rows, other = _rows(1, 1), _rows(1)
     for check in (True, False):
-        moving = Moving(faulty, FORM, verify=check)
+        moving = OffloadChunkPipeline(faulty, FORM, verify=check)
         moving.save(rows, [(key(1), 0)]).result()
         loaded = moving.load(other, [(key(1), 0)]).result()
         if check:
@@ -532,7 +557,7 @@ def test_without_verification_a_flipped_byte_is_believed(store: KVStore) -> None
     faulty.close()
 
 
-def test_a_damaged_chunk_is_deleted(store: KVStore, moving: Moving) -> None:
+def test_a_damaged_chunk_is_deleted(store: KVStore, moving: OffloadChunkPipeline) -> None:
     rows = _rows(1, 1)
     moving.save(rows, [(key(1), 0)]).result()
     name = FORM.name(key(1))
@@ -542,7 +567,7 @@ def test_a_damaged_chunk_is_deleted(store: KVStore, moving: Moving) -> None:
     buffer[HEADER_BYTES + 1] ^= 1
     store.put([PutOp(name, (buffer,))]).result()
     assert moving.load(_rows(1), [(key(1), 0)]).result().refused == {"flipped_payload": 1}
-    assert store.exists([name]).result()[0].code is Code.MISS
+    assert store.exists([name]).result()[0].code is ResultCode.MISS
     assert moving.save(rows, [(key(1), 0)]).result().nbytes == SIZE
     assert moving.load(_rows(1), [(key(1), 0)]).result().done
 
@@ -552,7 +577,7 @@ def test_a_store_that_is_stuck_keeps_our_memory_and_not_vllms(store: KVStore, op
     """When the job is done nothing is written to the rows any more, however late the store comes."""
     stuck: dict[tuple[Operation, str], Fault] = {}
     faulty = FaultyStore(store, _judge(stuck), threads=2)
-    moving = Moving(faulty, FORM, deadline_s=2.0, arena_bytes=2 * (FORM.stored_bytes + 64))
+    moving = OffloadChunkPipeline(faulty, FORM, deadline_s=2.0, arena_bytes=2 * (FORM.stored_bytes + 64))
     rows, other = _rows(2, 1), _rows(2)
     if operation == "get":
         assert len(moving.save(rows, [(key(0), 0), (key(1), 1)]).result().done) == 2
@@ -585,13 +610,13 @@ def test_a_store_that_is_given_up_costs_nothing(store: KVStore) -> None:
     dead: dict[tuple[Operation, str], Fault] = {}
     faulty = FaultyStore(store, lambda operation, name: dead.get((operation, "")))
     guarded = GuardedStore(faulty)
-    asking = Asking(guarded, FORM, lookup_s=1.0)
+    asking = ChunkLookup(guarded, FORM, lookup_s=1.0)
     dead["exists", ""] = Fault("fail")
     for number in range(4):
         assert _asked(asking, [key(number)]) == [False]
     assert asking.failed == 4
     assert guarded.statistics.opened == 1
-    moving = Moving(guarded, FORM, deadline_s=60.0)
+    moving = OffloadChunkPipeline(guarded, FORM, deadline_s=60.0)
     began = time.monotonic()
     assert moving.load(_rows(1), [(key(0), 0)]).result().failures == {"unavailable": 1}
     assert moving.save(_rows(1), [(key(0), 0)]).result().failures == {"unavailable": 1}
@@ -601,24 +626,24 @@ def test_a_store_that_is_given_up_costs_nothing(store: KVStore) -> None:
 
 
 def test_self_test(store: KVStore) -> None:
-    good = Moving(store, FORM)
+    good = OffloadChunkPipeline(store, FORM)
     assert good.self_test()
     flipping = FaultyStore(store, lambda operation, _: Fault("flip", 9000) if operation == "get" else None)
-    bad = Moving(flipping, FORM)
+    bad = OffloadChunkPipeline(flipping, FORM)
     with pytest.raises(StoreError, match="came back as flipped_payload"):
         bad.self_test()
-    blind = Moving(flipping, FORM, verify=False)
+    blind = OffloadChunkPipeline(flipping, FORM, verify=False)
     with pytest.raises(StoreError, match="other than it was stored"):
         blind.self_test()
     failing = FaultyStore(store, lambda operation, _: Fault("fail") if operation == "put" else None)
-    down = Moving(failing, FORM)
+    down = OffloadChunkPipeline(failing, FORM)
     assert not down.self_test()
     for one in (good, bad, blind, down, flipping, failing):
         one.close()
 
 
 def test_after_it_is_closed_nothing_is_touched(store: KVStore) -> None:
-    moving = Moving(store, FORM)
+    moving = OffloadChunkPipeline(store, FORM)
     moving.save(_rows(1, 1), [(key(1), 0)]).result()
     moving.close()
     rows = _rows(1)
@@ -630,9 +655,9 @@ def test_after_it_is_closed_nothing_is_touched(store: KVStore) -> None:
 
 
 def test_counters_say_each_chunk_once() -> None:
-    tally = Tally()
-    tally.moved(Moved(done=(key(1),), nbytes=10, gone=1, refused={"torn": 1}), 5, load=True)
-    tally.moved(Moved(done=(key(1), key(2)), nbytes=10, existing=1, failures={"full": 2}), 4, load=False)
+    tally = TierStats()
+    tally.moved(ChunkTransferResult(done=(key(1),), nbytes=10, gone=1, refused={"torn": 1}), 5, load=True)
+    tally.moved(ChunkTransferResult(done=(key(1), key(2)), nbytes=10, existing=1, failures={"full": 2}), 4, load=False)
     tally.add("resets", 0)
     taken = {(name, labels): number for name, labels, number in tally.take()}
     start = "vllm:kvparams_tier_"

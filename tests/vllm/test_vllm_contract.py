@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvparams_connectors.engines.vllm.ordering import NULL_BLOCK
+from kvparams_connectors.engines.vllm.transfer_specs import NULL_BLOCK
 from tests.vllm.version import is_earlier
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -116,7 +116,8 @@ def test_hooks_that_are_new_are_looked_at() -> None:
 
 
 def test_blocks_are_kept_by_counting_users() -> None:
-    """What `holding.py` relies on: a block that is touched once more outlives its request, and is free afterwards."""
+    """What `block_pins.py` relies on: a block that is touched once more outlives its request, and is free
+    afterwards."""
     pool_kind = _class("vllm.v1.core.block_pool:BlockPool")
     for caching in (True, False):
         pool = pool_kind(num_gpu_blocks=4, enable_caching=caching, hash_block_size=32)
@@ -140,7 +141,7 @@ def test_the_rank_of_an_engine_on_its_machine_is_told() -> None:
 
 
 def test_a_reset_of_the_prefix_cache_begins_a_new_map() -> None:
-    """What `resets.py` relies on; nothing else does."""
+    """What `prefix_cache_resets.py` relies on; nothing else does."""
     pool_kind = _class("vllm.v1.core.block_pool:BlockPool")
     for caching in (True, False):
         pool = pool_kind(num_gpu_blocks=4, enable_caching=caching, hash_block_size=32)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from demo.processes import Processes, Server
-from kvparams.keys import Namespace, Rectangle, page_chain
-from kvparams.pages import identify, seal
+from kvparams.keys import KVShard, Namespace, chain_pages
+from kvparams.pages import page_identity, seal
 from kvparams_connectors.store import KVStore, open_store
 from tests.connectors.valkey_server import ValkeyServer
 from tests.vllm.damage import flip, is_there, replace_value, value_of
@@ -138,8 +138,8 @@ def test_a_page_of_another_model(world: _World, policy: str) -> None:
     first = case.found["load_keys"][0]
     other = Namespace("another", "model", "float32", _geometry(), 128)
     value = value_of(world.store, first)  # of the same size
-    page = page_chain(other, case.prompt)[1]
-    seal(memoryview(value), identify(other, page, Rectangle(0, 2, 0, 2)))
+    page = chain_pages(other, case.prompt)[1]
+    seal(memoryview(value), page_identity(other, page, KVShard(0, 2, 0, 2)))
     replace_value(world.store, key, value)
     status, tokens, seen = _ask(world, policy, "foreign")
     assert _refused(seen) == {"namespace": 1}

@@ -13,10 +13,18 @@ import pytest
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes
-from kvparams.events import Batch, Cleared, Order, SequenceTracker, Source, Stored, decode
-from kvparams.events.frames import Frames, read_live, read_replayed, replay_request
-from kvparams.events.plain import plain_batch
-from kvparams.events.wire import ClearedMap, RemovedMap, StoredMap
+from kvparams.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    EventSource,
+    SequenceCheck,
+    SequenceTracker,
+    decode_msgpack,
+)
+from kvparams.kv_events.plain_json import batch_to_json
+from kvparams.kv_events.wire_structs import ClearedMap, RemovedMap, StoredMap
+from kvparams.kv_events.zmq_frames import MessageFrames, read_live, read_replayed, replay_request
 from kvparams.tokens import pack
 from tests.vllm.engines import PATIENCE_S, READY_S, complete, start_engine
 from tests.vllm.version import is_earlier
@@ -36,7 +44,7 @@ else:
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
 _VECTORS: Final = Path(__file__).parents[2] / "spec" / "1.0" / "vectors" / "events.json"
-_SOURCE: Final = Source("engine")
+_SOURCE: Final = EventSource("engine")
 _WAIT_MS: Final = 120_000
 _SINCE_032: Final[set[str]] = {"ownership", "session_id"} if is_earlier() else set()
 """Members that the vLLM that is installed does not have yet."""
@@ -115,30 +123,30 @@ def _publisher(folder: Path, buffer_steps: int = 10_000) -> Generator[Any]:
         made.shutdown()
 
 
-def _hear(live: Any) -> Frames:
+def _hear(live: Any) -> MessageFrames:
     assert live.poll(_WAIT_MS), "nothing was published"
     return read_live(live.recv_multipart())
 
 
-def _replayed(replay: Any, first: int) -> list[Batch]:
+def _replayed(replay: Any, first: int) -> list[EventBatch]:
     replay.send_multipart(replay_request(first))
-    found: list[Batch] = []
+    found: list[EventBatch] = []
     while True:
         assert replay.poll(_WAIT_MS), "no answer to a request for replay"
         if (frames := read_replayed(replay.recv_multipart())) is None:
             return found
         assert frames.topic == b"kv@pod@model"
-        found.append(decode(frames.payload, _SOURCE, frames.sequence))
+        found.append(decode_msgpack(frames.payload, _SOURCE, frames.sequence))
 
 
-def _sequence(batch: Batch) -> int:
+def _sequence(batch: EventBatch) -> int:
     assert batch.sequence is not None
     return batch.sequence
 
 
 def test_its_publisher_is_heard_and_what_was_lost_is_replayed(tmp_path: Path) -> None:
     """Everything that the vectors say of vLLM goes through its own thread, sockets and buffer."""
-    held: list[Batch] = []
+    held: list[EventBatch] = []
     with _sockets(tmp_path) as (live, replay), _publisher(tmp_path) as publisher:
         publisher.publish(kv_events.KVEventBatch(0.0, []))
         while not live.poll(50):  # a subscriber joins late
@@ -148,23 +156,23 @@ def test_its_publisher_is_heard_and_what_was_lost_is_replayed(tmp_path: Path) ->
         publisher.publish(kv_events.KVEventBatch(99.0, []))
         while not held or held[-1].time != 99.0:
             frames = _hear(live)
-            held.append(decode(frames.payload, _SOURCE, frames.sequence))
+            held.append(decode_msgpack(frames.payload, _SOURCE, frames.sequence))
         replayed = _replayed(replay, 0)
     tracker = SequenceTracker()
     if missed := _sequence(held[0]):
-        assert tracker.observe(missed, held[0].mark) == Order("gap", missed, 0)
+        assert tracker.observe(missed, held[0].mark) == SequenceCheck("gap", missed, 0)
     findings = [(tracker.observe(_sequence(batch), batch.mark).finding, batch) for batch in (*replayed, *held)]
     assert {finding for finding, _ in findings} == {"in_order", "duplicate"}
     taken = [batch for finding, batch in findings if finding == "in_order"]
     assert [_sequence(batch) for batch in taken] == list(range(tracker.next))
     for case, batch in zip(_CASES, taken[-1 - len(_CASES) : -1], strict=True):
-        assert plain_batch(batch)["events"] == case["batches"][0]["events"]
+        assert batch_to_json(batch)["events"] == case["batches"][0]["events"]
         assert batch.source.rank == case["batches"][0]["rank"]
 
 
 def test_a_publisher_that_was_restarted_is_another_one(tmp_path: Path) -> None:
     tracker = SequenceTracker()
-    lives: list[list[Batch]] = []
+    lives: list[list[EventBatch]] = []
     for life in (1, 2):
         with _sockets(tmp_path) as (_, replay), _publisher(tmp_path) as publisher:
             for number in range(3):
@@ -202,19 +210,19 @@ def test_an_engine_says_which_tokens_it_has_cached(make_tiny: Callable[..., Path
         complete(engine.url, prompts[2], max_tokens=2)
         frames = _hear(live)
         batches = _replayed(replay, 0)
-        while not any(event == Cleared() for batch in batches for event in batch.events):
+        while not any(event == AllBlocksCleared() for batch in batches for event in batch.events):
             batches = _replayed(replay, 0)
     assert frames.topic == b"kv@pod@model"
     tracker = SequenceTracker()
     assert {tracker.observe(_sequence(batch), batch.mark).finding for batch in batches} == {"in_order"}
-    assert tracker.observe(frames.sequence, decode(frames.payload, _SOURCE).mark).finding == "duplicate"
+    assert tracker.observe(frames.sequence, decode_msgpack(frames.payload, _SOURCE).mark).finding == "duplicate"
     assert not any(batch.malformed or batch.unknown for batch in batches)
     events = [event for batch in batches for event in batch.events]
     known: dict[bytes, bytes] = {}
     for event in events:
-        if isinstance(event, Cleared):
+        if isinstance(event, AllBlocksCleared):
             break
-        assert isinstance(event, Stored)
+        assert isinstance(event, BlockStored)
         assert (event.place.medium, event.block_size, event.kind) == ("device", 32, "full_attention")
         assert event.tokens is not None
         prefix = b"" if event.parent is None else known[event.parent]

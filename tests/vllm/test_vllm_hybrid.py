@@ -18,7 +18,7 @@ import pytest
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
 from tests.connectors.valkey_server import ValkeyServer
 from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
 from tests.vllm.legs import decode, prefill, tokens_of
@@ -117,17 +117,17 @@ def _seen(server: Server, before: dict[str, float]) -> dict[str, float]:
 
 
 def _value(store: KVStore, key: str) -> bytearray:
-    until(lambda: store.exists([key]).result()[0].code is Code.OK)
+    until(lambda: store.exists([key]).result()[0].code is ResultCode.OK)
     buffer = bytearray(1 << 20)
     (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
     return buffer[: result.nbytes]
 
 
 def _replace(store: KVStore, key: str, value: bytearray) -> None:
     store.delete([key]).result()
     (result,) = store.put([PutOp(key, (memoryview(value),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
 
 
 @pytest.mark.parametrize("length", _LENGTHS)

@@ -1,4 +1,5 @@
-"""The vLLM that is installed speaks to a tier as `vllm_tier/contract.py` says; another one fails here, by name."""
+"""The vLLM that is installed speaks to a tier as `vllm_tier/interface_check.py` says; another one fails here, by
+name."""
 
 import dataclasses
 import inspect
@@ -9,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvparams_connectors.engines.vllm_tier.chunks import KEY_BYTES
-from kvparams_connectors.engines.vllm_tier.contract import ABSTRACT, HOOKS, MEMBERS, differences
+from kvparams_connectors.engines.vllm_tier.chunk_keys import KEY_BYTES
+from kvparams_connectors.engines.vllm_tier.interface_check import (
+    ABSTRACT_SIGNATURES,
+    HOOK_SIGNATURES,
+    MEMBER_NAMES,
+    find_differences,
+)
 from tests.vllm.offloading_engine import KVParamsTier, base, config, factory, tiering_base
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -21,11 +27,11 @@ _MODULE = "kvparams_connectors.engines.vllm_tier.tier"
 
 
 def test_nothing_differs() -> None:
-    assert differences(_BASE, _CLASSES) == []
-    assert set(ABSTRACT) == set(_BASE.__abstractmethods__)
+    assert find_differences(_BASE, _CLASSES) == []
+    assert set(ABSTRACT_SIGNATURES) == set(_BASE.__abstractmethods__)
 
 
-@pytest.mark.parametrize("name", [*ABSTRACT, *HOOKS])
+@pytest.mark.parametrize("name", [*ABSTRACT_SIGNATURES, *HOOK_SIGNATURES])
 def test_ours_takes_what_vllm_passes(name: str) -> None:
     taken = {
         kind: [
@@ -49,7 +55,7 @@ def test_methods_that_are_new_are_looked_at() -> None:
         for name, value in members.items()
         if not name.startswith("_") and (callable(value) or isinstance(value, kinds))
     }
-    assert public == left | (set(ABSTRACT) | set(HOOKS)) - {"__init__"}
+    assert public == left | (set(ABSTRACT_SIGNATURES) | set(HOOK_SIGNATURES)) - {"__init__"}
 
 
 def test_jobs_mean_what_they_meant() -> None:
@@ -69,7 +75,7 @@ def test_jobs_mean_what_they_meant() -> None:
     assert fields[tiering_base.JobResult] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"]
     assert [one.name for one in base.LookupResult] == ["MISS", "HIT", "HIT_PENDING", "RETRY"]
     assert "req_id" in [field.name for field in dataclasses.fields(base.ReqContext)]
-    assert set(MEMBERS) <= set(_CLASSES)
+    assert set(MEMBER_NAMES) <= set(_CLASSES)
 
 
 def test_keys_are_a_hash_and_a_group() -> None:

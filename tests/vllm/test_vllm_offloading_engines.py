@@ -22,7 +22,7 @@ import valkey
 
 from demo.processes import ProcessError, Processes, Server
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.store import Code, GetOp, PutOp, open_store
+from kvparams_connectors.store import GetOp, PutOp, ResultCode, open_store
 from tests.connectors.valkey_server import ValkeyServer
 from tests.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, until
 from tests.vllm.traffic import Ask, answers
@@ -107,12 +107,12 @@ def _flip(store: str, name: str) -> None:
     opened = open_store(store)
     buffer = bytearray(_MAX_BYTES)
     (result,) = opened.get([GetOp(name, (memoryview(buffer),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
     at = next(at for at in range(HEADER_BYTES + 4003, result.nbytes, 4) if not buffer[at] & 0x40)
     buffer[at] ^= 0x40
     opened.delete([name]).result()
     (result,) = opened.put([PutOp(name, (memoryview(buffer)[: result.nbytes],))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
     opened.close()
 
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.engines.vllm_tier.moving import Moving
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, open_store
+from kvparams_connectors.engines.vllm_tier.chunk_pipeline import OffloadChunkPipeline
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError
 from tests.connectors.valkey_server import ValkeyServer, wait_until
 from tests.vllm.offloading_engine import (
     ROW,
@@ -85,7 +85,7 @@ def _stored(store: KVStore, engine: Engine, key: bytes) -> tuple[str, bytearray]
     name = engine.tier._form.name(key)
     buffer = bytearray(ROW * 2)
     (result,) = store.get([GetOp(name, (memoryview(buffer),))]).result()
-    assert result.code is Code.OK
+    assert result.code is ResultCode.OK
     return name, buffer[: result.nbytes]
 
 
@@ -260,7 +260,7 @@ def test_whatever_two_engines_do_every_chunk_is_right(
                 name = pair[0].tier._form.name(chance.choice(keys))
                 buffer = bytearray(ROW * 2)
                 (result,) = other.get([GetOp(name, (memoryview(buffer),))]).result()
-                if result.code is Code.OK:
+                if result.code is ResultCode.OK:
                     other.delete([name]).result()
                     if quiet:
                         buffer[chance.randrange(result.nbytes)] ^= 1
@@ -284,12 +284,12 @@ def test_a_full_store_looks_like_success(shared_memory: Path) -> None:
 
 def test_the_self_test_is_done_before_serving(file_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[bool] = []
-    real: Callable[[Moving], bool] = Moving.self_test
+    real: Callable[[OffloadChunkPipeline], bool] = OffloadChunkPipeline.self_test
 
-    def noted(moving: Moving) -> None:
+    def noted(moving: OffloadChunkPipeline) -> None:
         done.append(real(moving))
 
-    monkeypatch.setattr(Moving, "self_test", noted)
+    monkeypatch.setattr(OffloadChunkPipeline, "self_test", noted)
     with engines(file_store, told={"self_test": True}) as (engine,):
         assert done == [True]
         assert engine.counts() == {}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from demo.processes import Processes, Server, free_port
-from kvparams.dialects import HandoffMissing
+from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
 from tests.vllm.engines import CALM, PATIENCE_S, complete, counters, until
 from tests.vllm.own_connectors import Alone, Own, Pair, check, external, installed, mooncake, start_pair
@@ -36,14 +36,14 @@ def test_its_own_bootstrap_server_says_what_the_dialect_reads() -> None:
     url = f"http://127.0.0.1:{port}"
     try:
         with pytest.raises(HandoffMissing, match="no worker yet"):
-            MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+            MOONCAKE.bootstrap.parse_info(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
         worker = {"engine_id": "P", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://127.0.0.1:9"}
         assert httpx.post(f"{url}/register", json=worker).json() == {"status": "ok"}
-        place = MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+        place = MOONCAKE.bootstrap.parse_info(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
         assert place == {"remote_engine_id": "P", "remote_bootstrap_addr": url}
         assert httpx.post(f"{url}/register", json={**worker, "dp_rank": 1}).status_code == 200
         with pytest.raises(HandoffMissing, match="2 data-parallel ranks"):
-            MOONCAKE.bootstrap.place(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+            MOONCAKE.bootstrap.parse_info(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
     finally:
         server.shutdown()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams_connectors.engines.vllm.scheduler_connector import SchedulerConnector
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from tests.vllm.half_steps import PROMPT, FullAttentionSpec, Manager, key_of, make_cache, make_config, saves_of
 
@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Iterator[SchedulerHalf]:
+def half(tmp_path: Path) -> Iterator[SchedulerConnector]:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     settings = VLLMSettings.of({"store": f"file://{tmp_path}/kv?size=16MiB", "trust_media_hashes": True})
-    made = SchedulerHalf(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
+    made = SchedulerConnector(make_config(tmp_path), make_cache(FullAttentionSpec()), settings)
     made.bind(Manager())
     yield made
     made.shutdown()
@@ -44,7 +44,7 @@ def _image(content: int, offset: int = 10) -> Any:
     return inputs.MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=position)
 
 
-def test_equal_ids_with_other_images_share_nothing(half: SchedulerHalf) -> None:
+def test_equal_ids_with_other_images_share_nothing(half: SchedulerConnector) -> None:
     keys = [
         key_of(half, _request("none")),
         key_of(half, _request("one", mm_features=[_image(1)])),
@@ -56,7 +56,7 @@ def test_equal_ids_with_other_images_share_nothing(half: SchedulerHalf) -> None:
     assert key_of(half, _request("again", mm_features=[_image(1)])) == keys[1]
 
 
-def test_other_images_under_one_name_of_a_client_are_not_cached(half: SchedulerHalf) -> None:
+def test_other_images_under_one_name_of_a_client_are_not_cached(half: SchedulerConnector) -> None:
     """vLLM takes a client's `uuid` of an image for its hash, whatever is in it."""
     hashes = [_hashes_of(content, "cat.jpg") for content in (1, 2)]
     assert hashes == ["cat.jpg", "cat.jpg"]
@@ -69,7 +69,7 @@ def test_other_images_under_one_name_of_a_client_are_not_cached(half: SchedulerH
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
-def test_every_hash_of_vllm_itself_is_taken(half: SchedulerHalf, algorithm: str) -> None:
+def test_every_hash_of_vllm_itself_is_taken(half: SchedulerConnector, algorithm: str) -> None:
     image = replace(_image(1), identifier=_hashes_of(1, None, algorithm))
     assert saves_of(half, _request(algorithm, mm_features=[image]))
 
@@ -85,12 +85,12 @@ def _hashes_of(content: int, name: str | None, algorithm: str = "blake3") -> str
     return found
 
 
-def test_pages_before_an_image_are_shared(half: SchedulerHalf) -> None:
+def test_pages_before_an_image_are_shared(half: SchedulerConnector) -> None:
     """The KV of a token depends on what stands before it, and on no more."""
     (one,) = saves_of(half, _request("one", mm_features=[_image(1, 200)]))
     (other,) = saves_of(half, _request("other", mm_features=[_image(2, 200)]))
     first, second = (
-        half.book.plan_of(save.sequence.token_ids, save.sequence.shared, save.sequence.extras).keys
+        half.state.plan_of(save.sequence.token_ids, save.sequence.shared_params, save.sequence.extras).keys
         for save in (one, other)
     )
     assert first[0] == second[0]
@@ -104,6 +104,6 @@ def test_pages_before_an_image_are_shared(half: SchedulerHalf) -> None:
         {"prompt_embeds": torch.zeros(300, 8), "prompt_is_token_ids": [True] * 100 + [False] * 200},
     ],
 )
-def test_embeddings_are_not_cached(half: SchedulerHalf, more: dict[str, Any]) -> None:
+def test_embeddings_are_not_cached(half: SchedulerConnector, more: dict[str, Any]) -> None:
     """They have no ids to be named by: vLLM shows zeros in their place, which others may have as well."""
     assert saves_of(half, _request("r", **more)) == []

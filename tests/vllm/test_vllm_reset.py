@@ -82,5 +82,5 @@ def test_kv_of_other_weights_is_not_used(
         for engine in (told, untold):  # it is in vLLM's own log
             (line,) = (line for line in engine.log.read_text().splitlines() if "vLLM has reset its caches" in line)
             assert re.match(
-                r"\(EngineCore pid=\d+\) WARNING .* \[scheduler_half.py:\d+\] vLLM", line
+                r"\(EngineCore pid=\d+\) WARNING .* \[scheduler_connector.py:\d+\] vLLM", line
             )  # in vLLM's own log

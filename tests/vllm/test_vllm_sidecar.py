@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server, free_port
-from kvparams.scheduling import Role
+from kvparams.instances import Role
 from tests.vllm.beside import REMOTE
 from tests.vllm.engines import ANSWER_S, CALM, PATIENCE_S, READY_S, start_engine
 from tests.vllm.own_connectors import Alone, Pair, external, installed, nixl, start_pair

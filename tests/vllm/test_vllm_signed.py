@@ -9,9 +9,9 @@ import pytest
 
 from demo.processes import Processes, Server
 from kvparams.codec import parse
-from kvparams.trust.keyfile import create_keyring, read_keyring
-from kvparams.trust.keyring import Keyring, SigningKey
-from kvparams.trust.signing import Signer
+from kvparams.signing.keyring import SigningKey, SigningKeyring
+from kvparams.signing.keyring_file import create_keyring, read_keyring
+from kvparams.signing.signer import Signer
 from tests.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -25,7 +25,7 @@ Native = Mapping[str, object]
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "signing-keys.json"
-    create_keyring(path, Keyring([SigningKey.new(int(time.time()) - 7200)]))
+    create_keyring(path, SigningKeyring([SigningKey.new(int(time.time()) - 7200)]))
     return path
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server
-from kvparams_proxy.tokens.files import load_tokenizer
+from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
 from tests.proxy.made_tokenizers import CHATML, LLAMA3, MISTRAL, byte_level, metaspace, save
 from tests.vllm.engines import ANSWER_S, READY_S, start_engine
 
@@ -93,13 +93,13 @@ def test_chats_have_the_token_ids_of_the_engine(engine: Server, folder: Path, tm
     """Every chat with everything that may be asked besides: what the engine refuses is left by the proxy too."""
     template = TEMPLATES[name]
     save(byte_level(), tmp_path, template)
-    local = load_tokenizer(tmp_path)
+    local = load_local_tokenizer(tmp_path)
     alike = 0
     for messages, more in [*product(CHATS, MORE), ([USER, SAID], GOES_ON), ([USER], GOES_ON), ([USER, PARTS], GOES_ON)]:
         document = {"model": "tiny", "messages": messages, **more}
         expected = _asked(engine, **document, chat_template=template)
         try:
-            ids = list(local.chat(document, MOST).ids())
+            ids = list(local.encode_chat(document, MOST).encode())
         except Exception:  # noqa: BLE001  whatever a template raises
             ids = None
         assert ids == expected, document
@@ -109,18 +109,18 @@ def test_chats_have_the_token_ids_of_the_engine(engine: Server, folder: Path, tm
 
 def test_chats_have_the_token_ids_that_the_engine_computes(engine: Server, folder: Path) -> None:
     """Its answer names them; and there `reasoning_content` and `reasoning_effort` count, unlike at `/tokenize`."""
-    local = load_tokenizer(folder)
+    local = load_local_tokenizer(folder)
     older = {"role": "assistant", "content": "A promise.", "reasoning_content": "lease"}
     more: list[dict[str, Any]] = [{}, {"reasoning_effort": "none"}, {"tools": [TOOL], "tool_choice": "none"}]
     for messages, asked in product([[USER], [SYSTEM, USER, older, PARTS], [USER, CALL, RESULT]], more):
         document = {"model": "tiny", "messages": messages, **asked, "max_tokens": 1, "return_token_ids": True}
         got = httpx.post(f"{engine.url}/v1/chat/completions", json=document, timeout=ANSWER_S, verify=NO_CERTIFICATES)
         got.raise_for_status()
-        assert list(local.chat(document, MOST).ids()) == got.json()["prompt_token_ids"], document
+        assert list(local.encode_chat(document, MOST).encode()) == got.json()["prompt_token_ids"], document
 
 
 def test_texts_have_the_token_ids_of_the_engine(engine: Server, folder: Path) -> None:
-    local = load_tokenizer(folder)
+    local = load_local_tokenizer(folder)
     for prompt in (
         "a",
         "What is a lease?",
@@ -130,7 +130,7 @@ def test_texts_have_the_token_ids_of_the_engine(engine: Server, folder: Path) ->
     ):
         for more in ({}, {"add_special_tokens": False}):
             document = {"model": "tiny", "prompt": prompt, **more}
-            assert list(local.text(document, MOST).ids()) == _asked(engine, **document)
+            assert list(local.encode_completion(document, MOST).encode()) == _asked(engine, **document)
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -152,11 +152,11 @@ CONFIGS: list[dict[str, Any]] = [
 def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[str, Any], make: Any) -> None:
     save(make(), tmp_path, CHATML, **config)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    local = load_tokenizer(tmp_path)
+    local = load_local_tokenizer(tmp_path)
     for text in ("What is a lease?", "a <more> <|im_end|>\n le x<pad></s>", " b\n<|im_start|>c", ""):
-        assert list(local.text({"prompt": text}, MOST).ids()) == theirs(text)["input_ids"]
+        assert list(local.encode_completion({"prompt": text}, MOST).encode()) == theirs(text)["input_ids"]
     said = theirs.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)["input_ids"]
-    assert list(local.chat({"messages": [SYSTEM, USER]}, MOST).ids()) == said
+    assert list(local.encode_chat({"messages": [SYSTEM, USER]}, MOST).encode()) == said
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -169,7 +169,7 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path: Path, nam
     more = {"documents": [{"title": "A", "text": "B"}], "date_string": "1 Jan 2026"}
     expected = theirs.apply_chat_template(chat, add_generation_prompt=True, **more)["input_ids"]
     document = {"messages": chat, "documents": more["documents"], "chat_template_kwargs": more}
-    assert list(load_tokenizer(tmp_path).chat(document, MOST).ids()) == expected
+    assert list(load_local_tokenizer(tmp_path).encode_chat(document, MOST).encode()) == expected
 
 
 def test_named_templates_are_chosen_as_transformers_chooses_them(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_named_templates_are_chosen_as_transformers_chooses_them(tmp_path: Path)
         {"name": "tool_use", "template": "{{ tools | tojson }}"},
     ])  # fmt: skip
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    local = load_tokenizer(tmp_path)
+    local = load_local_tokenizer(tmp_path)
     tool = {"type": "function", "function": {"name": "look", "description": "x", "parameters": {}}}
     for tools in (None, [tool]):
         said = theirs.apply_chat_template([USER], tools=tools)["input_ids"]
-        assert list(local.chat({"messages": [USER], "tools": tools}, MOST).ids()) == said
+        assert list(local.encode_chat({"messages": [USER], "tools": tools}, MOST).encode()) == said

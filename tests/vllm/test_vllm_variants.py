@@ -17,7 +17,7 @@ import pytest
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server
-from kvparams_connectors.store import Code, GetOp, open_store
+from kvparams_connectors.store import GetOp, ResultCode, open_store
 from tests.vllm.damage import flip
 from tests.vllm.engines import (
     ENVIRONMENT,
@@ -212,7 +212,7 @@ def _values(url: str, keys: Sequence[str]) -> list[bytes]:
     try:
         found: list[bytes] = []
         for key in keys:
-            until(lambda key=key: store.exists([key]).result()[0].code is Code.OK)
+            until(lambda key=key: store.exists([key]).result()[0].code is ResultCode.OK)
             buffer = bytearray(1 << 20)
             (result,) = store.get([GetOp(key, (memoryview(buffer),))]).result()
             found.append(bytes(buffer[: result.nbytes]))

@@ -48,6 +48,7 @@ for _module in ("levels", "integrity", "faults_level", "engine_order", "performa
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from kvparams_connectors.conformance.faults import Fault, FaultyStore, Operation  # noqa: E402
+from kvparams_connectors.conformance.helpers import Floors, Opener  # noqa: E402
 from kvparams_connectors.conformance.levels import StoreConformance  # noqa: E402
 from kvparams_connectors.conformance.plugin import (  # noqa: E402
     Factory,
@@ -55,7 +56,6 @@ from kvparams_connectors.conformance.plugin import (  # noqa: E402
     pytest_configure,
     pytest_terminal_summary,
 )
-from kvparams_connectors.conformance.steps import Floors, Opener  # noqa: E402
 
 __all__ = [
     "Factory",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results
+from kvparams_connectors.store import BlockingStore, Capabilities, GetOp, KVStore, PutOp, Result, ResultCode, Results
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -43,14 +43,14 @@ class Fault:
     """flip, after: which bit. truncate: after how many bytes."""
     key: str = ""
     """swap: whose value."""
-    code: Code = Code.UNAVAILABLE
+    code: ResultCode = ResultCode.UNAVAILABLE
     seconds: float = 0.0
     """delay: how long."""
     announced: bool = False
-    """get: the value's arrival is announced (`GetOp.arrived`) when it has come whole, before it goes wrong."""
+    """get: the value's arrival is announced (`GetOp.on_complete`) when it has come whole, before it goes wrong."""
 
 
-class FaultyStore(LaneStore):
+class FaultyStore(BlockingStore):
     """`inner`, with faults."""
 
     def __init__(self, inner: KVStore, judge: Callable[[Operation, str], Fault | None], *, threads: int = 1) -> None:
@@ -75,10 +75,10 @@ class FaultyStore(LaneStore):
     def register(self, arena: "Arena") -> None:
         self._inner.register(arena)
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         faults = self._faults("put", [op.key for op in ops])
         done = [index for index, fault in enumerate(faults) if fault is None or fault.kind != "drop"]
-        results = [Result(Code.OK, _nbytes(op.buffers)) for op in ops]
+        results = [Result(ResultCode.OK, _nbytes(op.buffers)) for op in ops]
         for index, result in zip(
             done,
             _done(self._inner.put([_damaged(ops[index], faults[index]) for index in done], _LATEST_S)),
@@ -86,18 +86,18 @@ class FaultyStore(LaneStore):
         ):
             results[index] = result
             fault = faults[index]
-            if result.code is Code.OK and fault is not None and fault.kind == "truncate":
-                results[index] = Result(Code.OK, _nbytes(ops[index].buffers))
+            if result.code is ResultCode.OK and fault is not None and fault.kind == "truncate":
+                results[index] = Result(ResultCode.OK, _nbytes(ops[index].buffers))
         return _failed(faults, results)
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         faults = self._faults("get", [op.key for op in ops])
         # Without `arrived`: what is changed below would have been looked at before.
         asked = [GetOp(op.key, op.buffers) for op in ops]
         moving = [index for index, fault in enumerate(faults) if fault is not None and fault.kind == "reorder"]
         for index, other in zip(moving, moving[1:] + moving[:1], strict=True):
             asked[index] = GetOp(ops[other].key, ops[index].buffers)
-        results: list[Result] = [Result(Code.INTERNAL)] * len(ops)
+        results: list[Result] = [Result(ResultCode.INTERNAL)] * len(ops)
         for index, fault in enumerate(faults):
             if fault is not None and fault.kind == "swap":
                 asked[index] = GetOp(fault.key, ops[index].buffers)
@@ -107,29 +107,29 @@ class FaultyStore(LaneStore):
                 )
         results = _done(self._inner.get(asked, _LATEST_S))
         for index, (op, fault) in enumerate(zip(ops, faults, strict=True)):
-            if fault is None or results[index].code is not Code.OK:
+            if fault is None or results[index].code is not ResultCode.OK:
                 continue
-            if fault.announced and op.arrived is not None:
-                op.arrived(results[index].nbytes)
+            if fault.announced and op.on_complete is not None:
+                op.on_complete(results[index].nbytes)
             if fault.kind == "flip":
                 _flip(op.buffers, fault.at)
             elif fault.kind == "truncate":
-                results[index] = Result(Code.OK, min(results[index].nbytes, fault.at))
+                results[index] = Result(ResultCode.OK, min(results[index].nbytes, fault.at))
             elif fault.kind == "after":
                 self._touching.append((op.buffers, fault.at))
         return _failed(faults, results)
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         faults = self._faults("exists", keys)
         results = _done(self._inner.exists(keys, _LATEST_S))
         for index, fault in enumerate(faults):
             if fault is not None and fault.kind == "drop":
-                results[index] = Result(Code.MISS)
+                results[index] = Result(ResultCode.MISS)
             elif fault is not None and fault.kind == "truncate":
                 results[index] = results[index]._replace(nbytes=min(results[index].nbytes, fault.at))
         return _failed(faults, results)
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         faults = self._faults("delete", keys)
         kept = [fault is not None and fault.kind == "drop" for fault in faults]
         there = _done(self._inner.exists(keys, _LATEST_S))

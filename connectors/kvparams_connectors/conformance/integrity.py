@@ -9,18 +9,18 @@ from typing import Final
 import pytest
 
 from kvparams.pages import verify
-from kvparams_connectors.conformance.steps import (
+from kvparams_connectors.conformance.helpers import (
     DEADLINE_S,
-    Level,
-    Prompt,
+    ConformanceLevel,
+    ConformancePrompt,
     check_lookup,
-    codes,
-    get,
-    put,
-    sealed_page,
-    value,
+    get_one,
+    make_sealed_page,
+    make_value,
+    put_one,
+    result_codes,
 )
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode
 
 __all__ = ["IntegrityLevel"]
 
@@ -37,52 +37,52 @@ _PATTERNS: Final = {
 _STEPS: Final = 150
 
 
-class IntegrityLevel(Level):
+class IntegrityLevel(ConformanceLevel):
     """No value is taken for another one, nor for more or less than it is."""
 
     @pytest.mark.parametrize("pattern", list(_PATTERNS))
     def test_a_value_may_look_like_anything(self, store: KVStore, pattern: str) -> None:
         content = _PATTERNS[pattern]
-        assert put(store, "key", memoryview(content)).code is Code.OK
-        assert get(store, "key", len(content) + 64)[1] == content
+        assert put_one(store, "key", memoryview(content)).code is ResultCode.OK
+        assert get_one(store, "key", len(content) + 64)[1] == content
 
     def test_keys_that_differ_in_one_character_have_values_of_their_own(self, store: KVStore) -> None:
         base = "k" * 128
         keys = [base, base[1:], base.upper(), *(f"{base[:at]}j{base[at + 1 :]}" for at in range(0, 128, 7))]
-        results = store.put([PutOp(key, (value(key, 300),)) for key in keys], DEADLINE_S).result()
-        assert codes(results) == [Code.OK] * len(keys)
-        assert [key for key in keys if get(store, key, 300)[1] != bytes(value(key, 300))] == []
+        results = store.put([PutOp(key, (make_value(key, 300),)) for key in keys], DEADLINE_S).result()
+        assert result_codes(results) == [ResultCode.OK] * len(keys)
+        assert [key for key in keys if get_one(store, key, 300)[1] != bytes(make_value(key, 300))] == []
 
     def test_pages_come_back_as_they_were_sealed_in_any_order(self, store: KVStore) -> None:
-        prompt = Prompt(16 * 12 + 5)
-        pages = {key: sealed_page(identity) for key, identity in zip(prompt.keys, prompt.identities, strict=True)}
+        prompt = ConformancePrompt(16 * 12 + 5)
+        pages = {key: make_sealed_page(identity) for key, identity in zip(prompt.keys, prompt.identities, strict=True)}
         identities = dict(zip(prompt.keys, prompt.identities, strict=True))
         put_results = store.put([PutOp(key, (page,)) for key, page in pages.items()], DEADLINE_S).result()
-        assert codes(put_results) == [Code.OK] * len(pages)
+        assert result_codes(put_results) == [ResultCode.OK] * len(pages)
         order = Random(0).sample(prompt.keys, len(prompt.keys))
         targets = {key: memoryview(bytearray(pages[key].nbytes)) for key in order}
         results = store.get([GetOp(key, (targets[key],)) for key in order], DEADLINE_S).result()
-        assert results == [Result(Code.OK, pages[key].nbytes) for key in order]
+        assert results == [Result(ResultCode.OK, pages[key].nbytes) for key in order]
         assert {key: verify(targets[key], identities[key]) for key in order} == dict.fromkeys(order)
         assert [key for key in order if targets[key] != pages[key]] == []
 
     def test_a_shorter_value_under_the_same_key_has_nothing_of_the_longer_one(self, store: KVStore) -> None:
         for number, size in enumerate((70_000, 5, 0, 66_000, 4096, 1)):
-            wanted = value(number, size)
-            assert put(store, "key", wanted).code is Code.OK
+            wanted = make_value(number, size)
+            assert put_one(store, "key", wanted).code is ResultCode.OK
             check_lookup(store, [("key", size)])
-            assert get(store, "key", 80_000)[1] == bytes(wanted)
-            assert codes(store.delete(["key"], DEADLINE_S).result()) == [Code.OK]
+            assert get_one(store, "key", 80_000)[1] == bytes(wanted)
+            assert result_codes(store.delete(["key"], DEADLINE_S).result()) == [ResultCode.OK]
 
     def test_nothing_is_written_beside_the_buffers_of_a_batch_that_partly_fails(self, store: KVStore) -> None:
-        put(store, "whole", value("whole", 20_000))
-        put(store, "large", value("large", 30_000))
+        put_one(store, "whole", make_value("whole", 20_000))
+        put_one(store, "large", make_value("large", 30_000))
         memory = bytearray(b"\xa5" * 100_000)
         view = memoryview(memory)
         places = {"whole": slice(1_000, 21_000), "none": slice(30_000, 50_000), "large": slice(60_000, 89_999)}
         results = store.get([GetOp(key, (view[place],)) for key, place in places.items()], DEADLINE_S).result()
-        assert codes(results) == [Code.OK, Code.MISS, Code.TOO_LARGE]
-        assert memory[places["whole"]] == value("whole", 20_000)
+        assert result_codes(results) == [ResultCode.OK, ResultCode.MISS, ResultCode.TOO_LARGE]
+        assert memory[places["whole"]] == make_value("whole", 20_000)
         beside = memory[:1_000] + memory[21_000:30_000] + memory[50_000:60_000] + memory[89_999:]
         assert set(beside) == {0xA5}
 
@@ -96,20 +96,20 @@ class IntegrityLevel(Level):
             keys = random.sample(names, random.randint(1, 5))
             action = random.choice(["put", "get", "get", "exists", "delete"])
             if action == "put":
-                values = {key: bytes(value(f"{key} {step}", random.randint(0, largest))) for key in keys}
+                values = {key: bytes(make_value(f"{key} {step}", random.randint(0, largest))) for key in keys}
                 ops = [PutOp(key, (memoryview(content),)) for key, content in values.items()]
-                wanted = [Code.EXISTS if key in model else Code.OK for key in keys]
-                assert codes(store.put(ops, DEADLINE_S).result()) == wanted, f"step {step}"
+                wanted = [ResultCode.EXISTS if key in model else ResultCode.OK for key in keys]
+                assert result_codes(store.put(ops, DEADLINE_S).result()) == wanted, f"step {step}"
                 model = values | model
             elif action == "get":
-                found = [get(store, key, largest) for key in keys]
+                found = [get_one(store, key, largest) for key in keys]
                 assert [content for _, content in found] == [model.get(key, b"") for key in keys], f"step {step}"
                 hits = [key in model for key in keys]
-                assert [result.code is Code.OK for result, _ in found] == hits, f"step {step}"
+                assert [result.code is ResultCode.OK for result, _ in found] == hits, f"step {step}"
             elif action == "exists":
                 check_lookup(store, [(key, len(model[key]) if key in model else None) for key in keys])
             else:
-                wanted = [Code.OK if key in model else Code.MISS for key in keys]
-                assert codes(store.delete(keys, DEADLINE_S).result()) == wanted, f"step {step}"
+                wanted = [ResultCode.OK if key in model else ResultCode.MISS for key in keys]
+                assert result_codes(store.delete(keys, DEADLINE_S).result()) == wanted, f"step {step}"
                 for key in keys:
                     model.pop(key, None)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, Results
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
 
 try:
     from hypothesis import strategies as st
@@ -75,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
         results = self.store.get([GetOp(key, (target,)) for key, target in targets.items()], _DEADLINE_S).result()
         _compare("get", keys, results, [self._found(key) for key in keys])
         for key, result in zip(keys, results, strict=True):
-            if result.code is Code.OK:
+            if result.code is ResultCode.OK:
                 difference = _difference(bytes(targets[key][: result.nbytes]), self.model[key])
                 assert difference is None, f"get {key}: {difference}"
         self._touch(keys)
@@ -85,9 +85,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Sizes, and a use."""
         expected = [self._found(key) for key in keys]
         found = self.store.exists(keys, _DEADLINE_S).result()
-        if not self.store.capabilities.tells_sizes:  # what it leaves out is not wrong
+        if not self.store.capabilities.reports_sizes:  # what it leaves out is not wrong
             expected = [
-                want if have.sized else Result(want.code, 0, sized=False)
+                want if have.has_size else Result(want.code, 0, has_size=False)
                 for have, want in zip(found, expected, strict=True)
             ]
         _compare("exists", keys, found, expected)
@@ -96,27 +96,27 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(keys=_BATCH)
     def delete(self, keys: list[str]) -> None:
         """Gone is gone."""
-        expected = [Result(Code.OK if key in self.model else Code.MISS) for key in keys]
+        expected = [Result(ResultCode.OK if key in self.model else ResultCode.MISS) for key in keys]
         _compare("delete", keys, self.store.delete(keys, _DEADLINE_S).result(), expected)
         for key in keys:
             self.model.pop(key, None)
 
     def _found(self, key: str) -> Result:
-        return Result(Code.OK, len(self.model[key])) if key in self.model else Result(Code.MISS)
+        return Result(ResultCode.OK, len(self.model[key])) if key in self.model else Result(ResultCode.MISS)
 
     def _put(self, key: str, value: bytes, batch: set[str]) -> Result:
         """What the store must say; `batch` has been put or found before in the same batch and is not evicted."""
         if key in self.model:
-            return Result(Code.EXISTS)
+            return Result(ResultCode.EXISTS)
         if self._units(value) > self.units:
-            return Result(Code.TOO_LARGE)
+            return Result(ResultCode.TOO_LARGE)
         while self._used() + self._units(value) > self.units:
             victim = next((old for old in self.model if old not in batch), None)
             if victim is None:
-                return Result(Code.FULL)
+                return Result(ResultCode.FULL)
             del self.model[victim]
         self.model[key] = value
-        return Result(Code.OK, len(value))
+        return Result(ResultCode.OK, len(value))
 
     def _touch(self, keys: list[str]) -> None:
         for key in reversed(keys):

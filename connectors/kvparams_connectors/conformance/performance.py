@@ -10,8 +10,8 @@ from typing import Final
 
 import pytest
 
-from kvparams_connectors.conformance.steps import DEADLINE_S, Floors, Level, codes, value
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp
+from kvparams_connectors.conformance.helpers import DEADLINE_S, ConformanceLevel, Floors, make_value, result_codes
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
 
 __all__ = ["SPEED", "PerformanceLevel"]
 
@@ -22,14 +22,14 @@ _ROUNDS: Final = 10
 _PAGES: Final = 6
 
 
-class PerformanceLevel(Level):
+class PerformanceLevel(ConformanceLevel):
     """Ratios, never seconds: the machine is whatever it is."""
 
     def test_the_store_is_as_fast_as_it_says(
         self, store: KVStore, floors: Floors, record_property: Callable[[str, object], None]
     ) -> None:
         size = max(1, min(256 << 10, store.capabilities.max_value_bytes // (2 * _PAGES)))
-        sources = [value(number, size) for number in range(_PAGES)]
+        sources = [make_value(number, size) for number in range(_PAGES)]
         targets = [memoryview(bytearray(size)) for _ in range(_PAGES)]
         ratios: dict[str, list[float]] = {"put": [], "get": []}
         lookups: list[float] = []
@@ -47,7 +47,7 @@ class PerformanceLevel(Level):
             get_s = _seconds(lambda: store.get(gets, DEADLINE_S).result())  # noqa: B023
             floor_s = min(floor_s, _seconds(memory))
             lookup_s = _seconds(lambda: store.exists(keys, DEADLINE_S).result())  # noqa: B023
-            assert codes(store.delete(keys, DEADLINE_S).result()) == [Code.OK] * _PAGES
+            assert result_codes(store.delete(keys, DEADLINE_S).result()) == [ResultCode.OK] * _PAGES
             if turn:  # the first round warms up
                 ratios["put"].append(floor_s / put_s)
                 ratios["get"].append(floor_s / get_s)

@@ -12,11 +12,18 @@ from typing import Final, cast
 
 import pytest
 
+from kvparams_connectors.conformance.helpers import Floors
 from kvparams_connectors.conformance.performance import SPEED
-from kvparams_connectors.conformance.steps import Floors
 from kvparams_connectors.store import KVStore
 
-__all__ = ["Factory", "Named", "named_by", "pytest_addoption", "pytest_configure", "pytest_terminal_summary"]
+__all__ = [
+    "Factory",
+    "NamedStore",
+    "load_named_store",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_terminal_summary",
+]
 
 Factory = Callable[[Path], KVStore]
 """Opens the store under test. The folder is empty, and each test has its own: the same folder is the same store (if it
@@ -33,7 +40,7 @@ _LEVELS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedStore:
     """What `--kvstore` names."""
 
     factory: Factory
@@ -41,7 +48,7 @@ class Named:
     """The factory's attribute `floors`; without one, speed is only reported."""
 
 
-def named_by(config: pytest.Config) -> Named:
+def load_named_store(config: pytest.Config) -> NamedStore:
     """Import what the command line names; the folder in which pytest was called counts.
 
     Raises:
@@ -63,7 +70,7 @@ def named_by(config: pytest.Config) -> Named:
     floors: object = getattr(factory, "floors", Floors())
     if not isinstance(floors, Floors):
         raise pytest.UsageError(f"{_OPTION}={text}: its `floors` are no Floors(put=0.01, get=0.01)")
-    return Named(cast("Factory", factory), floors)
+    return NamedStore(cast("Factory", factory), floors)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """With a store and without paths, the suite is what is collected."""
     if config.getoption(_OPTION) is None:
         return
-    named_by(config)
+    load_named_store(config)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(Path(__file__).with_name("suite.py"))]
 

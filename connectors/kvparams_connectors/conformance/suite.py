@@ -10,25 +10,25 @@ import pytest
 
 from kvparams_connectors.conformance.engine_order import EngineOrderLevel
 from kvparams_connectors.conformance.faults_level import FaultsLevel
+from kvparams_connectors.conformance.helpers import ConformanceLevel, Floors, Opener
 from kvparams_connectors.conformance.integrity import IntegrityLevel
 from kvparams_connectors.conformance.levels import BytesLevel, ConcurrencyLevel, LimitsLevel
 from kvparams_connectors.conformance.performance import PerformanceLevel
-from kvparams_connectors.conformance.plugin import Named, named_by
-from kvparams_connectors.conformance.steps import Floors, Level, Opener
+from kvparams_connectors.conformance.plugin import NamedStore, load_named_store
 from kvparams_connectors.store import KVStore
 
 __all__ = ["TestBytes", "TestConcurrencyAndFaults", "TestEngineOrder", "TestIntegrity", "TestPerformance"]
 
 
-class _Named(Level):
+class _NamedStoreLevel(ConformanceLevel):
     """The store that the command line names."""
 
     @pytest.fixture
-    def named(self, pytestconfig: pytest.Config) -> Named:
-        return named_by(pytestconfig)
+    def named(self, pytestconfig: pytest.Config) -> NamedStore:
+        return load_named_store(pytestconfig)
 
     @pytest.fixture
-    def opener(self, named: Named, tmp_path: Path) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def opener(self, named: NamedStore, tmp_path: Path) -> Iterator[Opener]:  # pyright: ignore[reportIncompatibleMethodOverride]
         opened: list[KVStore] = []
 
         def open_one() -> KVStore:
@@ -40,25 +40,25 @@ class _Named(Level):
             store.close()
 
     @pytest.fixture
-    def floors(self, named: Named) -> Floors:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def floors(self, named: NamedStore) -> Floors:  # pyright: ignore[reportIncompatibleMethodOverride]
         return named.floors
 
 
-class TestBytes(_Named, BytesLevel, LimitsLevel):
+class TestBytes(_NamedStoreLevel, BytesLevel, LimitsLevel):
     """Level 1."""
 
 
-class TestIntegrity(_Named, IntegrityLevel):
+class TestIntegrity(_NamedStoreLevel, IntegrityLevel):
     """Level 2."""
 
 
-class TestConcurrencyAndFaults(_Named, ConcurrencyLevel, FaultsLevel):
+class TestConcurrencyAndFaults(_NamedStoreLevel, ConcurrencyLevel, FaultsLevel):
     """Level 3."""
 
 
-class TestEngineOrder(_Named, EngineOrderLevel):
+class TestEngineOrder(_NamedStoreLevel, EngineOrderLevel):
     """Level 4."""
 
 
-class TestPerformance(_Named, PerformanceLevel):
+class TestPerformance(_NamedStoreLevel, PerformanceLevel):
     """Level 5."""

@@ -11,18 +11,30 @@ from typing import Final
 
 import torch
 
-from kvparams.keys import Geometry, Namespace, Rectangle
+from kvparams.keys import Geometry, KVShard, Namespace
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.connector import ConnectorSettings, KVStoreConnector, Plan
-from kvparams_connectors.layout import PagedKVLayout
 from kvparams_connectors.store import KVStore
+from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector, SequencePlan
+from kvparams_connectors.transfer.layout import PagedKVLayout
 
-__all__ = ["BLOCKS", "PAGE_BYTES", "PART", "SHAPE", "SPACE", "WAIT_S", "ToyEngine", "a_toy", "saved", "table", "tokens"]
+__all__ = [
+    "BLOCKS",
+    "PAGE_BYTES",
+    "PART",
+    "SHAPE",
+    "SPACE",
+    "WAIT_S",
+    "ToyEngine",
+    "block_table",
+    "make_tokens",
+    "save_sequence",
+    "toy_engine",
+]
 
 WAIT_S: Final = 20.0
 SHAPE: Final = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=4)
 SPACE: Final = Namespace("model", "revision", "float32", SHAPE, page_tokens=8)
-PART: Final = Rectangle.whole(SHAPE)
+PART: Final = KVShard.whole(SHAPE)
 BLOCKS: Final = 64
 PAGE_BYTES: Final = HEADER_BYTES + SPACE.payload_bytes(8, PART)
 """Stored bytes of a full page of `SPACE`."""
@@ -37,12 +49,12 @@ class ToyEngine:
     connector: KVStoreConnector
 
     def sequence(self, blocks: Sequence[int]) -> torch.Tensor:
-        """The KV of a sequence, `[layers, 2, tokens, heads, dim]`."""
+        """The KV of a sequence, `[layers, 2, make_tokens, heads, dim]`."""
         return self.tensor[:, :, list(blocks)].flatten(2, 3)
 
 
 @contextmanager
-def a_toy(
+def toy_engine(
     store: KVStore,
     *,
     block_size: int = 4,
@@ -63,22 +75,22 @@ def a_toy(
         connector.close()
 
 
-def table(seed: int) -> list[int]:
+def block_table(seed: int) -> list[int]:
     """A block table of all blocks."""
     return Random(seed).sample(range(BLOCKS), BLOCKS)
 
 
-def tokens(count: int, seed: int = 0) -> list[int]:
+def make_tokens(count: int, seed: int = 0) -> list[int]:
     """Token ids; a shorter list is the beginning of a longer one."""
     random = Random(seed)
     return [random.randrange(2**32) for _ in range(count)]
 
 
-def saved(store: KVStore, count: int, *, seed: int = 1) -> tuple[Plan, torch.Tensor]:
+def save_sequence(store: KVStore, count: int, *, seed: int = 1) -> tuple[SequencePlan, torch.Tensor]:
     """A sequence of `count` tokens, all of it stored: its plan and its KV as `ToyEngine.sequence` gives it."""
-    with a_toy(store, seed=seed) as engine:
-        plan = engine.connector.plan(tokens(count))
-        report = engine.connector.save(plan, table(seed), 0, count).result()
+    with toy_engine(store, seed=seed) as engine:
+        plan = engine.connector.plan(make_tokens(count))
+        report = engine.connector.save(plan, block_table(seed), 0, count).result()
         if report.saved != len(plan.pages):
             raise RuntimeError(f"the store did not take everything: {report}")
-        return plan, engine.sequence(table(seed)).clone()
+        return plan, engine.sequence(block_table(seed)).clone()

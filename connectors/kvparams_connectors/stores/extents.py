@@ -10,25 +10,25 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvparams_connectors.arrival import step_bytes
+from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
 
 __all__ = [
     "SKEW",
-    "Bytes",
-    "Extents",
-    "Pairs",
-    "Run",
-    "copy",
+    "ByteArray",
+    "CopyPairs",
+    "Extent",
+    "ExtentAllocator",
+    "copy_bytes",
     "copy_in",
     "copy_out",
-    "drain",
-    "fill",
-    "pairs",
-    "stretches",
+    "copy_pairs",
+    "copy_pairs_in",
+    "copy_pairs_out",
+    "extent_views",
     "units_for",
 ]
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 SKEW: Final = 2048
 """Where units start behind a memory page's start. The buffers of callers mostly start with a page, and copying between
@@ -41,18 +41,18 @@ _STEP: Final = 1 << 20
 two threads wait for each other more, since each step lets go of the interpreter lock twice: a get with verification had
 0.58 of a memcpy, and 0.65 with this."""
 
-Pairs = list[tuple[Bytes, Bytes]]
+CopyPairs = list[tuple[ByteArray, ByteArray]]
 """Equally long stretches, inside and outside, that cover a value once and in order."""
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """`units` neighbouring units from `first` on."""
 
     first: int
     units: int
 
 
-class Extents:
+class ExtentAllocator:
     """Which units are free. It does not lock; whoever owns it does."""
 
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
@@ -60,10 +60,10 @@ class Extents:
         free: one flag per unit, True where it is free; may lie in shared memory.
         """
         self._free = free
-        self._hint = Run(0, 0)
+        self._hint = Extent(0, 0)
         """Given back last: most likely what the next value of the same size fits into."""
 
-    def take(self, units: int, max_runs: int | None = None) -> list[Run] | None:
+    def allocate(self, units: int, max_runs: int | None = None) -> list[Extent] | None:
         """Hand out `units` units (at least 1) in at most `max_runs` runs, or None if that cannot be done now.
 
         One run if there is one that is long enough; only if there is none, the longest ones together.
@@ -71,8 +71,8 @@ class Extents:
         first = self._hint.first
         if 0 < units <= self._hint.units and self._free[first : first + units].all():
             self._free[first : first + units] = False
-            self._hint = Run(first + units, self._hint.units - units)
-            return [Run(first, units)]
+            self._hint = Extent(first + units, self._hint.units - units)
+            return [Extent(first, units)]
         if not 0 < units <= np.count_nonzero(self._free):
             return None
         free = np.flatnonzero(self._free)
@@ -80,12 +80,12 @@ class Extents:
         lengths = np.diff(np.concatenate((starts, [len(free)])))
         first_fit = int(np.argmax(lengths >= units))
         if lengths[first_fit] >= units:
-            runs = [Run(int(free[starts[first_fit]]), units)]
+            runs = [Extent(int(free[starts[first_fit]]), units)]
         else:
-            runs: list[Run] = []
+            runs: list[Extent] = []
             missing = units
             for index in np.argsort(-lengths, kind="stable"):
-                runs.append(Run(int(free[starts[index]]), min(int(lengths[index]), missing)))
+                runs.append(Extent(int(free[starts[index]]), min(int(lengths[index]), missing)))
                 missing -= runs[-1].units
                 if missing == 0:
                     break
@@ -95,8 +95,8 @@ class Extents:
             self._free[run.first : run.first + run.units] = False
         return runs
 
-    def give_back(self, runs: Sequence[Run]) -> None:
-        """Take back what `take` handed out."""
+    def free(self, runs: Sequence[Extent]) -> None:
+        """Take back what `allocate` handed out."""
         for run in runs:
             self._free[run.first : run.first + run.units] = True
             self._hint = run
@@ -107,7 +107,9 @@ def units_for(nbytes: int, unit_bytes: int) -> int:
     return max(1, -(-nbytes // unit_bytes))
 
 
-def pairs(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> Pairs:
+def copy_pairs(
+    memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
+) -> CopyPairs:
     """Where the first `nbytes` bytes of `buffers` lie in the units of `runs`. Raises ValueError if one was released."""
     if len(runs) == len(buffers) == 1 and nbytes:
         start = runs[0].first * unit_bytes
@@ -115,36 +117,38 @@ def pairs(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence
     return list(_pieces(memory, unit_bytes, runs, buffers, nbytes))
 
 
-def copy_in(memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int) -> None:
+def copy_in(
+    memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
+) -> None:
     """Copy the first `nbytes` bytes of `buffers` into the units of `runs`."""
-    fill(pairs(memory, unit_bytes, runs, buffers, nbytes))
+    copy_pairs_in(copy_pairs(memory, unit_bytes, runs, buffers, nbytes))
 
 
 def copy_out(
-    memory: Bytes,
+    memory: ByteArray,
     unit_bytes: int,
-    runs: Sequence[Run],
+    runs: Sequence[Extent],
     buffers: Sequence[memoryview],
     nbytes: int,
     coming: Callable[[int], None] | None = None,
 ) -> None:
     """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`; `coming` is told, see `GetOp`."""
-    drain(pairs(memory, unit_bytes, runs, buffers, nbytes), nbytes, coming)
+    copy_pairs_out(copy_pairs(memory, unit_bytes, runs, buffers, nbytes), nbytes, coming)
 
 
-def fill(where: Pairs) -> None:
+def copy_pairs_in(where: CopyPairs) -> None:
     """Copy a value from buffers to units."""
     for inside, outside in where:
         _copy(inside, outside)
 
 
-def drain(where: Pairs, nbytes: int, coming: Callable[[int], None] | None = None) -> None:
+def copy_pairs_out(where: CopyPairs, nbytes: int, coming: Callable[[int], None] | None = None) -> None:
     """Copy a value of `nbytes` from units to buffers; `coming` is told, see `GetOp`."""
     if coming is None:
         for inside, outside in where:
             _copy(outside, inside)
         return
-    step = step_bytes(nbytes, _STEP)
+    step = progress_step_bytes(nbytes, _STEP)
     done = 0
     coming(0)
     for inside, outside in where:
@@ -155,9 +159,9 @@ def drain(where: Pairs, nbytes: int, coming: Callable[[int], None] | None = None
             coming(done)
 
 
-def stretches(memory: Bytes, unit_bytes: int, runs: Sequence[Run], nbytes: int) -> list[Bytes]:
+def extent_views(memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], nbytes: int) -> list[ByteArray]:
     """The bytes of a value of `nbytes` in the units of `runs`, in order."""
-    found: list[Bytes] = []
+    found: list[ByteArray] = []
     for first, count in runs:
         length = min(count * unit_bytes, nbytes)
         if length:
@@ -167,8 +171,8 @@ def stretches(memory: Bytes, unit_bytes: int, runs: Sequence[Run], nbytes: int) 
 
 
 def _pieces(
-    memory: Bytes, unit_bytes: int, runs: Sequence[Run], buffers: Sequence[memoryview], nbytes: int
-) -> Iterator[tuple[Bytes, Bytes]]:
+    memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
+) -> Iterator[tuple[ByteArray, ByteArray]]:
     """Pairs of equally long stretches, inside and outside, that cover the value once."""
     run_index = buffer_index = run_at = buffer_at = 0
     missing = nbytes
@@ -189,13 +193,13 @@ def _pieces(
             buffer_index, buffer_at = buffer_index + 1, 0
 
 
-def copy(target: memoryview, source: memoryview) -> None:
+def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy bytes; both are as long."""
     if target.nbytes:
         _copy(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
-def _copy(target: Bytes, source: Bytes) -> None:
+def _copy(target: ByteArray, source: ByteArray) -> None:
     if target.size <= _SMALL:
         target.data[:] = source.data
     else:

@@ -5,63 +5,63 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvparams.dialects import Dialect
-from kvparams.retries import RetryBudget
-from kvparams.scheduling import Role
-from kvparams.trust.pinning import Pins
-from kvparams_proxy.execution.privacy import Addresses
-from kvparams_proxy.execution.releases import Releases
-from kvparams_proxy.execution.watch import Watch
+from kvparams.dialects.interface import Dialect
+from kvparams.instances import Role
+from kvparams.routing.handoff_verifier import HandoffVerifier
+from kvparams.routing.retries import RetryBudget
+from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.event_loop.clock import Clock
+from kvparams_proxy.event_loop.deadlines import Deadlines
+from kvparams_proxy.event_loop.step_runner import StepRunner
+from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.kv_releaser import KVReleaser
+from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.loopclock import Clock
-from kvparams_proxy.settings import Settings
-from kvparams_proxy.steprunner import StepRunner
-from kvparams_proxy.telemetry.ledger import Ledger
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
 from kvparams_proxy.telemetry.tracing import Tracer
-from kvparams_proxy.together import Together
-from kvparams_proxy.tokens.service import TokenService
-from kvparams_proxy.upstream.pools import Pools
+from kvparams_proxy.tokenization.service import TokenService
 
 if TYPE_CHECKING:
     from kvparams_proxy.execution.executor import Execution
-    from kvparams_proxy.fleet.prefixes import Prefixes
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
-__all__ = ["Resources"]
+__all__ = ["ExecutionResources"]
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class ExecutionResources:
     """What executions share."""
 
     loop: asyncio.AbstractEventLoop
     fleet: Fleet
     dialects: Mapping[str, Dialect]
-    pools: Pools
+    pools: UpstreamPools
     metrics: Metrics
-    ledger: Ledger
+    record_dispatcher: RecordDispatcher
     """Where every request that is over is told; `metrics` reads it too."""
     settings: Settings
     new_id: Callable[[], str]
     """Makes a transfer id, never the same twice."""
-    asked: Together
+    start_batcher: TurnBatcher
     """Where requests that have come begin to be executed ..."""
-    answered: Mapping[Role, Together]
+    response_batchers: Mapping[Role, TurnBatcher]
     """... and where they go on with the answers of engines of that role."""
-    running: "set[Execution]"
+    running_executions: "set[Execution]"
     """The executions that have not ended."""
-    steps: StepRunner
+    step_runner: StepRunner
     """Does long work, such as reading a long body, a little in each turn of the event loop."""
     clock: Clock
     """What time-outs of engines are measured by."""
-    watch: Watch
-    retries: RetryBudget
-    releases: Releases
-    addresses: Addresses
-    pins: Pins
-    tokens: TokenService | None = None
+    deadlines: Deadlines
+    retry_budget: RetryBudget
+    kv_releaser: KVReleaser
+    engine_addresses: EngineAddresses
+    handoff_verifier: HandoffVerifier
+    token_service: TokenService | None = None
     """Without one nobody looks for token ids that the client did not send."""
     tracer: Tracer | None = None
     """Without one the client's trace context passes through untouched."""
-    prefixes: "Prefixes | None" = None
+    prefix_cache: "PrefixCacheModel | None" = None
     """What prefill engines are believed to have cached, where the policy looks at it: the fleet's."""

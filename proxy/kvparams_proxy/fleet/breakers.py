@@ -6,10 +6,10 @@ The one rule: a half-open breaker has one trial at a time, and a trial whose leg
 from collections.abc import Callable
 from functools import partial
 
-from kvparams.breaker import Breaker, BreakerLimits, BreakerState
-from kvparams.scheduling import RequestFacts
+from kvparams.instances import RequestFacts
+from kvparams.routing.breaker import Breaker, BreakerLimits, BreakerState
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.slowstart import CallLater, Timer
+from kvparams_proxy.fleet.slow_start import CallLater, CancellableTimer
 
 __all__ = ["Breakers"]
 
@@ -25,7 +25,7 @@ class Breakers:
         self._now = now
         self._call_later = call_later
         self._changed = changed
-        self._timers: dict[Member, Timer] = {}
+        self._timers: dict[Member, CancellableTimer] = {}
         self._closed = False
 
     def new(self) -> Breaker:
@@ -34,11 +34,11 @@ class Breakers:
 
     def succeeded(self, member: Member) -> None:
         """A leg did what it should."""
-        if member.breaker.succeeded():
+        if member.breaker.record_success():
             member.trial = None
             self._changed(member)
 
-    def heard(self, member: Member) -> None:
+    def trial_answered(self, member: Member) -> None:
         """Its trial goes well so far."""
         member.trial = None
         member.breaker.end_trial()
@@ -47,23 +47,23 @@ class Breakers:
     def failed(self, member: Member) -> bool:
         """A leg failed; whether that opened the breaker. It is for the caller to tell who has to know."""
         now = self._now()
-        if not member.breaker.failed(now):
+        if not member.breaker.record_failure(now):
             return False
         member.trial = None
-        self._set_timer(member, member.breaker.until - now)
+        self._set_timer(member, member.breaker.half_open_at - now)
         return True
 
     def probed_well(self, member: Member) -> None:
         """It is alive: its trial is brought forward, if it waits for one."""
         if member.breaker.state is BreakerState.OPEN:
             now = self._now()
-            member.breaker.probed_well(now)
-            self._set_timer(member, member.breaker.until - now)
+            member.breaker.record_probe_success(now)
+            self._set_timer(member, member.breaker.half_open_at - now)
 
     def restarted(self, member: Member) -> None:
         """It is another incarnation. It is for the caller to tell who has to know."""
         now = self._now()
-        member.breaker.restarted(now)
+        member.breaker.record_restart(now)
         if member.breaker.poll(now):
             self.forget(member)
 
@@ -91,7 +91,7 @@ class Breakers:
 
     def _half_open(self, member: Member) -> None:
         del self._timers[member]
-        if member.breaker.poll(max(self._now(), member.breaker.until)):  # a timer may be a rounding early
+        if member.breaker.poll(max(self._now(), member.breaker.half_open_at)):  # a timer may be a rounding early
             self._changed(member)
 
     def _end_trial(self, member: Member, facts: RequestFacts) -> None:

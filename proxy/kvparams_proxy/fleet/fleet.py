@@ -9,25 +9,25 @@ from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
-from kvparams.admission import QueueLimits, RoleLimits
-from kvparams.breaker import BreakerLimits
-from kvparams.dialects import Place
-from kvparams.pace import Pace
-from kvparams.pairing import Beside, pair_key
-from kvparams.scheduling import Instance, RequestFacts, Role, SchedulingPolicy
-from kvparams.speed import Usual
-from kvparams_proxy.fleet.blame import Blame
+from kvparams.dialects.interface import BootstrapInfo
+from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.breaker import BreakerLimits
+from kvparams.routing.cost_model import FleetCostPrior
+from kvparams.routing.engine_backlog import EngineBacklog
+from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.fleet.breakers import Breakers
-from kvparams_proxy.fleet.dispatch import Dispatcher
-from kvparams_proxy.fleet.earlier import Earlier
-from kvparams_proxy.fleet.health import RoleHealth, role_healths
+from kvparams_proxy.fleet.dispatcher import Dispatcher
+from kvparams_proxy.fleet.failure_attribution import FailureAttributor
+from kvparams_proxy.fleet.health import RoleHealth, health_by_role
+from kvparams_proxy.fleet.leg_queue import LegWaiter
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.slowstart import CallLater
+from kvparams_proxy.fleet.retired_instances import RetiredInstances
+from kvparams_proxy.fleet.slow_start import CallLater
 from kvparams_proxy.fleet.state_log import EngineStateLog
-from kvparams_proxy.fleet.waiting import Waiter
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefixes import Explained, Prefixes
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel, RouteExplanation
 
 __all__ = ["Fleet", "FleetListener"]
 
@@ -58,7 +58,7 @@ class Fleet:
         queue: QueueLimits | None = None,
         breaker: BreakerLimits | None = None,
         slow_start_s: float = 10.0,
-        prefixes: "Prefixes | None" = None,
+        prefixes: "PrefixCacheModel | None" = None,
         needed: Iterable[Role] = (Role.PREFILL, Role.DECODE),
     ) -> None:
         """The instances that are there from the start are taken for ready until somebody learns otherwise.
@@ -76,24 +76,26 @@ class Fleet:
             needed: the roles without which requests are refused.
         """
         self.needed = frozenset(needed)
-        """As the argument, or `need`."""
+        """As the argument, or `set_needed_roles`."""
         instances = tuple(instances)
         self._prefixes = prefixes
         breaker = breaker or BreakerLimits()
         self._breakers = Breakers(breaker, now, call_later, self._breaker_changed)
         self._states = EngineStateLog(now)
         self._now = now
-        self._usual = Usual()
+        self._usual = FleetCostPrior()
         self._members: dict[str, Member] = {}
-        self._blame = Blame(breaker, self._members, self._states, now)
-        self._earlier = Earlier()
+        self._blame = FailureAttributor(breaker, self._members, self._states, now)
+        self._earlier = RetiredInstances()
         self._leaving: set[Member] = set()
         """Removed, and listeners do not know yet."""
         self._listeners: list[FleetListener] = []
         for instance in instances:
             if instance.id in self._members:
                 raise ValueError(f"two instances are called {instance.id!r}")
-            self._members[instance.id] = Member(instance, self._breakers.new(), Pace(now, self._usual), ready=True)
+            self._members[instance.id] = Member(
+                instance, self._breakers.new(), EngineBacklog(now, self._usual), ready=True
+            )
         self._roles = {
             role: Dispatcher(
                 role,
@@ -150,7 +152,7 @@ class Fleet:
         member = self._members[id]
         if member.draining is not on:
             member.draining = on
-            self._states.look(member, why, answers=False)
+            self._states.log_member(member, why, answers=False)
             self._changed(member)
 
     def replace(self, instance: Instance, why: str = "") -> Member:
@@ -178,18 +180,18 @@ class Fleet:
             return member
         return self._earlier.member(instance)
 
-    def listen(self, listener: FleetListener) -> None:
+    def add_listener(self, listener: FleetListener) -> None:
         """It hears of every change from now on."""
         self._listeners.append(listener)
 
-    def unlisten(self, listener: FleetListener) -> None:
+    def remove_listener(self, listener: FleetListener) -> None:
         """It hears nothing more."""
         self._listeners.remove(listener)
 
-    def settled(self) -> None:
+    def startup_complete(self) -> None:
         """The proxy has started: those that are ready by now need no slow start, there was nobody before them."""
         for dispatcher in self._roles.values():
-            dispatcher.settled()
+            dispatcher.startup_complete()
 
     def close(self) -> None:
         """Refuse whoever waits; no timer is left. Legs that run can still be released."""
@@ -199,7 +201,7 @@ class Fleet:
 
     # what a request needs
 
-    def require(self, roles: Iterable[Role], facts: RequestFacts) -> None:
+    def check_admission(self, roles: Iterable[Role], facts: RequestFacts) -> None:
         """Refuse a request whose later legs nobody could run, or might not even wait for room as things are, before its
         first one costs anything.
 
@@ -208,7 +210,7 @@ class Fleet:
         """
         for role in roles:
             dispatcher = self._roles[role]
-            if dispatcher.limited or not dispatcher.knows(facts.model):
+            if dispatcher.has_limits or not dispatcher.has_cached_candidates(facts.model):
                 dispatcher.admit(facts)
 
     def acquire(
@@ -216,8 +218,8 @@ class Fleet:
         role: Role,
         facts: RequestFacts,
         avoid: Collection[str],
-        waiter: Waiter,
-        beside: Beside | None = None,
+        waiter: LegWaiter,
+        beside: PairTarget | None = None,
         near: Collection[str] = (),
     ) -> Instance | None:
         """Take an instance for one leg; its load counts until `release`.
@@ -227,7 +229,7 @@ class Fleet:
             facts: of the request; the same object goes to `release`.
             avoid: ids of instances that failed this request: taken only where there is nobody else.
             waiter: hears later, if there is no room now. It waits for one instance at a time.
-            beside: see `kvparams.plan.Choose`.
+            beside: see `kvparams.routing.plan.Choose`.
             near: likewise.
 
         Returns:
@@ -242,17 +244,17 @@ class Fleet:
         key = None
         if self._paired:
             key = beside if isinstance(beside, Role) else pair_key(beside)
-        if not self._blame.watches:
+        if not self._blame.has_failures:
             return dispatcher.acquire(facts, avoid, waiter, key, near)
-        instance = dispatcher.acquire(facts, self._blame.avoid(avoid, facts, beside), waiter, key, near)
+        instance = dispatcher.acquire(facts, self._blame.ids_to_avoid(avoid, facts, beside), waiter, key, near)
         if instance is not None:
-            self._blame.chosen(instance, beside)
+            self._blame.record_choice(instance, beside)
         return instance
 
-    def give_up(self, waiter: Waiter) -> None:
+    def cancel_wait(self, waiter: LegWaiter) -> None:
         """It waits no longer. No-op if it does not wait."""
         for dispatcher in self._roles.values():
-            if dispatcher.give_up(waiter):
+            if dispatcher.cancel_wait(waiter):
                 return
 
     def release(self, instance: Instance, facts: RequestFacts) -> None:
@@ -267,48 +269,50 @@ class Fleet:
         elif not member.in_flight:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
         member.in_flight -= 1
-        member.tokens -= facts.tokens
+        member.tokens -= facts.prompt_tokens
         dispatcher = self._roles[instance.role]
-        if dispatcher.guarded:
+        if dispatcher.needs_notice:
             self._breakers.released(member, facts)
             dispatcher.released(member, facts)
-        if member.left:
+        if member.has_left:
             self._say_left(member)
         elif member.draining and not member.in_flight:
-            self._states.look(member, "its last leg has ended")
+            self._states.log_member(member, "its last leg has ended")
 
     # what legs and probes find out
 
-    def succeeded(self, instance: Instance, beside: Instance | None = None) -> None:
+    def record_success(self, instance: Instance, beside: Instance | None = None) -> None:
         """A leg on it did what it should. `beside`: it has fetched the KV of this prefill instance."""
         member = self._members.get(instance.id)
-        if member is not None and member.instance is instance and not member.breaker.spotless:
+        if member is not None and member.instance is instance and not member.breaker.is_pristine:
             self._breakers.succeeded(member)
-        if beside is not None and self._blame.watches:
-            self._blame.fetched(beside, instance)
+        if beside is not None and self._blame.has_failures:
+            self._blame.record_fetch(beside, instance)
 
-    def heard(self, instance: Instance, beside: Instance | None = None) -> None:
+    def record_first_byte(self, instance: Instance, beside: Instance | None = None) -> None:
         """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts.
-        `beside`: as for `succeeded`."""
+        `beside`: as for `record_success`."""
         member = self._members.get(instance.id)
         if member is not None and member.instance is instance and member.trial is not None:
-            self._breakers.heard(member)
-        if beside is not None and self._blame.watches:
-            self._blame.fetched(beside, instance)
+            self._breakers.trial_answered(member)
+        if beside is not None and self._blame.has_failures:
+            self._blame.record_fetch(beside, instance)
 
-    def computed(self, instance: Instance, facts: RequestFacts) -> None:
+    def record_prompt_computed(self, instance: Instance, facts: RequestFacts) -> None:
         """A leg on it that goes on with the answer has its prompt computed."""
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
-            self._prefixes.heard(member, facts)
+            self._prefixes.record_first_byte(member, facts)
 
-    def decoded(self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None) -> None:
-        """A decode engine has answered. See `Prefixes.decoded`."""
+    def record_decode(
+        self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None
+    ) -> None:
+        """A decode engine has answered. See `PrefixCacheModel.record_decode`."""
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
-            self._prefixes.decoded(instance, facts, prompt_tokens, cached)
+            self._prefixes.record_decode(instance, facts, prompt_tokens, cached)
 
-    def failed(
+    def record_failure(
         self,
         instance: Instance,
         *,
@@ -325,7 +329,7 @@ class Fleet:
             busy: whether the engine has said that it has no room.
             why: the evidence, for the log.
             beside: the prefill instance whose KV the leg was to fetch. If the leg failed before its first byte, that
-                may be the fault of this instance: see `kvparams_proxy.fleet.pairs`.
+                may be the fault of this instance: see `kvparams_proxy.fleet.pair_failures`.
         """
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance:  # what an earlier incarnation did tells nothing
@@ -337,18 +341,18 @@ class Fleet:
             member.busy = busy
             self._blame.forget(instance)
         if not connected and member.ready:
-            self.learn(member, False, member.models, why=why)
+            self.record_probe(member, False, member.models, why=why)
         elif opened:
-            wait_s = member.breaker.until - self._now()
-            self._states.look(member, f"its legs fail ({why}); others get its work for {wait_s:.1f} s")
+            wait_s = member.breaker.half_open_at - self._now()
+            self._states.log_member(member, f"its legs fail ({why}); others get its work for {wait_s:.1f} s")
             self._changed(member)
 
-    def learn(
+    def record_probe(
         self,
         member: Member,
         ready: bool,
         models: frozenset[str] | None,
-        place: Place | None = None,
+        place: BootstrapInfo | None = None,
         version: str | None = None,
         base: str | None = None,
         *,
@@ -357,42 +361,42 @@ class Fleet:
     ) -> None:
         """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
         bootstrap server calls something else than before, or that speaks another version of the protocol. `why` and
-        `answers` are for the log: see `EngineStateLog.look`."""
+        `answers` are for the log: see `EngineStateLog.log_member`."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
-        member.base = base or member.base
+        member.base_model = base or member.base_model
         dispatcher = self._roles[member.instance.role]
         version = version or member.instance.version
-        came = ready and (not member.ready or place != member.place or version != member.instance.version)
+        came = ready and (not member.ready or place != member.bootstrap_info or version != member.instance.version)
         if ready:
             self._breakers.probed_well(member)
         if came:
-            if member.asked:
+            if member.was_ever_ready:
                 self._set_aside(member)
                 member.instance = replace(member.instance, incarnation=token_hex(8))
                 self._breakers.restarted(member)
                 why = f"{why}, as another incarnation" if why else why
             if version != member.instance.version:
                 member.instance = replace(member.instance, version=version)
-            member.asked = True
-            member.place = place
-            dispatcher.starts_slowly(member)
+            member.was_ever_ready = True
+            member.bootstrap_info = place
+            dispatcher.begin_slow_start(member)
         changed = came or (member.ready, member.models) != (ready, models)
         member.ready, member.models = ready, models
-        self._states.look(member, why, answers=answers)
+        self._states.log_member(member, why, answers=answers)
         if changed:
             self._changed(member)
 
-    def place(self, instance: Instance) -> Place | None:
+    def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
         """What the bootstrap server of an instance has said last; None where it has none, or was not asked yet."""
         try:
-            return self.member(instance).place
+            return self.member(instance).bootstrap_info
         except KeyError:
             return None
 
-    def know_model(self, model: str) -> bool:
+    def may_serve_model(self, model: str) -> bool:
         """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
-        if any(dispatcher.knows(model) for dispatcher in self._roles.values()):
+        if any(dispatcher.has_cached_candidates(model) for dispatcher in self._roles.values()):
             return True
         members = self._members.values()
         return not members or any(member.serves(model) for member in members)
@@ -401,31 +405,33 @@ class Fleet:
         """What the engines say they serve, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
 
-    def need(self, roles: frozenset[Role]) -> None:
+    def set_needed_roles(self, roles: frozenset[Role]) -> None:
         """Without these roles requests are refused, from now on."""
         self.needed = roles
 
-    def there(self, role: Role, model: str | None) -> bool:
+    def has_candidates(self, role: Role, model: str | None) -> bool:
         """Whether somebody of this role may be given work for this model, room apart."""
-        return self._roles[role].has(model)
+        return self._roles[role].has_candidates(model)
 
-    def elsewhere(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
-        """See `kvparams.plan.Context.elsewhere`."""
+    def should_fail_over(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
+        """See `kvparams.routing.plan.Context.elsewhere`."""
         if not self._paired:
             return False
         other = Role.DECODE if instance.role is Role.PREFILL else Role.PREFILL
-        pairs = self._roles[other].keys(facts.model, failed)
-        return pair_key(instance) not in pairs and bool(pairs & self._roles[instance.role].keys(facts.model, failed))
+        pairs = self._roles[other].pair_keys(facts.model, failed)
+        return pair_key(instance) not in pairs and bool(
+            pairs & self._roles[instance.role].pair_keys(facts.model, failed)
+        )
 
-    def cached(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
-        """See `kvparams.plan.Context.cached`."""
-        if self._prefixes is None or not self.there(role, facts.model):
+    def cached_tokens(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
+        """See `kvparams.routing.plan.Context.cached`."""
+        if self._prefixes is None or not self.has_candidates(role, facts.model):
             return {}
-        believed = self._prefixes.cached(facts)
+        believed = self._prefixes.cached_tokens(facts)
         candidates = (each.instance for each in self._roles[role].candidates(facts.model))
         return {each.id: believed[each] for each in candidates if each in believed}
 
-    def explain(self, role: Role, facts: RequestFacts) -> "Explained | None":
+    def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation | None":
         """What `acquire` would decide now, room apart; nothing is taken. None: the policy looks at no caches.
 
         Raises:
@@ -435,13 +441,14 @@ class Fleet:
 
     def health(self) -> dict[Role, RoleHealth]:
         """Returns the figures of each role that is needed, or that somebody has."""
-        waiting = {role: dispatcher.waiting for role, dispatcher in self._roles.items()}
-        return role_healths(self._members.values(), self.needed, waiting)
+        waiting = {role: dispatcher.waiting_legs for role, dispatcher in self._roles.items()}
+        return health_by_role(self._members.values(), self.needed, waiting)
 
     @property
-    def pairs_apart(self) -> int:
-        """Returns how many pairs of a prefill and a decode instance are set apart: see `kvparams_proxy.fleet.pairs`."""
-        return self._blame.pairs_apart
+    def separated_pairs(self) -> int:
+        """Returns how many pairs of a prefill and a decode instance are set apart: see
+        `kvparams_proxy.fleet.pair_failures`."""
+        return self._blame.separated_pairs
 
     def panic_legs(self, role: Role) -> int:
         """Returns how many legs of this role were given to suspected instances because no other could be given any."""
@@ -451,26 +458,26 @@ class Fleet:
 
     def _join(self, instance: Instance, why: str) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
-        pace = Pace(self._now, self._usual)
+        pace = EngineBacklog(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
-        self._states.joined(member, why)
+        self._states.log_joined(member, why)
         self._changed(member)
         for listener in self._listeners:
             listener.joined(member)
         return member
 
     def _leave(self, member: Member, why: str) -> None:
-        member.left = True
+        member.has_left = True
         self._leaving.add(member)
         self._breakers.forget(member)
         self._set_aside(member)
         if member.in_flight:
-            self._states.look(member, why)
+            self._states.log_member(member, why)
 
     def _say_left(self, member: Member, why: str = "its last leg has ended") -> None:
         if member in self._leaving and not member.in_flight:
             self._leaving.discard(member)
-            self._states.look(member, why)
+            self._states.log_member(member, why)
             for listener in self._listeners:
                 listener.left(member)
 
@@ -482,10 +489,10 @@ class Fleet:
         self._earlier.add(member)
         self._blame.forget(member.instance)
         if self._prefixes is not None:
-            self._prefixes.lost(member.instance)
+            self._prefixes.forget_instance(member.instance)
 
     def _breaker_changed(self, member: Member) -> None:
-        self._states.look(member, "its legs work again")
+        self._states.log_member(member, "its legs work again")
         self._changed(member)
 
     def _changed(self, member: Member) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvparams.pairing import PairKey, pair_key
-from kvparams.scheduling import Role
+from kvparams.instances import Role
+from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.member import Member, MemberState
 
-__all__ = ["HealthStatus", "RoleHealth", "has_pair", "role_healths"]
+__all__ = ["HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role"]
 
 
 class HealthStatus(StrEnum):
@@ -45,7 +45,7 @@ class RoleHealth(NamedTuple):
         return HealthStatus.DEGRADED if self.usable else HealthStatus.UNAVAILABLE
 
 
-def role_healths(
+def health_by_role(
     members: Iterable[Member], needed: Collection[Role], waiting: Mapping[Role, int]
 ) -> dict[Role, RoleHealth]:
     """Counts the members of each role that is needed or that somebody has, and the legs that wait for it."""
@@ -55,11 +55,11 @@ def role_healths(
     return {role: _count(mine, waiting[role]) for role, mine in found.items() if mine or role in needed}
 
 
-def has_pair(members: Iterable[Member]) -> bool:
+def has_usable_pair(members: Iterable[Member]) -> bool:
     """Returns whether a prefill and a decode engine that can be given work may be paired."""
     keys: dict[Role, set[PairKey]] = {role: set() for role in Role}
     for member in members:
-        if member.usable():
+        if member.is_usable():
             keys[member.instance.role].add(pair_key(member.instance))
     return bool(keys[Role.PREFILL] & keys[Role.DECODE])
 
@@ -72,5 +72,5 @@ def _count(members: Sequence[Member], waiting: int) -> RoleHealth:
         draining=states.count(MemberState.DRAINING),
         broken=states.count(MemberState.BROKEN),
         waiting=waiting,
-        usable=sum(member.usable() for member in members),
+        usable=sum(member.is_usable() for member in members),
     )

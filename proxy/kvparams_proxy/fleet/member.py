@@ -5,10 +5,10 @@ The one rule: only `Fleet` and `Dispatcher` change a member; everybody else read
 
 from enum import StrEnum
 
-from kvparams.breaker import Breaker, BreakerState
-from kvparams.dialects import Place
-from kvparams.pace import Pace
-from kvparams.scheduling import Instance, RequestFacts
+from kvparams.dialects.interface import BootstrapInfo
+from kvparams.instances import Instance, RequestFacts
+from kvparams.routing.breaker import Breaker, BreakerState
+from kvparams.routing.engine_backlog import EngineBacklog
 
 __all__ = ["Member", "MemberState"]
 
@@ -28,45 +28,45 @@ class MemberState(StrEnum):
 
 
 class Member:
-    """One instance and what is known about it now: a `kvparams.scheduling.Candidate`."""
+    """One instance and what is known about it now: a `kvparams.instances.Candidate`."""
 
     __slots__ = (
-        "asked",
-        "base",
+        "backlog",
+        "base_model",
+        "bootstrap_info",
         "breaker",
         "busy",
         "draining",
+        "has_left",
         "in_flight",
         "instance",
-        "left",
         "models",
-        "pace",
-        "place",
         "ready",
         "tokens",
         "trial",
+        "was_ever_ready",
     )
 
-    def __init__(self, instance: Instance, breaker: Breaker, pace: Pace, *, ready: bool) -> None:
+    def __init__(self, instance: Instance, breaker: Breaker, pace: EngineBacklog, *, ready: bool) -> None:
         self.instance = instance
         self.ready = ready
         """Whether it was alive when it was last asked."""
-        self.asked = ready
+        self.was_ever_ready = ready
         """False as long as it has never been known to be alive: the first time makes no new incarnation."""
         self.models: frozenset[str] | None = None
         """The models it serves; None as long as it has not said."""
-        self.base: str | None = None
+        self.base_model: str | None = None
         """The first of them that is no adapter."""
-        self.place: Place | None = None
+        self.bootstrap_info: BootstrapInfo | None = None
         """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0
         """Legs that run there, those of earlier incarnations included."""
         self.tokens = 0
         """Prompt tokens of these."""
-        self.pace = pace
+        self.backlog = pace
         """What it still has to do and how fast it is."""
         self.draining = False
-        self.left = False
+        self.has_left = False
         self.breaker = breaker
         self.busy = False
         """Whether the breaker opened because the engine had no room, as it said itself."""
@@ -76,18 +76,18 @@ class Member:
     @property
     def available(self) -> bool:
         """Whether it may be given a leg now, room apart."""
-        return self.ready and not self.draining and not self.left and self.breaker.admits
+        return self.ready and not self.draining and not self.has_left and self.breaker.allows_requests
 
-    def usable(self, suspicion: int = 2) -> bool:
+    def is_usable(self, suspicion: int = 2) -> bool:
         """Whether it may be given a leg, room apart, where engines that are suspected that much have to do.
 
         Args:
             suspicion: 0 asks for what `available` says; 1 includes half-open breakers whose trial is running; 2
                 includes open ones, but for engines that have said themselves that they have no room.
         """
-        if not self.ready or self.draining or self.left:
+        if not self.ready or self.draining or self.has_left:
             return False
-        if self.breaker.admits:
+        if self.breaker.allows_requests:
             return True
         if self.breaker.state is BreakerState.OPEN:
             return suspicion > 1 and not self.busy
@@ -96,7 +96,7 @@ class Member:
     @property
     def state(self) -> MemberState:
         """In one word."""
-        if self.left:
+        if self.has_left:
             return MemberState.LEFT
         if self.draining:
             return MemberState.DRAINING

@@ -15,20 +15,26 @@ from typing import Final, NamedTuple, Self, cast
 
 from pydantic_core import from_json
 
-from kvparams.dialects import Place
+from kvparams.dialects.interface import BootstrapInfo
 from kvparams.errors import JSONTextError
-from kvparams.jsonreceivers import ListReceiver, ShortMembers
-from kvparams.jsonscan import UNLIMITED
-from kvparams.jsontext import read_object
-from kvparams.versions import NoCommonVersion, engine_speaks
-from kvparams_proxy.fleet.bootstraps import Bootstraps
+from kvparams.jsontext.document import read_object
+from kvparams.jsontext.receivers import AbridgedObjectReceiver, ListReceiver
+from kvparams.jsontext.scanner import UNLIMITED
+from kvparams.versions import NoCommonVersion, negotiate_with_engine
+from kvparams_proxy.event_loop.clock import Clock, ClockTimer, MonotonicClock
+from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
+from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.loopclock import Clock, LoopTimer, WallClock
-from kvparams_proxy.steprunner import StepRunner, Work
-from kvparams_proxy.upstream.interface import Handle
-from kvparams_proxy.upstream.pools import Pools
-from kvparams_proxy.upstream.terms import Collect, Head, UpstreamError, UpstreamFull, UpstreamTimeout
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.upstream.interface import ExchangeHandle
+from kvparams_proxy.upstream.types import (
+    ResponseCollector,
+    ResponseHead,
+    UpstreamError,
+    UpstreamOverflow,
+    UpstreamTimeout,
+)
 
 __all__ = ["Prober"]
 
@@ -50,7 +56,7 @@ _PATH: Final = b"/v1/models"
 _UNAUTHORIZED: Final = (401, 403)
 
 
-class _Said(NamedTuple):
+class _ProbeResult(NamedTuple):
     """What a probe has found out."""
 
     ready: bool
@@ -75,8 +81,8 @@ class Prober:
         self,
         fleet: Fleet,
         every_s: float,
-        pools: Pools,
-        bootstraps: Bootstraps | None = None,
+        pools: UpstreamPools,
+        bootstraps: BootstrapServers | None = None,
         clock: Clock | None = None,
         steps: StepRunner | None = None,
     ) -> None:
@@ -96,7 +102,7 @@ class Prober:
         self._bootstraps = bootstraps
         self._every_s = every_s
         self._pools = pools
-        self._probes: dict[Member, _Probe] = {}
+        self._probes: dict[Member, _MemberProbe] = {}
         self._free_s = 0.0
         """When the next engine that joins may be probed for the first time."""
 
@@ -109,7 +115,7 @@ class Prober:
         for number, member in enumerate(members):
             probe = self._probes[member] = self._probe(member, loop)
             first.append(probe.begin(number * apart_s, number / len(members)))
-        self._fleet.listen(self)
+        self._fleet.add_listener(self)
         try:
             await asyncio.gather(*first, return_exceptions=True)  # who is removed meanwhile is not waited for
         except BaseException:
@@ -137,9 +143,9 @@ class Prober:
         if probe is not None:
             probe.end()
 
-    def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_Probe":
+    def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_MemberProbe":
         steps = self._steps = self._steps or StepRunner(loop)
-        return _Probe(
+        return _MemberProbe(
             self._fleet, self._pools, member, self._every_s, loop, steps, self._retry_s, self._bootstraps, self._clock
         )
 
@@ -149,13 +155,13 @@ class Prober:
         return min(self._every_s, retry_s, _LONGEST_RETRY_S)
 
     def _close(self) -> None:
-        self._fleet.unlisten(self)
+        self._fleet.remove_listener(self)
         for probe in self._probes.values():
             probe.end()
         self._probes.clear()
 
 
-class _Probe:
+class _MemberProbe:
     """Asks one member, again and again."""
 
     __slots__ = (
@@ -181,33 +187,33 @@ class _Probe:
     def __init__(
         self,
         fleet: Fleet,
-        pools: Pools,
+        pools: UpstreamPools,
         member: Member,
         every_s: float,
         loop: asyncio.AbstractEventLoop,
         steps: StepRunner,
         retry_s: Callable[[], float],
-        bootstraps: Bootstraps | None = None,
+        bootstraps: BootstrapServers | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._retry_s = retry_s
         self._steps = steps
-        self._reading: Work | None = None
+        self._reading: StepTask | None = None
         """Of an answer that is long."""
-        self._clock = clock or WallClock(loop.time)
+        self._clock = clock or MonotonicClock(loop.time)
         self._fleet = fleet
         self._pools = pools
         self._member = member
         self._every_s = every_s
         self._loop = loop
-        self._bootstrap = None if bootstraps is None else bootstraps.of(member.instance)
+        self._bootstrap = None if bootstraps is None else bootstraps.for_instance(member.instance)
         self._first: asyncio.Future[None] = loop.create_future()
         self._apart_s = 0.0
         self._apart_share = 0.0
         self._due = 0.0
         self._keyed = False
-        self._exchange: Handle | None = None
-        self._timer: asyncio.TimerHandle | LoopTimer | None = None
+        self._exchange: ExchangeHandle | None = None
+        self._timer: asyncio.TimerHandle | ClockTimer | None = None
         """For the time-out of the probe that runs, or for the next one."""
 
     def begin(self, apart_s: float, apart_share: float) -> asyncio.Future[None]:
@@ -239,20 +245,20 @@ class _Probe:
 
     def _ask(self) -> None:
         pool = self._pools.get(self._member.instance.id)
-        if pool is None or self._member.left:
+        if pool is None or self._member.has_left:
             self._first.cancel()
             return
-        self._timer = LoopTimer(self._loop, self._clock, min(self._every_s, _LONGEST_S), self._expire)
-        self._keyed = pool.keyed
-        self._exchange = pool.exchange(pool.get(_PATH), Collect(_MAX_BYTES, self._answered))
+        self._timer = ClockTimer(self._loop, self._clock, min(self._every_s, _LONGEST_S), self._expire)
+        self._keyed = pool.has_own_key
+        self._exchange = pool.exchange(pool.get(_PATH), ResponseCollector(_MAX_BYTES, self._answered))
 
     def _expire(self) -> None:
         if self._exchange is not None:
             self._exchange.abort(UpstreamTimeout("does not answer a probe"))
 
-    def _answered(self, head: Head, raw: bytes, error: UpstreamError | None) -> None:
+    def _answered(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
         self._exchange = None
-        if isinstance(error, UpstreamFull):  # busy: that tells nothing
+        if isinstance(error, UpstreamOverflow):  # busy: that tells nothing
             self._over()
             return
         if error is not None or head.status != 200:
@@ -265,26 +271,26 @@ class _Probe:
 
     def _unreadable(self, error: Exception) -> None:
         _log.error("the answer to a probe could not be read", exc_info=error)
-        self._read(Head(200), None, None)
+        self._read(ResponseHead(200), None, None)
 
-    def _read(self, head: Head, error: UpstreamError | None, document: Mapping[str, object] | None) -> None:
+    def _read(self, head: ResponseHead, error: UpstreamError | None, document: Mapping[str, object] | None) -> None:
         """Acts on the answer to a probe; `document` is what it says, None where it is not JSON."""
         self._reading = None
         said = _said(head, document, error, self._member, self._keyed)
         if said.ready and self._bootstrap is not None:  # within the same time
-            self._exchange = self._bootstrap.ask(partial(self._placed, said))
+            self._exchange = self._bootstrap.query(partial(self._placed, said))
             return
         self._learn(said)
 
-    def _placed(self, said: _Said, place: Place | None, why: str) -> None:
+    def _placed(self, said: _ProbeResult, place: BootstrapInfo | None, why: str) -> None:
         self._exchange = None
         if place is None:
             said = said._replace(ready=False, why=why, answers=True)
         self._learn(said, place)
 
-    def _learn(self, said: _Said, place: Place | None = None) -> None:
+    def _learn(self, said: _ProbeResult, place: BootstrapInfo | None = None) -> None:
         ready, why, models, version, base, answers = said
-        self._fleet.learn(self._member, ready, models, place, version, base, why=why, answers=answers)
+        self._fleet.record_probe(self._member, ready, models, place, version, base, why=why, answers=answers)
         self._over()
 
     def _over(self) -> None:
@@ -324,7 +330,7 @@ def _document(raw: bytes) -> Mapping[str, object] | None:
 def _long_document(raw: bytes) -> Generator[None, None, Mapping[str, object] | None]:
     """What a long one says, in steps; of its models nothing but names."""
     models = _ModelsReceiver()
-    receiver = ShortMembers(special={"data": models})
+    receiver = AbridgedObjectReceiver(special={"data": models})
     try:
         yield from read_object(raw, receiver, UNLIMITED, strict=False)
     except JSONTextError:
@@ -341,8 +347,8 @@ class _ModelsReceiver(ListReceiver):
         super().__init__()
         self.stand_in.clear()
 
-    def values(self, values: list[object]) -> None:
-        """See `Receiver.values`."""
+    def on_values(self, values: list[object]) -> None:
+        """See `Receiver.on_values`."""
         for value in values[: _MOST_MODELS - len(self.stand_in)]:
             if isinstance(value, dict):
                 model = cast("dict[str, object]", value)
@@ -350,27 +356,27 @@ class _ModelsReceiver(ListReceiver):
 
 
 def _said(
-    head: Head, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
-) -> _Said:
+    head: ResponseHead, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
+) -> _ProbeResult:
     """What an answer to a probe says; `document` is None where it is not JSON. `keyed`: the proxy has a key for it, so
     that one refused is wrong; without one clients may bring their own."""
     known = member.models
     if error is not None:
-        return _Said(False, error.reason, known)
+        return _ProbeResult(False, error.reason, known)
     if keyed and head.status in _UNAUTHORIZED:
-        return _Said(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
+        return _ProbeResult(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
     if head.status >= 500:
-        return _Said(False, f"a probe was answered {head.status}", known)
+        return _ProbeResult(False, f"a probe was answered {head.status}", known)
     if head.status != 200:  # somebody is there, who does not say
-        return _Said(True, f"a probe was answered {head.status}", known)
+        return _ProbeResult(True, f"a probe was answered {head.status}", known)
     if document is None:
-        return _Said(False, "the answer to a probe is not JSON", known)
+        return _ProbeResult(False, "the answer to a probe is not JSON", known)
     models, base = _models(document.get("data"))
     try:
-        version = engine_speaks(document)
+        version = negotiate_with_engine(document)
     except NoCommonVersion as none:
-        return _Said(False, str(none), known, answers=True)
-    return _Said(True, "it answers probes", models, version, base)
+        return _ProbeResult(False, str(none), known, answers=True)
+    return _ProbeResult(True, "it answers probes", models, version, base)
 
 
 def _models(data: object) -> tuple[frozenset[str] | None, str | None]:

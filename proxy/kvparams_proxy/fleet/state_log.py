@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from kvparams.scheduling import Instance
+from kvparams.instances import Instance
 from kvparams_proxy.fleet.member import Member, MemberState
 
 __all__ = ["EngineStateLog", "StateLog"]
@@ -32,7 +32,7 @@ _IDLE: Final = {MemberState.DRAINING: "is drained", MemberState.LEFT: "has left"
 _BAD: Final = frozenset((MemberState.BROKEN, MemberState.NOT_READY))
 
 
-class _Subject:
+class _SubjectState:
     """What was told of one subject."""
 
     __slots__ = ("changes", "line", "lines", "state", "until")
@@ -56,9 +56,9 @@ class StateLog:
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` is a clock, in seconds."""
         self._now = now
-        self._subjects: dict[Hashable, _Subject] = {}
+        self._subjects: dict[Hashable, _SubjectState] = {}
 
-    def tell(self, subject: Hashable, state: object, words: str, *, good: bool) -> None:
+    def log_change(self, subject: Hashable, state: object, words: str, *, good: bool) -> None:
         """Logs a change of state. Does nothing where the state is the one that was told before.
 
         Args:
@@ -71,7 +71,7 @@ class StateLog:
         if known is None:
             if len(self._subjects) >= _SUBJECTS:
                 del self._subjects[next(iter(self._subjects))]
-            known = self._subjects[subject] = _Subject()
+            known = self._subjects[subject] = _SubjectState()
         if state != known.state:
             known.state = state
             known.line = logging.INFO if good else logging.WARNING, words
@@ -101,11 +101,11 @@ class EngineStateLog:
         """`now` is a clock, in seconds."""
         self._log = StateLog(now)
 
-    def joined(self, member: Member, why: str) -> None:
+    def log_joined(self, member: Member, why: str) -> None:
         """A member has joined the fleet and was not asked anything yet."""
-        self._log.tell(member, "joined", _line(member, "has joined", why), good=True)
+        self._log.log_change(member, "joined", _line(member, "has joined", why), good=True)
 
-    def look(self, member: Member, why: str, *, answers: bool = True) -> None:
+    def log_member(self, member: Member, why: str, *, answers: bool = True) -> None:
         """Logs the state of a member if it has changed.
 
         A member that answers and is given no work is in another state where the reason is another. So is one that is
@@ -124,18 +124,18 @@ class EngineStateLog:
             about = member.instance.incarnation
         elif state in _IDLE and not member.in_flight:
             about = words = _IDLE[state]
-        self._log.tell(member, (state, about), _line(member, words, why), good=state not in _BAD)
+        self._log.log_change(member, (state, about), _line(member, words, why), good=state not in _BAD)
         if state is MemberState.LEFT and not member.in_flight:
             self._log.forget(member)
 
-    def pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
+    def log_pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
         """A prefill and a decode instance are set apart for so long, or (None) work together again."""
         who = f"{decode.role} {decode.id} with the KV of {prefill.role} {prefill.id}"
         if apart_s is None:
             words = f"{who} works again"
         else:
             words = f"{who} fails ({why}); they are not chosen together for {apart_s:.1f} s where others can be"
-        self._log.tell((prefill.id, decode.id), apart_s is None, words, good=apart_s is None)
+        self._log.log_change((prefill.id, decode.id), apart_s is None, words, good=apart_s is None)
 
 
 def _line(member: Member, words: str, why: str) -> str:

@@ -14,28 +14,28 @@ from typing import Final, Self
 
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
-from kvparams_proxy.clients.endpoints import ENDPOINTS
-from kvparams_proxy.execution.watch import Watch
-from kvparams_proxy.queue.appetite import Appetite
-from kvparams_proxy.queue.link import Link
+from kvparams_proxy.event_loop.deadlines import Deadlines
+from kvparams_proxy.queue.broker_connection import BrokerConnection
+from kvparams_proxy.queue.consumer_prefetch import ConsumerPrefetch
 from kvparams_proxy.queue.messages import (
-    Lost,
-    Malformed,
-    Refused,
-    Work,
+    MalformedMessage,
+    WorkItem,
+    WorkLost,
+    WorkRefused,
     node_of,
     read_control,
     read_work,
     write_result,
 )
-from kvparams_proxy.queue.outbox import Letter, Outbox
-from kvparams_proxy.queue.running import Running
-from kvparams_proxy.queue.topology import Names, declare_control, declare_work
+from kvparams_proxy.queue.outbox import OutboundMessage, Outbox
+from kvparams_proxy.queue.running_work import RunningWork
+from kvparams_proxy.queue.topology import QueueNames, declare_control, declare_work
+from kvparams_proxy.requests.endpoints import ENDPOINTS
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.interface import Upstream
-from kvparams_proxy.upstream.terms import UpstreamError
+from kvparams_proxy.upstream.types import UpstreamError
 
-__all__ = ["Consumer"]
+__all__ = ["WorkConsumer"]
 
 _log: Final = logging.getLogger(__name__)
 _MOST_BYTES: Final = 8 << 20
@@ -48,7 +48,7 @@ _TELL_S: Final = 2.0
 """For those to be told whose work does not end in time, when this ends."""
 
 
-class Consumer:
+class WorkConsumer:
     """One decode node. An async context: at its end no more work is taken, and what runs has a moment to end."""
 
     def __init__(
@@ -73,27 +73,27 @@ class Consumer:
             leave_s: for what runs, when this ends.
         """
         self._loop = asyncio.get_running_loop()
-        self._names = Names(name)
+        self._names = QueueNames(name)
         self.node: Final = f"d{token_hex(8)}"
         """Its name, another one each time it starts."""
         self._engine = engine
         self.silence_s: Final = silence_s
         self.now: Final = self._loop.time
         self._leave_s = leave_s
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningWork] = {}
         self._called_off: dict[str, None] = {}
         """Work that somebody has cancelled and that has not come, as a rule; the latest at the end."""
-        self._watch = Watch(self._loop)
+        self._watch = Deadlines(self._loop)
         self._outbox = Outbox(_MOST_BYTES, self._hold)
         self._reads: AbstractChannel | None = None
-        self.room: Final = room
+        self.capacity: Final = room
         """How much work it does at a time."""
-        self._appetite = Appetite(engine, room, probe_s, self._take, self._drop)
+        self._appetite = ConsumerPrefetch(engine, room, probe_s, self._take, self._drop)
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._counts: dict[str, int] = dict.fromkeys(("done", "cancelled", "lost", "refused"), 0)
-        self._link = Link(url, self._opened, self._lost)
+        self._link = BrokerConnection(url, self._opened, self._lost)
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,13 +104,13 @@ class Consumer:
         await self._appetite.close()
         await self._ended(self._leave_s)
         for running in list(self._running.values()):
-            running.leave()
+            running.abort_for_shutdown()
         await self._ended(_TELL_S)
         for running in list(self._running.values()):
             running.deliveries.clear()  # nobody was told: the broker gives it to somebody who tells
-            running.give_up()
+            running.abandon()
         self._link.close()
-        await self._link.ended()
+        await self._link.wait_closed()
 
     async def _ended(self, limit_s: float) -> None:
         """Wait until nothing runs, but not for longer."""
@@ -124,7 +124,7 @@ class Consumer:
         return MappingProxyType(self._counts)
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """Work that is being done."""
         return len(self._running)
 
@@ -140,31 +140,31 @@ class Consumer:
 
     # for what runs
 
-    def watch(self, running: Running, limit_s: float) -> None:
+    def watch(self, running: RunningWork, limit_s: float) -> None:
         """See `running.Owner.watch`."""
         self._watch.start(running, limit_s)
 
-    def put(self, letter: Letter, to: str) -> None:
+    def put(self, letter: OutboundMessage, to: str) -> None:
         """See `running.Owner.put`."""
-        letter.to = self._names.results(to)
+        letter.queue_name = self._names.results(to)
         self._outbox.put(letter)
 
-    def withdraw(self, letter: Letter) -> None:
+    def withdraw(self, letter: OutboundMessage) -> None:
         """See `running.Owner.withdraw`."""
         self._outbox.withdraw(letter)
 
-    def over(self, running: Running, error: UpstreamError | None, status: int) -> None:
+    def engine_finished(self, running: RunningWork, error: UpstreamError | None, status: int) -> None:
         """See `running.Owner.over`."""
         self._watch.stop(running)
-        self._appetite.learn(error, well=error is None and status < _FAULTS)
+        self._appetite.record_outcome(error, well=error is None and status < _FAULTS)
 
-    def done(self, running: Running) -> None:
+    def work_finished(self, running: RunningWork) -> None:
         """See `running.Owner.done`."""
         self._watch.stop(running)
         self._running.pop(running.id, None)
         self._counts["done" if running.complete else "cancelled"] += 1
         if not running.complete:
-            self._appetite.let_go()
+            self._appetite.release_trial()
         for tag in running.deliveries:
             self._acknowledge(tag)
         if not self._running:
@@ -180,33 +180,33 @@ class Consumer:
         self._reads = reads
         self._outbox.opened(writes)
         for running in list(self._running.values()):
-            running.say_taken()  # whoever asked may have thought that it is gone
-        await self._appetite.opened(reads, self._names.work)
+            running.announce_taken()  # whoever asked may have thought that it is gone
+        await self._appetite.on_broker_opened(reads, self._names.work)
 
     def _drop(self) -> None:
-        self._link.drop()
+        self._link.reconnect()
 
     def _lost(self) -> None:
         self._reads = None
-        self._appetite.closed()
+        self._appetite.on_broker_closed()
         self._outbox.closed()
         for running in self._running.values():
             running.deliveries.clear()  # the broker gives it to somebody again, to us perhaps
 
     def _hold(self, stopped: bool) -> None:
         for running in list(self._running.values()):
-            running.hold(stopped)
+            running.set_broker_backpressure(stopped)
 
     async def _told(self, message: DeliveredMessage) -> None:
         """A prefill node wants something. Without a wait in it, as all that comes."""
         try:
             control = read_control(message.body)
-        except Malformed as malformed:
+        except MalformedMessage as malformed:
             _log.warning("a message is passed over: %s", malformed)
             return
         running = self._running.get(control.id)
         if running is not None:
-            running.obey(control.order)
+            running.on_control(control.order)
         elif control.order == "cancel":
             self._called_off[control.id] = None
             if len(self._called_off) > _CALLED_OFF:
@@ -220,8 +220,8 @@ class Consumer:
         try:
             work = read_work(message.body)
             if work.path not in _PATHS:
-                raise Malformed(f"nothing is served at {work.path}", work.id)
-        except Malformed as malformed:
+                raise MalformedMessage(f"nothing is served at {work.path}", work.id)
+        except MalformedMessage as malformed:
             self._refuse(tag, malformed)
             return
         running = self._running.get(work.id)
@@ -229,18 +229,18 @@ class Consumer:
             running.deliveries.append(tag)
         elif message.redelivered:  # before what is called off: somebody may wait for the node that had it
             self._counts["lost"] += 1
-            self._say(tag, write_result(Lost(work.id, self.node)), work.id, well=True)
+            self._say(tag, write_result(WorkLost(work.id, self.node)), work.id, well=True)
         elif work.id in self._called_off:
             self._counts["cancelled"] += 1
             self._acknowledge(tag)
         else:
             self._begin(tag, work)
 
-    def _begin(self, tag: int, work: Work) -> None:
-        running = self._running[work.id] = Running(self, work)
+    def _begin(self, tag: int, work: WorkItem) -> None:
+        running = self._running[work.id] = RunningWork(self, work)
         running.deliveries.append(tag)
         self._idle.clear()
-        self._appetite.began()
+        self._appetite.work_started()
         self._watch.start(running, self.silence_s)
         try:
             request = self._engine.request(work.path.encode(), work.headers, work.body)
@@ -249,22 +249,22 @@ class Consumer:
             _log.exception("the engine of this node could not be asked")
             running.on_done(UpstreamError("its decode node could not ask the engine", connected=False))
         if self._outbox.is_full:
-            running.hold(True)
+            running.set_broker_backpressure(True)
 
-    def _refuse(self, tag: int, malformed: Malformed) -> None:
+    def _refuse(self, tag: int, malformed: MalformedMessage) -> None:
         """Put it aside, when whoever asked has been told, where that can be read."""
         self._counts["refused"] += 1
         _log.warning("work is put aside: %s", malformed)
         if malformed.id is None:
             self._later(self._reads, tag, well=False)
         else:
-            said = write_result(Refused(malformed.id, self.node, str(malformed)))
+            said = write_result(WorkRefused(malformed.id, self.node, str(malformed)))
             self._say(tag, said, malformed.id, well=False)
 
     def _say(self, tag: int, body: bytes, id: str, *, well: bool) -> None:
         """Tell whoever asked; then it is done, or put aside."""
         reads = self._reads
-        self.put(Letter("", body, lambda _: self._later(reads, tag, well=well), joins=True), node_of(id))
+        self.put(OutboundMessage("", body, lambda _: self._later(reads, tag, well=well), joins=True), node_of(id))
 
     def _acknowledge(self, tag: int) -> None:
         self._later(self._reads, tag, well=True)

@@ -13,29 +13,29 @@ from typing import Final, Literal, NamedTuple, cast
 from kvparams.errors import KVParamsError
 
 __all__ = [
-    "Control",
-    "End",
-    "Head",
-    "Lost",
-    "Malformed",
-    "Order",
-    "Part",
-    "Refused",
-    "Result",
-    "Taken",
-    "Work",
-    "checked",
+    "ControlMessage",
+    "ControlOrder",
+    "MalformedMessage",
+    "ResultEnd",
+    "ResultHead",
+    "ResultMessage",
+    "ResultPart",
+    "WorkItem",
+    "WorkLost",
+    "WorkRefused",
+    "WorkTaken",
     "node_of",
     "read_control",
     "read_results",
     "read_work",
+    "validated_head",
     "write_control",
     "write_part",
     "write_result",
     "write_work",
 ]
 
-VERSION: Final = 1
+MESSAGE_VERSION: Final = 1
 _MOST_HEAD: Final = 64 << 10
 _MOST_BODY: Final = 64 << 20
 _MOST_REASON: Final = 500
@@ -49,13 +49,13 @@ _NOT_OURS: Final = frozenset(
 )
 """Headers that belong to the connection to an engine, or to its key: a decode node writes them itself."""
 
-Order = Literal["cancel", "pause", "resume", "ask"]
-Failure = Literal["failed", "timeout", "full"]
+ControlOrder = Literal["cancel", "pause", "resume", "ask"]
+ResultFailure = Literal["failed", "timeout", "full"]
 _ORDERS: Final = ("cancel", "pause", "resume", "ask")
 _FAILURES: Final = ("failed", "timeout", "full")
 
 
-class Malformed(KVParamsError, ValueError):
+class MalformedMessage(KVParamsError, ValueError):
     """A message is not one of these. `id` and `node` are whose it is and who said it, where that could be read."""
 
     def __init__(self, message: str, id: str | None = None, node: str | None = None) -> None:
@@ -64,7 +64,7 @@ class Malformed(KVParamsError, ValueError):
         self.node = node
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """One request to one engine, for whoever takes it."""
 
     id: str
@@ -75,14 +75,14 @@ class Work(NamedTuple):
     body: bytes
 
 
-class Taken(NamedTuple):
+class WorkTaken(NamedTuple):
     """A decode node runs it. Said at first, when it is asked, and when it has found the broker again."""
 
     id: str
     node: str
 
 
-class Head(NamedTuple):
+class ResultHead(NamedTuple):
     """How an engine's answer begins."""
 
     status: int
@@ -90,31 +90,31 @@ class Head(NamedTuple):
     retry_after: bytes
 
 
-class End(NamedTuple):
+class ResultEnd(NamedTuple):
     """How it ended badly."""
 
-    failure: Failure
+    failure: ResultFailure
     """`full`: the engine has no more connections. `timeout`: it said nothing for too long."""
     reason: str
     sent: bool
     """Whether the engine may have seen the request."""
 
 
-class Part(NamedTuple):
+class ResultPart(NamedTuple):
     """A piece of an engine's answer. Parts of one answer count from 0 and may come twice or out of order."""
 
     id: str
     node: str
     number: int
-    head: Head | None
+    head: ResultHead | None
     """Of the first."""
     body: bytes
     last: bool
-    end: End | None
+    end: ResultEnd | None
     """With `last`; None where all is well."""
 
 
-class Lost(NamedTuple):
+class WorkLost(NamedTuple):
     """The broker has handed the work to `node` after it had handed it to another one, which did not say that it is
     done. It is not run again."""
 
@@ -122,7 +122,7 @@ class Lost(NamedTuple):
     node: str
 
 
-class Refused(NamedTuple):
+class WorkRefused(NamedTuple):
     """The work cannot be run, by nobody of this version. It is among the dead letters."""
 
     id: str
@@ -130,14 +130,14 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Control(NamedTuple):
+class ControlMessage(NamedTuple):
     """What a prefill node asks of the decode node that runs its work."""
 
-    order: Order
+    order: ControlOrder
     id: str
 
 
-Result = Taken | Part | Lost | Refused
+ResultMessage = WorkTaken | ResultPart | WorkLost | WorkRefused
 
 
 def node_of(id: str) -> str:
@@ -145,14 +145,14 @@ def node_of(id: str) -> str:
     return id.partition(".")[0]
 
 
-def write_work(work: Work) -> bytes:
+def write_work(work: WorkItem) -> bytes:
     """As it is sent."""
     headers = work.headers.decode("latin-1")
-    head = {"queue": VERSION, "kind": "work", "id": work.id, "path": work.path, "headers": headers}
+    head = {"queue": MESSAGE_VERSION, "kind": "work", "id": work.id, "path": work.path, "headers": headers}
     return b"%b\n%b" % (json.dumps(head, separators=(",", ":")).encode(), work.body)
 
 
-def read_work(raw: bytes) -> Work:
+def read_work(raw: bytes) -> WorkItem:
     """Raises:
     Malformed: it is none.
     """
@@ -162,24 +162,24 @@ def read_work(raw: bytes) -> Work:
         _kind(head, "work")
         path, headers = _text(head, "path", _PATH), head.get("headers")
         if not isinstance(headers, str):
-            raise Malformed("headers must be text")
+            raise MalformedMessage("headers must be text")
         _check_headers(headers)
-    except Malformed as error:
+    except MalformedMessage as error:
         error.id = id
         raise
-    return Work(id, path, headers.encode("latin-1"), body)
+    return WorkItem(id, path, headers.encode("latin-1"), body)
 
 
-def write_result(result: Taken | Lost | Refused) -> bytes:
+def write_result(result: WorkTaken | WorkLost | WorkRefused) -> bytes:
     """As it is sent."""
-    kind = {Taken: "taken", Lost: "lost", Refused: "refused"}[type(result)]
-    head = {"queue": VERSION, "kind": kind, **result._asdict()}
-    if isinstance(result, Refused):
+    kind = {WorkTaken: "taken", WorkLost: "lost", WorkRefused: "refused"}[type(result)]
+    head = {"queue": MESSAGE_VERSION, "kind": kind, **result._asdict()}
+    if isinstance(result, WorkRefused):
         head["reason"] = result.reason[:_MOST_REASON]
     return json.dumps(head, separators=(",", ":")).encode() + b"\n"
 
 
-def write_part(part: Part) -> bytes:
+def write_part(part: ResultPart) -> bytes:
     """As it is sent."""
     begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d,"size":%d' % (
         part.id.encode(),
@@ -195,7 +195,7 @@ def write_part(part: Part) -> bytes:
     return b"%b}\n%b" % (begin, part.body)
 
 
-def checked(head: Head) -> Head:
+def validated_head(head: ResultHead) -> ResultHead:
     """The same, if it may be sent. One that is too long could take all that goes with it in one letter along.
 
     Raises:
@@ -204,8 +204,8 @@ def checked(head: Head) -> Head:
     return _head(_said(head))
 
 
-def read_results(raw: bytes) -> Iterator[Result | Malformed]:
-    """All that one letter holds, in order; `Malformed` stands for what is none though it is known where it ends.
+def read_results(raw: bytes) -> Iterator[ResultMessage | MalformedMessage]:
+    """All that one letter holds, in order; `MalformedMessage` stands for what is none though it is known where it ends.
 
     Raises:
         Malformed: where the next one ends cannot be read; nothing after it is.
@@ -215,11 +215,11 @@ def read_results(raw: bytes) -> Iterator[Result | Malformed]:
         head, begin = _first_line(raw, at)
         size = head.get("size", None if head.get("kind") == "part" else 0)
         if type(size) is not int or not 0 <= size <= min(_MOST_BODY, len(raw) - begin):
-            raise Malformed("size must be that of its body")
+            raise MalformedMessage("size must be that of its body")
         at = begin + size
         try:
             result = _result(head, raw[begin:at])
-        except Malformed as error:
+        except MalformedMessage as error:
             error.id, error.node = _found(head, "id", _ID), _found(head, "node", _NODE)
             result = error
         yield result
@@ -227,34 +227,34 @@ def read_results(raw: bytes) -> Iterator[Result | Malformed]:
             return
 
 
-def _result(head: dict[str, object], body: bytes) -> Result:
+def _result(head: dict[str, object], body: bytes) -> ResultMessage:
     id, node, kind = _id(head), _text(head, "node", _NODE), head.get("kind")
     if kind == "part":
         number, said, end = head.get("number"), head.get("head"), head.get("end")
         if type(number) is not int or not 0 <= number < 1 << 53:
-            raise Malformed("number must be a whole number")
+            raise MalformedMessage("number must be a whole number")
         begins = None if said is None else _head(said)
-        return Part(id, node, number, begins, body, end is not None, None if end is None else _end(end))
+        return ResultPart(id, node, number, begins, body, end is not None, None if end is None else _end(end))
     if body:
-        raise Malformed("only work and parts have a body")
+        raise MalformedMessage("only work and parts have a body")
     if kind == "taken":
-        return Taken(id, node)
+        return WorkTaken(id, node)
     if kind == "lost":
-        return Lost(id, node)
+        return WorkLost(id, node)
     if kind == "refused":
         reason = head.get("reason")
         if not isinstance(reason, str) or len(reason) > _MOST_REASON:
-            raise Malformed("reason must be short text")
-        return Refused(id, node, reason)
-    raise Malformed("it is no kind of result")
+            raise MalformedMessage("reason must be short text")
+        return WorkRefused(id, node, reason)
+    raise MalformedMessage("it is no kind of result")
 
 
-def write_control(control: Control) -> bytes:
+def write_control(control: ControlMessage) -> bytes:
     """As it is sent."""
     return b'{"queue":1,"kind":"control","order":"%b","id":"%b"}\n' % (control.order.encode(), control.id.encode())
 
 
-def read_control(raw: bytes) -> Control:
+def read_control(raw: bytes) -> ControlMessage:
     """Raises:
     Malformed: it is none.
     """
@@ -262,14 +262,14 @@ def read_control(raw: bytes) -> Control:
     _kind(head, "control")
     order = head.get("order")
     if body or order not in _ORDERS:
-        raise Malformed(f"order must be one of {', '.join(_ORDERS)}, without a body")
-    return Control(order, _id(head))
+        raise MalformedMessage(f"order must be one of {', '.join(_ORDERS)}, without a body")
+    return ControlMessage(order, _id(head))
 
 
 def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
     head, begin = _first_line(raw, 0)
     if len(raw) - begin > _MOST_BODY:
-        raise Malformed("its body is too long")
+        raise MalformedMessage("its body is too long")
     return head, raw[begin:]
 
 
@@ -277,28 +277,28 @@ def _first_line(raw: bytes, at: int) -> tuple[dict[str, object], int]:
     """What the line there says, and where the next one begins."""
     feed = raw.find(b"\n", at, at + _MOST_HEAD + 1)
     if feed < 0:
-        raise Malformed("it must begin with a line of JSON that is not too long")
+        raise MalformedMessage("it must begin with a line of JSON that is not too long")
     try:
         document: object = json.loads(raw[at:feed])
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise Malformed("its first line is no JSON object")
+        raise MalformedMessage("its first line is no JSON object")
     head = cast("dict[str, object]", document)
-    if type(version := head.get("queue")) is not int or version != VERSION:
-        raise Malformed(f"it is not of version {VERSION}")
+    if type(version := head.get("queue")) is not int or version != MESSAGE_VERSION:
+        raise MalformedMessage(f"it is not of version {MESSAGE_VERSION}")
     return head, feed + 1
 
 
 def _kind(head: dict[str, object], kind: str) -> None:
     if head.get("kind") != kind:
-        raise Malformed(f"it is no {kind}")
+        raise MalformedMessage(f"it is no {kind}")
 
 
 def _text(head: dict[str, object], name: str, pattern: re.Pattern[str]) -> str:
     value = _found(head, name, pattern)
     if value is None:
-        raise Malformed(f"{name} is none")
+        raise MalformedMessage(f"{name} is none")
     return value
 
 
@@ -316,34 +316,34 @@ def _check_headers(text: str) -> None:
     while at < len(text):
         found = _LINE.match(text, at)
         if found is None or found[1].lower() in _NOT_OURS:
-            raise Malformed("headers must be whole lines, none of them about the connection")
+            raise MalformedMessage("headers must be whole lines, none of them about the connection")
         at = found.end()
 
 
-def _said(head: Head) -> dict[str, object]:
+def _said(head: ResultHead) -> dict[str, object]:
     kind, later = head.content_type.decode("latin-1"), head.retry_after.decode("latin-1")
     return {"status": head.status, "type": kind, "retry_after": later}
 
 
-def _head(said: object) -> Head:
+def _head(said: object) -> ResultHead:
     if isinstance(said, dict):
         head = cast("dict[str, object]", said)
         status, kind, later = head.get("status"), head.get("type"), head.get("retry_after")
         if type(status) is int and 200 <= status <= 599 and _is_value(kind) and _is_value(later):
-            return Head(status, cast("str", kind).encode("latin-1"), cast("str", later).encode("latin-1"))
-    raise Malformed("head must be a status, a type and retry_after")
+            return ResultHead(status, cast("str", kind).encode("latin-1"), cast("str", later).encode("latin-1"))
+    raise MalformedMessage("head must be a status, a type and retry_after")
 
 
 def _is_value(value: object) -> bool:
     return isinstance(value, str) and _VALUE.fullmatch(value) is not None
 
 
-def _end(said: object) -> End | None:
+def _end(said: object) -> ResultEnd | None:
     if said == "well":
         return None
     if isinstance(said, dict):
         end = cast("dict[str, object]", said)
         failure, reason, sent = end.get("failure"), end.get("reason"), end.get("sent")
         if failure in _FAILURES and isinstance(reason, str) and len(reason) <= _MOST_REASON and isinstance(sent, bool):
-            return End(failure, reason, sent)
-    raise Malformed("end must be well, or a failure, a reason and sent")
+            return ResultEnd(failure, reason, sent)
+    raise MalformedMessage("end must be well, or a failure, a reason and sent")

@@ -17,9 +17,9 @@ from aiormq.abc import AbstractChannel
 from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError
 from pamqp.commands import Basic
 
-__all__ = ["Fate", "Letter", "Outbox"]
+__all__ = ["DeliveryOutcome", "OutboundMessage", "Outbox"]
 
-Fate = Literal["kept", "nowhere", "full", "too large"]
+DeliveryOutcome = Literal["kept", "nowhere", "full", "too large"]
 """`kept`: the broker answers for it. `nowhere`: there is no such queue. `full`: it is. `too large`: the letter is."""
 _log: Final = logging.getLogger(__name__)
 _AGAIN_S: Final = 0.25
@@ -31,16 +31,25 @@ _CONTENT_TOO_LARGE: Final = 311
 """What AMQP has for it; RabbitMQ says `PRECONDITION_FAILED`."""
 
 
-class Letter:
+class OutboundMessage:
     """Something to say to one queue."""
 
-    __slots__ = ("body", "bounded", "durable", "expires_ms", "joins", "sent", "settled", "to")
+    __slots__ = (
+        "body",
+        "durable",
+        "expires_ms",
+        "may_be_joined",
+        "on_settled",
+        "queue_is_bounded",
+        "queue_name",
+        "sent",
+    )
 
     def __init__(
         self,
         to: str,
         body: bytes,
-        settled: Callable[[Fate], None],
+        settled: Callable[[DeliveryOutcome], None],
         *,
         durable: bool = True,
         bounded: bool = False,
@@ -58,13 +67,13 @@ class Letter:
             expires_ms: after so long in the queue it is a dead letter.
             joins: whether it may be in one message with others for that queue, which are all as this one is otherwise.
         """
-        self.to = to
+        self.queue_name = to
         self.body = body
-        self.settled = settled
+        self.on_settled = settled
         self.durable = durable
-        self.bounded = bounded
+        self.queue_is_bounded = bounded
         self.expires_ms = expires_ms
-        self.joins = joins
+        self.may_be_joined = joins
         self.sent = False
         """Whether the broker may have seen it."""
 
@@ -76,7 +85,7 @@ class Outbox:
         """`full` hears when they are more bytes than that, and when they are few again."""
         self._most_bytes = most_bytes
         self._full = full
-        self._letters: dict[Letter, None] = {}
+        self._letters: dict[OutboundMessage, None] = {}
         self._bytes = 0
         self._channel: AbstractChannel | None = None
         self._broken: AbstractChannel | None = None
@@ -84,7 +93,7 @@ class Outbox:
         self._longest: int | None = None
         """What the broker takes, as far as it is known."""
         self._most_joined = _MOST_JOINED
-        self._gathered: dict[str, list[Letter]] = {}
+        self._gathered: dict[str, list[OutboundMessage]] = {}
         """By queue, for the next message: from when one was sent until nothing has come for a gap."""
         self._flying: dict[asyncio.Task[None], int] = {}
         """How long each message is."""
@@ -94,7 +103,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._letters)
 
-    def put(self, letter: Letter) -> None:
+    def put(self, letter: OutboundMessage) -> None:
         """Send it, now or when there is a connection."""
         self._letters[letter] = None
         self._bytes += len(letter.body)
@@ -104,7 +113,7 @@ class Outbox:
             self._post(letter, self._channel)
         self._look()
 
-    def withdraw(self, letter: Letter) -> None:
+    def withdraw(self, letter: OutboundMessage) -> None:
         """Forget it: it is not sent again, and nobody hears of it."""
         if letter in self._letters:
             del self._letters[letter]
@@ -125,14 +134,14 @@ class Outbox:
         self._channel = None
         self._gathered.clear()
 
-    def _post(self, letter: Letter, channel: AbstractChannel) -> None:
-        if not letter.joins:
+    def _post(self, letter: OutboundMessage, channel: AbstractChannel) -> None:
+        if not letter.may_be_joined:
             self._send((letter,), channel)
-        elif (gathered := self._gathered.get(letter.to)) is not None:
+        elif (gathered := self._gathered.get(letter.queue_name)) is not None:
             gathered.append(letter)
         else:
-            self._gathered[letter.to] = [letter]
-            asyncio.get_running_loop().call_soon(self._flush, letter.to)
+            self._gathered[letter.queue_name] = [letter]
+            asyncio.get_running_loop().call_soon(self._flush, letter.queue_name)
 
     def _flush(self, to: str) -> None:
         """Send what has been gathered for a queue."""
@@ -143,7 +152,7 @@ class Outbox:
             for together in _bundles(letters, min(self._most_joined, self._longest or _MOST_JOINED)):
                 self._send(together, self._channel)
 
-    def _send(self, letters: Sequence[Letter], channel: AbstractChannel) -> None:
+    def _send(self, letters: Sequence[OutboundMessage], channel: AbstractChannel) -> None:
         for letter in letters:
             letter.sent = True
         body = letters[0].body if len(letters) == 1 else b"".join(letter.body for letter in letters)
@@ -151,7 +160,7 @@ class Outbox:
         self._flying[task] = len(body)
         task.add_done_callback(self._flying.pop)
 
-    async def _publish(self, letters: Sequence[Letter], body: bytes, channel: AbstractChannel) -> None:
+    async def _publish(self, letters: Sequence[OutboundMessage], body: bytes, channel: AbstractChannel) -> None:
         self._numbers += 1
         like = letters[0]
         properties = Basic.Properties(
@@ -160,10 +169,10 @@ class Outbox:
             expiration=None if like.expires_ms is None else f"{like.expires_ms}",
         )
         try:
-            said = await channel.basic_publish(body, routing_key=like.to, properties=properties, mandatory=True)
-            fate: Fate = "kept" if isinstance(said, Basic.Ack) else "nowhere"
+            said = await channel.basic_publish(body, routing_key=like.queue_name, properties=properties, mandatory=True)
+            fate: DeliveryOutcome = "kept" if isinstance(said, Basic.Ack) else "nowhere"
         except DeliveryError:
-            if not like.bounded:
+            if not like.queue_is_bounded:
                 asyncio.get_running_loop().call_later(_AGAIN_S, self._again, letters)
                 return
             fate = "full"
@@ -176,7 +185,7 @@ class Outbox:
         for letter in letters:
             self._settle(letter, fate)
 
-    def _again(self, letters: Sequence[Letter]) -> None:
+    def _again(self, letters: Sequence[OutboundMessage]) -> None:
         for letter in letters:
             if letter in self._letters and self._channel is not None:
                 self._post(letter, self._channel)
@@ -199,11 +208,11 @@ class Outbox:
         for each in too_large:
             self._settle(each, "too large")
 
-    def _settle(self, letter: Letter, fate: Fate) -> None:
+    def _settle(self, letter: OutboundMessage, fate: DeliveryOutcome) -> None:
         if letter in self._letters:
             self.withdraw(letter)
             try:
-                letter.settled(fate)
+                letter.on_settled(fate)
             except Exception:  # noqa: BLE001  a fault of ours must not stop the others
                 _log.exception("the fate of a message could not be acted on")
 
@@ -215,7 +224,7 @@ class Outbox:
                 self._full(full)
 
 
-def _bundles(letters: Sequence[Letter], most_bytes: int) -> Iterator[Sequence[Letter]]:
+def _bundles(letters: Sequence[OutboundMessage], most_bytes: int) -> Iterator[Sequence[OutboundMessage]]:
     """In order, as many at a time as are no longer than that together; one at least."""
     begin, size = 0, 0
     for place, letter in enumerate(letters):

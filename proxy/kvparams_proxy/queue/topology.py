@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from aiormq.abc import AbstractChannel
 
-__all__ = ["Names", "declare_control", "declare_results", "declare_work"]
+__all__ = ["QueueNames", "declare_control", "declare_results", "declare_work"]
 
 _MOST_WAITING: Final = 100_000
 """Further work is refused by the broker."""
@@ -21,34 +21,34 @@ _ORPHAN_MS: Final = 15_000
 """A result queue that nobody reads is gone after so long: time enough for its node to find a broker that was away."""
 
 
-class Names(NamedTuple):
+class QueueNames(NamedTuple):
     """Of the queues of one pool of decode nodes."""
 
-    base: str
+    prefix: str
 
     @property
     def work(self) -> str:
         """One for all: prefill nodes write, decode nodes pull."""
-        return f"{self.base}.work"
+        return f"{self.prefix}.work"
 
     @property
-    def dead(self) -> str:
+    def dead_letter(self) -> str:
         """Work that nobody could or would do."""
-        return f"{self.base}.dead"
+        return f"{self.prefix}.dead"
 
     def results(self, node: str) -> str:
         """Of one prefill node."""
-        return f"{self.base}.results.{node}"
+        return f"{self.prefix}.results.{node}"
 
     def control(self, node: str) -> str:
         """Of one decode node."""
-        return f"{self.base}.control.{node}"
+        return f"{self.prefix}.control.{node}"
 
 
-async def declare_work(channel: AbstractChannel, names: Names) -> None:
+async def declare_work(channel: AbstractChannel, names: QueueNames) -> None:
     """The work and its dead letters; whoever comes first makes them, alike."""
     bounds: Mapping[str, int | str] = {"x-max-length": _DEAD_MOST, "x-message-ttl": _DEAD_MS}
-    await channel.queue_declare(names.dead, durable=True, arguments=dict(bounds))
+    await channel.queue_declare(names.dead_letter, durable=True, arguments=dict(bounds))
     await channel.queue_declare(
         names.work,
         durable=True,
@@ -58,7 +58,7 @@ async def declare_work(channel: AbstractChannel, names: Names) -> None:
             "x-overflow": "reject-publish",
             "x-delivery-limit": _DELIVERIES,
             "x-dead-letter-exchange": "",
-            "x-dead-letter-routing-key": names.dead,
+            "x-dead-letter-routing-key": names.dead_letter,
         },
     )
 

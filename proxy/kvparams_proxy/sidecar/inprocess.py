@@ -14,9 +14,18 @@ from typing import Any, Final, cast
 from starlette.types import ASGIApp, Message, Scope
 
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.terms import TURN_BYTES, Body, Head, Request, Sink, UpstreamError, reason, whole
+from kvparams_proxy.upstream.types import (
+    MAX_BYTES_PER_TURN,
+    ResponseHead,
+    ResponseSink,
+    UpstreamBody,
+    UpstreamError,
+    UpstreamRequest,
+    describe_error,
+    join_body,
+)
 
-__all__ = ["Call", "InProcess"]
+__all__ = ["InProcessExchange", "InProcessUpstream"]
 
 _log: Final = logging.getLogger(__name__)
 _GRACE_S: Final = 5.0
@@ -29,7 +38,7 @@ _MESSAGE_BYTES: Final = 512
 _HERE: Final = ("127.0.0.1", 0)
 
 
-class InProcess:
+class InProcessUpstream:
     """One engine's app. See `kvparams_proxy.upstream.interface.Upstream`."""
 
     def __init__(self, app: ASGIApp, base: Mapping[str, Any], *, key: Secret | None = None) -> None:
@@ -44,37 +53,37 @@ class InProcess:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         """Of every call: that of whoever happens to make it is another request's."""
-        self.keyed: Final = key is not None
-        """See `Upstream.keyed`."""
+        self.has_own_key: Final = key is not None
+        """See `Upstream.has_own_key`."""
         self.shared: Final = False
         """See `Upstream.shared`."""
-        self._own = b"" if key is None else key.bearer_line()
-        self.reached: Final[tuple[str, ...]] = ()
-        """See `Upstream.reached`: an app has no address, what is its own is declared."""
-        self._calls: set[Call] = set()
+        self._own = b"" if key is None else key.authorization_header()
+        self.peer_addresses: Final[tuple[str, ...]] = ()
+        """See `Upstream.peer_addresses`: an app has no address, what is its own is declared."""
+        self._calls: set[InProcessExchange] = set()
         self._closed = False
 
-    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
+    def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
         """A POST. `headers` are whole lines, each ending in CRLF."""
-        body = whole(body)
+        body = join_body(body)
         head = b"POST %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%bcontent-length: %d\r\n"
         return head % (path, self._own, headers, len(body)), body
 
-    def get(self, path: bytes) -> Request:
+    def get(self, path: bytes) -> UpstreamRequest:
         """A GET."""
         return b"GET %b\r\naccept: */*\r\n%b" % (path, self._own), b""
 
-    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> "Call":
+    def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> "InProcessExchange":
         """Have `request` answered, to `sink`. It is never sent twice, whatever `once` says: nothing gets lost here."""
-        call = Call(self, self._loop, sink)
+        call = InProcessExchange(self, self._loop, sink)
         if self._closed:
             self._loop.call_soon(call.finish, UpstreamError("the engine has been removed", connected=False))
             return call
         self._calls.add(call)
-        call.begin(self._app, self._scope(request[0]), whole(request[1]), self._context.copy())
+        call.begin(self._app, self._scope(request[0]), join_body(request[1]), self._context.copy())
         return call
 
-    def forget(self, call: "Call") -> None:
+    def forget(self, call: "InProcessExchange") -> None:
         """For a call: its app has ended."""
         self._calls.discard(call)
 
@@ -89,7 +98,7 @@ class InProcess:
         for call in self._calls:
             self._loop.call_soon(call.abort, UpstreamError("the engine has been removed"))
 
-    async def ended(self) -> None:
+    async def wait_closed(self) -> None:
         """After `close`: wait, within bounds, for the app to let go of its calls."""
         tasks = [call.task for call in self._calls if call.task is not None]
         if tasks:
@@ -120,7 +129,7 @@ class InProcess:
         return scope
 
 
-class Call:
+class InProcessExchange:
     """One request to the app and its answer. See `kvparams_proxy.upstream.interface.Handle`."""
 
     __slots__ = (
@@ -137,12 +146,12 @@ class Call:
         "task",
     )
 
-    def __init__(self, owner: InProcess, loop: asyncio.AbstractEventLoop, sink: Sink) -> None:
+    def __init__(self, owner: InProcessUpstream, loop: asyncio.AbstractEventLoop, sink: ResponseSink) -> None:
         self._owner = owner
         self._loop = loop
-        self._sink: Sink | None = sink
+        self._sink: ResponseSink | None = sink
         self._body: bytes | None = None
-        self._head: Head | None = None
+        self._head: ResponseHead | None = None
         self._begun = False
         self._bytes = 0
         self._left = asyncio.Event()
@@ -167,10 +176,10 @@ class Call:
         if sink is not None:
             sink.on_done(error)
 
-    # what whoever owns the leg calls: see `Handle`
+    # what whoever owns the leg calls: see `ExchangeHandle`
 
     def abort(self, error: UpstreamError) -> None:
-        """See `Handle.abort`."""
+        """See `ExchangeHandle.abort`."""
         sink = self._sink
         if sink is not None:
             error.connected = error.sent = self._begun
@@ -178,7 +187,7 @@ class Call:
             sink.on_done(error)
 
     def discard(self) -> None:
-        """See `Handle.discard`."""
+        """See `ExchangeHandle.discard`."""
         sink, self._sink = self._sink, None
         if sink is None or self.task is None:
             return
@@ -188,19 +197,19 @@ class Call:
         self._leave()
         self._timer = self._loop.call_later(_GRACE_S, self._give_up)
 
-    def end_sending(self) -> bool:
-        """See `Handle.end_sending`."""
+    def half_close(self) -> bool:
+        """See `ExchangeHandle.half_close`."""
         if self._sink is None or not self._begun:
             return False
         self._leave()
         return True
 
     def pause(self) -> None:
-        """See `Handle.pause`: the app waits in `send`."""
+        """See `ExchangeHandle.pause`: the app waits in `send`."""
         self._flowing.clear()
 
     def resume(self) -> None:
-        """See `Handle.resume`."""
+        """See `ExchangeHandle.resume`."""
         self._flowing.set()
 
     # the app
@@ -229,15 +238,15 @@ class Call:
     async def _send(self, message: Message) -> None:
         body = message.get("body", b"")
         at = 0
-        while len(body) - at > TURN_BYTES and self._sink is not None:
-            piece = body[at : at + TURN_BYTES]
-            await self._deliver({**message, "body": piece, "more_body": True}, TURN_BYTES)
-            at += TURN_BYTES
+        while len(body) - at > MAX_BYTES_PER_TURN and self._sink is not None:
+            piece = body[at : at + MAX_BYTES_PER_TURN]
+            await self._deliver({**message, "body": piece, "more_body": True}, MAX_BYTES_PER_TURN)
+            at += MAX_BYTES_PER_TURN
         await self._deliver({**message, "body": body[at:]} if at else message, len(body) - at)
 
     async def _deliver(self, message: Message, size: int) -> None:
         self._bytes += size + _MESSAGE_BYTES
-        if self._bytes > TURN_BYTES:
+        if self._bytes > MAX_BYTES_PER_TURN:
             self._bytes = 0
             await asyncio.sleep(0)
         while not self._flowing.is_set() and not self._left.is_set():
@@ -249,12 +258,12 @@ class Call:
         except UpstreamError as error:  # the sink has seen enough
             self._fail(error)
         except ValueError as error:
-            self._fail(UpstreamError(f"the engine's answer is not usable ({reason(error)})"))
+            self._fail(UpstreamError(f"the engine's answer is not usable ({describe_error(error)})"))
         except Exception:  # noqa: BLE001  a fault of the proxy: still, this call ends and the app is told
             _log.exception("an answer could not be taken")
             self._fail(UpstreamError("the proxy failed; its log says why"))
 
-    def _take(self, sink: Sink, message: Message) -> None:
+    def _take(self, sink: ResponseSink, message: Message) -> None:
         """
         Raises:
             ValueError: the app does not keep to ASGI, or the sink does not want what came.
@@ -290,8 +299,8 @@ class Call:
             self.task.cancel()
 
 
-def _head(message: Message) -> Head:
-    head = Head(status=int(message["status"]), framed=True)  # the app says where its answer ends
+def _head(message: Message) -> ResponseHead:
+    head = ResponseHead(status=int(message["status"]), framed=True)  # the app says where its answer ends
     for name, value in cast("list[tuple[bytes, bytes]]", message.get("headers", [])):
         name = name.lower()
         if name == b"content-type":

@@ -19,15 +19,15 @@ from typing import Any, Final, cast
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvparams.managers.choice import Mode
-from kvparams.managers.local_remote import LOCAL
-from kvparams.scheduling import Instance
-from kvparams_proxy.app import create_app
-from kvparams_proxy.clients.endpoints import ENDPOINTS
+from kvparams.instances import Instance
+from kvparams.routing.managers.local_remote import LOCAL_MANAGERS
+from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.requests.endpoints import ENDPOINTS
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.settings import DEFAULT_MODES, Settings
-from kvparams_proxy.sidecar.inprocess import InProcess
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.interface import Upstream
 
 __all__ = ["DisaggregatedServerMixin"]
@@ -67,23 +67,25 @@ class DisaggregatedServerMixin:
         """
         if settings.local is None:
             raise ValueError("the settings do not say which instance this app is: Settings(..., beside=ID)")
-        if settings.local.role not in LOCAL:
+        if settings.local.role not in LOCAL_MANAGERS:
             raise ValueError(f"an engine whose role is {settings.local.role} splits no requests")
         if settings.modes == DEFAULT_MODES:
-            settings = replace(settings, modes=(Mode(LOCAL[settings.local.role]),), keep_modes=True)
+            settings = replace(
+                settings, modes=(ManagerMode(LOCAL_MANAGERS[settings.local.role]),), modes_are_fixed=True
+            )
         self._app = app
-        self._id = settings.beside
+        self._id = settings.local_id
         self._key = key
         self._passed = tuple(passed)
         self._proxy: Starlette = create_app(settings, self._reach)
         self._state: dict[str, Any] | None = None
         self._base: dict[str, Any] = {}
-        self._calls: list[InProcess] = []
+        self._calls: list[InProcessUpstream] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one scope."""
         if scope["type"] == "lifespan":
-            await _Lifespan(self, scope, receive, send).run()
+            await _CombinedLifespan(self, scope, receive, send).run()
         elif self._is_proxy(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -101,12 +103,12 @@ class DisaggregatedServerMixin:
     async def _ended(self) -> None:
         self._state = None
         calls, self._calls = self._calls, []
-        await asyncio.gather(*(call.ended() for call in calls))
+        await asyncio.gather(*(call.wait_closed() for call in calls))
 
     def _reach(self, instance: Instance) -> Upstream | None:
         if instance.id != self._id:
             return None
-        made = InProcess(self._app, self._base, key=self._key)
+        made = InProcessUpstream(self._app, self._base, key=self._key)
         self._calls.append(made)
         return made
 
@@ -144,7 +146,7 @@ class DisaggregatedServerMixin:
         await self._proxy({**scope, "state": dict(self._state)}, receive, send)
 
 
-class _Lifespan:
+class _CombinedLifespan:
     """Both lifespans as one: the app's around the proxy's, whose probes and last legs need the app."""
 
     def __init__(self, owner: DisaggregatedServerMixin, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,13 +13,13 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-__all__ = ["Exposition"]
+__all__ = ["MetricsExposition"]
 
 _END: Final = b"# EOF\n"
 """The last line of an OpenMetrics text."""
 
 
-class Exposition:
+class MetricsExposition:
     """The registry of one app."""
 
     def __init__(self, *collectors: Collector) -> None:
@@ -42,14 +42,14 @@ class Exposition:
         encode, content_type = _encoder(accept)
         parts: list[bytes] = []
         for family in self._registry.collect():
-            parts.append(encode(_One(family)).removesuffix(_END))
+            parts.append(encode(_SingleMetricCollector(family)).removesuffix(_END))
             await asyncio.sleep(0)
         if content_type.startswith("application/openmetrics-text"):
             parts.append(_END)
         return b"".join(parts), content_type
 
 
-class _One(Collector):
+class _SingleMetricCollector(Collector):
     """A single metric, where a registry is wanted."""
 
     def __init__(self, family: Metric) -> None:

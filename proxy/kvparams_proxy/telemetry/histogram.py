@@ -10,13 +10,13 @@ from typing import Final
 
 from prometheus_client.core import HistogramMetricFamily
 
-__all__ = ["FINE_SECONDS", "SECONDS", "TOKENS", "Histogram"]
+__all__ = ["FINE_SECONDS_BUCKETS", "SECONDS_BUCKETS", "TOKENS_BUCKETS", "Histogram"]
 
-SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """For what takes as long as a request or a part of one."""
-FINE_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+FINE_SECONDS_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 """For what should take no time: one token, one turn of the event loop."""
-TOKENS: Final = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+TOKENS_BUCKETS: Final = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 """For lengths of prompts and answers."""
 
 
@@ -25,7 +25,7 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
         """`bounds` are the upper ends of the buckets, ascending; what is above the last one is counted too."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)

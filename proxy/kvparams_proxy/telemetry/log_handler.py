@@ -3,16 +3,16 @@
 import logging
 from typing import Final
 
-from kvparams_proxy.telemetry.linewriter import LineWriter
+from kvparams_proxy.telemetry.line_writer import LineWriter
 
-__all__ = ["LineHandler"]
+__all__ = ["LineWriterHandler"]
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CLOSE_S: Final = 1.0
 """For what is left at the end; a place that does not take it gets no more."""
 
 
-class LineHandler(logging.Handler):
+class LineWriterHandler(logging.Handler):
     """A logging handler over a `LineWriter`: a record that finds no room is dropped and counted there."""
 
     def __init__(self, writer: LineWriter) -> None:

@@ -1,4 +1,5 @@
-"""What the proxy counts of its requests, for Prometheus. `METRICS.md` has all names; `gauges.py` what is true now.
+"""What the proxy counts of its requests, for Prometheus. `METRICS.md` has all names; `proxy_gauges.py` what is true
+now.
 
 The one rule: a request pays for additions, not for a label look-up and a lock; the rest happens when it is scraped.
 """
@@ -10,35 +11,42 @@ from typing import Final, get_args
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvparams.lifecycle import WAYS, Lifecycle, Outcome, State
-from kvparams.plan import KVLease
-from kvparams.scheduling import Instance, Role
-from kvparams.trust.pinning import REFUSALS
-from kvparams_proxy.telemetry.account import Account, Refusal
-from kvparams_proxy.telemetry.histogram import FINE_SECONDS, TOKENS, Histogram
-from kvparams_proxy.telemetry.instances import Sums, Tally
-from kvparams_proxy.upstream.terms import Head, UpstreamError, UpstreamFull, UpstreamRefusal, UpstreamTimeout
+from kvparams.instances import Instance, Role
+from kvparams.routing.handoff_verifier import HANDOFF_REFUSAL_REASONS
+from kvparams.routing.plan import KVLease
+from kvparams.routing.request_lifecycle import TRANSITIONS, LifecycleState, RequestLifecycle, RequestOutcome
+from kvparams_proxy.telemetry.histogram import FINE_SECONDS_BUCKETS, TOKENS_BUCKETS, Histogram
+from kvparams_proxy.telemetry.instance_stats import InstanceStats, InstanceTotals
+from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
+from kvparams_proxy.upstream.types import (
+    ResponseHead,
+    UpstreamError,
+    UpstreamErrorResponse,
+    UpstreamOverflow,
+    UpstreamTimeout,
+)
 
-__all__ = ["FAILURES", "Metrics", "failure_kind"]
+__all__ = ["FAILURE_KINDS", "Metrics", "failure_kind"]
 
-FAILURES: Final = ("busy", "unreachable", "timeout", "broken", "error", "refused", "garbage")
+FAILURE_KINDS: Final = ("busy", "unreachable", "timeout", "broken", "error", "refused", "garbage")
 """How a leg may fail: no connection was free; none was made; silence; cut off in the middle; a 5xx; a 4xx; an answer
 that is no JSON."""
 
 _UNSENT: Final = {"handoff_missing": "missing", "bad_prefill_answer": "invalid", "no_signing_key": "unsigned"}
-"""Reasons, by the code of the error that a client got; those of `kvparams.trust.pinning` count where they arise."""
-_STARTS: Final[dict[Role, State]] = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
-_FIRST_TOKEN: Final[dict[Role, tuple[State, State]]] = {
+"""Reasons, by the code of the error that a client got; those of `kvparams.routing.handoff_verifier` count where they
+arise."""
+_STARTS: Final[dict[Role, LifecycleState]] = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_FIRST_TOKEN: Final[dict[Role, tuple[LifecycleState, LifecycleState]]] = {
     Role.PREFILL: ("prefill", "result"),  # its one token and its answer are one
     Role.DECODE: ("decode", "first_byte"),
 }
 
 
 class Metrics(Collector):
-    """Counters and histograms. A `kvparams_proxy.telemetry.account.Reader`."""
+    """Counters and histograms. A `kvparams_proxy.telemetry.request_record.Reader`."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
+        self.outcomes: dict[RequestOutcome, int] = dict.fromkeys(get_args(RequestOutcome), 0)
         """Requests by how they ended."""
         self.refusals: dict[int, int] = {}
         """Answers other than 200, by HTTP status."""
@@ -46,7 +54,7 @@ class Metrics(Collector):
         """From sending a leg's request to the end of its answer."""
         self.first_byte = Histogram()
         """From the complete request to the first byte of its answer, prefill included."""
-        self.turn_lag = Histogram(FINE_SECONDS)
+        self.loop_lag = Histogram(FINE_SECONDS_BUCKETS)
         """How late the event loop is."""
         self.retries = 0
         """Further attempts that were allowed ..."""
@@ -56,23 +64,23 @@ class Metrics(Collector):
         """Streams that went on on another engine."""
         self.stripped: dict[str, int] = {"body": 0, "request_id": 0}
         """Requests from which something was taken that only a proxy may say, by where it stood."""
-        self.handoffs_refused: dict[str, int] = dict.fromkeys((*REFUSALS, *_UNSENT.values()), 0)
+        self.handoffs_refused: dict[str, int] = dict.fromkeys((*HANDOFF_REFUSAL_REASONS, *_UNSENT.values()), 0)
         """What was not said to an engine, by reason."""
-        self._ways = {(before, after): Histogram() for before in WAYS for after in WAYS[before]}
-        self._live: set[Lifecycle] = set()
-        self._legs_of: dict[str, Tally] = {}
+        self._ways = {(before, after): Histogram() for before in TRANSITIONS for after in TRANSITIONS[before]}
+        self._live: set[RequestLifecycle] = set()
+        self._legs_of: dict[str, InstanceStats] = {}
         """By the id of an instance."""
-        self._failures = {(role, kind): 0 for role in Role for kind in FAILURES}
-        self._prompt = Histogram(TOKENS)
-        self._completion = Histogram(TOKENS)
-        self._events = Histogram(TOKENS)
-        self._per_token = Histogram(FINE_SECONDS)
+        self._failures = {(role, kind): 0 for role in Role for kind in FAILURE_KINDS}
+        self._prompt = Histogram(TOKENS_BUCKETS)
+        self._completion = Histogram(TOKENS_BUCKETS)
+        self._events = Histogram(TOKENS_BUCKETS)
+        self._per_token = Histogram(FINE_SECONDS_BUCKETS)
         self._cached_tokens = 0
         self._answer_bytes = 0
 
     # on the way of a request
 
-    def began(self, life: Lifecycle) -> None:
+    def request_began(self, life: RequestLifecycle) -> None:
         """A request begins; how long it was where is counted when it is over."""
         self._live.add(life)
 
@@ -84,23 +92,23 @@ class Metrics(Collector):
         tally.legs_s += spent_s
 
     def leg_failed(self, instance: Instance, kind: str) -> None:
-        """One of `FAILURES`."""
+        """One of `FAILURE_KINDS`."""
         self._failures[instance.role, kind] += 1
 
-    def refused(self, refusal: Refusal) -> None:
-        """See `kvparams_proxy.telemetry.account.Reader`."""
+    def refused(self, refusal: RefusedRequest) -> None:
+        """See `kvparams_proxy.telemetry.request_record.Reader`."""
         status = refusal.error.status
         self.outcomes["refused" if status < 500 else "failed"] += 1
         self.refusals[status] = self.refusals.get(status, 0) + 1
 
-    def ended(self, account: Account) -> None:
-        """See `kvparams_proxy.telemetry.account.Reader`."""
-        life = account.life
+    def ended(self, account: RequestRecord) -> None:
+        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        life = account.lifecycle
         self._live.discard(life)
         ways = self._ways
         before, _, since_s = life.spans[0]
         tallies = self._legs_of
-        last: Tally | None = None
+        last: InstanceStats | None = None
         for state, who, at_s in islice(life.spans, 1, None):
             spent_s = at_s - since_s
             ways[before, state].observe(spent_s)
@@ -115,8 +123,8 @@ class Metrics(Collector):
             before, since_s = state, at_s
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1
-        if account.refusal:
-            self.refusals[account.refusal] = self.refusals.get(account.refusal, 0) + 1
+        if account.error_status:
+            self.refusals[account.error_status] = self.refusals.get(account.error_status, 0) + 1
             if (reason := _UNSENT.get(account.code or "")) is not None:
                 self.handoffs_refused[reason] += 1
         if account.prompt_tokens is not None:
@@ -142,33 +150,33 @@ class Metrics(Collector):
 
     # when it is scraped
 
-    def now_in(self, *states: State) -> int:
+    def count_in_states(self, *states: LifecycleState) -> int:
         """How many requests are in one of these states."""
         return sum(life.state in states for life in self._live)
 
-    def held(self) -> Iterable[KVLease]:
+    def held_leases(self) -> Iterable[KVLease]:
         """KV that engines hold for requests that run."""
         for life in self._live:
-            if life.lease is not None and life.lease.abandon is not None:
+            if life.lease is not None and life.lease.release_request is not None:
                 yield life.lease
 
-    def keep(self, ids: Iterable[str]) -> None:
+    def retain_instances(self, ids: Iterable[str]) -> None:
         """Forget instances that are not among these."""
         known = set(ids)
         for id in [id for id in self._legs_of if id not in known]:
             del self._legs_of[id]
 
-    def legs_of(self, id: str) -> int:
+    def leg_count(self, id: str) -> int:
         """How many legs have ended on an instance."""
-        return self.sums_of(id, 0).legs
+        return self.instance_totals(id, 0).legs
 
-    def sums_of(self, id: str, running: int) -> Sums:
+    def instance_totals(self, id: str, running: int) -> InstanceTotals:
         """What is summed of an instance, on which so many legs run now."""
-        return (self._legs_of.get(id) or Tally()).sums(running)
+        return (self._legs_of.get(id) or InstanceStats()).totals(running)
 
-    def _tally(self, id: str) -> Tally:
+    def _tally(self, id: str) -> InstanceStats:
         """Of an instance that has none yet."""
-        tally = self._legs_of[id] = Tally()
+        tally = self._legs_of[id] = InstanceStats()
         return tally
 
     def collect(self) -> Iterable[Metric]:
@@ -215,7 +223,7 @@ class Metrics(Collector):
 
     def _times(self) -> Iterable[Metric]:
         states = _seconds("state", "How long requests stay in each state; the count is how often.", "state")
-        for state in WAYS:
+        for state in TRANSITIONS:
             if state != "done":
                 whole = Histogram()
                 for (before, _), way in self._ways.items():
@@ -255,7 +263,7 @@ class Metrics(Collector):
         self._per_token.add_to(each)
         yield each
         lag = _seconds("event_loop_lag", "How late the event loop was, looked at four times a second.")
-        self.turn_lag.add_to(lag)
+        self.loop_lag.add_to(lag)
         yield lag
 
     def _legs(self) -> Iterable[Metric]:
@@ -299,13 +307,13 @@ class Metrics(Collector):
         yield _counter("answer_bytes", "Bodies of answers, as sent to clients.", self._answer_bytes)
 
 
-def failure_kind(head: Head, error: UpstreamError | None) -> str:
-    """Which of `FAILURES` the end of a leg is."""
+def failure_kind(head: ResponseHead, error: UpstreamError | None) -> str:
+    """Which of `FAILURE_KINDS` the end of a leg is."""
     if error is None:
         return "error" if head.status >= 500 else "refused"
-    if isinstance(error, UpstreamRefusal):
+    if isinstance(error, UpstreamErrorResponse):
         return "error"
-    if isinstance(error, UpstreamFull):
+    if isinstance(error, UpstreamOverflow):
         return "busy"
     if not error.connected:
         return "unreachable"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvparams_proxy.tokens.service import Source, TokenService
+from kvparams_proxy.tokenization.service import TokenIdSource, TokenService
 
 __all__ = ["PromptGauges"]
 
@@ -21,14 +21,14 @@ class PromptGauges(Collector):
         found = CounterMetricFamily(
             "kvparams_proxy_prompts", "Prompts with ids to route by, by where these came from.", labels=["source"]
         )
-        for source in Source:
-            found.add_metric([source], self._tokens.found[source])
+        for source in TokenIdSource:
+            found.add_metric([source], self._tokens.found_counts[source])
         yield found
         missed = CounterMetricFamily(
             "kvparams_proxy_prompts_missed",
             "Prompts that went by bytes since their tokenizer or engine had no ids for them.",
             labels=["source"],
         )
-        for source in (Source.TOKENIZER, Source.ENGINE):
-            missed.add_metric([source], self._tokens.missed[source])
+        for source in (TokenIdSource.TOKENIZER, TokenIdSource.ENGINE):
+            missed.add_metric([source], self._tokens.missed_counts[source])
         yield missed

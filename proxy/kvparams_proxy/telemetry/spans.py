@@ -21,12 +21,12 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import Attributes
 
-from kvparams.lifecycle import Span, State
+from kvparams.routing.request_lifecycle import LifecycleState, StateSpan
 from kvparams.version import __version__
-from kvparams_proxy.telemetry.account import Account, Refusal
-from kvparams_proxy.telemetry.tracing import Trace
+from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
+from kvparams_proxy.telemetry.tracing import TraceContext
 
-__all__ = ["SpanExport"]
+__all__ = ["RequestSpanExporter"]
 
 _CLOSE_S: Final = 3.0
 _WELL: Final = Status(StatusCode.UNSET)
@@ -36,8 +36,9 @@ _MODEL: Final = 200
 _OPERATIONS: Final = {b"/v1/completions": "text_completion", b"/v1/chat/completions": "chat"}
 
 
-class SpanExport:
-    """A `kvparams_proxy.telemetry.account.Reader`: one span for a request, below it one for each leg and each wait."""
+class RequestSpanExporter:
+    """A `kvparams_proxy.telemetry.request_record.Reader`: one span for a request, below it one for each leg and each
+    wait."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         """`exporter` is by default OTLP over HTTP. Starts a thread."""
@@ -46,13 +47,13 @@ class SpanExport:
         self._resource = Resource.create({} if named else {"service.name": "kvparams-proxy"})
         self._scope = InstrumentationScope("kvparams_proxy", __version__)
 
-    def ended(self, account: Account) -> None:
-        """See `kvparams_proxy.telemetry.account.Reader`."""
-        trace, life = account.trace, account.life
+    def ended(self, account: RequestRecord) -> None:
+        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        trace, life = account.trace_context, account.lifecycle
         if trace is None or not trace.sampled:
             return
         context, parent = _place(trace)
-        clock = _Clock(life.since_s, account.ended_s)
+        clock = _SpanClock(life.since_s, account.ended_s)
         legs = iter(trace.legs)
         for visit in _visits(life.spans, life.outcome == "ok"):
             if visit.queued:
@@ -74,14 +75,14 @@ class SpanExport:
             context,
             parent,
             SpanKind.SERVER,
-            (clock.ns(life.begun_s), clock.ns(life.since_s)),
+            (clock.ns(life.started_s), clock.ns(life.since_s)),
             _attributes(account),
             life.outcome not in ("failed", "midway"),
             [_event(state, who, clock.ns(at_s)) for state, who, at_s in life.spans],
         )
 
-    def refused(self, refusal: Refusal) -> None:
-        """See `kvparams_proxy.telemetry.account.Reader`. Its span has no length: it never came to life."""
+    def refused(self, refusal: RefusedRequest) -> None:
+        """See `kvparams_proxy.telemetry.request_record.Reader`. Its span has no length: it never came to life."""
         trace, error = refusal.trace, refusal.error
         if trace is None or not trace.sampled:
             return
@@ -147,7 +148,7 @@ class SpanExport:
         self._processor.on_end(span)
 
 
-class _Clock:
+class _SpanClock:
     """From the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
 
     def __init__(self, end_s: float, since_1970_s: float) -> None:
@@ -158,10 +159,10 @@ class _Clock:
         return self._end_ns - int((self._end_s - at_s) * 1e9)
 
 
-class _Visit:
+class _SpanInterval:
     """One leg, or one wait."""
 
-    def __init__(self, begun: Span, ended_s: float, well: bool, first_byte_s: float | None = None) -> None:
+    def __init__(self, begun: StateSpan, ended_s: float, well: bool, first_byte_s: float | None = None) -> None:
         self.begun = begun
         self.ended_s = ended_s
         self.well = well
@@ -172,23 +173,23 @@ class _Visit:
         return self.begun[0] == "queued"
 
 
-def _visits(spans: list[Span], well: bool) -> Iterator[_Visit]:
+def _visits(spans: list[StateSpan], well: bool) -> Iterator[_SpanInterval]:
     """A decode leg goes on after its first byte; what comes between legs takes no time. `well`: how it all ended."""
     for index, span in enumerate(spans[:-1]):
         state = span[0]
         after, _, ended_s = spans[index + 1]
         if state == "queued":
-            yield _Visit(span, ended_s, after != "done")
+            yield _SpanInterval(span, ended_s, after != "done")
         elif state == "prefill":
-            yield _Visit(span, ended_s, after == "result")
+            yield _SpanInterval(span, ended_s, after == "result")
         elif state == "decode" and after != "first_byte":
-            yield _Visit(span, ended_s, False)
+            yield _SpanInterval(span, ended_s, False)
         elif state == "decode":
             end, _, end_s = spans[index + 2]
-            yield _Visit(span, end_s, well and end == "done", ended_s)
+            yield _SpanInterval(span, end_s, well and end == "done", ended_s)
 
 
-def _place(trace: Trace) -> tuple[SpanContext, SpanContext | None]:
+def _place(trace: TraceContext) -> tuple[SpanContext, SpanContext | None]:
     """Of the request's span, and of its parent if the client has begun the trace."""
     flags = TraceFlags(trace.flags)
     context = SpanContext(trace.trace_id, trace.span_id, is_remote=False, trace_flags=flags)
@@ -197,7 +198,7 @@ def _place(trace: Trace) -> tuple[SpanContext, SpanContext | None]:
     return context, SpanContext(trace.trace_id, trace.parent_id, is_remote=True, trace_flags=flags)
 
 
-def _event(state: State, who: str, at_ns: int) -> Event:
+def _event(state: LifecycleState, who: str, at_ns: int) -> Event:
     """A step to this state; `who` is the instance, if there is one."""
     return Event(state, {"kvparams.instance": who} if who else None, at_ns)
 
@@ -205,10 +206,10 @@ def _event(state: State, who: str, at_ns: int) -> Event:
 _Values = dict[str, str | int | list[str]]
 
 
-def _attributes(account: Account) -> _Values:
+def _attributes(account: RequestRecord) -> _Values:
     facts = account.facts
     return {
-        **_known(account.endpoint, facts.request_id, account.life.outcome or ""),
+        **_known(account.endpoint, facts.request_id, account.lifecycle.outcome or ""),
         "kvparams.transfer_ids": [facts.transfer_id, *(account.further_transfers or ())],
         "kvparams.retries": account.retries,
         **_present(account.status, account.code, facts.model, account.prompt_tokens, account.completion_tokens),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-__all__ = ["Trace", "Tracer"]
+__all__ = ["TraceContext", "Tracer"]
 
 _TRACEPARENT: Final = re.compile(
     rb"traceparent: (?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?\r\n"
@@ -21,7 +21,7 @@ _RANDOM: Final = 2
 """All of the trace's id is random (W3C Trace Context, level 2)."""
 
 
-class Trace:
+class TraceContext:
     """One request's place in a trace."""
 
     __slots__ = ("_random", "flags", "legs", "parent_id", "span_id", "trace_id")
@@ -41,14 +41,14 @@ class Trace:
         """Whether spans are made of it."""
         return bool(self.flags & _SAMPLED)
 
-    def line(self) -> bytes:
+    def traceparent_header(self) -> bytes:
         """The header for what is done for this request beside its legs."""
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, self.span_id, self.flags)
 
-    def leg(self) -> bytes:
+    def leg_traceparent_header(self) -> bytes:
         """A leg begins: its header."""
         if not self.flags & _SAMPLED:
-            return self.line()
+            return self.traceparent_header()
         span_id = self.new_span_id()
         self.legs.append(span_id)
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, span_id, self.flags)
@@ -70,7 +70,7 @@ class Tracer:
         self._ratio = ratio
         self._random = random
 
-    def begin(self, lines: Sequence[bytes]) -> tuple[Trace, list[bytes]]:
+    def begin(self, lines: Sequence[bytes]) -> tuple[TraceContext, list[bytes]]:
         """A request has come.
 
         Args:
@@ -89,12 +89,12 @@ class Tracer:
                 kept = [line for line in lines if not line.startswith(_TRACE_LINES[0])]
                 known = int(flags, 16) & (_SAMPLED | _RANDOM)
                 span_id = self._span_id() if known & _SAMPLED else parent_id
-                return Trace(self._random, trace_id, parent_id, span_id, known), kept
+                return TraceContext(self._random, trace_id, parent_id, span_id, known), kept
         sampled = self._random.random() < self._ratio
         trace_id = self._random.getrandbits(128) or 1
         flags = _RANDOM | (_SAMPLED if sampled else 0)
         kept = [line for line in lines if not line.startswith(_TRACE_LINES)]
-        return Trace(self._random, trace_id, None, self._span_id(), flags), kept
+        return TraceContext(self._random, trace_id, None, self._span_id(), flags), kept
 
     def _span_id(self) -> int:
         return self._random.getrandbits(64) or 1

@@ -12,9 +12,17 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from kvparams_proxy.upstream.terms import TURN_BYTES, Head, Request, Sink, UpstreamError, UpstreamLimits, reason
+from kvparams_proxy.upstream.types import (
+    MAX_BYTES_PER_TURN,
+    ResponseHead,
+    ResponseSink,
+    UpstreamError,
+    UpstreamLimits,
+    UpstreamRequest,
+    describe_error,
+)
 
-__all__ = ["Connection", "Exchange"]
+__all__ = ["UpstreamConnection", "UpstreamExchange"]
 
 
 _log: Final = logging.getLogger(__name__)
@@ -27,7 +35,7 @@ _STALE_S: Final = 1.0
 """A kept connection that the engine had closed already fails within a round trip; later, the engine may have begun."""
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """The pool, as connections and exchanges see it."""
 
     @property
@@ -40,30 +48,30 @@ class Owner(Protocol):
         """The loop's clock, in seconds."""
         ...
 
-    def restart(self, exchange: "Exchange") -> None:
+    def restart(self, exchange: "UpstreamExchange") -> None:
         """Run it on a new connection."""
         ...
 
-    def put_back(self, connection: "Connection") -> None:
+    def put_back(self, connection: "UpstreamConnection") -> None:
         """The connection is idle."""
         ...
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: "UpstreamConnection") -> None:
         """The connection is closed."""
         ...
 
 
-class Exchange:
+class UpstreamExchange:
     """One request and its answer: a handle to abort or throttle it."""
 
     __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
 
-    def __init__(self, pool: Owner, request: Request, sink: Sink, *, once: bool) -> None:
+    def __init__(self, pool: ConnectionOwner, request: UpstreamRequest, sink: ResponseSink, *, once: bool) -> None:
         """`once`: never send the request twice, even where the engine has most likely not seen it."""
         self._pool = pool
         self._request = request
-        self._sink: Sink | None = sink
-        self._connection: Connection | None = None
+        self._sink: ResponseSink | None = sink
+        self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._retry = not once
         self._begun = False
@@ -77,11 +85,11 @@ class Exchange:
             self.discard()
             sink.on_done(error)
 
-    def end_sending(self) -> bool:
+    def half_close(self) -> bool:
         """Let the engine see that nobody waits any more, and hear out what it may have sent already; the connection is
         not used again. False where that cannot be done: it is not connected, or TLS is in between."""
         self._retry = False
-        return self._sink is not None and self._connection is not None and self._connection.end_sending()
+        return self._sink is not None and self._connection is not None and self._connection.half_close()
 
     def discard(self) -> None:
         """End it now; the sink hears nothing more."""
@@ -106,7 +114,7 @@ class Exchange:
         if self._connection is not None:
             self._connection.resume()
 
-    def run_on(self, connection: "Connection") -> None:
+    def start_on(self, connection: "UpstreamConnection") -> None:
         """For the pool: send the request there."""
         self._connection = connection
         self._begun = True
@@ -114,12 +122,12 @@ class Exchange:
         if self._paused:
             connection.pause()
 
-    def connect(self, task: asyncio.Task[None]) -> None:
+    def set_connecting(self, task: asyncio.Task[None]) -> None:
         """For the pool: a connection is being made."""
         self._connecting = task
 
     @property
-    def waiting(self) -> bool:
+    def is_wanted(self) -> bool:
         """Whether somebody still wants the answer."""
         return self._sink is not None
 
@@ -139,7 +147,7 @@ class Exchange:
         sink.on_done(error)
 
 
-class Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
@@ -164,11 +172,11 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: Owner) -> None:
+    def __init__(self, pool: ConnectionOwner) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._exchange: Exchange | None = None
-        self._sink: Sink | None = None
+        self._exchange: UpstreamExchange | None = None
+        self._sink: ResponseSink | None = None
         self._reused = False
         self._strange = False
         self._sent_at = 0.0
@@ -179,7 +187,7 @@ class Connection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        self._head = Head()
+        self._head = ResponseHead()
         self._bodiless_bytes = 0
         """Of this answer, since a piece of its body came last; 0 where nothing has come."""
         self._head_done = False
@@ -189,7 +197,7 @@ class Connection(asyncio.Protocol):
 
     # what the pool and the exchange call
 
-    def begin(self, exchange: Exchange, sink: Sink | None, request: Request) -> None:
+    def begin(self, exchange: UpstreamExchange, sink: ResponseSink | None, request: UpstreamRequest) -> None:
         """Send a request; the answer goes to `sink`."""
         self._exchange = exchange
         self._sink = sink
@@ -208,7 +216,7 @@ class Connection(asyncio.Protocol):
         self._exchange = self._sink = None
         self.transport.abort()
 
-    def end_sending(self) -> bool:
+    def half_close(self) -> bool:
         """Close the way to the engine, not the way back; whether that was possible."""
         if not self.transport.can_write_eof() or self.transport.is_closing():
             return False
@@ -248,12 +256,12 @@ class Connection(asyncio.Protocol):
         if self._later:  # of what TLS has decrypted, more may come while nothing is read
             self._later += data
             return
-        if len(data) > TURN_BYTES:
-            self._later = data[TURN_BYTES:]
+        if len(data) > MAX_BYTES_PER_TURN:
+            self._later = data[MAX_BYTES_PER_TURN:]
             if not self._paused:
                 self.transport.pause_reading()
                 asyncio.get_running_loop().call_soon(self._go_on)
-            data = data[:TURN_BYTES]
+            data = data[:MAX_BYTES_PER_TURN]
         sink = self._sink
         if sink is None:  # an idle engine has nothing to say
             self.transport.abort()
@@ -267,7 +275,7 @@ class Connection(asyncio.Protocol):
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 if not self._complete and not self._pieces:
                     raise
-                wrong = reason(error)  # behind what came well, which counts however the bytes fall into reads
+                wrong = describe_error(error)  # behind what came well, which counts however the bytes fall into reads
             pieces = self._pieces
             if not pieces:  # a head, trailers, the framing of chunks: the parser may keep all of it
                 self._bodiless_bytes += len(data)
@@ -281,7 +289,7 @@ class Connection(asyncio.Protocol):
             self._fail(error)
             return
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({reason(error)})"))
+            self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({describe_error(error)})"))
             return
         except Exception:  # noqa: BLE001  a fault of the proxy: still, this exchange ends and the engine is told
             _log.exception("an answer could not be taken")
@@ -299,7 +307,7 @@ class Connection(asyncio.Protocol):
         if not later or self._paused or self._sink is None:
             return
         self._later = b""
-        if len(later) <= TURN_BYTES:
+        if len(later) <= MAX_BYTES_PER_TURN:
             self.transport.resume_reading()
         self.data_received(later)
 
@@ -376,7 +384,7 @@ class Connection(asyncio.Protocol):
             self._complete = True
             self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns
         else:  # the end of a 1xx answer
-            self._head = Head()
+            self._head = ResponseHead()
 
     def _end(self) -> None:
         exchange, self._exchange, self._sink = self._exchange, None, None

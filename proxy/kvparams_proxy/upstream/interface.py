@@ -6,12 +6,12 @@ within `exchange`, and nothing after it.
 
 from typing import Protocol
 
-from kvparams_proxy.upstream.terms import Body, Request, Sink, UpstreamError
+from kvparams_proxy.upstream.types import ResponseSink, UpstreamBody, UpstreamError, UpstreamRequest
 
-__all__ = ["Handle", "Upstream"]
+__all__ = ["ExchangeHandle", "Upstream"]
 
 
-class Handle(Protocol):
+class ExchangeHandle(Protocol):
     """One exchange that runs. Everything is a no-op once it is over."""
 
     def abort(self, error: UpstreamError) -> None:
@@ -23,7 +23,7 @@ class Handle(Protocol):
         """End it now: the engine learns that nobody waits, the sink hears nothing more."""
         ...
 
-    def end_sending(self) -> bool:
+    def half_close(self) -> bool:
         """Let the engine see that nobody waits any more, and hear out what it may have sent already. False where that
         cannot be done: then nothing has been done."""
         ...
@@ -41,7 +41,7 @@ class Upstream(Protocol):
     """One engine, as legs, releases and probes reach it."""
 
     @property
-    def keyed(self) -> bool:
+    def has_own_key(self) -> bool:
         """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
         ...
 
@@ -51,7 +51,7 @@ class Upstream(Protocol):
         ...
 
     @property
-    def reached(self) -> tuple[str, ...]:
+    def peer_addresses(self) -> tuple[str, ...]:
         """The IP addresses that its name has led to, the last few; empty where it is not reached by one."""
         ...
 
@@ -60,15 +60,15 @@ class Upstream(Protocol):
         """Idle ones included."""
         ...
 
-    def request(self, path: bytes, headers: bytes, body: Body) -> Request:
+    def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
         """A POST, as `exchange` takes it. `headers` are whole lines, each ending in CRLF."""
         ...
 
-    def get(self, path: bytes) -> Request:
+    def get(self, path: bytes) -> UpstreamRequest:
         """A GET."""
         ...
 
-    def exchange(self, request: Request, sink: Sink, *, once: bool = False) -> Handle:
+    def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> ExchangeHandle:
         """Send `request`, deliver its answer to `sink`. `once`: never send it twice, even where the engine has most
         likely not seen it."""
         ...

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
-from kvparams_connectors.stores.lmcache.wire import Kind, Names
+from kvparams_connectors.stores.lmcache.wire import LMCacheEntryKind, LMCacheNames
 from tests.connectors.lmcache_server import BareClient, LMCacheServer
 from tests.connectors.lmcache_steps import break_off, delete, exists, resident_mib, sockets
 from tests.connectors.steps import DEADLINE_S, SIZE, get, in_thread, put
@@ -18,7 +18,7 @@ from tests.connectors.valkey_relay import Relay
 from tests.connectors.valkey_server import wait_until
 
 HUGE = 250 << 20
-LOST = {Code.UNAVAILABLE, Code.TIMEOUT}
+LOST = {ResultCode.UNAVAILABLE, ResultCode.TIMEOUT}
 
 
 def through(relay: Relay, prefix: str, opened: list[KVStore]) -> LMCacheStore:
@@ -37,9 +37,9 @@ def test_a_put_that_is_not_confirmed_is_not_ok(
     with Relay(server.port) as relay:
         far = through(relay, prefix, opened)
         relay.cut_after = 36  # the answer to "is it there?" comes through, the confirmation does not
-        assert put(far, range(1)) == [Code.UNAVAILABLE]
+        assert put(far, range(1)) == [ResultCode.UNAVAILABLE]
         far.close()
-    assert exists(store, range(1)) == [Code.OK]  # the control: it was stored
+    assert exists(store, range(1)) == [ResultCode.OK]  # the control: it was stored
 
 
 def test_a_confirmation_of_something_else_is_not_ok(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> None:
@@ -48,7 +48,7 @@ def test_a_confirmation_of_something_else_is_not_ok(server: LMCacheServer, prefi
     with Relay(server.port) as relay:
         far = through(relay, prefix, opened)
         relay.change = lambda data: missing * (len(data) // 36)
-        assert put(far, range(2)) == [Code.UNAVAILABLE] * 2
+        assert put(far, range(2)) == [ResultCode.UNAVAILABLE] * 2
         far.close()
 
 
@@ -61,9 +61,9 @@ def test_a_reset_in_the_middle_of_a_value_is_no_value(
         far = through(relay, prefix, opened)
         for cut_after in (0, 1, 35, 36, 37, SIZE // 2, SIZE + 35, SIZE + 36, SIZE + 37, 3 * SIZE):
             relay.cut_after = cut_after
-            assert get(far, range(4)) == [Code.OK] * 4
+            assert get(far, range(4)) == [ResultCode.OK] * 4
             assert relay.cut_after is None
-        assert exists(store, range(4)) == [Code.OK] * 4  # no cut was taken for remains
+        assert exists(store, range(4)) == [ResultCode.OK] * 4  # no cut was taken for remains
         always = [0]
 
         def every_time(data: bytes) -> bytes:
@@ -73,7 +73,7 @@ def test_a_reset_in_the_middle_of_a_value_is_no_value(
         relay.change = every_time
         for cut in (0, 20, 36, 1000):
             always[0] = cut
-            assert set(get(far, range(4))) <= {Code.UNAVAILABLE, Code.MISS}
+            assert set(get(far, range(4))) <= {ResultCode.UNAVAILABLE, ResultCode.MISS}
         relay.change = lambda data: data
         relay.cut_after = None
         far.close()
@@ -85,26 +85,26 @@ def test_a_server_that_trickles_costs_no_more_than_the_deadline(
     put(store, range(2))
     with Relay(server.port) as relay:
         far = through(relay, prefix, opened)
-        assert get(far, range(2)) == [Code.OK] * 2
+        assert get(far, range(2)) == [ResultCode.OK] * 2
         relay.trickle_s = 0.005
         start = time.monotonic()
         job = far.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.3)
-        assert job.result() == [Result(Code.TIMEOUT)]
+        assert job.result() == [Result(ResultCode.TIMEOUT)]
         assert job.wait_settled(1.0)
         assert time.monotonic() - start < 1.0
         relay.trickle_s = 0.0
-        assert get(far, range(2)) == [Code.OK] * 2
+        assert get(far, range(2)) == [ResultCode.OK] * 2
         far.close()
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        (200, -1, Kind.VALUE, SIZE),
-        (77, SIZE, Kind.VALUE, SIZE),
-        (200, 2**31 - 1, Kind.VALUE, 2**31 - 1),
-        (200, SIZE - 7, Kind.VALUE, SIZE - 7),
-        (200, SIZE + 1, Kind.VALUE, SIZE),
+        (200, -1, LMCacheEntryKind.VALUE, SIZE),
+        (77, SIZE, LMCacheEntryKind.VALUE, SIZE),
+        (200, 2**31 - 1, LMCacheEntryKind.VALUE, 2**31 - 1),
+        (200, SIZE - 7, LMCacheEntryKind.VALUE, SIZE - 7),
+        (200, SIZE + 1, LMCacheEntryKind.VALUE, SIZE),
     ],
 )
 def test_a_server_that_lies_about_lengths_hurts_nobody(
@@ -114,7 +114,7 @@ def test_a_server_that_lies_about_lengths_hurts_nobody(
     believed: that is what pages have checksums for."""
     put(store, range(2))
     code, nbytes, kind, size = lie
-    true = struct.pack("=6i", 200, SIZE, 4, 6, Kind.VALUE, SIZE)
+    true = struct.pack("=6i", 200, SIZE, 4, 6, LMCacheEntryKind.VALUE, SIZE)
     with Relay(server.port) as relay:
         far = through(relay, prefix, opened)
 
@@ -134,12 +134,12 @@ def test_a_server_that_lies_about_lengths_hurts_nobody(
         found = [result.code for result in job.result()]
         assert time.monotonic() - start < 2.0
         assert job.wait_settled(1.0)
-        if found[0] is Code.OK:
+        if found[0] is ResultCode.OK:
             assert job.result()[0].nbytes == SIZE - 7
-        assert found[1] is not Code.OK
+        assert found[1] is not ResultCode.OK
         assert set(memory[:1000] + memory[1000 + SIZE :]) == {0xA5}
         relay.change = lambda data: data
-        assert get(far, range(2)) == [Code.OK] * 2
+        assert get(far, range(2)) == [ResultCode.OK] * 2
         far.close()
 
 
@@ -157,14 +157,14 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(server: LMCacheServer,
             lambda: [result.code for result in store.delete(["key-0"], 0.2).result()],
         ):
             start = time.monotonic()
-            assert set(work()) == {Code.TIMEOUT}
+            assert set(work()) == {ResultCode.TIMEOUT}
             assert 0.2 <= time.monotonic() - start < 1.0
         # The buffers are given back soon after: what holds them is closed, not waited for.
         job = store.get([GetOp("key-0", (memoryview(bytearray(SIZE)),))], 0.2)
         assert job.wait_settled(1.0)
     finally:
         server.go_on()
-    assert get(store, range(1, 3)) == [Code.OK] * 2  # late answers to what was abandoned are nobody's
+    assert get(store, range(1, 3)) == [ResultCode.OK] * 2  # late answers to what was abandoned are nobody's
 
 
 def test_a_put_that_is_abandoned_in_the_middle_leaves_no_remains(
@@ -175,12 +175,12 @@ def test_a_put_that_is_abandoned_in_the_middle_leaves_no_remains(
     try:
         wait_until(lambda: resident_mib(server.pid) > before + 16, pause_s=0.001)
         server.stop()
-        assert job.result() == [Result(Code.TIMEOUT)]
+        assert job.result() == [Result(ResultCode.TIMEOUT)]
         assert job.wait_settled(1.0)
     finally:
         server.go_on()
-    assert leaves_nothing(server, Names(prefix).value("key"))
-    assert put(store, range(1)) == [Code.OK]
+    assert leaves_nothing(server, LMCacheNames(prefix).value("key"))
+    assert put(store, range(1)) == [ResultCode.OK]
 
 
 WRITER = """
@@ -201,7 +201,7 @@ def test_a_writer_that_is_killed_in_the_middle_of_a_value_leaves_no_remains(serv
         writer.kill()
         writer.wait(DEADLINE_S)
         server.go_on()
-    assert leaves_nothing(server, Names(prefix).value("key"))
+    assert leaves_nothing(server, LMCacheNames(prefix).value("key"))
 
 
 def leaves_nothing(server: LMCacheServer, name: bytes) -> bool:
@@ -216,17 +216,17 @@ def leaves_nothing(server: LMCacheServer, name: bytes) -> bool:
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_is_used_again(server: LMCacheServer, store: LMCacheStore) -> None:
-    assert put(store, range(4)) == [Code.OK] * 4
+    assert put(store, range(4)) == [ResultCode.OK] * 4
     server.kill()
     try:
-        assert set(get(store, range(4))) == {Code.UNAVAILABLE}
-        assert set(put(store, range(4))) == {Code.UNAVAILABLE}
-        assert set(exists(store, range(4))) == set(delete(store, range(4))) == {Code.UNAVAILABLE}
+        assert set(get(store, range(4))) == {ResultCode.UNAVAILABLE}
+        assert set(put(store, range(4))) == {ResultCode.UNAVAILABLE}
+        assert set(exists(store, range(4))) == set(delete(store, range(4))) == {ResultCode.UNAVAILABLE}
     finally:
         server.start()  # other tests use it too
-    assert get(store, range(4)) == [Code.MISS] * 4
-    assert put(store, range(4)) == [Code.OK] * 4
-    assert get(store, range(4)) == [Code.OK] * 4
+    assert get(store, range(4)) == [ResultCode.MISS] * 4
+    assert put(store, range(4)) == [ResultCode.OK] * 4
+    assert get(store, range(4)) == [ResultCode.OK] * 4
 
 
 # ---- several at a time
@@ -238,7 +238,7 @@ def test_a_reader_during_writes_and_deletes_sees_all_or_nothing(
     """Also when the writer is cut off in the middle of its value, and when two put and delete at the same time."""
     reader, second = (open_store(f"{server.url}?prefix={prefix}") for _ in range(2))
     opened.extend([reader, second])
-    seen: list[Code] = []
+    seen: list[ResultCode] = []
     over = threading.Event()
 
     def read() -> None:
@@ -258,9 +258,9 @@ def test_a_reader_during_writes_and_deletes_sees_all_or_nothing(
     over.set()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert set(seen) <= {Code.OK, Code.MISS}
-    assert Code.OK in seen
+    assert set(seen) <= {ResultCode.OK, ResultCode.MISS}
+    assert ResultCode.OK in seen
     # Whatever the races have left behind: who looks it up and reads it puts it right, and then it can be put.
     get(reader, range(8))
     put(store, range(8))
-    assert get(reader, range(8)) == exists(reader, range(8)) == [Code.OK] * 8
+    assert get(reader, range(8)) == exists(reader, range(8)) == [ResultCode.OK] * 8

@@ -12,12 +12,12 @@ from statistics import median
 import pytest
 
 from benchmarks.processes import free_ports
-from kvparams_connectors.advice import advice_of
+from kvparams_connectors.advice import advice_from_store
 from kvparams_connectors.conformance import Floors, Opener, StoreConformance
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, KVStore, PutOp, Result, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
-from kvparams_connectors.stores.lmcache.wire import Names
+from kvparams_connectors.stores.lmcache.wire import LMCacheNames
 from tests.connectors.lmcache_server import BareClient, LMCacheServer
 from tests.connectors.lmcache_steps import resident_mib
 from tests.connectors.steps import DEADLINE_S, found, value
@@ -52,10 +52,10 @@ def test_a_lookup_of_a_thousand_keys_is_one_round_trip(
         found(store, "connected")
         before = relay.round_trips
         assert store.exists(keys, DEADLINE_S).result() == [
-            Result(Code.OK, number % 3) if number < 700 else Result(Code.MISS) for number in range(1000)
+            Result(ResultCode.OK, number % 3) if number < 700 else Result(ResultCode.MISS) for number in range(1000)
         ]
         assert relay.round_trips == before + 1
-        assert found(store, "another") == [Code.MISS]
+        assert found(store, "another") == [ResultCode.MISS]
         assert relay.round_trips == before + 2  # the control
         store.close()
 
@@ -76,10 +76,10 @@ def test_a_lookup_moves_no_values(server: LMCacheServer, prefix: str, opened: li
         store = open_store(f"lmcache://127.0.0.1:{relay.port}?prefix={prefix}")
         opened.append(store)
         said.clear()
-        assert store.exists(["key"], DEADLINE_S).result() == [Result(Code.OK, 3_000_000)]
+        assert store.exists(["key"], DEADLINE_S).result() == [Result(ResultCode.OK, 3_000_000)]
         assert sum(said) == 36
         store.close()
-    name = Names(prefix).value("key")
+    name = LMCacheNames(prefix).value("key")
     with BareClient(server.port) as client:
         client.send(3, name)
         assert client.reply()[:2] == (200, 0)
@@ -93,9 +93,13 @@ def test_deployments_with_prefixes_do_not_meet(server: LMCacheServer, prefix: st
     opened += stores
     key = f"{prefix}-key"
     one.put([PutOp(key, (value(10),))], DEADLINE_S).result()
-    assert [found(store, key) for store in (one, other, none)] == [[Code.OK], [Code.MISS], [Code.MISS]]
-    assert other.delete([key], DEADLINE_S).result() == [Result(Code.MISS)]
-    assert found(one, key) == [Code.OK]
+    assert [found(store, key) for store in (one, other, none)] == [
+        [ResultCode.OK],
+        [ResultCode.MISS],
+        [ResultCode.MISS],
+    ]
+    assert other.delete([key], DEADLINE_S).result() == [Result(ResultCode.MISS)]
+    assert found(one, key) == [ResultCode.OK]
 
 
 def test_what_is_deleted_frees_the_servers_memory(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> None:
@@ -106,9 +110,11 @@ def test_what_is_deleted_frees_the_servers_memory(server: LMCacheServer, prefix:
 
     def turn(number: int) -> None:
         keys = [f"{number}-{one}" for one in range(4)]
-        assert {r.code for r in store.put([PutOp(key, (content,)) for key in keys], DEADLINE_S).result()} == {Code.OK}
-        assert {r.code for r in store.delete(keys, DEADLINE_S).result()} == {Code.OK}
-        assert set(found(store, *keys)) == {Code.MISS}
+        assert {r.code for r in store.put([PutOp(key, (content,)) for key in keys], DEADLINE_S).result()} == {
+            ResultCode.OK
+        }
+        assert {r.code for r in store.delete(keys, DEADLINE_S).result()} == {ResultCode.OK}
+        assert set(found(store, *keys)) == {ResultCode.MISS}
 
     turn(0)
     before = resident_mib(server.pid)
@@ -126,9 +132,9 @@ def test_a_value_that_does_not_fit_is_thrown_away_and_the_rest_of_the_batch_arri
     targets = [memoryview(bytearray(size)) for size in (700_000, 699_999, 700_000)]
     ops = [GetOp(f"key-{number}", (target,)) for number, target in enumerate(targets)]
     assert store.get(ops, DEADLINE_S).result() == [
-        Result(Code.OK, 700_000),
-        Result(Code.TOO_LARGE, 700_000),
-        Result(Code.OK, 700_000),
+        Result(ResultCode.OK, 700_000),
+        Result(ResultCode.TOO_LARGE, 700_000),
+        Result(ResultCode.OK, 700_000),
     ]
     assert targets[1] == bytes(699_999)
     assert (targets[0], targets[2]) == (value(700_000, 0), value(700_000, 2))
@@ -151,14 +157,14 @@ def test_a_key_that_stands_twice_in_a_batch(server: LMCacheServer, prefix: str, 
     opened.append(store)
     ops = [PutOp("a", (value(size),)) for size in (1001, 10, 20)]
     assert store.put(ops, DEADLINE_S).result() == [
-        Result(Code.TOO_LARGE),
-        Result(Code.OK, 10),
-        Result(Code.EXISTS),
+        Result(ResultCode.TOO_LARGE),
+        Result(ResultCode.OK, 10),
+        Result(ResultCode.EXISTS),
     ]
     assert store.delete(["b", "a", "a"], DEADLINE_S).result() == [
-        Result(Code.MISS),
-        Result(Code.OK),
-        Result(Code.MISS),
+        Result(ResultCode.MISS),
+        Result(ResultCode.OK),
+        Result(ResultCode.MISS),
     ]
 
 
@@ -174,8 +180,12 @@ def test_a_buffer_that_was_released_spoils_its_own_operation_only(
     gone.release()
     # As the lane calls it: the buffers were whole when the batch was submitted.
     deadline = time.monotonic() + DEADLINE_S
-    assert [result.code for result in store.put_now(ops, deadline)] == [Code.OK, Code.INVALID, Code.OK]
-    assert [result.code for result in store.get_now(gets, deadline)] == [Code.OK, Code.INVALID]
+    assert [result.code for result in store.put_blocking(ops, deadline)] == [
+        ResultCode.OK,
+        ResultCode.INVALID,
+        ResultCode.OK,
+    ]
+    assert [result.code for result in store.get_blocking(gets, deadline)] == [ResultCode.OK, ResultCode.INVALID]
 
 
 def test_no_memory_of_the_size_of_a_page_is_allocated_on_the_way(
@@ -190,8 +200,8 @@ def test_no_memory_of_the_size_of_a_page_is_allocated_on_the_way(
         keys = [f"{number}-{one}" for one in range(8)]
         puts = [PutOp(key, (source,)) for key, source in zip(keys, sources, strict=True)]
         gets = [GetOp(key, (target,)) for key, target in zip(keys, targets, strict=True)]
-        assert {result.code for result in store.put(puts, DEADLINE_S).result()} == {Code.OK}
-        assert {result.code for result in store.get(gets, DEADLINE_S).result()} == {Code.OK}
+        assert {result.code for result in store.put(puts, DEADLINE_S).result()} == {ResultCode.OK}
+        assert {result.code for result in store.get(gets, DEADLINE_S).result()} == {ResultCode.OK}
 
     turn(0)
     tracemalloc.start()
@@ -274,10 +284,10 @@ def test_the_doctor_is_told_what_such_a_server_does_not_do(
 ) -> None:
     store = open_store(f"{server.url}?prefix={prefix}")
     opened.append(store)
-    found = advice_of(store)
-    assert [one.grade for one in found] == ["ok", "warning"]
-    assert "never evicts" in found[1].found
-    assert all(one.todo for one in found if one.grade != "ok")
+    found = advice_from_store(store)
+    assert [one.level for one in found] == ["ok", "warning"]
+    assert "never evicts" in found[1].finding
+    assert all(one.action for one in found if one.level != "ok")
 
 
 @pytest.mark.slow

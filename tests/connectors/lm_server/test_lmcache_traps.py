@@ -7,16 +7,16 @@ import struct
 
 import pytest
 
-from kvparams_connectors.store import Code
+from kvparams_connectors.store import ResultCode
 from kvparams_connectors.stores.lmcache.store import LMCacheStore
-from kvparams_connectors.stores.lmcache.wire import Kind, Names
+from kvparams_connectors.stores.lmcache.wire import LMCacheEntryKind, LMCacheNames
 from tests.connectors.lmcache_server import BINARY, PUT, BareClient, LMCacheServer
 from tests.connectors.lmcache_steps import break_off, delete, exists
 from tests.connectors.steps import SIZE, get, put
 
 
 def test_a_put_has_no_answer_and_exist_confirms_it(server: LMCacheServer, prefix: str) -> None:
-    name = Names(prefix).value("key")
+    name = LMCacheNames(prefix).value("key")
     with BareClient(server.port) as client:
         assert client.exist(name) == 400
         client.put(name, b"bytes")
@@ -28,7 +28,7 @@ def test_a_put_has_no_answer_and_exist_confirms_it(server: LMCacheServer, prefix
 
 def test_list_has_no_answer(server: LMCacheServer, prefix: str) -> None:
     with BareClient(server.port) as client:
-        client.send(4, Names(prefix).value("key"))
+        client.send(4, LMCacheNames(prefix).value("key"))
         assert client.says_nothing()
         assert client.health() == 200
 
@@ -36,7 +36,7 @@ def test_list_has_no_answer(server: LMCacheServer, prefix: str) -> None:
 def test_a_put_that_is_closed_in_the_middle_leaves_remains_and_a_reset_one_does_not(
     server: LMCacheServer, prefix: str
 ) -> None:
-    names = Names(prefix)
+    names = LMCacheNames(prefix)
     break_off(server, names.value("closed"), bytes(1000), 5000, reset=False)
     break_off(server, names.value("reset"), bytes(1000), 5000, reset=True)
     with BareClient(server.port) as client:
@@ -61,66 +61,66 @@ def test_a_request_that_it_does_not_understand_closes_the_connection(server: LMC
 def test_remains_of_a_put_are_a_miss_and_the_rest_of_the_batch_arrives(
     server: LMCacheServer, prefix: str, store: LMCacheStore
 ) -> None:
-    assert put(store, range(6)) == [Code.OK] * 6
+    assert put(store, range(6)) == [ResultCode.OK] * 6
     for number in (1, 4):  # over whole values, as a second writer that dies would
-        break_off(server, Names(prefix).value(f"key-{number}"), bytes(1000), SIZE, reset=False)
-    assert exists(store, range(6)) == [Code.OK] * 6  # nobody knows yet
-    wanted = [Code.OK, Code.MISS, Code.OK, Code.OK, Code.MISS, Code.OK]
+        break_off(server, LMCacheNames(prefix).value(f"key-{number}"), bytes(1000), SIZE, reset=False)
+    assert exists(store, range(6)) == [ResultCode.OK] * 6  # nobody knows yet
+    wanted = [ResultCode.OK, ResultCode.MISS, ResultCode.OK, ResultCode.OK, ResultCode.MISS, ResultCode.OK]
     assert get(store, range(6)) == wanted
     assert exists(store, range(6)) == wanted
     assert get(store, range(6)) == wanted
-    assert put(store, range(6)) == [Code.OK if code is Code.MISS else Code.EXISTS for code in wanted]
-    assert get(store, range(6)) == [Code.OK] * 6
+    assert put(store, range(6)) == [ResultCode.OK if code is ResultCode.MISS else ResultCode.EXISTS for code in wanted]
+    assert get(store, range(6)) == [ResultCode.OK] * 6
 
 
 def test_remains_without_a_record_are_overwritten(server: LMCacheServer, prefix: str, store: LMCacheStore) -> None:
-    break_off(server, Names(prefix).value("key-0"), bytes(1000), SIZE, reset=False)
-    assert exists(store, range(1)) == [Code.MISS]
-    assert put(store, range(1)) == [Code.OK]
-    assert get(store, range(1)) == [Code.OK]
+    break_off(server, LMCacheNames(prefix).value("key-0"), bytes(1000), SIZE, reset=False)
+    assert exists(store, range(1)) == [ResultCode.MISS]
+    assert put(store, range(1)) == [ResultCode.OK]
+    assert get(store, range(1)) == [ResultCode.OK]
 
 
 def test_a_record_that_has_outlived_its_value_is_put_right(
     server: LMCacheServer, prefix: str, store: LMCacheStore
 ) -> None:
     """As it is when one client deletes while another puts: value, both burials, record."""
-    assert put(store, range(3)) == [Code.OK] * 3
+    assert put(store, range(3)) == [ResultCode.OK] * 3
     with BareClient(server.port) as client:
-        client.put(Names(prefix).value("key-1"), b"", (Kind.GONE, 0, 0, 0))
+        client.put(LMCacheNames(prefix).value("key-1"), b"", (LMCacheEntryKind.GONE, 0, 0, 0))
         client.health()
-    assert exists(store, range(3)) == [Code.OK] * 3
-    assert get(store, range(3)) == [Code.OK, Code.MISS, Code.OK]
-    assert exists(store, range(3)) == [Code.OK, Code.MISS, Code.OK]
-    assert put(store, range(1, 2)) == [Code.OK]
-    assert get(store, range(3)) == [Code.OK] * 3
+    assert exists(store, range(3)) == [ResultCode.OK] * 3
+    assert get(store, range(3)) == [ResultCode.OK, ResultCode.MISS, ResultCode.OK]
+    assert exists(store, range(3)) == [ResultCode.OK, ResultCode.MISS, ResultCode.OK]
+    assert put(store, range(1, 2)) == [ResultCode.OK]
+    assert get(store, range(3)) == [ResultCode.OK] * 3
 
 
 def test_something_else_under_a_name_of_ours_is_corrupt_and_may_be_deleted_or_overwritten(
     server: LMCacheServer, prefix: str, store: LMCacheStore
 ) -> None:
-    names = Names(prefix)
-    assert put(store, range(3)) == [Code.OK] * 3
+    names = LMCacheNames(prefix)
+    assert put(store, range(3)) == [ResultCode.OK] * 3
     with BareClient(server.port) as client:
         client.put(names.value("key-0"), b"not ours")
         client.put(names.record("key-1"), b"", (1, 2, 3, 4))
         client.health()
-    assert get(store, range(3)) == [Code.CORRUPT, Code.OK, Code.OK]
-    assert exists(store, range(3)) == [Code.OK, Code.CORRUPT, Code.OK]
-    assert delete(store, range(2)) == [Code.OK, Code.OK]
-    assert get(store, range(3)) == [Code.MISS, Code.MISS, Code.OK]
+    assert get(store, range(3)) == [ResultCode.CORRUPT, ResultCode.OK, ResultCode.OK]
+    assert exists(store, range(3)) == [ResultCode.OK, ResultCode.CORRUPT, ResultCode.OK]
+    assert delete(store, range(2)) == [ResultCode.OK, ResultCode.OK]
+    assert get(store, range(3)) == [ResultCode.MISS, ResultCode.MISS, ResultCode.OK]
     with BareClient(server.port) as client:
         client.put(names.record("key-1"), b"", (1, 2, 3, 4))
         client.health()
-    assert put(store, range(2)) == [Code.OK, Code.OK]
-    assert get(store, range(3)) == [Code.OK] * 3
+    assert put(store, range(2)) == [ResultCode.OK, ResultCode.OK]
+    assert get(store, range(3)) == [ResultCode.OK] * 3
 
 
 def test_a_record_with_bytes_ends_the_connection_and_nothing_else(
     server: LMCacheServer, prefix: str, store: LMCacheStore
 ) -> None:
     with BareClient(server.port) as client:
-        client.put(Names(prefix).record("key-0"), bytes(5000))
+        client.put(LMCacheNames(prefix).record("key-0"), bytes(5000))
         client.health()
-    assert exists(store, range(2)) == [Code.UNAVAILABLE] * 2
-    assert put(store, range(1, 3)) == [Code.OK] * 2
-    assert get(store, range(1, 3)) == [Code.OK] * 2
+    assert exists(store, range(2)) == [ResultCode.UNAVAILABLE] * 2
+    assert put(store, range(1, 3)) == [ResultCode.OK] * 2
+    assert get(store, range(1, 3)) == [ResultCode.OK] * 2

@@ -6,10 +6,19 @@ The one rule: nothing of LMCache is used that does not stand here.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["CacheEngineKey", "Config", "Context", "Dtype", "LocalCPUBackend", "MemoryFormat", "MemoryObj", "Metadata"]
+__all__ = [
+    "CacheEngineKey",
+    "ConnectorContext",
+    "LMCacheEngineConfig",
+    "LMCacheMetadata",
+    "LocalCPUBackend",
+    "MemoryFormat",
+    "MemoryObj",
+    "TorchDtype",
+]
 
 
-class Dtype(Protocol):
+class TorchDtype(Protocol):
     """`torch.dtype`."""
 
     @property
@@ -43,7 +52,7 @@ class CacheEngineKey(Protocol):
     def to_string(self) -> str: ...
 
 
-class Metadata(Protocol):
+class LMCacheMetadata(Protocol):
     """lmcache/v1/metadata.py, `LMCacheMetadata`. Shapes are [K and V, layers, tokens, elements] for each group."""
 
     @property
@@ -51,10 +60,10 @@ class Metadata(Protocol):
     @property
     def chunk_size(self) -> int: ...
     def get_shapes(self, num_tokens: int | None = None) -> Sequence[Sequence[int]]: ...
-    def get_dtypes(self) -> Sequence[Dtype]: ...
+    def get_dtypes(self) -> Sequence[TorchDtype]: ...
 
 
-class Config(Protocol):
+class LMCacheEngineConfig(Protocol):
     """lmcache/v1/config.py, `LMCacheEngineConfig`."""
 
     @property
@@ -71,7 +80,7 @@ class LocalCPUBackend(Protocol):
     def allocate(
         self,
         shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[Dtype],
+        dtypes: Sequence[TorchDtype],
         fmt: MemoryFormat,
         eviction: bool = True,
         busy_loop: bool = True,
@@ -79,7 +88,7 @@ class LocalCPUBackend(Protocol):
     def batched_allocate(
         self,
         shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[Dtype],
+        dtypes: Sequence[TorchDtype],
         batch_size: int,
         fmt: MemoryFormat,
         eviction: bool = True,
@@ -87,14 +96,14 @@ class LocalCPUBackend(Protocol):
     ) -> list[MemoryObj] | None: ...
 
 
-class Context(Protocol):
+class ConnectorContext(Protocol):
     """lmcache/v1/storage_backend/connector/__init__.py, `ConnectorContext`. In the scheduler's process
     `local_cpu_backend` is a stub that allocates nothing."""
 
     @property
-    def config(self) -> Config | None: ...
+    def config(self) -> LMCacheEngineConfig | None: ...
     @property
-    def metadata(self) -> Metadata | None: ...
+    def metadata(self) -> LMCacheMetadata | None: ...
     @property
     def local_cpu_backend(self) -> LocalCPUBackend: ...
     @property

@@ -11,20 +11,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvparams_connectors.engines.lmcache.chunks import Chunk, ChunkForm
+from kvparams_connectors.engines.lmcache.chunk_keys import LMCacheChunk, LMCacheChunkLayout
+from kvparams_connectors.engines.lmcache.chunk_pipeline import ChunkBuffer, LMCacheChunkPipeline
 from kvparams_connectors.engines.lmcache.interface import (
     CacheEngineKey,
-    Config,
-    Context,
+    ConnectorContext,
+    LMCacheEngineConfig,
+    LMCacheMetadata,
     LocalCPUBackend,
     MemoryObj,
-    Metadata,
 )
 from kvparams_connectors.engines.lmcache.settings import PLUGIN, PluginSettings
-from kvparams_connectors.engines.lmcache.traffic import Cargo, Traffic
-from kvparams_connectors.engines.logs import log_as
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, KVStore
+from kvparams_connectors.engines.log_forwarding import forward_logs
+from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
 
 if TYPE_CHECKING:  # LMCache's own classes, as far as they matter here; they come with the extra `lmcache`
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # LMCache's own classes, as far as they matter here; they com
 
         meta_fmt: Any
 
-        def __init__(self, config: Config, metadata: Metadata) -> None: ...
+        def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None: ...
 
     def init_logger(name: str) -> logging.Logger:
         """lmcache/logging.py: a logger with a handler of its own."""
@@ -50,13 +50,13 @@ else:
     from lmcache.v1.storage_backend.connector import ConnectorAdapter
     from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-__all__ = ["KVParamsAdapter", "KVParamsConnector", "form_of"]
+__all__ = ["KVParamsAdapter", "KVParamsRemoteConnector", "chunk_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({Code.OK, Code.EXISTS})
+_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 
 # LMCache calls one of the methods below `list`.
-_Chunks = list[Chunk]
+_Chunks = list[LMCacheChunk]
 _Objects = list[MemoryObj]
 _Found = list[MemoryObj | None]
 _Texts = list[str]
@@ -67,14 +67,14 @@ class KVParamsAdapter(ConnectorAdapter):
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{PLUGIN}")
-        log_as(init_logger("lmcache.kvparams"))
+        forward_logs(init_logger("lmcache.kvparams"))
 
     def can_parse(self, url: str) -> bool:
         """Whether a plugin is ours: `plugin://kvparams` or `plugin://kvparams.ANYTHING`."""
         kind, _, name = url.partition("://")
         return kind == "plugin" and name.split(".", 1)[0] == PLUGIN
 
-    def create_connector(self, context: Context) -> "KVParamsConnector":
+    def create_connector(self, context: ConnectorContext) -> "KVParamsRemoteConnector":
         """Raises StoreError or SealError; LMCache logs that and goes on without a remote store."""
         if context.config is None or context.metadata is None:
             raise StoreError("LMCache plugin: LMCache gave no configuration or no metadata")
@@ -82,13 +82,13 @@ class KVParamsAdapter(ConnectorAdapter):
         _refuse(context.config)
         seals = settings.read_seals()
         store = open_guarded(settings.store)
-        traffic = Traffic(store, deadline_s=settings.deadline_s, lookup_s=settings.lookup_s, seals=seals)
-        return KVParamsConnector(
+        traffic = LMCacheChunkPipeline(store, deadline_s=settings.deadline_s, lookup_s=settings.lookup_s, seals=seals)
+        return KVParamsRemoteConnector(
             context.config, context.metadata, context.local_cpu_backend, store, traffic, settings.revision
         )
 
 
-def _refuse(config: Config) -> None:
+def _refuse(config: LMCacheEngineConfig) -> None:
     if config.use_layerwise:
         raise StoreError(
             "LMCache plugin: use_layerwise counts a chunk as loaded before its layers are read (retrieve_layer in "
@@ -98,10 +98,10 @@ def _refuse(config: Config) -> None:
         raise StoreError(f"LMCache plugin: remote_serde is {config.remote_serde!r}; only naive can be verified")
 
 
-def form_of(metadata: Metadata, order: str, revision: str) -> ChunkForm:
+def chunk_layout_of(metadata: LMCacheMetadata, order: str, revision: str) -> LMCacheChunkLayout:
     """How the chunks of an engine lie in memory, as LMCache knows it at this moment."""
     shapes, dtypes = metadata.get_shapes(1), metadata.get_dtypes()
-    return ChunkForm(
+    return LMCacheChunkLayout(
         order,
         tuple(
             (str(dtype).removeprefix("torch."), shape[0], shape[1], shape[3])
@@ -113,16 +113,16 @@ def form_of(metadata: Metadata, order: str, revision: str) -> ChunkForm:
     )
 
 
-class KVParamsConnector(RemoteConnector):
+class KVParamsRemoteConnector(RemoteConnector):
     """LMCache's chunks in a store."""
 
     def __init__(
         self,
-        config: Config,
-        metadata: Metadata,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
         memory: LocalCPUBackend,
         store: KVStore,
-        traffic: Traffic,
+        traffic: LMCacheChunkPipeline,
         revision: str = "",
     ) -> None:
         """Args:
@@ -176,7 +176,7 @@ class KVParamsConnector(RemoteConnector):
         """
         codes = await self.traffic.put(
             [
-                Cargo(chunk, self._bytes(memory), memory)
+                ChunkBuffer(chunk, self._bytes(memory), memory)
                 for chunk, memory in zip(self._chunks(keys), memory_objs, strict=True)
             ]
         )
@@ -213,7 +213,7 @@ class KVParamsConnector(RemoteConnector):
         try:
             found = await self.traffic.get(
                 [
-                    Cargo(chunk, memory.byte_array.cast("B"), memory)
+                    ChunkBuffer(chunk, memory.byte_array.cast("B"), memory)
                     for chunk, memory in zip(self._chunks(keys[: len(objects)]), objects, strict=True)
                 ]
             )
@@ -283,9 +283,9 @@ class KVParamsConnector(RemoteConnector):
     async def close(self) -> None:
         await asyncio.to_thread(self._store.close)
 
-    def _form(self) -> ChunkForm:
-        return form_of(self._metadata, self.meta_fmt.name, self._revision)
+    def _form(self) -> LMCacheChunkLayout:
+        return chunk_layout_of(self._metadata, self.meta_fmt.name, self._revision)
 
     def _chunks(self, keys: Sequence[CacheEngineKey]) -> _Chunks:
         form = self._form()
-        return [Chunk(form, key.to_string(), key.worker_id) for key in keys]
+        return [LMCacheChunk(form, key.to_string(), key.worker_id) for key in keys]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvparams.seals import SealKeys
-from kvparams_connectors.seal_keys import read_seal_keys
-from kvparams_connectors.settings import StoreError
+from kvparams.page_auth import PageAuthKeys
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 __all__ = ["PLUGIN", "PluginSettings"]
 
@@ -71,9 +71,9 @@ class PluginSettings:
             None if keys is None else Path(keys),
         )
 
-    def read_seals(self) -> SealKeys | None:
+    def read_seals(self) -> PageAuthKeys | None:
         """The keys of authenticated pages. Raises SealError if they cannot be read."""
-        return None if self.seal_keys is None else read_seal_keys(self.seal_keys)
+        return None if self.seal_keys is None else read_page_auth_keys(self.seal_keys)
 
 
 def _seconds(found: Mapping[str, object], name: str, default_s: float) -> float:

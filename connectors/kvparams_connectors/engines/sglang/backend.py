@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.engines.sglang.forms import PageForm
-from kvparams_connectors.engines.sglang.interface import HostPool, StorageConfig
-from kvparams_connectors.engines.sglang.memory import KINDS, HostPages, shape_of
-from kvparams_connectors.engines.sglang.places import Place, flat_bytes
-from kvparams_connectors.engines.sglang.selftest import run_self_test
+from kvparams_connectors.engines.sglang.host_pages import KINDS, HostPages, heads_and_dims
+from kvparams_connectors.engines.sglang.interface import HiCacheStorageConfig, HostKVCache
+from kvparams_connectors.engines.sglang.model_identity import identify_model, published_config
+from kvparams_connectors.engines.sglang.page_buffers import PageBuffers, flat_bytes
+from kvparams_connectors.engines.sglang.page_keys import HiCachePageLayout
+from kvparams_connectors.engines.sglang.page_pipeline import HiCachePagePipeline
+from kvparams_connectors.engines.sglang.self_test import run_self_test
 from kvparams_connectors.engines.sglang.settings import WHERE, SGLangSettings
-from kvparams_connectors.engines.sglang.tally import Tally
-from kvparams_connectors.engines.sglang.traffic import Traffic
-from kvparams_connectors.engines.sglang.weights import published, weights_of
-from kvparams_connectors.layout_forms import LayoutError
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code
+from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats
+from kvparams_connectors.store import ResultCode
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.cache_layouts import LayoutError
 
 if TYPE_CHECKING:  # SGLang's own class, as far as it matters here
 
@@ -37,21 +37,21 @@ if TYPE_CHECKING:  # SGLang's own class, as far as it matters here
 else:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-__all__ = ["KVParamsHiCache", "form_of"]
+__all__ = ["KVParamsHiCache", "page_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({Code.OK, Code.EXISTS})
+_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 _KV: Final = "kv"
 """`PoolName.KV`."""
 
 
-def form_of(
-    config: StorageConfig,
+def page_layout_of(
+    config: HiCacheStorageConfig,
     settings: SGLangSettings,
-    pool: HostPool,
+    pool: HostKVCache,
     payload_bytes: int,
     told: Mapping[str, object] | None,
-) -> PageForm:
+) -> HiCachePageLayout:
     """What the pages of this rank are.
 
     Args:
@@ -71,9 +71,9 @@ def form_of(
     if config.tp_lcm_size is not None:
         raise StoreError(f"{WHERE}: engines of different tensor parallel sizes share no pages; leave tp_lcm_size out")
     draft_layers = pool.layer_num - pool.target_layer_num
-    model, revision = weights_of(settings, config.model_name, told, draft_layers=draft_layers)
-    heads, k_dim, v_dim = shape_of(pool)
-    return PageForm(
+    model, revision = identify_model(settings, config.model_name, told, draft_layers=draft_layers)
+    heads, k_dim, v_dim = heads_and_dims(pool)
+    return HiCachePageLayout(
         model=model,
         revision=revision,
         tenant=settings.tenant,
@@ -95,7 +95,7 @@ def form_of(
     )
 
 
-def _dtype(pool: HostPool, told: Mapping[str, object] | None) -> str:
+def _dtype(pool: HostKVCache, told: Mapping[str, object] | None) -> str:
     """The elements. SGLang keeps both kinds of fp8 as bytes, so there what it was told counts."""
     name = str(pool.dtype).removeprefix("torch.")
     if pool.dtype is not torch.uint8:
@@ -108,7 +108,7 @@ def _dtype(pool: HostPool, told: Mapping[str, object] | None) -> str:
 class KVParamsHiCache(HiCacheStorage):
     """See the module. `extra_info` says which pages come before; SGLang's hashes say that already."""
 
-    def __init__(self, storage_config: StorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
         """Raises StoreError, SealError or PluginError: see `settings.py`; SGLang does not start then."""
         settings = SGLangSettings.of(storage_config.extra_config)
         if not (storage_config.extra_config or {}).get("interface_v1"):
@@ -117,19 +117,19 @@ class KVParamsHiCache(HiCacheStorage):
         self._settings = settings
         self._keys = settings.read_seals()
         self._writes = storage_config.is_storage_writer
-        self._pool: HostPool | None = None
-        self.tally: Final = Tally()
+        self._pool: HostKVCache | None = None
+        self.tally: Final = HiCacheStats()
         """What was counted."""
         self._store = open_guarded(settings.store)
 
     # ---- SGLang's host pool
 
-    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Raises LayoutError or StoreError: its pages cannot be kept; the message says what to do."""
         pages = HostPages(mem_pool_host)
         settings = self._settings
-        form = form_of(self._config, settings, mem_pool_host, pages.page_bytes, published())
-        self._traffic = Traffic(
+        form = page_layout_of(self._config, settings, mem_pool_host, pages.page_bytes, published_config())
+        self._traffic = HiCachePagePipeline(
             self._store,
             form,
             self.tally,
@@ -142,7 +142,7 @@ class KVParamsHiCache(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         self._pages, self._pool = pages, mem_pool_host
 
-    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
         """SGLang registers every pool so, the one that it has registered already among them.
 
         Raises:
@@ -206,7 +206,7 @@ class KVParamsHiCache(HiCacheStorage):
         copies: Sequence[torch.Tensor] = target_locations if values is None else values
         return all(self._put(keys, [self._copy(copy.contiguous()) for copy in copies]))
 
-    def _put(self, keys: Sequence[str], places: Sequence[Place]) -> list[bool]:
+    def _put(self, keys: Sequence[str], places: Sequence[PageBuffers]) -> list[bool]:
         if not self._writes:
             return [True] * len(keys)
         return [code in _STORED for code in self._traffic.put(keys, places)]
@@ -217,7 +217,7 @@ class KVParamsHiCache(HiCacheStorage):
             raise StoreError(f"{WHERE}: SGLang has not registered its host pool")
         return pool.get_dummy_flat_data_page()
 
-    def _copy(self, page: torch.Tensor) -> Place:
+    def _copy(self, page: torch.Tensor) -> PageBuffers:
         """The place of a copy. Raises ValueError if it is none of a page."""
         if not page.is_contiguous() or page.nbytes != self._pages.page_bytes:
             raise ValueError(f"a copy of a page has {self._pages.page_bytes} bytes in one piece, not {page.nbytes}")

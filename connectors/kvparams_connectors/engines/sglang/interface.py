@@ -9,13 +9,13 @@ from typing import Final, Protocol
 
 import torch
 
-__all__ = ["POOL_MODULE", "HeadsPool", "HostPool", "LatentPool", "StorageConfig"]
+__all__ = ["POOL_MODULE", "HiCacheStorageConfig", "HostKVCache", "MHAHostPool", "MLAHostPool"]
 
 POOL_MODULE: Final = "sglang.srt.mem_cache.pool_host."
 """Where host pools stand whose memory is known here."""
 
 
-class StorageConfig(Protocol):
+class HiCacheStorageConfig(Protocol):
     """mem_cache/hicache_storage.py, `HiCacheStorageConfig`. `model_name` is what the server calls the model
     (`--served-model-name`), so it says little about the weights."""
 
@@ -47,7 +47,7 @@ class StorageConfig(Protocol):
     def extra_config(self) -> Mapping[str, object] | None: ...
 
 
-class HostPool(Protocol):
+class HostKVCache(Protocol):
     """mem_cache/pool_host/base.py, `HostKVCache`, and what mha.py and mla.py add. Indices are of tokens; a page's are
     consecutive, and begin at a multiple of the page size."""
 
@@ -93,7 +93,7 @@ class HostPool(Protocol):
     def free(self, indices: torch.Tensor) -> int: ...
 
 
-class HeadsPool(HostPool, Protocol):
+class MHAHostPool(HostKVCache, Protocol):
     """mem_cache/pool_host/mha.py."""
 
     @property
@@ -104,7 +104,7 @@ class HeadsPool(HostPool, Protocol):
     def v_head_dim(self) -> int: ...
 
 
-class LatentPool(HostPool, Protocol):
+class MLAHostPool(HostKVCache, Protocol):
     """mem_cache/pool_host/mla.py."""
 
     @property

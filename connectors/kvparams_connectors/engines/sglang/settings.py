@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
-from kvparams.seals import PageKeys
-from kvparams_connectors.engines.values import Values
-from kvparams_connectors.seal_keys import read_seal_keys
-from kvparams_connectors.settings import StoreError
+from kvparams.page_auth import TenantPageAuthKeys
+from kvparams_connectors.engines.setting_values import SettingValues
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 __all__ = ["WHERE", "SGLangSettings"]
 
@@ -73,30 +73,30 @@ class SGLangSettings:
         unknown = sorted(set(found) - set(known))
         if unknown:
             raise StoreError(f"{WHERE}: unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
-        given = Values(found, f"{WHERE}: ")
-        store = given.text("store")
+        given = SettingValues(found, f"{WHERE}: ")
+        store = given.read_text("store")
         if store is None:
             raise StoreError(f"{WHERE}: store is not there; it is the store's URL: valkey://host:6379")
-        tenant = given.text("tenant")
+        tenant = given.read_text("tenant")
         if tenant is not None and len(tenant.encode()) > _MAX_TENANT:
             raise StoreError(f"{WHERE}: tenant is longer than {_MAX_TENANT} bytes")
         return cls(
             store=store,
-            model=given.text("model"),
-            revision=given.text("revision"),
+            model=given.read_text("model"),
+            revision=given.read_text("revision"),
             tenant=tenant,
-            deadline_s=given.number("deadline_s", _MAX_S) or 5.0,
-            lookup_s=given.number("lookup_s", _MAX_S) or 1.0,
-            arena_bytes=given.whole("arena_bytes"),
-            verify=given.switch("verify", default=True),
-            self_test=given.switch("self_test", default=True),
-            seal_keys=given.path("seal_keys"),
+            deadline_s=given.read_float("deadline_s", _MAX_S) or 5.0,
+            lookup_s=given.read_float("lookup_s", _MAX_S) or 1.0,
+            arena_bytes=given.read_int("arena_bytes"),
+            verify=given.read_bool("verify", default=True),
+            self_test=given.read_bool("self_test", default=True),
+            seal_keys=given.read_path("seal_keys"),
         )
 
     def room_for(self, stored_bytes: int) -> int:
         """Bytes of the arena, for pages that take so many with their headers."""
         return self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * stored_bytes)
 
-    def read_seals(self) -> PageKeys | None:
+    def read_seals(self) -> TenantPageAuthKeys | None:
         """The tenant's keys of authenticated pages. Raises SealError if they cannot be read."""
-        return None if self.seal_keys is None else read_seal_keys(self.seal_keys).for_tenant(self.tenant)
+        return None if self.seal_keys is None else read_page_auth_keys(self.seal_keys).for_tenant(self.tenant)

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvparams_connectors.engines.logs import log_as
+from kvparams_connectors.engines.log_forwarding import forward_logs
+from kvparams_connectors.engines.vllm.connector_metadata import ConnectorMetadata
+from kvparams_connectors.engines.vllm.connector_stats import (
+    TransferCounts,
+    TransferCountsMetrics,
+    WorkerMetadata,
+    count_changes,
+)
 from kvparams_connectors.engines.vllm.interface import (
     BlockPool,
-    CacheConfig,
-    EngineConfig,
-    KVBlocks,
+    KVCacheBlocks,
+    KVCacheConfig,
     KVCacheManager,
-    Request,
     SchedulerOutput,
+    VllmConfig,
+    VLLMRequest,
 )
-from kvparams_connectors.engines.vllm.orders import StepOrders
-from kvparams_connectors.engines.vllm.scheduler_half import SchedulerHalf
+from kvparams_connectors.engines.vllm.scheduler_connector import SchedulerConnector
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
-from kvparams_connectors.engines.vllm.statistics import (
-    CountsMetrics,
-    TransferCounts,
-    WorkerNews,
-    changes,
-)
-from kvparams_connectors.engines.vllm.worker_half import WorkerHalf
+from kvparams_connectors.engines.vllm.worker_connector import WorkerConnector
 
 if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
 
@@ -60,7 +60,7 @@ else:
         SupportsHMA,
     )
 
-__all__ = ["KVParamsConnector", "StepMetadata"]
+__all__ = ["KVParamsConnector", "VLLMConnectorMetadata"]
 
 
 _BASE: Final = import_module(KVConnectorBase_V1.__module__)
@@ -70,21 +70,21 @@ _ANSWERED: Final = "kvparams_answered"
 """An attribute of vLLM's request."""
 
 
-class StepMetadata(KVConnectorMetadata):
+class VLLMConnectorMetadata(KVConnectorMetadata):
     """The orders of a step, as vLLM carries them to the workers."""
 
-    def __init__(self, orders: StepOrders) -> None:
+    def __init__(self, orders: ConnectorMetadata) -> None:
         self.orders: Final = orders
 
 
-class _ThisProcess:
+class _VLLMProcess:
     """What vLLM knows of the process."""
 
     def tensor_rank(self) -> int:
         state: Any = import_module("vllm.distributed.parallel_state")
         return int(state.get_tensor_model_parallel_rank())
 
-    def cpu_kernel(self, config: EngineConfig, block_size: int, head_size: int) -> str:
+    def cpu_kernel(self, config: VllmConfig, block_size: int, head_size: int) -> str:
         module = import_module("vllm.v1.attention.backends.cpu_attn")
         kernel = getattr(module, "_get_attn_isa", None)
         if kernel is None:
@@ -95,20 +95,20 @@ class _ThisProcess:
 class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Hooks take `**kwargs` where some of vLLM's runners pass more."""
 
-    def __init__(self, vllm_config: EngineConfig, role: Any, kv_cache_config: CacheConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        log_as(logging.getLogger("vllm"))
+        forward_logs(logging.getLogger("vllm"))
         transfer = vllm_config.kv_transfer_config
         settings = VLLMSettings.of(None if transfer is None else transfer.kv_connector_extra_config)
         settings = settings.of_rank(vllm_config.parallel_config.data_parallel_rank_local or 0)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
         self._reported: dict[str, int] = {}
         tells = _TRANSFER_RESULTS is not None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings, tells_failures=tells)
+            self._scheduler = SchedulerConnector(vllm_config, kv_cache_config, settings, tells_failures=tells)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, _ThisProcess(), tells_failures=tells)
+            self._worker = WorkerConnector(vllm_config, kv_cache_config, settings, _VLLMProcess(), tells_failures=tells)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -118,7 +118,7 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- in the scheduler
 
     @property
-    def _planner(self) -> SchedulerHalf:
+    def _planner(self) -> SchedulerConnector:
         assert self._scheduler is not None
         return self._scheduler
 
@@ -129,41 +129,41 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._planner.bind_pool(gpu_block_pool)
 
-    def on_new_request(self, request: Request) -> None:
+    def on_new_request(self, request: VLLMRequest) -> None:
         self._planner.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._planner.matched(request, num_computed_tokens)
+    def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._planner.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks, num_external_tokens)
+    def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._planner.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        return StepMetadata(self._planner.orders(scheduler_output))
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> VLLMConnectorMetadata:
+        return VLLMConnectorMetadata(self._planner.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         news = connector_output.kv_connector_worker_meta
-        if isinstance(news, WorkerNews):
-            self._planner.news(news.loads, news.copied)
+        if isinstance(news, WorkerMetadata):
+            self._planner.update_from_workers(news.loads, news.copied)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.copying
+        return self._scheduler is not None and self._scheduler.has_pinned_blocks
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.keeps_others_waiting
+        return self._scheduler is not None and self._scheduler.blocks_other_requests
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._answer(request)
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self, request: VLLMRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._answer(request)
 
-    def _answer(self, request: Request) -> dict[str, Any] | None:
+    def _answer(self, request: VLLMRequest) -> dict[str, Any] | None:
         """What the answer says. Of several of ours under MultiConnector the first says it: where two say something
         under one name, vLLM's engine ends (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py, 0.32)."""
-        says = self._planner.finished(request)
+        says = self._planner.request_finished(request)
         if says is None or hasattr(request, _ANSWERED):
             return None
         setattr(request, _ANSWERED, True)
@@ -177,14 +177,14 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- in a worker
 
     @property
-    def _mover(self) -> WorkerHalf:
+    def _mover(self) -> WorkerConnector:
         assert self._worker is not None
         return self._worker
 
     @property
-    def _orders(self) -> StepOrders:
+    def _orders(self) -> ConnectorMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
+        assert isinstance(metadata, VLLMConnectorMetadata)
         return metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -203,7 +203,7 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover.save(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._mover.finished() or None
+        return None, self._mover.take_finished() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As `get_finished`, with what failed as a whole; asked since 0.32."""
@@ -214,15 +214,17 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._mover.bad_blocks
 
-    def build_connector_worker_meta(self) -> WorkerNews | None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         mover = self._mover
-        return WorkerNews(mover.measured, mover.copied) if mover.measured or mover.copied else None
+        return (
+            WorkerMetadata(mover.load_samples, mover.copied_pins) if mover.load_samples or mover.copied_pins else None
+        )
 
     # ---- in both
 
     def get_kv_connector_stats(self) -> TransferCounts | None:
         now = self._planner.counts() if self._scheduler is not None else self._mover.counts()
-        return None if now is None else changes(self._reported, now)
+        return None if now is None else count_changes(self._reported, now)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
@@ -236,5 +238,5 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> CountsMetrics:
-        return CountsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> TransferCountsMetrics:
+        return TransferCountsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -8,26 +8,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "Block",
     "BlockPool",
-    "CacheConfig",
-    "CacheGroup",
-    "EngineConfig",
-    "KVBlocks",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
     "KVCacheManager",
-    "Lora",
-    "Request",
+    "LoRARequest",
     "SchedulerOutput",
+    "VLLMRequest",
+    "VllmConfig",
 ]
 
 
-class _Config(Protocol):
+class _HFConfig(Protocol):
     """`hf_config` of transformers."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class _Model(Protocol):
+class _ModelConfig(Protocol):
     """vllm/config/model.py, `ModelConfig`."""
 
     @property
@@ -37,7 +37,7 @@ class _Model(Protocol):
     @property
     def quantization(self) -> object: ...
     @property
-    def hf_config(self) -> _Config: ...
+    def hf_config(self) -> _HFConfig: ...
     @property
     def dtype(self) -> Any: ...
     @property
@@ -46,7 +46,7 @@ class _Model(Protocol):
     def get_total_num_hidden_layers(self) -> int: ...
 
 
-class _Parallel(Protocol):
+class _ParallelConfig(Protocol):
     """vllm/config/parallel.py, `ParallelConfig`. `data_parallel_rank_local` counts the engines that one server has
     started on this machine (vllm/v1/engine/core.py, `run_engine_core`); None or 0 without data parallelism."""
 
@@ -62,8 +62,8 @@ class _Parallel(Protocol):
     def data_parallel_rank_local(self) -> int | None: ...
 
 
-class _Cache(Protocol):
-    """vllm/config/cache.py, `CacheConfig`."""
+class _CacheConfig(Protocol):
+    """vllm/config/cache.py, `KVCacheConfig`."""
 
     @property
     def block_size(self) -> int: ...
@@ -71,7 +71,7 @@ class _Cache(Protocol):
     def cache_dtype(self) -> str: ...
 
 
-class _Transfer(Protocol):
+class _KVTransferConfig(Protocol):
     """vllm/config/kv_transfer.py, `KVTransferConfig`."""
 
     @property
@@ -88,20 +88,20 @@ class _Transfer(Protocol):
     def kv_connector_extra_config(self) -> dict[str, Any]: ...
 
 
-class EngineConfig(Protocol):
+class VllmConfig(Protocol):
     """vllm/config/vllm.py, `VllmConfig`."""
 
     @property
-    def model_config(self) -> _Model: ...
+    def model_config(self) -> _ModelConfig: ...
     @property
-    def parallel_config(self) -> _Parallel: ...
+    def parallel_config(self) -> _ParallelConfig: ...
     @property
-    def cache_config(self) -> _Cache: ...
+    def cache_config(self) -> _CacheConfig: ...
     @property
-    def kv_transfer_config(self) -> _Transfer | None: ...
+    def kv_transfer_config(self) -> _KVTransferConfig | None: ...
 
 
-class CacheGroup(Protocol):
+class KVCacheGroupSpec(Protocol):
     """vllm/v1/kv_cache_interface.py, `KVCacheGroupSpec`."""
 
     @property
@@ -110,16 +110,16 @@ class CacheGroup(Protocol):
     def kv_cache_spec(self) -> object: ...
 
 
-class CacheConfig(Protocol):
+class KVCacheConfig(Protocol):
     """vllm/v1/kv_cache_interface.py, `KVCacheConfig`."""
 
     @property
     def num_blocks(self) -> int: ...
     @property
-    def kv_cache_groups(self) -> Sequence[CacheGroup]: ...
+    def kv_cache_groups(self) -> Sequence[KVCacheGroupSpec]: ...
 
 
-class Lora(Protocol):
+class LoRARequest(Protocol):
     """vllm/lora/request.py, `LoRARequest`."""
 
     @property
@@ -128,7 +128,7 @@ class Lora(Protocol):
     def lora_path(self) -> str: ...
 
 
-class _Position(Protocol):
+class _PlaceholderRange(Protocol):
     """vllm/multimodal/inputs.py, `PlaceholderRange`."""
 
     @property
@@ -137,17 +137,17 @@ class _Position(Protocol):
     def length(self) -> int: ...
 
 
-class _Feature(Protocol):
+class _MultiModalFeature(Protocol):
     """vllm/multimodal/inputs.py, `MultiModalFeatureSpec`. Its identifier is a hash of the content, or
     what a client has called it."""
 
     @property
     def identifier(self) -> str: ...
     @property
-    def mm_position(self) -> _Position: ...
+    def mm_position(self) -> _PlaceholderRange: ...
 
 
-class Request(Protocol):
+class VLLMRequest(Protocol):
     """vllm/v1/request.py."""
 
     @property
@@ -171,9 +171,9 @@ class Request(Protocol):
     @property
     def cache_salt(self) -> str | None: ...
     @property
-    def lora_request(self) -> Lora | None: ...
+    def lora_request(self) -> LoRARequest | None: ...
     @property
-    def mm_features(self) -> Sequence[_Feature]: ...
+    def mm_features(self) -> Sequence[_MultiModalFeature]: ...
     @property
     def num_computed_tokens(self) -> int: ...
     @property
@@ -182,13 +182,13 @@ class Request(Protocol):
     def arrival_time(self) -> float: ...
 
 
-class KVBlocks(Protocol):
+class KVCacheBlocks(Protocol):
     """vllm/v1/core/kv_cache_manager.py, `KVCacheBlocks`."""
 
     def get_block_ids(self) -> tuple[list[int], ...]: ...
 
 
-class Block(Protocol):
+class KVCacheBlock(Protocol):
     """vllm/v1/core/kv_cache_utils.py, `KVCacheBlock`."""
 
     ref_cnt: int
@@ -198,7 +198,7 @@ class BlockPool(Protocol):
     """vllm/v1/core/block_pool.py."""
 
     @property
-    def blocks(self) -> Sequence[Block]: ...
+    def blocks(self) -> Sequence[KVCacheBlock]: ...
     @property
     def cached_block_hash_to_block(self) -> object: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
@@ -213,7 +213,7 @@ class KVCacheManager(Protocol):
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
 
 
-class _NewRequest(Protocol):
+class _NewRequestData(Protocol):
     """vllm/v1/core/sched/output.py, `NewRequestData`."""
 
     @property
@@ -224,7 +224,7 @@ class _NewRequest(Protocol):
     def num_computed_tokens(self) -> int: ...
 
 
-class _CachedRequests(Protocol):
+class _CachedRequestData(Protocol):
     """vllm/v1/core/sched/output.py, `CachedRequestData`."""
 
     @property
@@ -241,8 +241,8 @@ class SchedulerOutput(Protocol):
     """vllm/v1/core/sched/output.py."""
 
     @property
-    def scheduled_new_reqs(self) -> Sequence[_NewRequest]: ...
+    def scheduled_new_reqs(self) -> Sequence[_NewRequestData]: ...
     @property
-    def scheduled_cached_reqs(self) -> _CachedRequests: ...
+    def scheduled_cached_reqs(self) -> _CachedRequestData: ...
     @property
     def num_scheduled_tokens(self) -> dict[str, int]: ...

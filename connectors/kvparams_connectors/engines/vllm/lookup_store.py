@@ -6,8 +6,8 @@ from here, but for peer memory, which says at a known place what it has.
 
 from dataclasses import dataclass, replace
 
-from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import KVStore
+from kvparams_connectors.store_url import StoreError, StoreURL
 from kvparams_connectors.stores.guard.store import GuardedStore, open_guarded
 
 __all__ = ["LookupStore", "open_lookup_store"]

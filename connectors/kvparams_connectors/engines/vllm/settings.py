@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, cast
 
-from kvparams_connectors.connector_settings import ConnectorSettings
-from kvparams_connectors.engines.values import Values
-from kvparams_connectors.grid import Grid
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.stores.peer.settings import url_of_rank
+from kvparams_connectors.engines.setting_values import SettingValues
+from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.stores.peer.settings import url_for_rank
+from kvparams_connectors.transfer.connector_settings import ConnectorSettings
+from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 __all__ = ["PAGE_TOKENS", "VLLMSettings"]
 
@@ -90,25 +90,25 @@ class VLLMSettings:
         store = found.get("store")
         if not isinstance(store, str) or not store:
             raise StoreError(f"{_WHERE}.store is not there; it is the store's URL: valkey://host:6379")
-        given = Values(found, f"{_WHERE}.")
+        given = SettingValues(found, f"{_WHERE}.")
         settings = cls(
             store=store,
-            page_tokens=given.whole("page_tokens") or PAGE_TOKENS,
-            model=given.text("model"),
-            revision=given.text("revision"),
+            page_tokens=given.read_int("page_tokens") or PAGE_TOKENS,
+            model=given.read_text("model"),
+            revision=given.read_text("revision"),
             tensor_parallel_sizes=_sizes(found.get("tensor_parallel_sizes")),
-            deadline_s=given.number("deadline_s") or 5.0,
-            promise_s=given.number("promise_s") or 2.0,
-            arena_bytes=given.whole("arena_bytes"),
-            recompute_tokens_per_s=given.number("recompute_tokens_per_s"),
-            store_bytes_per_s=given.number("store_bytes_per_s"),
-            verify=given.switch("verify", default=True),
-            self_test=given.switch("self_test", default=True),
-            seal_keys=given.path("seal_keys"),
-            verify_with=given.path("verify_with"),
-            audience=given.text("audience"),
-            trust_media_hashes=given.switch("trust_media_hashes", default=False),
-            keep_on_reset=given.switch("keep_on_reset", default=False),
+            deadline_s=given.read_float("deadline_s") or 5.0,
+            promise_s=given.read_float("promise_s") or 2.0,
+            arena_bytes=given.read_int("arena_bytes"),
+            recompute_tokens_per_s=given.read_float("recompute_tokens_per_s"),
+            store_bytes_per_s=given.read_float("store_bytes_per_s"),
+            verify=given.read_bool("verify", default=True),
+            self_test=given.read_bool("self_test", default=True),
+            seal_keys=given.read_path("seal_keys"),
+            verify_with=given.read_path("verify_with"),
+            audience=given.read_text("audience"),
+            trust_media_hashes=given.read_bool("trust_media_hashes", default=False),
+            keep_on_reset=given.read_bool("keep_on_reset", default=False),
         )
         if settings.promise_s > settings.deadline_s:
             raise StoreError(f"{_WHERE}: promise_s is longer than deadline_s")
@@ -122,9 +122,9 @@ class VLLMSettings:
         Raises:
             StoreError: the store's URL is wrong, or there is no port for it.
         """
-        return replace(self, store=url_of_rank(self.store, rank))
+        return replace(self, store=url_for_rank(self.store, rank))
 
-    def connector(self, grid: Grid, page_bytes: int, *, groups: int = 1) -> ConnectorSettings:
+    def connector(self, grid: ShardGrid, page_bytes: int, *, groups: int = 1) -> ConnectorSettings:
         """The same for the store connector. Whether a load is worth its time is decided before it, so not there.
 
         Args:

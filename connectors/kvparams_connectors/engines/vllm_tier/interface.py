@@ -1,16 +1,16 @@
 """What is used of vLLM 0.32's offloading, with the file that each part stands in.
 
-The one rule: nothing of vLLM is used that does not stand here or in `contract.py`, which holds it against the vLLM that
-is installed.
+The one rule: nothing of vLLM is used that does not stand here or in `interface_check.py`, which holds it against the
+vLLM that is installed.
 """
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-__all__ = ["Config", "Request", "Spec", "TransferJob"]
+__all__ = ["OffloadingConfig", "OffloadingSpec", "ReqContext", "TransferJob"]
 
 
-class _Group(Protocol):
+class _OffloadingGroupConfig(Protocol):
     """vllm/v1/kv_offload/config.py, `OffloadingGroupConfig`."""
 
     @property
@@ -21,7 +21,7 @@ class _Group(Protocol):
     def layer_names(self) -> tuple[str, ...]: ...
 
 
-class _Model(Protocol):
+class _OffloadingModelConfig(Protocol):
     """Of the same file, `OffloadingModelConfig`."""
 
     @property
@@ -30,7 +30,7 @@ class _Model(Protocol):
     def dtype(self) -> str: ...
 
 
-class _Cache(Protocol):
+class _OffloadingCacheConfig(Protocol):
     """Of the same file, `OffloadingCacheConfig`."""
 
     @property
@@ -39,7 +39,7 @@ class _Cache(Protocol):
     def blocks_per_chunk(self) -> int: ...
 
 
-class _Parallel(Protocol):
+class _OffloadingParallelConfig(Protocol):
     """Of the same file, `OffloadingParallelConfig`."""
 
     @property
@@ -54,30 +54,30 @@ class _Parallel(Protocol):
     def dcp_size(self) -> int: ...
 
 
-class Config(Protocol):
+class OffloadingConfig(Protocol):
     """Of the same file, `OffloadingConfig`. `worker_kv_bytes_per_block` is of all layers."""
 
     @property
-    def groups(self) -> Sequence[_Group]: ...
+    def groups(self) -> Sequence[_OffloadingGroupConfig]: ...
     @property
     def worker_kv_bytes_per_block(self) -> int: ...
     @property
-    def model(self) -> _Model: ...
+    def model(self) -> _OffloadingModelConfig: ...
     @property
-    def cache(self) -> _Cache: ...
+    def cache(self) -> _OffloadingCacheConfig: ...
     @property
-    def parallel(self) -> _Parallel: ...
+    def parallel(self) -> _OffloadingParallelConfig: ...
     @property
     def canonical_layout(self) -> bool: ...
     @property
     def kv_cache_layout(self) -> str | None: ...
 
 
-class Spec(Protocol):
+class OffloadingSpec(Protocol):
     """vllm/v1/kv_offload/base.py, `OffloadingSpec`. `replicated_layout`: workers hold the same, and it is kept once."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> OffloadingConfig: ...
     @property
     def replicated_layout(self) -> bool: ...
 
@@ -94,7 +94,7 @@ class TransferJob(Protocol):
     def chunk_ids(self) -> Sequence[int]: ...
 
 
-class Request(Protocol):
+class ReqContext(Protocol):
     """vllm/v1/kv_offload/base.py, `ReqContext`."""
 
     @property

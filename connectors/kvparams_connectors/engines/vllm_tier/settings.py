@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, Literal
 
-from kvparams_connectors.engines.values import Values
-from kvparams_connectors.settings import StoreError
+from kvparams_connectors.engines.setting_values import SettingValues
+from kvparams_connectors.store_url import StoreError
 
 __all__ = ["TierSettings"]
 
@@ -71,17 +71,17 @@ class TierSettings:
         locality = mine.get("locality")
         if locality not in (None, "LOCAL", "REMOTE"):
             raise StoreError(f"{_WHERE}: locality is {locality!r}; it is LOCAL or REMOTE")
-        given = Values(mine, f"{_WHERE}: ")
+        given = SettingValues(mine, f"{_WHERE}: ")
         return cls(
             store=store,
-            model=given.text("model"),
-            revision=given.text("revision"),
-            deadline_s=given.number("deadline_s") or 5.0,
-            lookup_s=given.number("lookup_s") or 1.0,
-            arena_bytes=given.whole("arena_bytes"),
-            verify=given.switch("verify", default=True),
-            self_test=given.switch("self_test", default=True),
-            seal_keys=given.path("seal_keys"),
-            keep_on_reset=given.switch("keep_on_reset", default=False),
+            model=given.read_text("model"),
+            revision=given.read_text("revision"),
+            deadline_s=given.read_float("deadline_s") or 5.0,
+            lookup_s=given.read_float("lookup_s") or 1.0,
+            arena_bytes=given.read_int("arena_bytes"),
+            verify=given.read_bool("verify", default=True),
+            self_test=given.read_bool("self_test", default=True),
+            seal_keys=given.read_path("seal_keys"),
+            keep_on_reset=given.read_bool("keep_on_reset", default=False),
             locality=locality,
         )

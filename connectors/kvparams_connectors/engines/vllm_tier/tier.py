@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from kvparams_connectors.engines.logs import log_as
-from kvparams_connectors.engines.vllm_tier.asking import Asking
-from kvparams_connectors.engines.vllm_tier.contract import refuse_others
-from kvparams_connectors.engines.vllm_tier.interface import Request, Spec, TransferJob
-from kvparams_connectors.engines.vllm_tier.moving import Moved, Moving, Rows
-from kvparams_connectors.engines.vllm_tier.naming import form_of
+from kvparams_connectors.engines.log_forwarding import forward_logs
+from kvparams_connectors.engines.vllm_tier.chunk_layout import chunk_layout_of
+from kvparams_connectors.engines.vllm_tier.chunk_lookup import ChunkLookup
+from kvparams_connectors.engines.vllm_tier.chunk_pipeline import ChunkTransferResult, HostRows, OffloadChunkPipeline
+from kvparams_connectors.engines.vllm_tier.interface import OffloadingSpec, ReqContext, TransferJob
+from kvparams_connectors.engines.vllm_tier.interface_check import require_known_interface
 from kvparams_connectors.engines.vllm_tier.settings import TierSettings
-from kvparams_connectors.engines.vllm_tier.tally import COUNTERS, FAILED, REFUSED, Tally
+from kvparams_connectors.engines.vllm_tier.tier_stats import COUNTERS, FAILED, REFUSED, TierStats
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.seal_keys import read_seal_keys
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
 
@@ -103,7 +103,7 @@ else:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
     from vllm.version import __version__ as VLLM_VERSION
 
-    refuse_others(
+    require_known_interface(
         VLLM_VERSION, SecondaryTierManager, {**vars(_config), **vars(_base), **vars(_tiering)}
     )  # before vLLM makes one: a method that is new and abstract would be a TypeError without a word of advice
 
@@ -115,11 +115,11 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _TierJob:
     """A job of vLLM's."""
 
     keys: tuple[bytes, ...]
-    job: Job[Moved]
+    job: Job[ChunkTransferResult]
     load: bool
 
 
@@ -131,7 +131,7 @@ class KVParamsTier(SecondaryTierManager):
 
     def __init__(
         self,
-        offloading_spec: Spec,
+        offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
@@ -139,12 +139,12 @@ class KVParamsTier(SecondaryTierManager):
     ) -> None:
         """Raises StoreError or SealError, which end the engine before it serves."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        log_as(logging.getLogger("vllm"))
+        forward_logs(logging.getLogger("vllm"))
         told = TierSettings.of(settings)
         self.locality = None if told.locality is None else Locality(told.locality)
-        rows: Rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._rows: Rows | None = rows
-        self._form = form_of(
+        rows: HostRows = np.asarray(primary_kv_view).view(np.uint8)
+        self._rows: HostRows | None = rows
+        self._form = chunk_layout_of(
             offloading_spec,
             told,
             vllm=VLLM_VERSION,
@@ -152,9 +152,9 @@ class KVParamsTier(SecondaryTierManager):
             row_bytes=rows.shape[1],
         )
         self._keep_on_reset = told.keep_on_reset
-        seals = None if told.seal_keys is None else read_seal_keys(told.seal_keys)
+        seals = None if told.seal_keys is None else read_page_auth_keys(told.seal_keys)
         self._store = open_guarded(told.store)
-        self._moving = Moving(
+        self._moving = OffloadChunkPipeline(
             self._store,
             self._form,
             deadline_s=told.deadline_s,
@@ -162,11 +162,11 @@ class KVParamsTier(SecondaryTierManager):
             verify=told.verify,
             seals=seals,
         )
-        self._asking = Asking(self._store, self._form, lookup_s=told.lookup_s)
-        self._transfers: dict[int, _Transfer] = {}
+        self._asking = ChunkLookup(self._store, self._form, lookup_s=told.lookup_s)
+        self._transfers: dict[int, _TierJob] = {}
         self._nameless: list[int] = []
         """Jobs of which nothing is stored."""
-        self._tally = Tally()
+        self._tally = TierStats()
         self._told_nameless = False
         if told.self_test:
             try:
@@ -177,20 +177,20 @@ class KVParamsTier(SecondaryTierManager):
 
     # ---- requests
 
-    def on_new_request(self, req_context: Request) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunks are offered once, when they are computed."""
         return RequestOffloadingContext()
 
-    def lookup(self, key: bytes, req_context: Request) -> Any:
-        there = self._asking.ask(key, req_context.req_id)
+    def lookup(self, key: bytes, req_context: ReqContext) -> Any:
+        there = self._asking.is_stored(key, req_context.req_id)
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
 
     def on_schedule_end(self, context: object) -> None:
-        self._asking.send()
+        self._asking.flush()
 
-    def on_request_finished(self, req_context: Request) -> None:
+    def on_request_finished(self, req_context: ReqContext) -> None:
         self._asking.forget(req_context.req_id)
 
     # ---- jobs
@@ -199,7 +199,7 @@ class KVParamsTier(SecondaryTierManager):
         chunks = [
             (key, int(row))
             for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)
-            if self._form.knows(key)
+            if self._form.is_known_key(key)
         ]
         if len(chunks) != len(job_metadata.keys):
             self._tally.add("chunks_nameless", len(job_metadata.keys) - len(chunks))
@@ -214,13 +214,13 @@ class KVParamsTier(SecondaryTierManager):
             return
         assert self._rows is not None
         keys = tuple(key for key, _ in chunks)
-        self._transfers[job_metadata.job_id] = _Transfer(keys, self._moving.save(self._rows, chunks), load=False)
+        self._transfers[job_metadata.job_id] = _TierJob(keys, self._moving.save(self._rows, chunks), load=False)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         assert self._rows is not None
         chunks = [(key, int(row)) for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)]
         keys = tuple(job_metadata.keys)
-        self._transfers[job_metadata.job_id] = _Transfer(keys, self._moving.load(self._rows, chunks), load=True)
+        self._transfers[job_metadata.job_id] = _TierJob(keys, self._moving.load(self._rows, chunks), load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = [JobResult(job_id, success=False) for job_id in self._nameless]
@@ -231,17 +231,17 @@ class KVParamsTier(SecondaryTierManager):
             results.append(self._finished(job_id, transfer))
         return results
 
-    def _finished(self, job_id: int, transfer: _Transfer) -> JobResult:
+    def _finished(self, job_id: int, transfer: _TierJob) -> JobResult:
         try:
             moved = transfer.job.result(0)
         except Exception:  # a defect: the chunks are computed, or not stored
             _LOGGER.exception("a %s failed", "load" if transfer.load else "save")
-            moved = Moved()
+            moved = ChunkTransferResult()
         self._tally.moved(moved, len(transfer.keys), load=transfer.load)
         whole = len(moved.done) == len(transfer.keys)
         if transfer.load and not whole:
             there = set(moved.done)
-            self._asking.missing([key for key in transfer.keys if key not in there])
+            self._asking.mark_missing([key for key in transfer.keys if key not in there])
         some = moved.done if transfer.load and moved.done and not whole else None
         return JobResult(job_id, whole, some, moved.seconds, moved.nbytes)
 

@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvparams_connectors.stores.extents import Extents, Run
-from kvparams_connectors.stores.file.lock import Membership
-from kvparams_connectors.stores.file.map import NEVER, RECORD_BYTES, WAYS, FileMap, current_boot
+from kvparams_connectors.stores.extents import Extent, ExtentAllocator
+from kvparams_connectors.stores.file.file_map import NEVER_USED, RECORD_BYTES, WAYS, FileMap, current_boot
+from kvparams_connectors.stores.file.locks import ProcessSeat
 
-__all__ = ["Entry", "FileIndex"]
+__all__ = ["FileIndex", "IndexEntry"]
 
 _FREE: Final = 0
 _WRITING: Final = 1
@@ -38,7 +38,7 @@ _MAX_RUNS: Final = (RECORD_BYTES - 4 - _RECORD.size) // 8
 _CHECKED: Final = RECORD_BYTES - 4
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """A value in the index as it was found; valid as long as the slot's word is `word`."""
 
     slot: int
@@ -46,10 +46,10 @@ class Entry(NamedTuple):
     nbytes: int
     owner: int
     seat: int
-    runs: tuple[Run, ...]
+    runs: tuple[Extent, ...]
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether its writer has published it."""
         return self.word & 3 == _READY
 
@@ -69,11 +69,11 @@ class FileIndex:
         self._words = file.words
         self._ticks = file.ticks
         self._tick_array = np.frombuffer(file.ticks, dtype=np.uint64)
-        self._extents = Extents(file.free)
+        self._extents = ExtentAllocator(file.free)
         self._mask = file.shape.buckets - 1
-        self._member = Membership(file.fd, len(file.owners))
+        self._member = ProcessSeat(file.fd, len(file.owners))
         self._owner = 0  # nobody's number: entering may have to repair first
-        with self.changing(deadline):
+        with self.locked(deadline):
             self._owner = file.counters[_OWNER] = file.counters[_OWNER] + 1
             file.owners[self._member.seat] = self._owner
             if bytes(file.boot) != current_boot():
@@ -89,11 +89,11 @@ class FileIndex:
         """How often the index was made anew since the file was created."""
         return self._file.counters[_REPAIRS]
 
-    def awaited(self, entry: Entry) -> bool:
+    def is_being_written(self, entry: IndexEntry) -> bool:
         """Whether a value that was being written still is, by somebody who lives."""
-        return self.unchanged(entry) and self._alive(entry)
+        return self.is_unchanged(entry) and self._alive(entry)
 
-    def published(self, entry: Entry) -> bool:
+    def is_published(self, entry: IndexEntry) -> bool:
         """Whether a value that was being written is READY now."""
         return self._words[entry.slot] == entry.word & ~3 | _READY
 
@@ -103,16 +103,16 @@ class FileIndex:
 
     # ---- without the lock
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> IndexEntry | None:
         """The READY value of `key`."""
         entry = self._find(key)
-        return entry if entry is not None and entry.ready else None
+        return entry if entry is not None and entry.is_ready else None
 
-    def unchanged(self, entry: Entry) -> bool:
+    def is_unchanged(self, entry: IndexEntry) -> bool:
         """Whether the slot still is what it was when `entry` was found."""
         return self._words[entry.slot] == entry.word
 
-    def touch(self, entries: Sequence[Entry | None]) -> None:
+    def touch(self, entries: Sequence[IndexEntry | None]) -> None:
         """The values count as used now, the first one as used last."""
         tick = self._file.counters[_TICK] + len(entries)
         self._file.counters[_TICK] = tick
@@ -121,9 +121,9 @@ class FileIndex:
             if entry is not None and self._words[entry.slot] == entry.word:
                 self._ticks[entry.slot] = tick - number
 
-    def publish(self, entry: Entry) -> Entry | None:
+    def publish(self, entry: IndexEntry) -> IndexEntry | None:
         """Make a value of ours READY; None if it has been taken from us, so that nobody is told that it is stored."""
-        if not self.unchanged(entry):
+        if not self.is_unchanged(entry):
             return None
         self._ticks[entry.slot] = self._file.counters[_TICK]
         self._words[entry.slot] = entry.word & ~3 | _READY
@@ -132,7 +132,7 @@ class FileIndex:
     # ---- under the lock
 
     @contextmanager
-    def changing(self, deadline: float) -> Generator[None]:
+    def locked(self, deadline: float) -> Generator[None]:
         """Hold the lock; whoever died with it is cleaned up after first.
 
         Raises:
@@ -146,15 +146,15 @@ class FileIndex:
             yield  # an exception leaves the mark, and the next holder repairs
             counters[_DIRTY] = 0
 
-    def find_any(self, key: str) -> Entry | None:
+    def find_any(self, key: str) -> IndexEntry | None:
         """The value of `key`, also one that a living owner is still writing."""
         entry = self._find(key)
-        if entry is not None and not entry.ready and not self._alive(entry):
+        if entry is not None and not entry.is_ready and not self._alive(entry):
             self.remove(entry)
             return None
         return entry
 
-    def add(self, key: str, nbytes: int, units: int, keep: Collection[int]) -> Entry | None:
+    def add(self, key: str, nbytes: int, units: int, keep: Collection[int]) -> IndexEntry | None:
         """A WRITING slot with room for a new value, evicting the least recently used ones as needed.
 
         Args:
@@ -167,7 +167,7 @@ class FileIndex:
             None if there is not enough room without `keep` and what is being written.
         """
         reclaimed = False
-        while (runs := self._extents.take(units, _MAX_RUNS)) is None:
+        while (runs := self._extents.allocate(units, _MAX_RUNS)) is None:
             if not self._evict(keep):
                 if reclaimed:
                     return None
@@ -179,14 +179,14 @@ class FileIndex:
         self._words[slot] = word
         if not self._link(slot, xxh3_64_intdigest(key.encode())):
             self._words[slot] = _next(word, _FREE)
-            self._extents.give_back(runs)
+            self._extents.free(runs)
             return None
-        return Entry(slot, word, nbytes, self._owner, self._member.seat, tuple(runs))
+        return IndexEntry(slot, word, nbytes, self._owner, self._member.seat, tuple(runs))
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: IndexEntry) -> None:
         """Free the slot and its units."""
         self._words[entry.slot] = _next(entry.word, _FREE)
-        self._ticks[entry.slot] = NEVER
+        self._ticks[entry.slot] = NEVER_USED
         start = entry.slot * RECORD_BYTES
         key = bytes(self._file.records[start : start + _KEY_BYTES]).rstrip(b"\0")
         digest = xxh3_64_intdigest(key)
@@ -195,11 +195,11 @@ class FileIndex:
             held = self._file.buckets[bucket : bucket + WAYS].tolist()
             if packed in held:
                 self._file.buckets[bucket + held.index(packed)] = 0
-        self._extents.give_back(entry.runs)
+        self._extents.free(entry.runs)
 
     # ---- helpers
 
-    def _find(self, key: str) -> Entry | None:
+    def _find(self, key: str) -> IndexEntry | None:
         raw = key.encode()
         digest = xxh3_64_intdigest(raw)
         mark = digest >> 32
@@ -229,13 +229,13 @@ class FileIndex:
             self._file.buckets[target] = digest >> 32 << 32 | slot + 1
         return most > 0
 
-    def _write_record(self, slot: int, key: bytes, generation: int, nbytes: int, runs: Sequence[Run]) -> None:
+    def _write_record(self, slot: int, key: bytes, generation: int, nbytes: int, runs: Sequence[Extent]) -> None:
         raw = _RECORD.pack(key, generation, nbytes, self._owner, self._member.seat, len(runs))
         raw = b"".join((raw, *(_RUN.pack(*run) for run in runs))).ljust(_CHECKED, b"\0")
         start = slot * RECORD_BYTES
         self._file.records[start : start + RECORD_BYTES] = raw + zlib.crc32(raw).to_bytes(4, "little")
 
-    def _read_record(self, slot: int, word: int) -> tuple[bytes, Entry] | None:
+    def _read_record(self, slot: int, word: int) -> tuple[bytes, IndexEntry] | None:
         """The key and the entry in `slot`; None if the record is not whole or is another generation's."""
         raw = self._file.records[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES].tobytes()
         if zlib.crc32(raw[:_CHECKED]) != int.from_bytes(raw[_CHECKED:], "little"):
@@ -244,22 +244,22 @@ class FileIndex:
         if generation != word >> 2 or not 1 <= count <= _MAX_RUNS:
             return None
         room = 0
-        runs: list[Run] = []
+        runs: list[Extent] = []
         for at in range(_RECORD.size, _RECORD.size + 8 * count, 8):
             first, units = _RUN.unpack_from(raw, at)
             if first + units > self._units:
                 return None
-            runs.append(Run(first, units))
+            runs.append(Extent(first, units))
             room += units
         if room * self._unit_bytes < nbytes:
             return None
-        return key.rstrip(b"\0"), Entry(slot, word, nbytes, owner, seat, tuple(runs))
+        return key.rstrip(b"\0"), IndexEntry(slot, word, nbytes, owner, seat, tuple(runs))
 
-    def _alive(self, entry: Entry) -> bool:
+    def _alive(self, entry: IndexEntry) -> bool:
         """Whether whoever writes the value still lives."""
         if entry.owner == self._owner:
             return True
-        return self._file.owners[entry.seat] == entry.owner and self._member.taken(entry.seat)
+        return self._file.owners[entry.seat] == entry.owner and self._member.is_taken(entry.seat)
 
     def _evict(self, keep: Collection[int]) -> bool:
         """Remove the least recently used READY value that is not in `keep`; False if there is none."""
@@ -268,11 +268,11 @@ class FileIndex:
             if slot in keep:
                 others = (int(other) for other in np.argsort(self._tick_array) if int(other) not in keep)
                 slot = next(others, slot)
-            if self._ticks[slot] == NEVER or slot in keep:
+            if self._ticks[slot] == NEVER_USED or slot in keep:
                 return False
             word = self._words[slot]
             if word & 3 != _READY:  # touched while it was being evicted
-                self._ticks[slot] = NEVER
+                self._ticks[slot] = NEVER_USED
                 continue
             found = self._read_record(slot, word)
             if found is None:
@@ -295,12 +295,12 @@ class FileIndex:
     def _repair(self) -> None:
         """Make everything anew from the records that are whole, belong to their slot and overlap with no other."""
         file = self._file
-        entries: list[tuple[bytes, Entry]] = []
+        entries: list[tuple[bytes, IndexEntry]] = []
         claims = np.zeros(file.shape.units, dtype=np.uint8)
         words = np.frombuffer(self._words, dtype=np.uint64)
         for slot in np.flatnonzero(words & np.uint64(3)).tolist():
             found = self._read_record(slot, self._words[slot])
-            if found is None or found[1].runs[0].first != slot or not (found[1].ready or self._alive(found[1])):
+            if found is None or found[1].runs[0].first != slot or not (found[1].is_ready or self._alive(found[1])):
                 self._words[slot] = _next(self._words[slot], _FREE)
                 continue
             entries.append(found)
@@ -309,7 +309,7 @@ class FileIndex:
         buckets = np.frombuffer(file.buckets, dtype=np.uint64)
         buckets.fill(0)
         file.free.fill(True)
-        ticks = np.full_like(self._tick_array, NEVER)
+        ticks = np.full_like(self._tick_array, NEVER_USED)
         for key, entry in entries:
             alone = all((claims[run.first : run.first + run.units] == 1).all() for run in entry.runs)
             if not alone or not self._link(entry.slot, xxh3_64_intdigest(key)):
@@ -317,7 +317,7 @@ class FileIndex:
                 continue
             for run in entry.runs:
                 file.free[run.first : run.first + run.units] = False
-            if entry.ready:
+            if entry.is_ready:
                 ticks[entry.slot] = min(self._ticks[entry.slot], file.counters[_TICK])
         np.copyto(self._tick_array, ticks)
         file.counters[_REPAIRS] += 1

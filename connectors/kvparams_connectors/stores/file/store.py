@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Final
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import (
+    BlockingStore,
     Capabilities,
-    Code,
     GetOp,
     KVStore,
-    LaneStore,
     PutOp,
     Result,
+    ResultCode,
     Results,
     StoreError,
-    valid_keys,
+    are_valid_keys,
 )
+from kvparams_connectors.store_url import StoreURL
+from kvparams_connectors.stores.file.placement_advice import file_advice
 from kvparams_connectors.stores.file.values import FileValues
-from kvparams_connectors.tools.file_advice import file_advice
 
 __all__ = ["FileStore", "open_url"]
 
@@ -39,10 +39,10 @@ _AGAIN_S: Final = 1.0
 """After which a path at which no file could be opened is tried again."""
 
 
-class FileStore(LaneStore):
+class FileStore(BlockingStore):
     """Values in a mapped file. A forked child cannot use its parent's; it opens the file anew."""
 
-    calls_going = True
+    calls_before_read = True
 
     def __init__(
         self,
@@ -90,33 +90,33 @@ class FileStore(LaneStore):
         """For `kvparams doctor`: whether the file lies in a good place."""
         return file_advice(self._path)
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         with self._using(deadline) as values:
-            return values.put(ops, deadline) if values is not None else [Result(Code.UNAVAILABLE)] * len(ops)
+            return values.put(ops, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(ops)
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         with self._using(deadline) as values:
-            return values.get(ops, deadline) if values is not None else [Result(Code.UNAVAILABLE)] * len(ops)
+            return values.get(ops, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(ops)
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         with self._using(deadline) as values:
-            return values.exists(keys) if values is not None else [Result(Code.UNAVAILABLE)] * len(keys)
+            return values.exists(keys) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(keys)
 
-    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+    def exists_nowait(self, keys: Sequence[str]) -> Results | None:
         with self._closing:  # held for a moment only, by whoever closes
             if self._released or not self._changing.acquire(blocking=False):
                 return None
             try:
                 values = self._values
-                if values is None or not values.lately_there() or not all(valid_keys(keys)):
+                if values is None or not values.path_was_current() or not all(are_valid_keys(keys)):
                     return None
                 return values.exists(keys)
             finally:
                 self._changing.release()
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         with self._using(deadline) as values:
-            return values.delete(keys, deadline) if values is not None else [Result(Code.UNAVAILABLE)] * len(keys)
+            return values.delete(keys, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(keys)
 
     def release(self) -> None:
         if self._values is not None:
@@ -126,7 +126,7 @@ class FileStore(LaneStore):
     def _using(self, deadline: float) -> Generator[FileValues | None]:
         """What the path names now, for one batch, which goes on with it to its end; None: no store could be opened."""
         with self._changing:
-            if self._values is None or not self._values.there():
+            if self._values is None or not self._values.path_is_current():
                 self._open_anew(deadline)
             values = self._values
             if values is not None:
@@ -166,12 +166,12 @@ class FileStore(LaneStore):
 
 def open_url(url: StoreURL) -> KVStore:
     """`file:///dev/shm/kv?size=4GiB&unit=64KiB&threads=1`; `size` and `unit` may be left away for an existing file."""
-    url.only("size", "unit", "threads")
-    if url.place or not url.path.startswith("/"):
-        raise StoreError(f"file store: {url.text!r} names no absolute path; write file:///dev/shm/kv?size=1GiB")
+    url.reject_unknown("size", "unit", "threads")
+    if url.location or not url.path.startswith("/"):
+        raise StoreError(f"file store: {url.redacted!r} names no absolute path; write file:///dev/shm/kv?size=1GiB")
     return FileStore(
         Path(url.path),
-        url.size("size"),
-        unit_bytes=url.size("unit"),
-        threads=url.number("threads", 1, low=1, high=64),
+        url.read_size("size"),
+        unit_bytes=url.read_size("unit"),
+        threads=url.read_int("threads", 1, low=1, high=64),
     )

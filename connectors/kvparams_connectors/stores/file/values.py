@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.store import Code, GetOp, PutOp, Result, Results
+from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode, Results
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.extents import copy_in, copy_out, units_for
-from kvparams_connectors.stores.file.index import Entry, FileIndex
-from kvparams_connectors.stores.file.map import Shape, open_map
+from kvparams_connectors.stores.file.file_map import FileGeometry, open_map
+from kvparams_connectors.stores.file.index import FileIndex, IndexEntry
 
 __all__ = ["FileValues"]
 
@@ -47,7 +47,7 @@ class FileValues:
         self._seen_there = 0.0
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> FileGeometry:
         """Of the file."""
         return self._map.shape
 
@@ -56,7 +56,7 @@ class FileValues:
         """See `FileStore.repairs`."""
         return self._index.repairs
 
-    def there(self) -> bool:
+    def path_is_current(self) -> bool:
         """Whether its path still names this file."""
         try:
             status = os.lstat(self._path)
@@ -64,13 +64,13 @@ class FileValues:
             return False
         return self._file == (status.st_dev, status.st_ino)
 
-    def lately_there(self) -> bool:
-        """`there`, as it was a moment ago, for who only asks: a call of the system gives others their turn, and in a
-        busy process takes milliseconds."""
+    def path_was_current(self) -> bool:
+        """`path_is_current`, as it was a moment ago, for who only asks: a call of the system gives others their turn,
+        and in a busy process takes milliseconds."""
         now = time.monotonic()
         if now - self._seen_there < _LATELY_S:
             return True
-        if not self.there():
+        if not self.path_is_current():
             return False
         self._seen_there = now
         return True
@@ -82,8 +82,8 @@ class FileValues:
 
     def put(self, ops: Sequence[PutOp], deadline: float) -> Results:
         """Store them."""
-        results = [Result(Code.TIMEOUT)] * len(ops)
-        entries: list[Entry | None] = [None] * len(ops)
+        results = [Result(ResultCode.TIMEOUT)] * len(ops)
+        entries: list[IndexEntry | None] = [None] * len(ops)
         for start in range(0, len(ops), _BATCH):
             left = list(range(start, min(start + _BATCH, len(ops))))
             while left:  # once, and again for a key whose other writer gave up
@@ -92,25 +92,25 @@ class FileValues:
         return results
 
     def _put_round(
-        self, ops: Sequence[PutOp], left: list[int], results: Results, entries: list[Entry | None], deadline: float
+        self, ops: Sequence[PutOp], left: list[int], results: Results, entries: list[IndexEntry | None], deadline: float
     ) -> list[int]:
         """Try the operations `left`; those that have to be tried again."""
-        ours: dict[int, Entry] = {}
-        others: dict[int, Entry] = {}
+        ours: dict[int, IndexEntry] = {}
+        others: dict[int, IndexEntry] = {}
         try:
-            with self._index.changing(deadline):
+            with self._index.locked(deadline):
                 for index in left:
                     entry = self._index.find_any(ops[index].key)
                     if entry is None:
                         results[index] = self._reserve(ops[index], index, ours, entries)
-                    elif entry.ready:
+                    elif entry.is_ready:
                         entries[index] = entry
-                        results[index] = Result(Code.EXISTS)
+                        results[index] = Result(ResultCode.EXISTS)
                     else:
                         others[index] = entry
         except TimeoutError:
             return []
-        unwritten: list[Entry] = []
+        unwritten: list[IndexEntry] = []
         for index, entry in ours.items():
             results[index], entries[index] = self._fill(ops[index], entry, deadline)
             if entries[index] is None:
@@ -118,55 +118,59 @@ class FileValues:
         self._abandon(unwritten)
         return [index for index, entry in others.items() if self._outcome(entry, index, results, deadline)]
 
-    def _reserve(self, op: PutOp, index: int, ours: dict[int, Entry], entries: Sequence[Entry | None]) -> Result:
+    def _reserve(
+        self, op: PutOp, index: int, ours: dict[int, IndexEntry], entries: Sequence[IndexEntry | None]
+    ) -> Result:
         """Room for a new value, without evicting what this batch has put or found."""
         nbytes = sum(buffer.nbytes for buffer in op.buffers)
         if nbytes > self._map.data.size:
-            return Result(Code.TOO_LARGE)
+            return Result(ResultCode.TOO_LARGE)
         keep = {entry.slot for entry in entries if entry is not None}
         added = self._index.add(op.key, nbytes, units_for(nbytes, self._map.shape.unit_bytes), keep)
         if added is None:
-            return Result(Code.FULL)
+            return Result(ResultCode.FULL)
         ours[index] = added
-        return Result(Code.TIMEOUT)
+        return Result(ResultCode.TIMEOUT)
 
-    def _fill(self, op: PutOp, entry: Entry, deadline: float) -> tuple[Result, Entry | None]:
+    def _fill(self, op: PutOp, entry: IndexEntry, deadline: float) -> tuple[Result, IndexEntry | None]:
         """Copy the value in and publish it; no entry if that was not done."""
         if time.monotonic() >= deadline:
-            return Result(Code.TIMEOUT), None
+            return Result(ResultCode.TIMEOUT), None
         try:
-            copy_in(self._map.data, self._map.shape.unit_bytes, entry.runs, op.gone().buffers, entry.nbytes)
+            copy_in(
+                self._map.data, self._map.shape.unit_bytes, entry.runs, op.resolve_before_read().buffers, entry.nbytes
+            )
         except ValueError:  # the caller released a buffer that it had leased to us
-            return Result(Code.INVALID), None
+            return Result(ResultCode.INVALID), None
         published = self._index.publish(entry)
-        return (Result(Code.OK, entry.nbytes) if published else Result(Code.UNAVAILABLE)), published
+        return (Result(ResultCode.OK, entry.nbytes) if published else Result(ResultCode.UNAVAILABLE)), published
 
-    def _abandon(self, unwritten: Sequence[Entry]) -> None:
+    def _abandon(self, unwritten: Sequence[IndexEntry]) -> None:
         """Free the room of values of ours that were not written."""
         if not unwritten:
             return
         try:
-            with self._index.changing(time.monotonic() + _ABANDON_S):
+            with self._index.locked(time.monotonic() + _ABANDON_S):
                 for entry in unwritten:
-                    if self._index.unchanged(entry):
+                    if self._index.is_unchanged(entry):
                         self._index.remove(entry)
         except TimeoutError:
             _LOGGER.warning("the room of %d values is lost until this process ends", len(unwritten))
 
-    def _outcome(self, entry: Entry, index: int, results: Results, deadline: float) -> bool:
+    def _outcome(self, entry: IndexEntry, index: int, results: Results, deadline: float) -> bool:
         """Wait for somebody else's writing of the same value; whether we have to write it after all."""
-        while self._index.awaited(entry):
+        while self._index.is_being_written(entry):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_PAUSE_S)
-        if self._index.published(entry):
-            results[index] = Result(Code.EXISTS)
+        if self._index.is_published(entry):
+            results[index] = Result(ResultCode.EXISTS)
             return False
         return time.monotonic() < deadline
 
     def get(self, ops: Sequence[GetOp], deadline: float) -> Results:
         """Copy them out."""
-        entries: list[Entry | None] = []
+        entries: list[IndexEntry | None] = []
         results: Results = []
         for op in ops:
             entry = self._index.find(op.key) if time.monotonic() < deadline else None
@@ -174,33 +178,33 @@ class FileValues:
             if entry is not None:
                 results.append(self._read(op, entry))
             else:
-                results.append(Result(Code.MISS if time.monotonic() < deadline else Code.TIMEOUT))
+                results.append(Result(ResultCode.MISS if time.monotonic() < deadline else ResultCode.TIMEOUT))
         self._index.touch(entries)
         return results
 
-    def _read(self, op: GetOp, entry: Entry) -> Result:
+    def _read(self, op: GetOp, entry: IndexEntry) -> Result:
         if sum(buffer.nbytes for buffer in op.buffers) < entry.nbytes:
-            return Result(Code.TOO_LARGE, entry.nbytes)
-        copy_out(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes, op.coming)
-        if not self._index.unchanged(entry):  # evicted meanwhile: the bytes may be another value's
-            return Result(Code.MISS)
-        if op.arrived is not None:
-            op.arrived(entry.nbytes)
-        return Result(Code.OK, entry.nbytes)
+            return Result(ResultCode.TOO_LARGE, entry.nbytes)
+        copy_out(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes, op.on_progress)
+        if not self._index.is_unchanged(entry):  # evicted meanwhile: the bytes may be another value's
+            return Result(ResultCode.MISS)
+        if op.on_complete is not None:
+            op.on_complete(entry.nbytes)
+        return Result(ResultCode.OK, entry.nbytes)
 
     def exists(self, keys: Sequence[str]) -> Results:
         """Look them up."""
         entries = [self._index.find(key) for key in keys]
         self._index.touch(entries)
-        return [Result(Code.MISS) if entry is None else Result(Code.OK, entry.nbytes) for entry in entries]
+        return [Result(ResultCode.MISS) if entry is None else Result(ResultCode.OK, entry.nbytes) for entry in entries]
 
     def delete(self, keys: Sequence[str], deadline: float) -> Results:
         """Free their room."""
-        results = [Result(Code.TIMEOUT)] * len(keys)
-        with suppress(TimeoutError), self._index.changing(deadline):
+        results = [Result(ResultCode.TIMEOUT)] * len(keys)
+        with suppress(TimeoutError), self._index.locked(deadline):
             for index, key in enumerate(keys):
                 entry = self._index.find(key)
                 if entry is not None:
                     self._index.remove(entry)
-                results[index] = Result(Code.MISS if entry is None else Code.OK)
+                results[index] = Result(ResultCode.MISS if entry is None else ResultCode.OK)
         return results

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from kvparams.breaker import Breaker, BreakerLimits, BreakerState
-from kvparams_connectors.store import Code, Results
+from kvparams.routing.breaker import Breaker, BreakerLimits, BreakerState
+from kvparams_connectors.store import ResultCode, Results
 from kvparams_connectors.stores.guard.quarantine import Quarantine
-from kvparams_connectors.stores.guard.rates import Rate
+from kvparams_connectors.stores.guard.transfer_rate import TransferRate
 
-__all__ = ["Flight", "GuardLimits", "GuardStatistics", "Health", "Kind"]
+__all__ = ["GuardLimits", "GuardStatistics", "GuardedOperation", "InFlightOperation", "StoreHealth"]
 
-_DEAD: Final = frozenset({Code.UNAVAILABLE, Code.INTERNAL})
+_DEAD: Final = frozenset({ResultCode.UNAVAILABLE, ResultCode.INTERNAL})
 
-Kind = Literal["put", "get", "exists", "delete"]
+GuardedOperation = Literal["put", "get", "exists", "delete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class GuardStatistics:
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class InFlightOperation:
     """One operation that has not settled."""
 
-    kind: Kind
+    kind: GuardedOperation
     keys: Sequence[str]
     started: float
     deadline: float
@@ -82,15 +82,15 @@ class Flight:
     """The breaker knows what became of it."""
 
 
-class Health:
+class StoreHealth:
     """It does not lock; whoever owns it does."""
 
     def __init__(self, limits: GuardLimits) -> None:
         self._limits = limits
         self._breaker = Breaker(limits.breaker)
         self._quarantine = Quarantine(limits.quarantined, limits.quarantine_s)
-        self._flights: set[Flight] = set()
-        self._gets, self._puts = Rate(), Rate()
+        self._flights: set[InFlightOperation] = set()
+        self._gets, self._puts = TransferRate(), TransferRate()
         self._succeeded = self._failed = self._timed_out = self._refused = 0
         self._opened = self._probes = self._corrupt = 0
 
@@ -111,7 +111,7 @@ class Health:
             put_bytes_per_s=self._puts.bytes_per_s,
         )
 
-    def expected_s(self, kind: Kind, nbytes: int) -> float | None:
+    def expected_s(self, kind: GuardedOperation, nbytes: int) -> float | None:
         """Seconds that a get or put of so many bytes takes; None if none was seen, and while the store is given up."""
         if kind not in ("get", "put") or self._breaker.state is not BreakerState.CLOSED:
             return None
@@ -119,11 +119,11 @@ class Health:
 
     # ---- quarantine
 
-    def hold(self, keys: Sequence[str], now: float) -> None:
+    def quarantine(self, keys: Sequence[str], now: float) -> None:
         """These values are damaged."""
         self._quarantine.add(keys, now)
 
-    def held(self, keys: Sequence[str], now: float) -> list[bool] | None:
+    def quarantined(self, keys: Sequence[str], now: float) -> list[bool] | None:
         """Which of these are in quarantine; None if none is."""
         if not len(self._quarantine):
             return None
@@ -132,48 +132,50 @@ class Health:
 
     # ---- operations
 
-    def admit(self, kind: Kind, keys: Sequence[str], nbytes: int, deadline_s: float, now: float) -> Flight | None:
+    def admit(
+        self, kind: GuardedOperation, keys: Sequence[str], nbytes: int, deadline_s: float, now: float
+    ) -> InFlightOperation | None:
         """An operation wants to begin; None if it may not."""
-        if not self._breaker.admits or len(self._flights) >= self._limits.in_flight:
+        if not self._breaker.allows_requests or len(self._flights) >= self._limits.in_flight:
             self._refused += 1
             return None
         trial = self._breaker.state is BreakerState.HALF_OPEN
         if trial:
             self._breaker.begin_trial()
         fair = deadline_s >= max(self._limits.fair_s, self.expected_s(kind, nbytes) or 0.0)
-        flight = Flight(kind, keys, now, now + deadline_s, fair, trial)
+        flight = InFlightOperation(kind, keys, now, now + deadline_s, fair, trial)
         self._flights.add(flight)
         return flight
 
-    def settled(self, flight: Flight, results: Results, now: float) -> bool | None:
+    def operation_settled(self, flight: InFlightOperation, results: Results, now: float) -> bool | None:
         """The store has let go of an operation. True: the store is given up with this. False: it works again."""
         self._flights.discard(flight)
         if flight.kind in ("get", "put"):
             self._moved(flight, results, now)
-        late = now > flight.deadline or any(result.code is Code.TIMEOUT for result in results)
+        late = now > flight.deadline or any(result.code is ResultCode.TIMEOUT for result in results)
         dead = bool(results) and all(result.code in _DEAD for result in results)
         return self._outcome(flight, now, late=late, dead=dead, told=bool(results))
 
-    def _moved(self, flight: Flight, results: Results, now: float) -> None:
+    def _moved(self, flight: InFlightOperation, results: Results, now: float) -> None:
         """What a get or put says of rates and of single values."""
-        nbytes = sum(result.nbytes for result in results if result.code is Code.OK)
+        nbytes = sum(result.nbytes for result in results if result.code is ResultCode.OK)
         if nbytes and now <= flight.deadline:
-            (self._gets if flight.kind == "get" else self._puts).saw(nbytes, now - flight.started)
+            (self._gets if flight.kind == "get" else self._puts).record(nbytes, now - flight.started)
         for key, result in zip(flight.keys, results, strict=False):
-            if result.code is Code.CORRUPT:
+            if result.code is ResultCode.CORRUPT:
                 self._corrupt += 1
                 self._quarantine.add((key,), now)
-            elif result.code is Code.OK and flight.kind == "put":
+            elif result.code is ResultCode.OK and flight.kind == "put":
                 self._quarantine.lift(key)
 
-    def overdue(self, now: float) -> bool:
+    def expire_deadlines(self, now: float) -> bool:
         """Deadlines pass; whether the store is given up with this."""
         passed = [flight for flight in self._flights if now >= flight.deadline and not flight.counted]
         outcomes = [self._outcome(flight, now, late=True, dead=False, told=True) for flight in passed]
         return True in outcomes
 
-    def _outcome(self, flight: Flight, now: float, *, late: bool, dead: bool, told: bool) -> bool | None:
-        """Tell the breaker, once; as `settled`."""
+    def _outcome(self, flight: InFlightOperation, now: float, *, late: bool, dead: bool, told: bool) -> bool | None:
+        """Tell the breaker, once; as `operation_settled`."""
         if flight.counted:
             return None
         flight.counted = True
@@ -188,8 +190,8 @@ class Health:
         if self._breaker.state is BreakerState.HALF_OPEN and not flight.trial:
             return None  # it began before the store was given up
         if not failed:
-            return False if self._breaker.succeeded() else None
-        if not self._breaker.failed(now):
+            return False if self._breaker.record_success() else None
+        if not self._breaker.record_failure(now):
             return None
         self._opened += 1
         return True
@@ -197,23 +199,23 @@ class Health:
     # ---- probes
 
     def begin_probe(self, now: float) -> bool:
-        """Whether it is time to ask the store whether it is back; until `probed`, no operation is admitted."""
+        """Whether it is time to ask the store whether it is back; until `record_probe`, no operation is admitted."""
         if not self._breaker.poll(now):
             return False
         self._breaker.begin_trial()
         self._probes += 1
         return True
 
-    def probed(self, now: float, *, good: bool) -> None:
+    def record_probe(self, now: float, *, good: bool) -> None:
         """It answered: one operation may be tried. It did not: the wait is longer than before."""
         if good:
             self._breaker.end_trial()
-        elif self._breaker.failed(now):
+        elif self._breaker.record_failure(now):
             self._opened += 1
 
     def next_time(self) -> float | None:
         """When a deadline passes or a probe is due; None if nothing is waited for."""
         times = [flight.deadline for flight in self._flights if not flight.counted]
         if self._breaker.state is BreakerState.OPEN:
-            times.append(self._breaker.until)
+            times.append(self._breaker.half_open_at)
         return min(times, default=None)

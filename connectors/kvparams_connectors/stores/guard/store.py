@@ -12,23 +12,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvparams_connectors.advice import Advice, advice_of
-from kvparams_connectors.alarm import Alarm
+from kvparams_connectors.advice import Advice, advice_from_store
+from kvparams_connectors.deadline_timer import DeadlineTimer
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.settings import StoreUnreachable, StoreURL
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
-    Code,
     GetOp,
     KVStore,
     PutOp,
     Result,
+    ResultCode,
     Results,
     open_store,
 )
-from kvparams_connectors.stores.guard.health import Flight, GuardLimits, GuardStatistics, Health, Kind
-from kvparams_connectors.stores.guard.late import LateStore
+from kvparams_connectors.store_url import StoreUnreachable, StoreURL
+from kvparams_connectors.stores.guard.deferred_store import DeferredStore
+from kvparams_connectors.stores.guard.health import (
+    GuardedOperation,
+    GuardLimits,
+    GuardStatistics,
+    InFlightOperation,
+    StoreHealth,
+)
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -40,7 +46,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _UNGUARDED: Final = ("memory", "tiered")
 _PROBE_KEY: Final = "kvparams-probe"
 """What a probe asks for. That it is not there is a good answer."""
-_NO_ANSWER: Final = frozenset({Code.UNAVAILABLE, Code.INTERNAL, Code.TIMEOUT})
+_NO_ANSWER: Final = frozenset({ResultCode.UNAVAILABLE, ResultCode.INTERNAL, ResultCode.TIMEOUT})
 
 Op = TypeVar("Op")
 
@@ -58,10 +64,10 @@ class GuardedStore(KVStore):
         self._limits = limits or GuardLimits()
         self._name = name
         self._lock = threading.Lock()
-        self._health = Health(self._limits)
+        self._health = StoreHealth(self._limits)
         self._probe: Job[Results] | None = None
         self._probing = False
-        self._alarm = Alarm(f"kvparams-guard-{name}", self._ring)
+        self._alarm = DeadlineTimer(f"kvparams-guard-{name}", self._ring)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -69,7 +75,7 @@ class GuardedStore(KVStore):
 
     def advice(self) -> Sequence[Advice]:
         """What the guarded store says."""
-        return advice_of(self._inner)
+        return advice_from_store(self._inner)
 
     @property
     def statistics(self) -> GuardStatistics:
@@ -91,10 +97,10 @@ class GuardedStore(KVStore):
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._unless_held("exists", keys, keys, 0, self._inner.exists, deadline_s)
 
-    def exists_at_once(self, keys: Sequence[str]) -> Results | None:
+    def exists_nowait(self, keys: Sequence[str]) -> Results | None:
         with self._lock:
-            held = self._health.held(keys, time.monotonic())
-        return self._inner.exists_at_once(keys) if held is None else None
+            held = self._health.quarantined(keys, time.monotonic())
+        return self._inner.exists_nowait(keys) if held is None else None
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         return self._submit("delete", keys, keys, 0, self._inner.delete, deadline_s)
@@ -103,19 +109,19 @@ class GuardedStore(KVStore):
     def address(self) -> str | None:
         return self._inner.address
 
-    def locate(self, keys: Sequence[str], source: str) -> None:
-        self._inner.locate(keys, source)
+    def hint_location(self, keys: Sequence[str], source: str) -> None:
+        self._inner.hint_location(keys, source)
 
     def quarantine(self, keys: Sequence[str]) -> None:
         """`exists` and `get` say MISS for these until this process has stored them anew or the time is over."""
         with self._lock:
-            self._health.hold(keys, time.monotonic())
+            self._health.quarantine(keys, time.monotonic())
         self._inner.quarantine(keys)
 
     def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         """As `quarantine`, and the guarded store discards them, if it is not given up."""
         with self._lock:
-            self._health.hold(keys, time.monotonic())
+            self._health.quarantine(keys, time.monotonic())
         return self._submit("delete", keys, keys, 0, self._inner.discard, deadline_s)
 
     def close(self) -> None:
@@ -126,7 +132,7 @@ class GuardedStore(KVStore):
 
     def _unless_held(
         self,
-        kind: Kind,
+        kind: GuardedOperation,
         ops: Sequence[Op],
         keys: Sequence[str],
         nbytes: int,
@@ -135,13 +141,13 @@ class GuardedStore(KVStore):
     ) -> Job[Results]:
         """`_submit` without the keys in quarantine: they are a MISS."""
         with self._lock:
-            held = self._health.held(keys, time.monotonic())
+            held = self._health.quarantined(keys, time.monotonic())
         if held is None:
             return self._submit(kind, ops, keys, nbytes, call, deadline_s)
 
         def complete(results: Results) -> Results:
             found = iter(results)
-            return [Result(Code.MISS) if away else next(found) for away in held]
+            return [Result(ResultCode.MISS) if away else next(found) for away in held]
 
         good = [index for index, away in enumerate(held) if not away]
         asked, names = [ops[index] for index in good], [keys[index] for index in good]
@@ -149,7 +155,7 @@ class GuardedStore(KVStore):
 
     def _submit(
         self,
-        kind: Kind,
+        kind: GuardedOperation,
         ops: Sequence[Op],
         keys: Sequence[str],
         nbytes: int,
@@ -159,33 +165,33 @@ class GuardedStore(KVStore):
         deadline_s = min(deadline_s, self._limits.deadline_s)
         with self._lock:
             now = time.monotonic()
-            given_up = self._health.overdue(now)  # the alarm may be a moment late
+            given_up = self._health.expire_deadlines(now)  # the alarm may be a moment late
             flight = self._health.admit(kind, keys, nbytes, deadline_s, now)
         if given_up:
             self._say(given_up=True)
         if flight is None:
-            return _ended([Result(Code.UNAVAILABLE)] * len(keys), deadline_s)
+            return _ended([Result(ResultCode.UNAVAILABLE)] * len(keys), deadline_s)
         try:
             job = call(ops, deadline_s)
         except Exception:  # it must not raise, but a guard that trusts is none
             _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-            job = _ended([Result(Code.INTERNAL)] * len(keys), deadline_s)
+            job = _ended([Result(ResultCode.INTERNAL)] * len(keys), deadline_s)
         # Before it is done: whoever hears that a put has ended finds what it has put.
-        job.before_done(lambda results: self._settled(flight, results))
-        self._alarm.no_later_than(flight.deadline)
+        job.add_before_done_callback(lambda results: self._settled(flight, results))
+        self._alarm.schedule(flight.deadline)
         return job
 
-    def _settled(self, flight: Flight, results: Results | None) -> None:
+    def _settled(self, flight: InFlightOperation, results: Results | None) -> None:
         """The store has let go of an operation; this runs in its thread. None: it has raised, which the caller gets."""
         if results is None:
-            results = [Result(Code.INTERNAL)] * len(flight.keys)
+            results = [Result(ResultCode.INTERNAL)] * len(flight.keys)
         with self._lock:
-            given_up = self._health.settled(flight, results, time.monotonic())
+            given_up = self._health.operation_settled(flight, results, time.monotonic())
             following = self._health.next_time()
         if given_up is not None:
             self._say(given_up=given_up)
         if given_up and following is not None:
-            self._alarm.no_later_than(following)
+            self._alarm.schedule(following)
 
     def _say(self, *, given_up: bool) -> None:
         _LOGGER.warning("%s store: %s", self._name, "no answer; left alone for a while" if given_up else "works again")
@@ -195,14 +201,14 @@ class GuardedStore(KVStore):
     def _ring(self, now: float) -> float | None:
         """Deadlines that have passed, and the probe; when to look next."""
         with self._lock:
-            given_up = self._health.overdue(now)
+            given_up = self._health.expire_deadlines(now)
             if self._probing and self._probe is not None and self._probe.done():
                 self._probing = False
-                self._health.probed(now, good=_answered(self._probe))
+                self._health.record_probe(now, good=_answered(self._probe))
             ask = self._health.begin_probe(now)
             if ask and self._probe is not None and not self._probe.settled():
                 ask = False  # the last one is still stuck in there
-                self._health.probed(now, good=False)
+                self._health.record_probe(now, good=False)
         if given_up:
             self._say(given_up=True)
         if ask:
@@ -211,8 +217,8 @@ class GuardedStore(KVStore):
                 self._probe = self._inner.exists([_PROBE_KEY], self._limits.probe_s)
             except Exception:
                 _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-                self._probe = _ended([Result(Code.INTERNAL)], 0.0)
-            self._probe.on_settled(lambda: self._alarm.no_later_than(0.0))
+                self._probe = _ended([Result(ResultCode.INTERNAL)], 0.0)
+            self._probe.add_settled_callback(lambda: self._alarm.schedule(0.0))
         with self._lock:
             following = self._health.next_time()
         if self._probing and self._probe is not None:
@@ -253,5 +259,5 @@ def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
         store = open_store(url)
     except StoreUnreachable as error:
         _LOGGER.warning("%s; until it can be reached everything is computed here", error)
-        store = LateStore(partial(open_store, url), scheme)
+        store = DeferredStore(partial(open_store, url), scheme)
     return store if scheme in _UNGUARDED else GuardedStore(store, limits, name=scheme)

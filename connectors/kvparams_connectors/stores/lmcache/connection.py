@@ -13,26 +13,32 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvparams_connectors.stores.lmcache.wire import REPLY_BYTES, ProtocolError, Reply, replies_of, reply_of
-from kvparams_connectors.stores.stream import Stream, tcp_socket
+from kvparams_connectors.stores.deadline_socket import DeadlineSocket, tcp_socket
+from kvparams_connectors.stores.lmcache.wire import (
+    REPLY_BYTES,
+    LMCacheProtocolError,
+    LMCacheReply,
+    decode_replies,
+    decode_reply,
+)
 
-__all__ = ["QUESTIONS", "BrokenOff", "Connection", "Server", "connect"]
+__all__ = ["MAX_REPLIES_AT_ONCE", "LMCacheAddress", "LMCacheConnection", "TruncatedReply", "connect"]
 
-QUESTIONS: Final = 1024
+MAX_REPLIES_AT_ONCE: Final = 1024
 """Replies without a value that may be owed at a time: they fit into the sockets' memory, so neither side blocks."""
 _SKIPPED: Final = 64 << 10
 _RESET: Final = struct.pack("ii", 1, 0)
 _CLOSE: Final = struct.pack("ii", 0, 0)
 
-Server = tuple[str, int]
+LMCacheAddress = tuple[str, int]
 """Host and port."""
 
 
-class BrokenOff(ConnectionError):
+class TruncatedReply(ConnectionError):
     """The connection ended where a value should have begun."""
 
 
-class Connection(Stream):
+class LMCacheConnection(DeadlineSocket):
     """A connected socket and the replies that are owed on it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -42,14 +48,14 @@ class Connection(Stream):
         super().__init__(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._owed = 0
-        self._replies = memoryview(bytearray(QUESTIONS * REPLY_BYTES))
+        self._replies = memoryview(bytearray(MAX_REPLIES_AT_ONCE * REPLY_BYTES))
 
     def ask(self, parts: Sequence[bytes | memoryview], replies: int) -> None:
-        """Send requests; so many more replies are owed to us then. Raises as `Stream.send_parts` does."""
+        """Send requests; so many more replies are owed to us then. Raises as `DeadlineSocket.send_parts` does."""
         self._owed += replies
         self.send_parts(parts)
 
-    def reply(self) -> Reply:
+    def reply(self) -> LMCacheReply:
         """The next reply that is owed. What it announces must be received next: see `value` and `skip`.
 
         Raises:
@@ -59,20 +65,21 @@ class Connection(Stream):
         """
         head = self._replies[:REPLY_BYTES]
         self._exactly(head)
-        reply = reply_of(head)
+        reply = decode_reply(head)
         if not reply.nbytes:
             self._owed -= 1
         if self._owed:
             self._acknowledge()
         return reply
 
-    def replies(self, count: int) -> list[Reply]:
-        """So many of the replies that are owed, at most `QUESTIONS`, none of which has a value; raises as `reply`."""
+    def replies(self, count: int) -> list[LMCacheReply]:
+        """So many of the replies that are owed, at most `MAX_REPLIES_AT_ONCE`, none of which has a value; raises as
+        `reply`."""
         data = self._replies[: count * REPLY_BYTES]
         self._exactly(data, whole=count == 1)
-        replies = list(replies_of(data))
+        replies = list(decode_replies(data))
         if any(reply.nbytes for reply in replies):
-            raise ProtocolError("a value came where none was asked for")
+            raise LMCacheProtocolError("a value came where none was asked for")
         self._owed -= count
         if self._owed:
             self._acknowledge()
@@ -109,14 +116,14 @@ class Connection(Stream):
         self._owed -= 1
 
     @property
-    def reusable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether no reply is owed, and the peer has neither spoken unasked nor gone away."""
-        return not self._owed and self.silent
+        return not self._owed and self.is_silent
 
     def close(self) -> None:
         """Let go of the socket; what is owed is reset, and so is what the server has closed itself: it listens without
         SO_REUSEADDR, and could not come back on its port for a minute."""
-        if self.reusable:
+        if self.is_reusable:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE)
         super().close()
 
@@ -134,16 +141,16 @@ class Connection(Stream):
                 received = self.receive(target[done:], whole)
             except ConnectionError as error:
                 if first and not done:
-                    raise BrokenOff("the server broke off before a value") from error
+                    raise TruncatedReply("the server broke off before a value") from error
                 raise
             if not received:
                 if first and not done:
-                    raise BrokenOff("the server closed the connection before a value")
+                    raise TruncatedReply("the server closed the connection before a value")
                 raise ConnectionError("the server closed the connection")
             done += received
 
 
-def connect(server: Server, deadline: float, connect_s: float) -> Connection:
+def connect(server: LMCacheAddress, deadline: float, connect_s: float) -> LMCacheConnection:
     """A new connection.
 
     Args:
@@ -158,4 +165,4 @@ def connect(server: Server, deadline: float, connect_s: float) -> Connection:
     until = min(deadline, now + connect_s)
     if until <= now:
         raise TimeoutError("the deadline has passed")
-    return Connection(tcp_socket(*server, until))
+    return LMCacheConnection(tcp_socket(*server, until))

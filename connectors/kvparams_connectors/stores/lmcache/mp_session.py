@@ -12,11 +12,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvparams_connectors.stores.lmcache.mp_memory import PoolMemory
-from kvparams_connectors.stores.lmcache.mp_native import Library, Link, NoAnswer, token_ids
-from kvparams_connectors.stores.lmcache.mp_visits import Holds, Visit, finish
+from kvparams_connectors.stores.lmcache.mp_client import (
+    LMCacheMPClient,
+    LMCacheMPLibrary,
+    NoReplyError,
+    pseudo_token_ids,
+)
+from kvparams_connectors.stores.lmcache.mp_shared_memory import SharedPoolMemory
+from kvparams_connectors.stores.lmcache.mp_value_lease import LeaseState, ValueLease, end_leases
 
-__all__ = ["Session"]
+__all__ = ["LMCacheMPSession"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OWED: Final = 4096
@@ -25,10 +30,10 @@ _KNOWN_S: Final = 60.0
 """A registration is refreshed as often as that; the server forgets in an hour who has done nothing."""
 
 
-class Session:
+class LMCacheMPSession:
     """Used by one thread at a time."""
 
-    def __init__(self, library: Library, address: str, model: str, chunk_bytes: int) -> None:
+    def __init__(self, library: LMCacheMPLibrary, address: str, model: str, chunk_bytes: int) -> None:
         """Args:
         address: `host:port` of the server.
         model: what the server is told that these values are of; stands for one size of chunks.
@@ -45,18 +50,18 @@ class Session:
         self.renewed = 0
         """How often a server was met that did not know us, the first time included."""
         self._numbers = itertools.count()
-        self._link: Link | None = None
-        self._pool: PoolMemory | None = None
+        self._link: LMCacheMPClient | None = None
+        self._pool: SharedPoolMemory | None = None
         self._known_until = 0.0
         self._spoiled: list[str] = []
-        self._owed: deque[Visit] = deque(maxlen=_OWED)
+        self._owed: deque[ValueLease] = deque(maxlen=_OWED)
 
     @property
-    def owed(self) -> int:
+    def unreleased(self) -> int:
         """Visits that are not ended."""
         return len(self._owed)
 
-    def ready(self, deadline: float) -> tuple[Link, PoolMemory]:
+    def ready(self, deadline: float) -> tuple[LMCacheMPClient, SharedPoolMemory]:
         """A client that is registered, and the server's memory.
 
         Raises:
@@ -71,13 +76,13 @@ class Session:
                 self.chunk_tokens = int(link.wait(link.chunk_size(), deadline))
             self._register(link, deadline)
             self._settle(link, deadline)
-        except NoAnswer:
+        except NoReplyError:
             self.drop()
             raise
         assert self._pool is not None
         return link, self._pool
 
-    def _register(self, link: Link, deadline: float) -> None:
+    def _register(self, link: LMCacheMPClient, deadline: float) -> None:
         """Be known to the server that runs now, and have its memory."""
         current = self._pool is not None and self._pool.current
         if current and time.monotonic() < self._known_until:
@@ -89,39 +94,39 @@ class Session:
             self._forget()
             # A server that was started anew may have other settings.
             self.chunk_tokens = int(link.wait(link.chunk_size(), deadline))
-            self._pool = PoolMemory(shared.shm_name, shared.pool_size)
+            self._pool = SharedPoolMemory(shared.shm_name, shared.pool_size)
             self.renewed += 1
 
-    def visit(self, key: str) -> Visit:
+    def new_lease(self, key: str) -> ValueLease:
         """A visit to a key."""
         tokens, request = self.tokens(key), f"kvparams-{self.instance:x}-{next(self._numbers)}"
         shared = self._library.key(self._model, tokens, request, worker=False)
-        return Visit(key, request, shared, self._library.key(self._model, tokens, request, worker=True))
+        return ValueLease(key, request, shared, self._library.key(self._model, tokens, request, worker=True))
 
     def tokens(self, key: str) -> tuple[int, ...]:
         """The pseudo tokens of a key."""
-        return token_ids(key, self.chunk_tokens)
+        return pseudo_token_ids(key, self.chunk_tokens)
 
     def object_name(self, key: str) -> dict[str, object]:
         """What the server's HTTP interface calls it."""
         return self._library.object_name(self._model, self.tokens(key))
 
-    def end(self, link: Link, visits: Sequence[Visit], deadline: float) -> None:
+    def end(self, link: LMCacheMPClient, visits: Sequence[ValueLease], deadline: float) -> None:
         """End visits.
 
         Raises:
-            NoAnswer: the server did not answer; `missed` remembers what is owed.
+            NoAnswer: the server did not answer; `mark_unanswered` remembers what is owed.
         """
-        self._spoiled += [visit.key for visit in finish(link, visits, self.instance, deadline)]
+        self._spoiled += [visit.key for visit in end_leases(link, visits, self.instance, deadline)]
 
-    def take_spoiled(self) -> list[str]:
+    def pop_spoiled_keys(self) -> list[str]:
         """Keys that have come to be seen with nothing of theirs in them; whoever takes them deletes them."""
         taken, self._spoiled = self._spoiled, []
         return taken
 
-    def missed(self, visits: Sequence[Visit]) -> None:
+    def mark_unanswered(self, visits: Sequence[ValueLease]) -> None:
         """There was no answer: what the visits may hold is given back when there is one again."""
-        self._owed.extend(visit for visit in visits if visit.holds is not Holds.NOTHING)
+        self._owed.extend(visit for visit in visits if visit.holds is not LeaseState.NOTHING)
         self.drop()
 
     def drop(self) -> None:
@@ -141,7 +146,7 @@ class Session:
         self.drop()
         self._forget()
 
-    def _settle(self, link: Link, deadline: float) -> None:
+    def _settle(self, link: LMCacheMPClient, deadline: float) -> None:
         """End the visits that could not be ended before."""
         while self._owed:
             visit = self._owed[0]

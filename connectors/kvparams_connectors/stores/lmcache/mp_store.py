@@ -1,10 +1,10 @@
 """The store on LMCache 0.5.6's multi-process server (`lmcache server`): its pool in shared memory, by opaque key.
 
-The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_native.py`),
-and its value for the bytes of that chunk, of which each takes the same room (`mp_memory.py`). What the server does not
-say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of a value
-that is there already. The one rule: nothing is believed that a lookup did not find, and every lookup is ended on every
-path (`mp_visits.py`).
+The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_client.py`),
+and its value for the bytes of that chunk, of which each takes the same room (`mp_shared_memory.py`). What the server
+does not say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of
+a value that is there already. The one rule: nothing is believed that a lookup did not find, and every lookup is ended
+on every path (`mp_value_lease.py`).
 """
 
 import http.client
@@ -17,12 +17,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreUnreachable, StoreURL
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
-from kvparams_connectors.stores.lmcache.mp_memory import HEAD_BYTES, PoolMemory
-from kvparams_connectors.stores.lmcache.mp_native import Library, Link, NoAnswer
-from kvparams_connectors.stores.lmcache.mp_session import Session
-from kvparams_connectors.stores.lmcache.mp_visits import Holds, Visit, begin, look
+from kvparams_connectors.store import (
+    BlockingStore,
+    Capabilities,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    ResultCode,
+    Results,
+    StoreError,
+)
+from kvparams_connectors.store_url import StoreUnreachable, StoreURL
+from kvparams_connectors.stores.lmcache.mp_client import LMCacheMPClient, LMCacheMPLibrary, NoReplyError
+from kvparams_connectors.stores.lmcache.mp_session import LMCacheMPSession
+from kvparams_connectors.stores.lmcache.mp_shared_memory import HEAD_BYTES, SharedPoolMemory
+from kvparams_connectors.stores.lmcache.mp_value_lease import LeaseState, ValueLease, begin_read, look_up
 
 __all__ = ["LMCacheMPStore", "open_url"]
 
@@ -44,10 +54,10 @@ _GRACE_S: Final = 1.0
 """What was begun may end so much later than a deadline: half a put costs more than that."""
 
 Item = TypeVar("Item")
-Work = Callable[[Link, PoolMemory, list[Visit], Results, float], None]
+LeaseWork = Callable[[LMCacheMPClient, SharedPoolMemory, list[ValueLease], Results, float], None]
 
 
-class LMCacheMPStore(LaneStore):
+class LMCacheMPStore(BlockingStore):
     """Values in the pool of a server on this machine."""
 
     def __init__(
@@ -71,11 +81,13 @@ class LMCacheMPStore(LaneStore):
         self._connect_s = connect_s
         chunk_bytes = value_bytes + HEAD_BYTES
         # To the server, chunks of another size are of another model.
-        self._session = Session(Library(), f"{host}:{port}", f"kvparams.{prefix}.{chunk_bytes}", chunk_bytes)
+        self._session = LMCacheMPSession(
+            LMCacheMPLibrary(), f"{host}:{port}", f"kvparams.{prefix}.{chunk_bytes}", chunk_bytes
+        )
         self._idle = threading.Event()
         try:
             self._session.ready(time.monotonic() + connect_s)
-        except NoAnswer as error:
+        except NoReplyError as error:
             self._session.drop()
             raise StoreUnreachable(f"lmcache-mp store: no LMCache server answers at {host}:{port}") from error
         except StoreError:
@@ -85,10 +97,10 @@ class LMCacheMPStore(LaneStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(persistent=True, shared=True, max_value_bytes=self._value_bytes, exact_use=False)
+        return Capabilities(persistent=True, shared=True, max_value_bytes=self._value_bytes, exact_lru=False)
 
     @property
-    def session(self) -> Session:
+    def session(self) -> LMCacheMPSession:
         """For tests and tools: how it stands with the server."""
         return self._session
 
@@ -105,9 +117,9 @@ class LMCacheMPStore(LaneStore):
 
     # ---- operations
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         sizes = [sum(buffer.nbytes for buffer in op.buffers) for op in ops]
-        results: Results = [Result(Code.TOO_LARGE)] * len(ops)
+        results: Results = [Result(ResultCode.TOO_LARGE)] * len(ops)
         small = [at for at, size in enumerate(sizes) if size <= self._value_bytes]
         for window in _windows(small):
             results_there = self._put([ops[at] for at in window], [sizes[at] for at in window], deadline)
@@ -118,28 +130,30 @@ class LMCacheMPStore(LaneStore):
     def _put(self, ops: Sequence[PutOp], sizes: Sequence[int], deadline: float) -> Results:
         """Put until there is room, or the patience is over: full and being written look alike, and both pass."""
         give_up = min(time.monotonic() + _ROOM_S, deadline)
-        results: Results = [Result(Code.FULL)] * len(ops)
+        results: Results = [Result(ResultCode.FULL)] * len(ops)
         left = list(range(len(ops)))
         while left:
             some = [ops[at] for at in left]
 
             def store(
-                link: Link,
-                pool: PoolMemory,
-                visits: list[Visit],
+                link: LMCacheMPClient,
+                pool: SharedPoolMemory,
+                visits: list[ValueLease],
                 found: Results,
                 until: float,
                 some: list[PutOp] = some,
             ) -> None:
                 written = self._store(link, pool, visits, some, until)
-                look(link, visits, until)
+                look_up(link, visits, until)
                 for number, visit in enumerate(visits):
-                    found[number] = Result((Code.OK if written[number] else Code.EXISTS) if visit.found else Code.FULL)
+                    found[number] = Result(
+                        (ResultCode.OK if written[number] else ResultCode.EXISTS) if visit.found else ResultCode.FULL
+                    )
 
             answers = self._ask([op.key for op in some], store, deadline)
             for at, result in zip(left, answers, strict=True):
-                results[at] = Result(Code.OK, sizes[at]) if result.code is Code.OK else result
-            left = [at for at in left if results[at].code is Code.FULL]
+                results[at] = Result(ResultCode.OK, sizes[at]) if result.code is ResultCode.OK else result
+            left = [at for at in left if results[at].code is ResultCode.FULL]
             if time.monotonic() + _PAUSE_S >= give_up:
                 break
             if left:
@@ -147,32 +161,37 @@ class LMCacheMPStore(LaneStore):
         return results
 
     def _store(
-        self, link: Link, pool: PoolMemory, visits: Sequence[Visit], ops: Sequence[PutOp], deadline: float
+        self,
+        link: LMCacheMPClient,
+        pool: SharedPoolMemory,
+        visits: Sequence[ValueLease],
+        ops: Sequence[PutOp],
+        deadline: float,
     ) -> list[bool]:
         """Write what the server gives room for; which those are. Others are there, or being written, or do not fit."""
         asked: list[Any] = []
         for visit in visits:
-            visit.holds = Holds.ROOM
+            visit.holds = LeaseState.ROOM
             asked.append(link.prepare_store(visit.own, self._session.instance))
         committed: list[Any] = []
         for op, visit, answer in zip(ops, visits, asked, strict=True):
             slot = pool.slot(link.wait(answer, deadline).context)
             if slot is None:
-                visit.holds = Holds.NOTHING
+                visit.holds = LeaseState.NOTHING
                 committed.append(None)
                 continue
             pool.write(slot, op.key, op.buffers, sum(buffer.nbytes for buffer in op.buffers))
-            visit.holds = Holds.WRITTEN
+            visit.holds = LeaseState.WRITTEN
             committed.append(link.commit_store(visit.own, self._session.instance))
         written = [answer is not None and bool(link.wait(answer, deadline)) for answer in committed]
         for visit in visits:
-            visit.holds = Holds.NOTHING
+            visit.holds = LeaseState.NOTHING
         return written
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         return self._read([op.key for op in ops], [op.buffers for op in ops], deadline)
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         return self._read(keys, None, deadline)
 
     def _read(self, keys: Sequence[str], targets: Sequence[Sequence[memoryview]] | None, deadline: float) -> Results:
@@ -180,46 +199,46 @@ class LMCacheMPStore(LaneStore):
         places: dict[str, list[int]] = {}
         for at, key in enumerate(keys):
             places.setdefault(key, []).append(at)
-        results: Results = [Result(Code.MISS)] * len(keys)
+        results: Results = [Result(ResultCode.MISS)] * len(keys)
         for window in _windows(list(places)):
 
             def read(
-                link: Link,
-                pool: PoolMemory,
-                visits: list[Visit],
+                link: LMCacheMPClient,
+                pool: SharedPoolMemory,
+                visits: list[ValueLease],
                 found: Results,
                 until: float,
                 window: list[str] = window,
             ) -> None:
-                look(link, visits, until)
+                look_up(link, visits, until)
                 there = [number for number, visit in enumerate(visits) if visit.found]
-                contexts = begin(link, [visits[number] for number in there], self._session.instance, until)
+                contexts = begin_read(link, [visits[number] for number in there], self._session.instance, until)
                 opened = dict(zip(there, contexts, strict=True))
                 for number, key in enumerate(window):
                     context = opened.get(number)
                     if context is None:
-                        found[number] = Result(Code.MISS)
+                        found[number] = Result(ResultCode.MISS)
                         continue
                     slot = pool.slot(context)
                     size = None if slot is None else pool.size(slot, key)
                     if slot is None or size is None:
-                        found[number] = Result(Code.CORRUPT)
+                        found[number] = Result(ResultCode.CORRUPT)
                         continue
-                    found[number] = Result(Code.OK, size)
+                    found[number] = Result(ResultCode.OK, size)
                     for at, buffers in [(at, targets[at]) for at in places[key]] if targets is not None else ():
                         if sum(buffer.nbytes for buffer in buffers) < size:
-                            results[at] = Result(Code.TOO_LARGE, size)
+                            results[at] = Result(ResultCode.TOO_LARGE, size)
                         else:
                             pool.read(slot, buffers, size)
                             results[at] = found[number]
 
             for key, result in zip(window, self._ask(window, read, deadline), strict=True):
                 for at in places[key]:
-                    if result.code is not Code.OK or targets is None:
+                    if result.code is not ResultCode.OK or targets is None:
                         results[at] = result
         return results
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         results: Results = []
         for key in keys:
             results.append(self._delete(key, deadline))
@@ -232,16 +251,16 @@ class LMCacheMPStore(LaneStore):
             try:
                 status, answer = self._http("DELETE", "/cache/objects", body, deadline)
             except (OSError, http.client.HTTPException, ValueError):
-                return Result(Code.TIMEOUT if time.monotonic() >= deadline else Code.UNAVAILABLE)
+                return Result(ResultCode.TIMEOUT if time.monotonic() >= deadline else ResultCode.UNAVAILABLE)
             if status != http.HTTPStatus.OK:
                 _LOGGER.warning("LMCache did not delete: HTTP %d", status)
-                return Result(Code.DENIED if status in (401, 403) else Code.UNAVAILABLE)
+                return Result(ResultCode.DENIED if status in (401, 403) else ResultCode.UNAVAILABLE)
             if answer.get("deleted"):
-                return Result(Code.OK)
+                return Result(ResultCode.OK)
             if not answer.get("skipped"):
-                return Result(Code.MISS)
+                return Result(ResultCode.MISS)
             if time.monotonic() + _PAUSE_S >= deadline:
-                return Result(Code.TIMEOUT)
+                return Result(ResultCode.TIMEOUT)
             self._idle.wait(_PAUSE_S)
 
     def _http(self, method: str, path: str, body: bytes, deadline: float) -> tuple[int, dict[str, Any]]:
@@ -263,30 +282,30 @@ class LMCacheMPStore(LaneStore):
 
     # ---- one window of keys
 
-    def _ask(self, keys: Sequence[str], work: Work, deadline: float) -> Results:
+    def _ask(self, keys: Sequence[str], work: LeaseWork, deadline: float) -> Results:
         """Have `work` ask the server for some keys, with a visit for each, and end the visits whatever happens."""
-        results: Results = [Result(Code.TIMEOUT)] * len(keys)
+        results: Results = [Result(ResultCode.TIMEOUT)] * len(keys)
         now = time.monotonic()
         if now >= deadline:
             return results
         until = max(deadline, now + _GRACE_S)
-        visits: list[Visit] = []
+        visits: list[ValueLease] = []
         try:
             link, pool = self._session.ready(until)
-            for key in self._session.take_spoiled():
+            for key in self._session.pop_spoiled_keys():
                 self._delete(key, until)
-            visits = [self._session.visit(key) for key in keys]
+            visits = [self._session.new_lease(key) for key in keys]
             work(link, pool, visits, results, until)
             self._session.end(link, visits, until)
-        except NoAnswer:
-            self._session.missed(visits)
+        except NoReplyError:
+            self._session.mark_unanswered(visits)
             if time.monotonic() < deadline:
-                return [Result(Code.UNAVAILABLE) if one.code is Code.TIMEOUT else one for one in results]
+                return [Result(ResultCode.UNAVAILABLE) if one.code is ResultCode.TIMEOUT else one for one in results]
         except StoreError as error:
             _LOGGER.warning("%s", error)
-            return [Result(Code.UNAVAILABLE)] * len(keys)
+            return [Result(ResultCode.UNAVAILABLE)] * len(keys)
         except BaseException:
-            self._session.missed(visits)
+            self._session.mark_unanswered(visits)
             raise
         return results
 
@@ -302,21 +321,23 @@ def open_url(url: StoreURL) -> KVStore:
     takes (4 MiB); `prefix`; `connect_ms` (5000). All who share values need the same `max_value` and `prefix`. There is
     no `threads`: a session with that server takes one request after the other.
     """
-    url.only("http", "max_value", "prefix", "connect_ms")
-    place = _PLACE.fullmatch(url.place)
+    url.reject_unknown("http", "max_value", "prefix", "connect_ms")
+    place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
-        raise StoreError(f"lmcache-mp store: {url.text!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080")
+        raise StoreError(
+            f"lmcache-mp store: {url.redacted!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080"
+        )
     prefix = url.settings.get("prefix", "")
     if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
         raise StoreError(f"lmcache-mp store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
-    value_bytes = url.size("max_value") or _VALUE
+    value_bytes = url.read_size("max_value") or _VALUE
     if value_bytes > _LARGEST:
         raise StoreError(f"lmcache-mp store: max_value={value_bytes} is more than {_LARGEST} bytes")
     return LMCacheMPStore(
         place[1],
         int(place[2]),
-        http_port=url.number("http", _HTTP_PORT, low=1, high=65535),
+        http_port=url.read_int("http", _HTTP_PORT, low=1, high=65535),
         value_bytes=value_bytes,
         prefix=prefix,
-        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
     )

@@ -17,43 +17,59 @@ from contextlib import closing
 from typing import Final, TypeVar
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreUnreachable, StoreURL, on_loopback
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
-from kvparams_connectors.stores.lmcache.connection import Connection, Server, connect
-from kvparams_connectors.stores.lmcache.exchange import (
-    PUT_WINDOW_BYTES,
-    Bury,
-    Fetch,
-    Question,
-    Store,
-    ask_records,
-    code_of,
-    do,
-    flat,
-    nbytes_of,
+from kvparams_connectors.store import (
+    BlockingStore,
+    Capabilities,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    ResultCode,
+    Results,
+    StoreError,
 )
-from kvparams_connectors.stores.lmcache.reading import Wanted, read_values
-from kvparams_connectors.stores.lmcache.wire import MAX_VALUE_BYTES, Command, Names, ProtocolError, request
-from kvparams_connectors.stores.pooling import Pool
+from kvparams_connectors.store_url import StoreUnreachable, StoreURL, is_loopback
+from kvparams_connectors.stores.connection_pool import ServerConnectionPool
+from kvparams_connectors.stores.lmcache.connection import LMCacheAddress, LMCacheConnection, connect
+from kvparams_connectors.stores.lmcache.pipeline import (
+    PUT_WINDOW_BYTES,
+    FetchValueRequest,
+    LMCacheRequest,
+    StoreValueRequest,
+    TombstoneRequest,
+    flatten_buffers,
+    read_records,
+    result_of_error,
+    run_requests,
+    total_bytes,
+)
+from kvparams_connectors.stores.lmcache.reader import ValueRead, read_values
+from kvparams_connectors.stores.lmcache.wire import (
+    MAX_VALUE_BYTES,
+    LMCacheCommand,
+    LMCacheNames,
+    LMCacheProtocolError,
+    encode_request,
+)
 
 __all__ = ["LMCacheStore", "open_url"]
 
 Op = TypeVar("Op", PutOp, GetOp)
 
-_PREFIX: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{Names.LONGEST_PREFIX}}}")
+_PREFIX: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{LMCacheNames.LONGEST_PREFIX}}}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _CONNECT_MS: Final = 1000
 _LARGEST: Final = 256 << 20
-_NO_VALUE: Final = (Code.MISS, Code.CORRUPT)
+_NO_VALUE: Final = (ResultCode.MISS, ResultCode.CORRUPT)
 """What a record may say where a put is to write: nothing, or something that is not ours."""
 
 
-class LMCacheStore(LaneStore):
+class LMCacheStore(BlockingStore):
     """Values on an `lm://` server."""
 
     def __init__(
         self,
-        server: Server,
+        server: LMCacheAddress,
         *,
         prefix: str = "",
         max_value_bytes: int = _LARGEST,
@@ -74,12 +90,12 @@ class LMCacheStore(LaneStore):
         """
         self._server = server
         self._connect_s = connect_s
-        self._names = Names(prefix)
+        self._names = LMCacheNames(prefix)
         self._capabilities = Capabilities(
             persistent=True, shared=True, max_value_bytes=max_value_bytes, evicts=False, one_winner=False
         )
         self._check()
-        self._pool: Pool[Server, Connection] = Pool(self._connect)
+        self._pool: ServerConnectionPool[LMCacheAddress, LMCacheConnection] = ServerConnectionPool(self._connect)
         super().__init__("lmcache", threads=threads)
 
     @property
@@ -100,7 +116,7 @@ class LMCacheStore(LaneStore):
                 "limit the memory of its process and have it restarted, or use the store lmcache-mp or valkey",
             ),
         ]
-        if not on_loopback(self._server[0]):
+        if not is_loopback(self._server[0]):
             who = "whoever reaches its port can read and replace what is stored: it knows no passwords and no TLS"
             found.append(Advice("warning", who, "keep it in a private network, and use authenticated pages"))
         return found
@@ -108,56 +124,56 @@ class LMCacheStore(LaneStore):
     @property
     def connections(self) -> int:
         """How many connections were made so far."""
-        return self._pool.opened
+        return self._pool.opened_count
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
-        results = [Result(Code.INVALID)] * len(ops)
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        results = [Result(ResultCode.INVALID)] * len(ops)
         values = _whole(ops)
-        for at in [at for at, parts in values.items() if nbytes_of(parts) > self._capabilities.max_value_bytes]:
-            results[at] = Result(Code.TOO_LARGE)
+        for at in [at for at, parts in values.items() if total_bytes(parts) > self._capabilities.max_value_bytes]:
+            results[at] = Result(ResultCode.TOO_LARGE)
             del values[at]
         firsts: dict[str, int] = {}
         for at in values:
             firsts.setdefault(ops[at].key, at)
         absent: list[int] = []
         for at, record in zip(firsts.values(), self._records(list(firsts), deadline), strict=True):
-            results[at] = Result(Code.EXISTS) if record.code is Code.OK else record
+            results[at] = Result(ResultCode.EXISTS) if record.code is ResultCode.OK else record
             if record.code in _NO_VALUE:
                 absent.append(at)
-        puts = [Store(*self._named(ops[at].key), values[at]) for at in absent]
+        puts = [StoreValueRequest(*self._named(ops[at].key), values[at]) for at in absent]
         for at, result in zip(absent, self._do(puts, deadline), strict=True):
             results[at] = result
         for at in values:
             first = firsts[ops[at].key]
             if at != first:
-                results[at] = Result(Code.EXISTS) if results[first].code is Code.OK else results[first]
+                results[at] = Result(ResultCode.EXISTS) if results[first].code is ResultCode.OK else results[first]
         return results
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
-        results = [Result(Code.INVALID)] * len(ops)
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        results = [Result(ResultCode.INVALID)] * len(ops)
         targets = _whole(ops)
-        wanted: list[Wanted] = []
+        wanted: list[ValueRead] = []
         for at, parts in targets.items():
             value, record = self._named(ops[at].key)
-            wanted.append(Wanted(value, record, Fetch(value, parts, ops[at].arrived)))
+            wanted.append(ValueRead(value, record, FetchValueRequest(value, parts, ops[at].on_complete)))
         for at, result in zip(targets, read_values(self._pool, self._server, wanted, deadline), strict=True):
             results[at] = result
         return results
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         return self._records(keys, deadline)
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         unique = list(dict.fromkeys(keys))
         found = dict(zip(unique, self._records(unique, deadline), strict=True))
-        there = [key for key, record in found.items() if record.code in (Code.OK, Code.CORRUPT)]
-        buried = self._do([Bury(*self._named(key)) for key in there], deadline)
+        there = [key for key, record in found.items() if record.code in (ResultCode.OK, ResultCode.CORRUPT)]
+        buried = self._do([TombstoneRequest(*self._named(key)) for key in there], deadline)
         found.update(zip(there, buried, strict=True))
         results: Results = []
         for key in keys:
             results.append(found[key])
-            if found[key].code is Code.OK:  # the same key again: it is gone
-                found[key] = Result(Code.MISS)
+            if found[key].code is ResultCode.OK:  # the same key again: it is gone
+                found[key] = Result(ResultCode.MISS)
         return results
 
     def release(self) -> None:
@@ -167,15 +183,15 @@ class LMCacheStore(LaneStore):
         return self._names.value(key), self._names.record(key)
 
     def _records(self, keys: Sequence[str], deadline: float) -> Results:
-        return ask_records(self._pool, self._server, [self._names.record(key) for key in keys], deadline)
+        return read_records(self._pool, self._server, [self._names.record(key) for key in keys], deadline)
 
-    def _do(self, questions: Sequence[Question], deadline: float) -> list[Result]:
-        came = do(self._pool, self._server, questions, deadline, window=PUT_WINDOW_BYTES)
+    def _do(self, questions: Sequence[LMCacheRequest], deadline: float) -> list[Result]:
+        came = run_requests(self._pool, self._server, questions, deadline, window=PUT_WINDOW_BYTES)
         if came.error is None:
-            return came.answers
-        return came.answers + [code_of(came.error, self._server)] * (len(questions) - len(came.answers))
+            return came.results
+        return came.results + [result_of_error(came.error, self._server)] * (len(questions) - len(came.results))
 
-    def _connect(self, server: Server, deadline: float) -> Connection:
+    def _connect(self, server: LMCacheAddress, deadline: float) -> LMCacheConnection:
         return connect(server, deadline, self._connect_s)
 
     def _check(self) -> None:
@@ -184,10 +200,10 @@ class LMCacheStore(LaneStore):
         until = time.monotonic() + self._connect_s
         try:
             with closing(self._connect(self._server, until)) as connection:
-                connection.until(until)
-                connection.ask([request(Command.HEALTH, self._names.value("health"))], 1)
+                connection.set_deadline(until)
+                connection.ask([encode_request(LMCacheCommand.HEALTH, self._names.value("health"))], 1)
                 (health,) = connection.replies(1)
-        except ProtocolError as error:
+        except LMCacheProtocolError as error:
             raise StoreError(f"lmcache store: {host}:{port} is something else than an lm:// server: {error}") from error
         except OSError as error:
             message = f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}"
@@ -201,7 +217,7 @@ def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
     whole: dict[int, list[memoryview]] = {}
     for at, op in enumerate(ops):
         try:
-            whole[at] = flat(op.buffers)
+            whole[at] = flatten_buffers(op.buffers)
         except ValueError:
             continue
     return whole
@@ -212,21 +228,21 @@ def open_url(url: StoreURL) -> KVStore:
 
     Settings: `prefix`, `threads` (1), `connect_ms` (1000), `max_value` (256MiB), the largest value that is taken.
     """
-    url.only("prefix", "threads", "connect_ms", "max_value")
+    url.reject_unknown("prefix", "threads", "connect_ms", "max_value")
     prefix = url.settings.get("prefix", "")
     if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
-        longest = Names.LONGEST_PREFIX
+        longest = LMCacheNames.LONGEST_PREFIX
         raise StoreError(f"lmcache store: prefix={prefix!r} is not 1 to {longest} characters from [A-Za-z0-9._-]")
-    place = _PLACE.fullmatch(url.place)
+    place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
-        raise StoreError(f"lmcache store: {url.text!r} names no server; write lmcache://host:65432")
-    largest = url.size("max_value") or _LARGEST
+        raise StoreError(f"lmcache store: {url.redacted!r} names no server; write lmcache://host:65432")
+    largest = url.read_size("max_value") or _LARGEST
     if largest > MAX_VALUE_BYTES:
         raise StoreError(f"lmcache store: max_value is {largest}; the protocol takes {MAX_VALUE_BYTES} bytes at most")
     return LMCacheStore(
         (place[1].strip("[]"), int(place[2])),
         prefix=prefix,
         max_value_bytes=largest,
-        threads=url.number("threads", 1, low=1, high=64),
-        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+        threads=url.read_int("threads", 1, low=1, high=64),
+        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
     )

@@ -1,6 +1,7 @@
 """What goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
 
-The one rule: nothing is believed of a reply that it does not say in full; what is no reply to us is a `ProtocolError`.
+The one rule: nothing is believed of a reply that it does not say in full; what is no reply to us is a
+`LMCacheProtocolError`.
 
 Source: LMCache 0.5.6. The structs and numbers are those of `ClientMetaMessage` and `ServerMetaMessage` in
 `lmcache/v1/protocol.py` (both in the machine's own byte order), formats those of `MemoryFormat` in
@@ -20,15 +21,15 @@ __all__ = [
     "MAX_VALUE_BYTES",
     "REPLY_BYTES",
     "REQUEST_BYTES",
-    "Command",
-    "Entry",
-    "Kind",
-    "Names",
-    "ProtocolError",
-    "Reply",
-    "replies_of",
-    "reply_of",
-    "request",
+    "LMCacheCommand",
+    "LMCacheEntry",
+    "LMCacheEntryKind",
+    "LMCacheNames",
+    "LMCacheProtocolError",
+    "LMCacheReply",
+    "decode_replies",
+    "decode_reply",
+    "encode_request",
 ]
 
 _REQUEST: Final = struct.Struct("=9i150s")
@@ -49,11 +50,11 @@ _HALF: Final = 31
 """Bits of a tag in one number: all of them are positive."""
 
 
-class ProtocolError(ConnectionError):
+class LMCacheProtocolError(ConnectionError):
     """The peer sent something that is no reply to what was asked."""
 
 
-class Command(IntEnum):
+class LMCacheCommand(IntEnum):
     """What may be asked; LIST (4) is declared there and never answered."""
 
     PUT = 1
@@ -62,7 +63,7 @@ class Command(IntEnum):
     HEALTH = 5
 
 
-class Kind(IntEnum):
+class LMCacheEntryKind(IntEnum):
     """What an entry of ours is; the first number of its shape."""
 
     VALUE = 0x4B56_5001
@@ -74,10 +75,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LMCacheEntry:
     """What stands under a name of ours."""
 
-    kind: Kind
+    kind: LMCacheEntryKind
     size: int = 0
     """Bytes of the value."""
     tag: int = 0
@@ -89,21 +90,21 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class LMCacheReply:
     """A reply of the server."""
 
     found: bool
     nbytes: int
     """Bytes that follow."""
-    entry: Entry | None
+    entry: LMCacheEntry | None
     """None: nothing was found, or what stands there is not ours."""
 
 
-def request(command: Command, name: bytes, nbytes: int = 0, entry: Entry | None = None) -> bytes:
+def encode_request(command: LMCacheCommand, name: bytes, nbytes: int = 0, entry: LMCacheEntry | None = None) -> bytes:
     """A request.
 
     Args:
-        name: see `Names`.
+        name: see `LMCacheNames`.
         nbytes: PUT: bytes that follow.
         entry: PUT: what they are.
     """
@@ -111,36 +112,36 @@ def request(command: Command, name: bytes, nbytes: int = 0, entry: Entry | None 
     return _REQUEST.pack(command, nbytes, _BINARY, _UINT8, 0, *shape, name)
 
 
-def reply_of(data: bytes | bytearray | memoryview) -> Reply:
+def decode_reply(data: bytes | bytearray | memoryview) -> LMCacheReply:
     """One reply of `REPLY_BYTES`. Raises ProtocolError."""
-    return next(replies_of(data))
+    return next(decode_replies(data))
 
 
-def replies_of(data: bytes | bytearray | memoryview) -> Iterator[Reply]:
+def decode_replies(data: bytes | bytearray | memoryview) -> Iterator[LMCacheReply]:
     """Replies, one after the other. Raises ProtocolError where one is none."""
     for code, nbytes, form, _, kind, size, high, low, _ in _REPLY.iter_unpack(data):
         if code == _FAIL and nbytes == 0:
             yield _MISSING
         elif code == _SUCCESS and nbytes >= 0:
-            yield Reply(True, nbytes, _entry(form, nbytes, kind, size, high, low))
+            yield LMCacheReply(True, nbytes, _entry(form, nbytes, kind, size, high, low))
         else:
-            raise ProtocolError(f"no reply of an lm:// server: code {code}, length {nbytes}")
+            raise LMCacheProtocolError(f"no reply of an lm:// server: code {code}, length {nbytes}")
 
 
-_MISSING: Final = Reply(False, 0, None)
-_KINDS: Final = {int(kind): kind for kind in Kind}
+_MISSING: Final = LMCacheReply(False, 0, None)
+_KINDS: Final = {int(kind): kind for kind in LMCacheEntryKind}
 
 
-def _entry(form: int, nbytes: int, kind: int, size: int, high: int, low: int) -> Entry | None:
+def _entry(form: int, nbytes: int, kind: int, size: int, high: int, low: int) -> LMCacheEntry | None:
     known = _KINDS.get(kind)
     if form != _BINARY or known is None or min(size, high, low) < 0:
         return None
-    if nbytes != (size if known is Kind.VALUE else 0):
+    if nbytes != (size if known is LMCacheEntryKind.VALUE else 0):
         return None
-    return Entry(known, size, high << _HALF | low)
+    return LMCacheEntry(known, size, high << _HALF | low)
 
 
-class Names:
+class LMCacheNames:
     """The names of values at the server: `model@world_size@worker_id@hash@dtype`, at most 150 characters.
 
     The model is `kvparams`, or `kvparams:` and a prefix; the hash is of our key, because both together may be too long.

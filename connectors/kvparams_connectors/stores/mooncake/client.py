@@ -2,8 +2,8 @@
 
 Called before it is set up or after it is closed it ends the process; its calls block for 4.5 s while the master is
 dead, 30 s while an owner is stopped, and as long as the master is stopped; while it closes it holds the interpreter's
-lock (seen with 0.3.13.post1). The one rule: nothing else calls it, and every call stands in `Stalls` from before it
-begins until after it has ended.
+lock (seen with 0.3.13.post1). The one rule: nothing else calls it, and every call stands in `StallBreaker` from before
+it begins until after it has ended.
 """
 
 import ctypes
@@ -15,13 +15,19 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Final, TypeVar, cast
 
-from kvparams_connectors.settings import StoreUnreachable
-from kvparams_connectors.stores.mooncake.codes import MASTER_IS_AWAY
-from kvparams_connectors.stores.mooncake.library import Copies, Native, load, replicate_config, set_up
+from kvparams_connectors.store_url import StoreUnreachable
+from kvparams_connectors.stores.mooncake.library import (
+    MooncakeDistributedStore,
+    ReplicaDescriptors,
+    load_library,
+    replicate_config,
+    set_up_client,
+)
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
-from kvparams_connectors.stores.mooncake.stalls import Stalls
+from kvparams_connectors.stores.mooncake.stall_breaker import StallBreaker
+from kvparams_connectors.stores.mooncake.status_codes import MASTER_UNREACHABLE
 
-__all__ = ["PATIENCE_S", "Client", "ClientClosedError", "master_address"]
+__all__ = ["PATIENCE_S", "MooncakeClient", "MooncakeClosedError", "master_address"]
 
 T = TypeVar("T")
 
@@ -31,7 +37,7 @@ PATIENCE_S: Final = 1.0
 """A call that takes no longer is never taken for a stall."""
 
 
-class ClientClosedError(Exception):
+class MooncakeClosedError(Exception):
     """The client was closed; nothing was called."""
 
 
@@ -67,7 +73,7 @@ def master_address(settings: MooncakeSettings) -> str:
         ) from error
 
 
-class Client:
+class MooncakeClient:
     """One connection to a Mooncake cluster. Any thread may use it."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -79,14 +85,14 @@ class Client:
         local = settings.local or master_address(settings)
         if settings.local:
             master_address(settings)
-        module = load()
-        self.stalls: Final = Stalls(PATIENCE_S)
+        module = load_library()
+        self.stalls: Final = StallBreaker(PATIENCE_S)
         self._claiming: Final = threading.Lock()
         self._claimed: set[str] = set()
         self._config = replicate_config(module, settings)
-        self._native = set_up(module, replace(settings, local=local))
+        self._native = set_up_client(module, replace(settings, local=local))
 
-    def answers(self) -> bool:
+    def is_master_alive(self) -> bool:
         """Whether the master answers, and within patience. May itself be stuck."""
         before = time.monotonic()
         answer = self.exists([_NO_KEY], before)[0]
@@ -118,11 +124,13 @@ class Client:
         """1, 0, or a number below 0. Leases what is there."""
         return self._answers(deadline, lambda native: native.batch_is_exist(list(keys)))
 
-    def copies(self, keys: Sequence[str], deadline: float) -> dict[str, "Copies"]:
+    def copies(self, keys: Sequence[str], deadline: float) -> dict[str, "ReplicaDescriptors"]:
         """Where those values lie that are there, whole. Leases them. A failure looks like a miss: ask `exists`."""
         found = self._call(deadline, lambda native: native.batch_get_replica_desc(list(keys)))
         return (
-            cast("dict[str, Copies]", found) if all(found.values()) else {key: one for key, one in found.items() if one}
+            cast("dict[str, ReplicaDescriptors]", found)
+            if all(found.values())
+            else {key: one for key, one in found.items() if one}
         )
 
     def remove(self, keys: Sequence[str], deadline: float, *, leased: bool = True) -> list[int]:
@@ -161,7 +169,7 @@ class Client:
     ) -> list[int]:
         """Read values, whose sizes these are, into registered memory; the bytes read for each key."""
 
-        def call(native: Native) -> list[int]:
+        def call(native: MooncakeDistributedStore) -> list[int]:
             if all(len(parts) == 1 for parts in addresses):
                 return native.batch_get_into(
                     list(keys), [parts[0] for parts in addresses], [parts[0] for parts in sizes]
@@ -189,7 +197,7 @@ class Client:
                 [[[source] for source in sources]],
                 [[[size] for size in sizes]],
             ),
-            lambda found: any(answer in MASTER_IS_AWAY for parts in found[0] for answer in parts),
+            lambda found: any(answer in MASTER_UNREACHABLE for parts in found[0] for answer in parts),
         )
         return [parts[0] for parts in nested[0]]
 
@@ -202,8 +210,8 @@ class Client:
         asked = threading.Event()
 
         def ask() -> None:
-            with suppress(ClientClosedError):
-                if self.answers():
+            with suppress(MooncakeClosedError):
+                if self.is_master_alive():
                     asked.set()
 
         threading.Thread(target=ask, name="kvparams-mooncake-last", daemon=True).start()
@@ -214,13 +222,18 @@ class Client:
         self._native.close()
         return True
 
-    def _answers(self, deadline: float, call: Callable[[Native], list[int]]) -> list[int]:
-        return self._call(deadline, call, lambda answers: not MASTER_IS_AWAY.isdisjoint(answers))
+    def _answers(self, deadline: float, call: Callable[[MooncakeDistributedStore], list[int]]) -> list[int]:
+        return self._call(deadline, call, lambda answers: not MASTER_UNREACHABLE.isdisjoint(answers))
 
-    def _call(self, deadline: float, call: Callable[[Native], T], lost: Callable[[T], bool] = lambda _: False) -> T:
+    def _call(
+        self,
+        deadline: float,
+        call: Callable[[MooncakeDistributedStore], T],
+        lost: Callable[[T], bool] = lambda _: False,
+    ) -> T:
         number = self.stalls.begin(time.monotonic(), deadline)
         if number is None:
-            raise ClientClosedError
+            raise MooncakeClosedError
         away = False
         try:
             answer = call(self._native)

@@ -9,23 +9,31 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, cast
 
-from kvparams_connectors.settings import StoreError
-from kvparams_connectors.stores.mooncake.codes import Answer
+from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
+from kvparams_connectors.stores.mooncake.status_codes import MooncakeStatus
 
-__all__ = ["Copies", "Native", "Placement", "load", "placement", "replicate_config", "set_up"]
+__all__ = [
+    "MooncakeDistributedStore",
+    "ReplicaDescriptors",
+    "ReplicaPlacement",
+    "load_library",
+    "replica_placement",
+    "replicate_config",
+    "set_up_client",
+]
 
 _SETUP_S: Final = 20.0
 
-Placement = list[tuple[str, int, int]]
+ReplicaPlacement = list[tuple[str, int, int]]
 """Where the copies of one value lie: endpoint, address there, size in bytes."""
 
 
-Copies = Sequence[Any]
+ReplicaDescriptors = Sequence[Any]
 """The same in the library's own words; not empty."""
 
 
-class Native(Protocol):
+class MooncakeDistributedStore(Protocol):
     """What is used of `MooncakeDistributedStore`. All but `setup` and `close` let other threads run."""
 
     def setup(
@@ -58,12 +66,12 @@ class Native(Protocol):
     ) -> list[list[list[int]]]: ...
 
 
-def placement(copies: Copies) -> Placement:
+def replica_placement(copies: ReplicaDescriptors) -> ReplicaPlacement:
     """Where a value lies."""
     if len(copies) == 1 and copies[0].is_memory_replica():
         only = copies[0].get_memory_descriptor().buffer_descriptor
         return [(only.transport_endpoint, only.buffer_address, only.size)]
-    found: Placement = []
+    found: ReplicaPlacement = []
     for copy in copies:
         if copy.is_memory_replica():
             where = copy.get_memory_descriptor().buffer_descriptor
@@ -74,7 +82,7 @@ def placement(copies: Copies) -> Placement:
     return found
 
 
-def load() -> Any:
+def load_library() -> Any:
     """The library. Raises StoreError if it is not installed or cannot be loaded here."""
     try:
         return importlib.import_module("mooncake.store")
@@ -97,17 +105,17 @@ def replicate_config(module: Any, settings: MooncakeSettings) -> object:
     return cast("object", config)
 
 
-def set_up(module: Any, settings: MooncakeSettings) -> Native:
+def set_up_client(module: Any, settings: MooncakeSettings) -> MooncakeDistributedStore:
     """A client that is set up, by a thread of its own: it is not known how long that takes.
 
     Raises:
         StoreError: it could not be, or not in time.
     """
-    made: list[Native] = []
+    made: list[MooncakeDistributedStore] = []
     answers: list[int] = []
 
     def work() -> None:
-        native = cast("Native", module.MooncakeDistributedStore())
+        native = cast("MooncakeDistributedStore", module.MooncakeDistributedStore())
         answer = native.setup(
             settings.local,
             settings.metadata,
@@ -127,7 +135,7 @@ def set_up(module: Any, settings: MooncakeSettings) -> Native:
         raise StoreError("mooncake store: the client library failed to set up a client; its words stand on stderr")
     if not answers:
         raise StoreError(f"mooncake store: the master at {settings.master} accepts connections and does not answer")
-    if answers[0] != Answer.OK:
+    if answers[0] != MooncakeStatus.OK:
         raise StoreError(
             f"mooncake store: the client library cannot be set up with the master at {settings.master} as "
             f"{settings.local} over {settings.protocol}: {answers[0]}"

@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from kvparams_connectors.settings import StoreError, StoreURL, parse_size
-from kvparams_connectors.stores.mooncake.client import Client
+from kvparams_connectors.store_url import StoreError, StoreURL, parse_size
+from kvparams_connectors.stores.mooncake.client import MooncakeClient
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
 
 __all__ = ["main"]
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if value
         })  # fmt: skip
-        client = Client(MooncakeSettings.of(url))
+        client = MooncakeClient(MooncakeSettings.of(url))
     except StoreError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.store_url import StoreError, StoreURL
 
 __all__ = ["MooncakeSettings"]
 
@@ -78,13 +78,13 @@ class MooncakeSettings:
         Raises:
             StoreError: a setting is unknown or cannot be.
         """
-        url.only(
+        url.reject_unknown(
             "local", "protocol", "devices", "metadata", "segment", "buffer", "max_value", "replicas", "soft_pin",
             "prefix", "threads", "connect_ms",
         )  # fmt: skip
-        host, colon, port = url.place.rpartition(":")
+        host, colon, port = url.location.rpartition(":")
         if url.path not in ("", "/") or not colon or not (port.isascii() and port.isdigit() and len(port) < 6):
-            raise _wrong(f"{url.text!r} does not say where the master is: mooncake://host:port")
+            raise _wrong(f"{url.redacted!r} does not say where the master is: mooncake://host:port")
         given = url.settings.get
         default = cls(host, int(port))
         return cls(
@@ -94,14 +94,14 @@ class MooncakeSettings:
             protocol=given("protocol", default.protocol),
             devices=given("devices", default.devices),
             metadata=given("metadata", default.metadata),
-            segment_bytes=0 if given("segment") == "0" else url.size("segment") or default.segment_bytes,
-            buffer_bytes=url.size("buffer") or default.buffer_bytes,
-            max_value_bytes=url.size("max_value") or default.max_value_bytes,
-            replicas=url.number("replicas", default.replicas, low=1, high=16),
-            soft_pin_s=url.number("soft_pin", default.soft_pin_s, low=0, high=7 * 86_400),
+            segment_bytes=0 if given("segment") == "0" else url.read_size("segment") or default.segment_bytes,
+            buffer_bytes=url.read_size("buffer") or default.buffer_bytes,
+            max_value_bytes=url.read_size("max_value") or default.max_value_bytes,
+            replicas=url.read_int("replicas", default.replicas, low=1, high=16),
+            soft_pin_s=url.read_int("soft_pin", default.soft_pin_s, low=0, high=7 * 86_400),
             prefix=given("prefix", default.prefix),
-            threads=url.number("threads", default.threads, low=1, high=64),
-            connect_ms=url.number("connect_ms", default.connect_ms, low=1, high=60_000),
+            threads=url.read_int("threads", default.threads, low=1, high=64),
+            connect_ms=url.read_int("connect_ms", default.connect_ms, low=1, high=60_000),
         )
 
 

@@ -6,8 +6,8 @@ seconds (`--default_kv_lease_ttl` of the master). The one rule: nobody waits for
 worker makes it, and while one is stuck, or the master away, everything is refused at once.
 
 Owners are processes of their own: see `owner.py`. The files: `client.py` guards the library
-(`library.py`), `stalls.py` is the breaker, `writing.py` and `reading.py` are put
-and get, `advising.py` says which settings will hurt.
+(`library.py`), `stall_breaker.py` is the breaker, `writer.py` and `reading.py` are put
+and get, `advice.py` says which settings will hurt.
 """
 
 import logging
@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Final
 
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.settings import StoreError, StoreURL
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
+    BlockingStore,
     Capabilities,
-    Code,
     GetOp,
     KVStore,
-    LaneStore,
     PutOp,
     Result,
+    ResultCode,
     Results,
 )
-from kvparams_connectors.stores.mooncake.advising import advice_of, read_facts
-from kvparams_connectors.stores.mooncake.client import Client, ClientClosedError, master_address
-from kvparams_connectors.stores.mooncake.codes import Answer, code_of
-from kvparams_connectors.stores.mooncake.memory import Memory
-from kvparams_connectors.stores.mooncake.reading import Reader
+from kvparams_connectors.store_url import StoreError, StoreURL
+from kvparams_connectors.stores.mooncake.advice import advice_from_facts, probe_cluster
+from kvparams_connectors.stores.mooncake.client import MooncakeClient, MooncakeClosedError, master_address
+from kvparams_connectors.stores.mooncake.reader import MooncakeReader
+from kvparams_connectors.stores.mooncake.registered_memory import RegisteredMemory
 from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
-from kvparams_connectors.stores.mooncake.writing import Writer
+from kvparams_connectors.stores.mooncake.status_codes import MooncakeStatus, result_code
+from kvparams_connectors.stores.mooncake.writer import MooncakeWriter
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -50,13 +50,13 @@ _ADVICE_S: Final = 8.0
 _PROBE_PAUSES_S: Final = (0.1, 1.0)
 
 
-class MooncakeStore(LaneStore):
+class MooncakeStore(BlockingStore):
     """Values in the memory of a Mooncake cluster.
 
     An arena that was registered stays in memory as long as the store. The process must not fork while it is open.
     """
 
-    def __init__(self, settings: MooncakeSettings, client: Client | None = None) -> None:
+    def __init__(self, settings: MooncakeSettings, client: MooncakeClient | None = None) -> None:
         """Connect.
 
         Args:
@@ -67,24 +67,24 @@ class MooncakeStore(LaneStore):
             StoreError: the master cannot be reached, or the client library is missing or cannot be set up.
         """
         self._settings = settings
-        self._client = client or Client(settings)
+        self._client = client or MooncakeClient(settings)
         self._shares_client = client is not None
         try:
-            self._memory = Memory(
+            self._memory = RegisteredMemory(
                 self._client.register, self._client.unregister, settings.buffer_bytes, settings.threads
             )
         except MemoryError as error:
             if not self._shares_client:
                 self._client.close(_CLOSE_S)
             raise StoreError(f"mooncake store: buffer={settings.buffer_bytes}: {error}") from error
-        self._writer = Writer(self._client, self._memory, settings.prefix, settings.max_value_bytes)
-        self._reader = Reader(self._client, self._memory, settings.prefix)
+        self._writer = MooncakeWriter(self._client, self._memory, settings.prefix, settings.max_value_bytes)
+        self._reader = MooncakeReader(self._client, self._memory, settings.prefix)
         self._capabilities = Capabilities(
             persistent=not settings.segment_bytes,
             shared=True,
             max_value_bytes=settings.max_value_bytes,
-            exact_use=False,
-            tells_sizes=False,
+            exact_lru=False,
+            reports_sizes=False,
         )
         self._probing = threading.Lock()
         self._ending = threading.Event()
@@ -96,10 +96,12 @@ class MooncakeStore(LaneStore):
 
     def advice(self) -> Sequence[Advice]:
         """For `kvparams doctor`: what a value of a few bytes meets on its way, and what the settings are good for."""
-        if self._client.stalls.refuses(time.monotonic()):
+        if self._client.stalls.is_open(time.monotonic()):
             return [Advice("error", f"the master at {self._settings.master} does not answer", "see that it runs")]
         asked: Job[Sequence[Advice]] = self._lane.submit(
-            lambda job: advice_of(read_facts(self._client, self._writer, self._settings, job.deadline), self._settings),
+            lambda job: advice_from_facts(
+                probe_cluster(self._client, self._writer, self._settings, job.deadline), self._settings
+            ),
             _ADVICE_S,
             timed_out=[Advice("error", f"no answer within {_ADVICE_S:.0f} s", "see that master and owners run")],
             refused=[Advice("error", "it is closed, or has too much to do", "ask again later")],
@@ -109,7 +111,7 @@ class MooncakeStore(LaneStore):
     @property
     def stalls(self) -> int:
         """How often everything began to be refused: a call was stuck, or the master away."""
-        return self._client.stalls.trips
+        return self._client.stalls.trip_count
 
     def register(self, arena: "Arena") -> None:
         """Spare the values in this arena a copy. If the client library does not take it, they are copied."""
@@ -135,26 +137,26 @@ class MooncakeStore(LaneStore):
         return self._refusal(len(keys), deadline_s) or super().delete(keys, deadline_s)
 
     def _refusal(self, count: int, deadline_s: float) -> Job[Results] | None:
-        if not self._client.stalls.refuses(time.monotonic()):
+        if not self._client.stalls.is_open(time.monotonic()):
             return None
         self._probe()
-        refused = [Result(Code.UNAVAILABLE)] * count
+        refused = [Result(ResultCode.UNAVAILABLE)] * count
         job = Job(time.monotonic() + deadline_s, refused)
         job.finish(refused)
         return job
 
     # ---- the work
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         return self._guarded(len(ops), lambda: self._writer.put(ops, deadline))
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         return self._guarded(len(ops), lambda: self._reader.get(ops, deadline))
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         return self._guarded(len(keys), lambda: self._reader.exists(keys, deadline))
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         return self._guarded(len(keys), lambda: self._remove(keys, deadline))
 
     def _remove(self, keys: Sequence[str], deadline: float) -> Results:
@@ -162,20 +164,20 @@ class MooncakeStore(LaneStore):
         answers = self._client.remove([self._settings.prefix + key for key in once], deadline)
         found = dict(zip(once, answers, strict=True))
         # Of a key that stands there twice the second is a miss.
-        return [Result(code_of(found.pop(key, Answer.NOT_FOUND))) for key in keys]
+        return [Result(result_code(found.pop(key, MooncakeStatus.NOT_FOUND))) for key in keys]
 
     def _guarded(self, count: int, work: Callable[[], Results]) -> Results:
-        refused = [Result(Code.UNAVAILABLE)] * count
+        refused = [Result(ResultCode.UNAVAILABLE)] * count
         if count == 0:
             return []
-        if self._client.stalls.refuses(time.monotonic()):
+        if self._client.stalls.is_open(time.monotonic()):
             return refused
         try:
             return work()
-        except ClientClosedError:
+        except MooncakeClosedError:
             return refused
         finally:
-            if self._client.stalls.refuses(time.monotonic()):
+            if self._client.stalls.is_open(time.monotonic()):
                 self._probe()
 
     # ---- recovery and the end
@@ -198,8 +200,8 @@ class MooncakeStore(LaneStore):
     def _usable(self) -> bool:
         try:
             master_address(self._settings)
-            return self._client.answers()
-        except (StoreError, ClientClosedError):
+            return self._client.is_master_alive()
+        except (StoreError, MooncakeClosedError):
             return False
 
     def close(self) -> None:
@@ -209,7 +211,7 @@ class MooncakeStore(LaneStore):
     def release(self) -> None:
         try:
             self._memory.release()
-        except ClientClosedError:
+        except MooncakeClosedError:
             return
         if not self._shares_client and not self._client.close(_CLOSE_S):
             _LOGGER.error("a Mooncake store was closed while its cluster did not answer; its memory is kept")

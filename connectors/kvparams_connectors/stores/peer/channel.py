@@ -1,18 +1,19 @@
 """A connection between two peers.
 
-The one rule: that of `Stream`: every wait ends at the deadline in force, and a connection that has raised is closed.
+The one rule: that of `DeadlineSocket`: every wait ends at the deadline in force, and a connection that has raised is
+closed.
 """
 
 import select
 import socket
 from contextlib import suppress
 
-from kvparams_connectors.stores.stream import Stream
+from kvparams_connectors.stores.deadline_socket import DeadlineSocket
 
-__all__ = ["Channel"]
+__all__ = ["PeerChannel"]
 
 
-class Channel(Stream):
+class PeerChannel(DeadlineSocket):
     """A stream, used by one thread at a time; another one may only `hang_up`."""
 
     def fill(self, target: memoryview) -> None:
@@ -35,7 +36,7 @@ class Channel(Stream):
         self.fill(memoryview(memory))
         return memory
 
-    def spoken(self, wait_s: float) -> bool:
+    def wait_readable(self, wait_s: float) -> bool:
         """Whether the other side says something, or hangs up, within this time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)

@@ -5,7 +5,7 @@ never sent. The one rule: with a secret nothing is said or believed before the o
 none does not talk to whoever has one.
 
 It proves who began; what follows is neither encrypted nor authenticated. Pages carry checksums, or tags
-(`kvparams.seals`) where others share the network.
+(`kvparams.page_auth`) where others share the network.
 """
 
 import hmac
@@ -13,10 +13,10 @@ import secrets
 from struct import Struct
 from typing import Final
 
-from kvparams_connectors.stores.peer.channel import Channel
-from kvparams_connectors.stores.peer.wire import ProtocolError
+from kvparams_connectors.stores.peer.channel import PeerChannel
+from kvparams_connectors.stores.peer.wire import PeerProtocolError
 
-__all__ = ["RUN_BYTES", "VERSION", "RefusedError", "greet", "welcome"]
+__all__ = ["RUN_BYTES", "VERSION", "HandshakeRefused", "accept_handshake", "connect_handshake"]
 
 VERSION: Final = 1
 RUN_BYTES: Final = 16
@@ -28,11 +28,11 @@ _WELCOME: Final = Struct("!4sBB16s16s32s")
 _NO_PROOF: Final = bytes(32)
 
 
-class RefusedError(Exception):
+class HandshakeRefused(Exception):
     """The other side answered, and the two do not trust each other."""
 
 
-def greet(channel: Channel, secret: bytes) -> bytes:
+def connect_handshake(channel: PeerChannel, secret: bytes) -> bytes:
     """The reader's part; the other side's run.
 
     Raises:
@@ -43,18 +43,20 @@ def greet(channel: Channel, secret: bytes) -> bytes:
     channel.send_parts([_HELLO.pack(_MAGIC, VERSION, bool(secret), ours)])
     magic, version, guarded, theirs, run, proof = _WELCOME.unpack(channel.read(_WELCOME.size))
     if magic != _MAGIC:
-        raise ProtocolError("it is no peer: something else listens there")
+        raise PeerProtocolError("it is no peer: something else listens there")
     if version != VERSION:
-        raise ProtocolError(f"it speaks version {version}, this is {VERSION}")
+        raise PeerProtocolError(f"it speaks version {version}, this is {VERSION}")
     if bool(guarded) != bool(secret):
-        raise RefusedError("it has a secret, this side has none" if guarded else "it has no secret, this side has one")
+        raise HandshakeRefused(
+            "it has a secret, this side has none" if guarded else "it has no secret, this side has one"
+        )
     if secret and not hmac.compare_digest(proof, _proof(secret, b"owner", ours, theirs, run)):
-        raise RefusedError("its secret is another one")
+        raise HandshakeRefused("its secret is another one")
     channel.send_parts([_proof(secret, b"reader", ours, theirs, run)])
     return run
 
 
-def welcome(channel: Channel, secret: bytes, run: bytes) -> bool:
+def accept_handshake(channel: PeerChannel, secret: bytes, run: bytes) -> bool:
     """The part of who is read from; whether the reader may go on. Raises OSError."""
     magic, version, guarded, theirs = _HELLO.unpack(channel.read(_HELLO.size))
     if magic != _MAGIC:

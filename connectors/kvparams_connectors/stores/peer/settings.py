@@ -9,12 +9,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Literal, cast
 
-from kvparams_connectors.settings import StoreError, StoreURL, on_loopback
-from kvparams_connectors.stores.peer.places import LOOPBACK, Allowed
+from kvparams_connectors.store_url import StoreError, StoreURL, is_loopback
+from kvparams_connectors.stores.peer.addresses import LOOPBACK_HOSTS, AllowedPeers
 
-__all__ = ["PeerSettings", "Transport", "read_secret", "url_of_rank"]
+__all__ = ["PeerSettings", "PeerTransport", "read_secret", "url_for_rank"]
 
-Transport = Literal["tcp", "mooncake"]
+PeerTransport = Literal["tcp", "mooncake"]
 
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
@@ -45,9 +45,9 @@ class PeerSettings:
     """How many peers are read from at a time."""
     lease_s: int = 60
     """So long after it was put, or found again by this process, a value is not evicted."""
-    transport: Transport = "tcp"
+    transport: PeerTransport = "tcp"
     """How values are read: over the connection, or by Mooncake's transfer engine. With the engine neither a secret nor
-    a loopback address protects anything: see `transfer.py`."""
+    a loopback address protects anything: see `transfer_engine.py`."""
     protocol: str = "tcp"
     """Of Mooncake's transfer engine: `tcp` or `rdma`."""
     devices: str = ""
@@ -87,7 +87,7 @@ class PeerSettings:
             )
         if self.transport == "mooncake" and len(self.reachable) > _LONGEST_SESSION_HOST:
             raise _wrong(f"transport=mooncake takes host names of at most {_LONGEST_SESSION_HOST} characters")
-        if not self.peers and not on_loopback(self.host):
+        if not self.peers and not is_loopback(self.host):
             raise _wrong("whom may it ask? set peers, networks or names: peers=10.0.0.0/8,node-5")
 
     @property
@@ -96,14 +96,14 @@ class PeerSettings:
         return self.local or self.host
 
     @property
-    def allowed(self) -> Allowed:
+    def allowed(self) -> AllowedPeers:
         """Whom this process may ask."""
-        return Allowed(self.peers or LOOPBACK, self.ports)
+        return AllowedPeers(self.peers or LOOPBACK_HOSTS, self.ports)
 
     @property
     def private(self) -> bool:
         """Whether only this machine can reach it."""
-        return on_loopback(self.host)
+        return is_loopback(self.host)
 
     @classmethod
     def of(cls, url: StoreURL) -> "PeerSettings":
@@ -112,14 +112,14 @@ class PeerSettings:
         Raises:
             StoreError: a setting is unknown or cannot be.
         """
-        url.only(
+        url.reject_unknown(
             "size", "unit", "threads", "lease", "transport", "protocol", "devices", "buffer", "peers", "ports", "local",
             "secret_file", "connect_ms",
         )  # fmt: skip
-        place = _PLACE.fullmatch(url.place)
+        place = _PLACE.fullmatch(url.location)
         if place is None or url.path not in ("", "/"):
             raise _wrong(
-                f"{url.text!r} does not say where to listen: peer://host:port, port 0 for a process that only reads"
+                f"{url.redacted!r} does not say where to listen: peer://host:port, port 0 for a process that only reads"
             )
         given = url.settings.get
         default = cls("127.0.0.1")
@@ -127,24 +127,24 @@ class PeerSettings:
             host=place[1].strip("[]"),
             port=None if place[2] is None else int(place[2]),
             local=given("local", "").strip("[]"),
-            size_bytes=url.size("size") or default.size_bytes,
-            unit_bytes=url.size("unit") or default.unit_bytes,
-            threads=url.number("threads", default.threads, low=1, high=64),
-            lease_s=url.number("lease", default.lease_s, low=0, high=_LONGEST_LEASE_S),
-            transport=cast("Transport", url.choice("transport", "tcp", "mooncake")),
+            size_bytes=url.read_size("size") or default.size_bytes,
+            unit_bytes=url.read_size("unit") or default.unit_bytes,
+            threads=url.read_int("threads", default.threads, low=1, high=64),
+            lease_s=url.read_int("lease", default.lease_s, low=0, high=_LONGEST_LEASE_S),
+            transport=cast("PeerTransport", url.read_choice("transport", "tcp", "mooncake")),
             protocol=given("protocol", default.protocol),
             devices=given("devices", default.devices),
-            buffer_bytes=url.size("buffer") or default.buffer_bytes,
+            buffer_bytes=url.read_size("buffer") or default.buffer_bytes,
             peers=given("peers", default.peers),
             ports=_ports(given("ports")),
             secret=read_secret(url.settings["secret_file"]) if "secret_file" in url.settings else b"",
-            connect_ms=url.number("connect_ms", default.connect_ms, low=1, high=60_000),
+            connect_ms=url.read_int("connect_ms", default.connect_ms, low=1, high=60_000),
         )
         _ = made.allowed  # raises
         return made
 
 
-def url_of_rank(text: str, rank: int) -> str:
+def url_for_rank(text: str, rank: int) -> str:
     """Returns a store's URL as one of several engines of a machine uses it that are configured alike.
 
     Args:
@@ -155,13 +155,13 @@ def url_of_rank(text: str, rank: int) -> str:
         StoreError: the URL is wrong, or there is no such port.
     """
     url = StoreURL.parse(text)
-    place = _PLACE.fullmatch(url.place) if url.scheme == "peer" and rank else None
+    place = _PLACE.fullmatch(url.location) if url.scheme == "peer" and rank else None
     if place is None or not int(place[2] or 0):
         return text
     port = int(place[2]) + rank
     if port > 65535:
         raise _wrong(f"rank {rank} of this machine would listen at port {port}; name a lower port")
-    return text.replace(f"//{url.place}", f"//{place[1]}:{port}", 1)
+    return text.replace(f"//{url.location}", f"//{place[1]}:{port}", 1)
 
 
 def read_secret(path: str) -> bytes:

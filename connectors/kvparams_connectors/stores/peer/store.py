@@ -14,7 +14,7 @@ With `transport=mooncake` that is not so: the transfer engine listens on a port 
 machine whatever `host` says, and lets whoever reaches it read and write the memory that is registered with it. Neither
 `secret_file` (refused) nor a loopback address protects anything. And a reader's engine connects to where the engine of
 a peer says that its data is: an allowed peer can send it to any host. Keep all of it to a network of engines that trust
-each other, and use authenticated pages (`kvparams.seals`), so that what was written by others is not used.
+each other, and use authenticated pages (`kvparams.page_auth`), so that what was written by others is not used.
 """
 
 import logging
@@ -27,26 +27,26 @@ from typing import TYPE_CHECKING, Final
 
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.seldom import Seldom
-from kvparams_connectors.settings import StoreError, StoreURL
+from kvparams_connectors.log_rate_limiter import LogRateLimiter
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
-    Code,
     GetOp,
     KVStore,
     PutOp,
+    ResultCode,
     Results,
 )
-from kvparams_connectors.stores.memory import MemoryStore
-from kvparams_connectors.stores.peer.gathering import Ask, Gatherings
-from kvparams_connectors.stores.peer.located import Located
-from kvparams_connectors.stores.peer.places import Place, place_of
-from kvparams_connectors.stores.peer.reading import Reader
-from kvparams_connectors.stores.peer.serving import Server
+from kvparams_connectors.store_url import StoreError, StoreURL
+from kvparams_connectors.stores.memory.store import MemoryStore
+from kvparams_connectors.stores.peer.addresses import PeerAddress, parse_peer_address
+from kvparams_connectors.stores.peer.connections import PeerConnections
+from kvparams_connectors.stores.peer.gather import AskPeer, BatchGatherer
+from kvparams_connectors.stores.peer.key_locations import KeyLocations
+from kvparams_connectors.stores.peer.reader import PeerReader
+from kvparams_connectors.stores.peer.server import PeerServer
 from kvparams_connectors.stores.peer.settings import PeerSettings
-from kvparams_connectors.stores.peer.sources import Sources
-from kvparams_connectors.stores.peer.transfer import Transfer
+from kvparams_connectors.stores.peer.transfer_engine import GuardedTransferEngine
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -96,7 +96,7 @@ class PeerStatistics:
 class PeerStore(KVStore):
     """This process's memory, and that of others."""
 
-    def __init__(self, settings: PeerSettings, *, transfer: Transfer | None = None) -> None:
+    def __init__(self, settings: PeerSettings, *, transfer: GuardedTransferEngine | None = None) -> None:
         """Allocate and touch the memory, and listen.
 
         Args:
@@ -109,13 +109,13 @@ class PeerStore(KVStore):
         """
         self._settings = settings
         self._allowed = settings.allowed
-        self._located = Located(_MOST_LOCATED, _LOCATED_S)
+        self._located = KeyLocations(_MOST_LOCATED, _LOCATED_S)
         self._counting = threading.Lock()
         self._refused = 0
-        self._refusals = Seldom()
+        self._refusals = LogRateLimiter()
         self._closing = threading.Lock()
         self._released = False
-        self._transfer: Transfer | None = None
+        self._transfer: GuardedTransferEngine | None = None
         listener = None if settings.port == 0 else _listen(settings)
         own: MemoryStore | None = None
         try:
@@ -124,7 +124,7 @@ class PeerStore(KVStore):
             self._shares_transfer = transfer is not None
             self._transfer = transfer or _transfer(settings)
             if self._transfer is not None and listener is not None:
-                self._transfer.offer(own.whole)
+                self._transfer.register_memory(own.buffer)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -136,12 +136,12 @@ class PeerStore(KVStore):
         self._own = own
         max_value_bytes = own.capabilities.max_value_bytes
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=max_value_bytes)
-        self._address = None if listener is None else str(Place(settings.reachable, listener.getsockname()[1]))
-        self._sources = Sources(self._allowed, secret=settings.secret, connect_s=settings.connect_ms / 1000)
-        self._reader = Reader(self._sources, self._located, self._transfer)
+        self._address = None if listener is None else str(PeerAddress(settings.reachable, listener.getsockname()[1]))
+        self._sources = PeerConnections(self._allowed, secret=settings.secret, connect_s=settings.connect_ms / 1000)
+        self._reader = PeerReader(self._sources, self._located, self._transfer)
         session = "" if self._transfer is None else self._transfer.session
-        self._server = None if listener is None else Server(self._own, listener, settings.secret, session)
-        self._gatherings = Gatherings(settings.threads)
+        self._server = None if listener is None else PeerServer(self._own, listener, settings.secret, session)
+        self._gatherings = BatchGatherer(settings.threads)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,7 +159,7 @@ class PeerStore(KVStore):
         return PeerStatistics(
             values_served=server.values if server else 0,
             bytes_served=server.nbytes if server else 0,
-            values_pinned=self._own.pinned,
+            values_pinned=self._own.pinned_count,
             readers=server.readers if server else 0,
             readers_refused=server.turned_away if server else 0,
             values_read=reader.values,
@@ -168,8 +168,8 @@ class PeerStore(KVStore):
             connections=self._sources.opened,
             places_refused=self._refused,
             values_lost=reader.lost,
-            places_resting=self._sources.resting,
-            slots_lost=0 if self._transfer is None else self._transfer.lost,
+            places_resting=self._sources.backed_off_count,
+            slots_lost=0 if self._transfer is None else self._transfer.lost_slots,
         )
 
     def advice(self) -> Sequence[Advice]:
@@ -191,19 +191,19 @@ class PeerStore(KVStore):
             found.append(Advice("warning", open_to_all, "keep its ports to the engines, and use authenticated pages"))
             follows = "Mooncake's transfer engine reads from the host that a peer's engine names, whatever peers= says"
             found.append(Advice("warning", follows, "let engines reach nobody but each other, or use transport=tcp"))
-        if self._transfer is not None and self._transfer.spent:
+        if self._transfer is not None and self._transfer.is_exhausted:
             spent = "reads by Mooncake's transfer engine have failed so often that it is not used any more"
             found.append(Advice("warning", spent, "see the log for the peers that failed, and restart"))
         return found
 
     def register(self, arena: "Arena") -> None:
-        """Nothing: values arrive over a socket, or in a landing area of the store's own (see `transfer.py`)."""
+        """Nothing: values arrive over a socket, or in a landing area of the store's own (see `transfer_engine.py`)."""
 
     # ---- what others have
 
-    def locate(self, keys: Sequence[str], source: str) -> None:
+    def hint_location(self, keys: Sequence[str], source: str) -> None:
         """Believed for five minutes, or until there is something newer; a source that is not allowed is not kept."""
-        place = place_of(source)
+        place = parse_peer_address(source)
         if place is None or place not in self._allowed:
             self._refuse()
         elif source != self._address:
@@ -216,7 +216,7 @@ class PeerStore(KVStore):
     def _refuse(self) -> None:
         with self._counting:
             self._refused += 1
-        if self._refusals.due():
+        if self._refusals.is_due():
             _LOGGER.warning("peer: params name a source that is not among the peers; it is not asked")
 
     # ---- operations
@@ -231,7 +231,7 @@ class PeerStore(KVStore):
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         """What a place does not give, for whatever reason, is a MISS: this store has not failed with it."""
 
-        def ask(place: Place, indexes: Sequence[int], deadline: float) -> Results:
+        def ask(place: PeerAddress, indexes: Sequence[int], deadline: float) -> Results:
             return self._reader.get(place, [ops[index] for index in indexes], deadline)
 
         return self._complete([op.key for op in ops], self._own.get(ops, deadline_s), ask)
@@ -239,22 +239,22 @@ class PeerStore(KVStore):
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
         """As `get`."""
 
-        def ask(place: Place, indexes: Sequence[int], deadline: float) -> Results:
+        def ask(place: PeerAddress, indexes: Sequence[int], deadline: float) -> Results:
             return self._reader.sizes(place, [keys[index] for index in indexes], deadline)
 
         return self._complete(keys, self._own.exists(keys, deadline_s), ask)
 
-    def _complete(self, keys: Sequence[str], own: Job[Results], ask: Ask) -> Job[Results]:
+    def _complete(self, keys: Sequence[str], own: Job[Results], ask: AskPeer) -> Job[Results]:
         """What others may have waits for them; what nobody else has waits for nobody."""
         if all(place is None for place in self._located.find(keys, time.monotonic())):
             return own
         return self._gatherings.gather(own, lambda results: self._left(keys, results), ask, len(keys))
 
-    def _left(self, keys: Sequence[str], results: Results) -> dict[Place, list[int]]:
+    def _left(self, keys: Sequence[str], results: Results) -> dict[PeerAddress, list[int]]:
         """What is not here, by where it is said to be."""
-        left: dict[Place, list[int]] = {}
+        left: dict[PeerAddress, list[int]] = {}
         for index, place in enumerate(self._located.find(keys, time.monotonic())):
-            if place is not None and results[index].code is Code.MISS:
+            if place is not None and results[index].code is ResultCode.MISS:
                 left.setdefault(place, []).append(index)
         return left
 
@@ -277,7 +277,7 @@ class PeerStore(KVStore):
     def _release(self) -> None:
         self._sources.close()
         if self._transfer is not None and self._shares_transfer:
-            self._transfer.withdraw(self._own.whole)
+            self._transfer.unregister_memory(self._own.buffer)
         elif self._transfer is not None:
             self._transfer.close()
 
@@ -298,10 +298,10 @@ def _listen(settings: PeerSettings) -> socket.socket:
     return listener
 
 
-def _transfer(settings: PeerSettings) -> Transfer | None:
+def _transfer(settings: PeerSettings) -> GuardedTransferEngine | None:
     if settings.transport != "mooncake":
         return None
-    return Transfer(
+    return GuardedTransferEngine(
         settings.reachable,
         protocol=settings.protocol,
         devices=settings.devices,

@@ -14,28 +14,28 @@ from struct import Struct, calcsize, pack, unpack_from
 from struct import error as StructError
 from typing import Final
 
-from kvparams_connectors.store import Code, Result, Results
+from kvparams_connectors.store import Result, ResultCode, Results
 
 __all__ = [
     "MOST_KEYS",
     "REPLY_HEAD",
     "REQUEST_HEAD",
-    "Operation",
-    "Placed",
-    "Placement",
-    "ProtocolError",
-    "Reply",
-    "Request",
-    "Status",
-    "found_table",
-    "keys_body",
+    "PeerOperation",
+    "PeerProtocolError",
+    "PeerReply",
+    "PeerRequest",
+    "PeerStatus",
+    "PlacedValue",
+    "PlacementTable",
+    "encode_found",
+    "encode_keys",
+    "encode_placement",
+    "encode_sizes",
     "parse_found",
     "parse_keys",
     "parse_placement",
     "parse_reply",
     "parse_request",
-    "placement_table",
-    "sizes_table",
 ]
 
 MOST_KEYS: Final = 4096
@@ -60,11 +60,11 @@ _MOST_BODY: Final = MOST_KEYS * (_KEY_BYTES + _LONGEST_KEY)
 _MOST_TABLE: Final = 256 + MOST_KEYS * (_PLACED.size + _MOST_RUNS * _RUN.size)
 
 
-class ProtocolError(ConnectionError):
+class PeerProtocolError(ConnectionError):
     """The other side does not speak as it should."""
 
 
-class Operation(IntEnum):
+class PeerOperation(IntEnum):
     """What a reader asks for."""
 
     GET = 1
@@ -77,7 +77,7 @@ class Operation(IntEnum):
     """The reader has what it held. FINE: it was held until now."""
 
 
-class Status(IntEnum):
+class PeerStatus(IntEnum):
     """What becomes of a request as a whole."""
 
     FINE = 0
@@ -87,15 +87,15 @@ class Status(IntEnum):
     """RETURN: the time was over before; what was read may have been overwritten."""
 
 
-_WORDS: Final = {Code.OK: 0, Code.MISS: 1, Code.TOO_LARGE: 2}
+_WORDS: Final = {ResultCode.OK: 0, ResultCode.MISS: 1, ResultCode.TOO_LARGE: 2}
 _CODES: Final = {word: code for code, word in _WORDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PeerRequest:
     """The head of a request."""
 
-    operation: Operation
+    operation: PeerOperation
     count: int
     nbytes: int
     """Of the body."""
@@ -103,17 +103,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PeerReply:
     """The head of a reply."""
 
-    status: Status
+    status: PeerStatus
     count: int
     nbytes: int
     """Of the table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedValue:
     """What became of a key, and where its value lies."""
 
     result: Result
@@ -124,28 +124,28 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementTable:
     """A table of HOLD."""
 
     session: str
     """How the transfer engine calls the other side."""
-    values: list[Placed]
+    values: list[PlacedValue]
 
 
-def keys_body(keys: Sequence[str], rooms: Sequence[int]) -> bytes:
+def encode_keys(keys: Sequence[str], rooms: Sequence[int]) -> bytes:
     """The body of a request."""
     count = len(keys)
     return pack(f"!{count}B{count}Q", *map(len, keys), *rooms) + "".join(keys).encode("ascii")
 
 
-def parse_request(head: bytes | bytearray) -> Request:
+def parse_request(head: bytes | bytearray) -> PeerRequest:
     """Raises ProtocolError."""
     operation, count, nbytes, milliseconds = REQUEST_HEAD.unpack(head)
-    if operation not in Operation.__members__.values():
-        raise ProtocolError(f"operation {operation} is not known")
+    if operation not in PeerOperation.__members__.values():
+        raise PeerProtocolError(f"operation {operation} is not known")
     if count > MOST_KEYS or nbytes > _MOST_BODY:
-        raise ProtocolError(f"a request for {count} keys in {nbytes} bytes")
-    return Request(Operation(operation), count, nbytes, min(_LONGEST_S, milliseconds / 1000))
+        raise PeerProtocolError(f"a request for {count} keys in {nbytes} bytes")
+    return PeerRequest(PeerOperation(operation), count, nbytes, min(_LONGEST_S, milliseconds / 1000))
 
 
 def parse_keys(body: bytes | bytearray, count: int) -> tuple[list[str], Sequence[int]]:
@@ -155,33 +155,33 @@ def parse_keys(body: bytes | bytearray, count: int) -> tuple[list[str], Sequence
         lengths_and_rooms = unpack_from(numbers, body)
         text = body[calcsize(numbers) :].decode("ascii")
     except (StructError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a request that ends early or has no keys: {error}") from error
+        raise PeerProtocolError(f"a request that ends early or has no keys: {error}") from error
     lengths, rooms = lengths_and_rooms[:count], lengths_and_rooms[count:]
     ends = list(accumulate(lengths, initial=0))
     if ends[-1] != len(text):
-        raise ProtocolError("a request with more or less in it than keys")
+        raise PeerProtocolError("a request with more or less in it than keys")
     if count and (min(lengths) == 0 or max(lengths) > _LONGEST_KEY or max(rooms) > _LARGEST):
-        raise ProtocolError("a key that cannot be one")
+        raise PeerProtocolError("a key that cannot be one")
     return [text[start:end] for start, end in pairwise(ends)], rooms
 
 
-def parse_reply(head: bytes | bytearray, count: int) -> Reply:
+def parse_reply(head: bytes | bytearray, count: int) -> PeerReply:
     """The head of the reply to a request with so many keys; raises ProtocolError."""
     status, answered, nbytes = REPLY_HEAD.unpack(head)
-    if status not in Status.__members__.values():
-        raise ProtocolError(f"status {status} is not known")
-    if answered != (count if status == Status.FINE else 0) or nbytes > _MOST_TABLE:
-        raise ProtocolError(f"{answered} answers in {nbytes} bytes to {count} keys")
-    return Reply(Status(status), answered, nbytes)
+    if status not in PeerStatus.__members__.values():
+        raise PeerProtocolError(f"status {status} is not known")
+    if answered != (count if status == PeerStatus.FINE else 0) or nbytes > _MOST_TABLE:
+        raise PeerProtocolError(f"{answered} answers in {nbytes} bytes to {count} keys")
+    return PeerReply(PeerStatus(status), answered, nbytes)
 
 
-def found_table(results: Results) -> bytes:
+def encode_found(results: Results) -> bytes:
     """What became of each key."""
     count = len(results)
     return pack(f"!{count}B{count}Q", *[_WORDS[one.code] for one in results], *[one.nbytes for one in results])
 
 
-def sizes_table(sizes: Sequence[int | None]) -> bytes:
+def encode_sizes(sizes: Sequence[int | None]) -> bytes:
     """The same for SIZES: each value's size, or None where there is none."""
     count = len(sizes)
     return pack(f"!{count}B{count}Q", *[size is None for size in sizes], *[size or 0 for size in sizes])
@@ -196,7 +196,7 @@ def parse_found(table: bytes | bytearray, rooms: Sequence[int]) -> Results:
     """
     count = len(rooms)
     if len(table) != count * _FOUND_BYTES:
-        raise ProtocolError(f"a table of {len(table)} bytes for {count} keys")
+        raise PeerProtocolError(f"a table of {len(table)} bytes for {count} keys")
     words = table[:count]
     known: dict[tuple[int, int, int], Result] = {}  # pages are of few sizes
     results: Results = []
@@ -208,7 +208,7 @@ def parse_found(table: bytes | bytearray, rooms: Sequence[int]) -> Results:
     return results
 
 
-def placement_table(placement: Placement) -> bytes:
+def encode_placement(placement: PlacementTable) -> bytes:
     """The session, then for each key what became of it, and its runs."""
     session = placement.session.encode("ascii")
     parts = [bytes([len(session)]), session]
@@ -220,9 +220,9 @@ def placement_table(placement: Placement) -> bytes:
     return b"".join(parts)
 
 
-def parse_placement(table: bytes | bytearray, rooms: Sequence[int]) -> Placement:
+def parse_placement(table: bytes | bytearray, rooms: Sequence[int]) -> PlacementTable:
     """The table of HOLD; raises ProtocolError."""
-    values: list[Placed] = []
+    values: list[PlacedValue] = []
     try:
         at = 1 + table[0]
         session = table[1:at].decode("ascii")
@@ -230,30 +230,36 @@ def parse_placement(table: bytes | bytearray, rooms: Sequence[int]) -> Placement
             word, nbytes, generation, count = _PLACED.unpack_from(table, at)
             at += _PLACED.size
             if count > _MOST_RUNS:
-                raise ProtocolError(f"a value in {count} pieces")
+                raise PeerProtocolError(f"a value in {count} pieces")
             runs: list[tuple[int, int]] = []
             for _ in range(count):
                 address, length = _RUN.unpack_from(table, at)
                 at += _RUN.size
                 if length > _LARGEST:
-                    raise ProtocolError("a piece without an end")
+                    raise PeerProtocolError("a piece without an end")
                 runs.append((address, length))
             result = _result(word, nbytes, room)
-            if runs and (result.code is not Code.OK or sum(length for _, length in runs) != nbytes):
-                raise ProtocolError("pieces that are not the value")
-            values.append(Placed(result, generation, tuple(runs)))
+            if runs and (result.code is not ResultCode.OK or sum(length for _, length in runs) != nbytes):
+                raise PeerProtocolError("pieces that are not the value")
+            values.append(PlacedValue(result, generation, tuple(runs)))
     except (IndexError, StructError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a table that ends early: {error}") from error
+        raise PeerProtocolError(f"a table that ends early: {error}") from error
     if at != len(table):
-        raise ProtocolError("a table with more in it than was asked for")
-    return Placement(session, values)
+        raise PeerProtocolError("a table with more in it than was asked for")
+    return PlacementTable(session, values)
 
 
 def _result(word: int, nbytes: int, room: int) -> Result:
     code = _CODES.get(word)
     if code is None:
-        raise ProtocolError(f"{word} is no answer")
-    fits = nbytes <= room if code is Code.OK else room < nbytes <= _LARGEST if code is Code.TOO_LARGE else not nbytes
+        raise PeerProtocolError(f"{word} is no answer")
+    fits = (
+        nbytes <= room
+        if code is ResultCode.OK
+        else room < nbytes <= _LARGEST
+        if code is ResultCode.TOO_LARGE
+        else not nbytes
+    )
     if not fits:
-        raise ProtocolError(f"{code.name} of {nbytes} bytes where there is room for {room}")
+        raise PeerProtocolError(f"{code.name} of {nbytes} bytes where there is room for {room}")
     return Result(code, nbytes)

@@ -17,26 +17,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvparams_connectors.advice import Advice, advice_of
+from kvparams_connectors.advice import Advice, advice_from_store
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.settings import StoreURL
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
-    Code,
     GetOp,
     KVStore,
     PutOp,
     Result,
+    ResultCode,
     Results,
     StoreError,
 )
+from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.guard.store import open_guarded
-from kvparams_connectors.stores.tiered.counts import Counts, TieredStatistics
-from kvparams_connectors.stores.tiered.moves import Moves
-from kvparams_connectors.stores.tiered.origins import Origins
-from kvparams_connectors.stores.tiered.reads import Reads
-from kvparams_connectors.stores.tiered.writes import Writes
+from kvparams_connectors.stores.tiered.reader import TieredReader
+from kvparams_connectors.stores.tiered.staging import StagingArea
+from kvparams_connectors.stores.tiered.statistics import TieredCounters, TieredStatistics
+from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
+from kvparams_connectors.stores.tiered.writer import TieredWriter
 
 if TYPE_CHECKING:
     from kvparams_connectors.arena import Arena
@@ -77,11 +77,11 @@ class TieredStore(KVStore):
         if len({id(tier) for tier in tiers}) < len(tiers):
             raise StoreError("tiered store: the same store is two of its tiers")
         self._tiers = tuple(tiers)
-        self._moves = Moves(staging_bytes if write_back or promote else 1)
-        self._counts = Counts(len(tiers))
-        self._origins = Origins(len(tiers))
-        self._reads = Reads(self._tiers, self._moves, self._counts, self._origins, promote=promote)
-        self._writes = Writes(self._tiers, self._moves, self._counts, write_back=write_back)
+        self._moves = StagingArea(staging_bytes if write_back or promote else 1)
+        self._counts = TieredCounters(len(tiers))
+        self._origins = ValueOrigins(len(tiers))
+        self._reads = TieredReader(self._tiers, self._moves, self._counts, self._origins, promote=promote)
+        self._writes = TieredWriter(self._tiers, self._moves, self._counts, write_back=write_back)
         self._changed = threading.Condition(threading.Lock())
         self._running = 0
         self._closed = False
@@ -91,10 +91,10 @@ class TieredStore(KVStore):
             shared=every[-1].shared and not write_back,
             max_value_bytes=every[-1].max_value_bytes,
             private_copies=any(not one.shared or one.private_copies for one in every),
-            exact_use=all(one.exact_use for one in every),
+            exact_lru=all(one.exact_lru for one in every),
             evicts=every[-1].evicts,
             one_winner=all(one.one_winner for one in every),
-            tells_sizes=all(one.tells_sizes for one in every),
+            reports_sizes=all(one.reports_sizes for one in every),
         )
 
     @property
@@ -110,7 +110,7 @@ class TieredStore(KVStore):
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way in the background."""
-        return self._moves.idle
+        return self._moves.is_idle
 
     def register(self, arena: "Arena") -> None:
         for tier in self._tiers:
@@ -144,9 +144,9 @@ class TieredStore(KVStore):
     def advice(self) -> Sequence[Advice]:
         """Every tier's."""
         return [
-            replace(advice, found=f"tier {number}: {advice.found}")
+            replace(advice, finding=f"tier {number}: {advice.finding}")
             for number, tier in enumerate(self._tiers, 1)
-            for advice in advice_of(tier)
+            for advice in advice_from_store(tier)
         ]
 
     @property
@@ -154,13 +154,13 @@ class TieredStore(KVStore):
         """The first that a tier has."""
         return next((tier.address for tier in self._tiers if tier.address is not None), None)
 
-    def locate(self, keys: Sequence[str], source: str) -> None:
+    def hint_location(self, keys: Sequence[str], source: str) -> None:
         for tier in self._tiers:
-            tier.locate(keys, source)
+            tier.hint_location(keys, source)
 
     def quarantine(self, keys: Sequence[str]) -> None:
         """In the tiers where the bytes are that a get of the key gave last, if they can; the next tier may answer."""
-        where = [(key, self._origins.of(key)) for key in keys]
+        where = [(key, self._origins.tiers_of(key)) for key in keys]
         for number, tier in enumerate(self._tiers):
             here = [key for key, tiers in where if number in tiers]
             if here:
@@ -191,10 +191,10 @@ class TieredStore(KVStore):
         with self._changed:
             admitted = not self._closed and self._running < _MOST_RUNNING
             self._running += admitted
-        results = [Result(Code.TIMEOUT if admitted else Code.UNAVAILABLE)] * count
+        results = [Result(ResultCode.TIMEOUT if admitted else ResultCode.UNAVAILABLE)] * count
         job = Job(time.monotonic() + deadline_s, results)
         if admitted:
-            job.on_settled(self._end)
+            job.add_settled_callback(self._end)
         else:
             job.finish(results)
         return job, admitted
@@ -211,24 +211,24 @@ def open_url(url: StoreURL) -> KVStore:
     The tiers' own URLs stand in it percent-encoded, `l1` to `l4`. Every tier but memory is guarded.
     """
     names = [f"l{number}" for number in range(1, _MOST_TIERS + 1)]
-    url.only(*names, "write", "promote", "staging")
-    if url.place or url.path:
-        raise StoreError(f"tiered store: {url.text!r} names a place; its tiers do: tiered:?l1=...&l2=...")
+    url.reject_unknown(*names, "write", "promote", "staging")
+    if url.location or url.path:
+        raise StoreError(f"tiered store: {url.redacted!r} names a place; its tiers do: tiered:?l1=...&l2=...")
     given = [name for name in names if name in url.settings]
     if given != names[: len(given)] or len(given) < 2:
-        raise StoreError(f"tiered store: {url.text!r} names {', '.join(given) or 'no tier'}; name l1, l2 and so on")
+        raise StoreError(f"tiered store: {url.redacted!r} names {', '.join(given) or 'no tier'}; name l1, l2 and so on")
     parsed = [StoreURL.parse(url.settings[name]) for name in given]
     places: set[tuple[str | None, ...]] = set()
     for name, one in zip(given, parsed, strict=True):
-        place = (one.scheme, one.place, one.path, one.settings.get("prefix"))
+        place = (one.scheme, one.location, one.path, one.settings.get("prefix"))
         if one.scheme == "tiered":
             raise StoreError(f"tiered store: {name} is tiered itself; write its tiers into this one")
         if place in places:
             raise StoreError(f"tiered store: {name} is the same store as a tier before it")
         places.add(place)
-    write_back = url.choice("write", "through", "back") == "back"
-    promote = url.choice("promote", "yes", "no") == "yes"
-    staging = url.size("staging") or _STAGING
+    write_back = url.read_choice("write", "through", "back") == "back"
+    promote = url.read_choice("promote", "yes", "no") == "yes"
+    staging = url.read_size("staging") or _STAGING
     tiers: list[KVStore] = []
     try:
         for one in parsed:

@@ -7,17 +7,17 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvparams_connectors.stores.stream import Stream
-from kvparams_connectors.stores.valkey.resp import Oversized, ReplyReader, ServerError
+from kvparams_connectors.stores.deadline_socket import DeadlineSocket
+from kvparams_connectors.stores.valkey.resp import ErrorReply, OversizedValue, ReplyReader
 
-__all__ = ["Connection"]
+__all__ = ["ValkeyConnection"]
 
 _STEP: Final = 256 << 10
 """Over TCP, where what is not received at once waits in the kernel. A unix socket holds 208 KiB: whenever nobody
 receives, however briefly, the server has to go back to its event loop."""
 
 
-class Connection(Stream):
+class ValkeyConnection(DeadlineSocket):
     """A connected socket, plain or TLS, used by one thread at a time. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -36,13 +36,13 @@ class Connection(Stream):
         self._owed += replies
         self.send_parts(parts, meanwhile)
 
-    def reply(self) -> int | bytes | ServerError | None:
+    def reply(self) -> int | bytes | ErrorReply | None:
         """The next reply that is owed; see `ReplyReader.reply`. Raises TimeoutError as well."""
         reply = self._reader.reply()
         self._owed -= 1
         return reply
 
-    def replies(self, count: int) -> list[int | bytes | ServerError | None]:
+    def replies(self, count: int) -> list[int | bytes | ErrorReply | None]:
         """So many of the replies that are owed; see `ReplyReader.replies`. Raises TimeoutError as well."""
         replies = self._reader.replies(count)
         self._owed -= count
@@ -50,13 +50,13 @@ class Connection(Stream):
 
     def value(
         self, buffers: Sequence[memoryview], coming: Callable[[int], None] | None = None
-    ) -> int | Oversized | ServerError | None:
+    ) -> int | OversizedValue | ErrorReply | None:
         """The next reply that is owed, a value; see `ReplyReader.value`. Raises TimeoutError as well."""
         reply = self._reader.value(buffers, coming)
         self._owed -= 1
         return reply
 
     @property
-    def reusable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether no reply is owed or lies unread, and the peer has neither spoken unasked nor gone away."""
-        return not self._owed and self._reader.empty and self.silent
+        return not self._owed and self._reader.empty and self.is_silent

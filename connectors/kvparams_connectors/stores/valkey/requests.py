@@ -1,6 +1,6 @@
 """What is asked of a server for one key, and what its answers mean.
 
-The one rule: every answer ends in a `Result`, or in a `ServerError` that may be a redirect; nothing here waits or
+The one rule: every answer ends in a `Result`, or in a `ErrorReply` that may be a redirect; nothing here waits or
 chooses a server.
 
 Commands and error words: https://valkey.io/commands/ and `server.c` of Valkey 8.0.1.
@@ -10,55 +10,63 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvparams_connectors.store import Code, GetOp, PutOp, Result
-from kvparams_connectors.stores.valkey.connection import Connection
-from kvparams_connectors.stores.valkey.resp import Oversized, ServerError, command, flat
+from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
+from kvparams_connectors.stores.valkey.connection import ValkeyConnection
+from kvparams_connectors.stores.valkey.resp import ErrorReply, OversizedValue, encode_command, flatten_buffers
 
-__all__ = ["DeleteRequest", "GetRequest", "PutRequest", "Request", "SizeQuestion", "SizeRequest", "result_of"]
+__all__ = [
+    "BulkSizeRequest",
+    "DeleteRequest",
+    "GetRequest",
+    "PutRequest",
+    "SizeRequest",
+    "ValkeyRequest",
+    "result_of_error",
+]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_ASKING: Final = command(b"ASKING")
+_ASKING: Final = encode_command(b"ASKING")
 _SMALL: Final = 256
 """About what a command or a reply without a value takes."""
 
 _CODES: Final = {
-    "OOM": Code.FULL,
-    "NOAUTH": Code.DENIED,
-    "WRONGPASS": Code.DENIED,
-    "NOPERM": Code.DENIED,
-    "DENIED": Code.DENIED,  # protected mode
-    "READONLY": Code.UNAVAILABLE,
-    "LOADING": Code.UNAVAILABLE,
-    "CLUSTERDOWN": Code.UNAVAILABLE,
-    "MASTERDOWN": Code.UNAVAILABLE,
-    "NOREPLICAS": Code.UNAVAILABLE,
-    "MISCONF": Code.UNAVAILABLE,
-    "TRYAGAIN": Code.UNAVAILABLE,
-    "BUSY": Code.UNAVAILABLE,
-    "MOVED": Code.UNAVAILABLE,  # one that was not followed any further
-    "ASK": Code.UNAVAILABLE,
-    "WRONGTYPE": Code.CORRUPT,  # something else than a value stands under our key
+    "OOM": ResultCode.FULL,
+    "NOAUTH": ResultCode.DENIED,
+    "WRONGPASS": ResultCode.DENIED,
+    "NOPERM": ResultCode.DENIED,
+    "DENIED": ResultCode.DENIED,  # protected mode
+    "READONLY": ResultCode.UNAVAILABLE,
+    "LOADING": ResultCode.UNAVAILABLE,
+    "CLUSTERDOWN": ResultCode.UNAVAILABLE,
+    "MASTERDOWN": ResultCode.UNAVAILABLE,
+    "NOREPLICAS": ResultCode.UNAVAILABLE,
+    "MISCONF": ResultCode.UNAVAILABLE,
+    "TRYAGAIN": ResultCode.UNAVAILABLE,
+    "BUSY": ResultCode.UNAVAILABLE,
+    "MOVED": ResultCode.UNAVAILABLE,  # one that was not followed any further
+    "ASK": ResultCode.UNAVAILABLE,
+    "WRONGTYPE": ResultCode.CORRUPT,  # something else than a value stands under our key
 }
-_MISS: Final = Result(Code.MISS)
+_MISS: Final = Result(ResultCode.MISS)
 _CLIENTS: Final = "ERR max number of clients"
 _TOO_LONG: Final = ("ERR string exceeds maximum allowed size", "ERR Protocol error: invalid bulk length")
 
 
-def result_of(error: ServerError) -> Result:
+def result_of_error(error: ErrorReply) -> Result:
     """What an error reply means for the key that it answers."""
     code = _CODES.get(error.word)
     if code is None and error.text.startswith(_CLIENTS):
-        code = Code.UNAVAILABLE
+        code = ResultCode.UNAVAILABLE
     if code is None and error.text.startswith(_TOO_LONG):
-        code = Code.TOO_LARGE
+        code = ResultCode.TOO_LARGE
     if code is None:
         _LOGGER.error("valkey: an error that is not known: %.200r", error.text)
-        code = Code.INTERNAL
+        code = ResultCode.INTERNAL
     return Result(code)
 
 
-class Request(Protocol):
+class ValkeyRequest(Protocol):
     """One key of a batch."""
 
     key: bytes
@@ -71,49 +79,49 @@ class Request(Protocol):
         """What is sent; `asking` follows a redirect of kind ASK. Raises ValueError if a buffer was released."""
         ...
 
-    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
-        """Receive the answers; raises as `Connection.reply` does."""
+    def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
+        """Receive the answers; raises as `ValkeyConnection.reply` does."""
         ...
 
-    def nearing(self) -> bool:
+    def on_idle(self) -> bool:
         """Do a little of what `parts` will do, where it would only be waited; whether there is more."""
         ...
 
-    def ended(self, result: Result) -> None:
+    def on_result(self, result: Result) -> None:
         """It came to this, and the next requests have been sent since, so that the server has something to do."""
         ...
 
 
-class _Ready:
+class _NoPreparation:
     """A request that needs no work before it is sent."""
 
-    def nearing(self) -> bool:
+    def on_idle(self) -> bool:
         """Nothing."""
         return False
 
 
-class _Quiet:
+class _NoCompletion:
     """A request whose end nobody wants to hear of."""
 
-    def ended(self, result: Result) -> None:
+    def on_result(self, result: Result) -> None:
         """Nothing."""
 
 
 def _nbytes(buffers: Sequence[memoryview]) -> int:
-    """Together; 0 if one was released, which `Request.parts` will say."""
+    """Together; 0 if one was released, which `ValkeyRequest.parts` will say."""
     try:
         return sum(buffer.nbytes for buffer in buffers)
     except ValueError:
         return 0
 
 
-def _reply(connection: Connection, *, asking: bool) -> int | bytes | ServerError | None:
+def _reply(connection: ValkeyConnection, *, asking: bool) -> int | bytes | ErrorReply | None:
     if asking:  # its own answer says nothing: if it was refused, so is what follows
         connection.reply()
     return connection.reply()
 
 
-class PutRequest(_Quiet):
+class PutRequest(_NoCompletion):
     """SET key value NX: stored if nothing is there. A value is visible when it is whole."""
 
     replies = 1
@@ -136,27 +144,27 @@ class PutRequest(_Quiet):
         tail = b"\r\n$2\r\nNX\r\n"
         if self._ttl_ms:
             tail += b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-        self._op = self._op.gone()  # once, also where another server is asked afterwards
-        return [_ASKING + head if asking else head, *flat(self._op.buffers), tail]
+        self._op = self._op.resolve_before_read()  # once, also where another server is asked afterwards
+        return [_ASKING + head if asking else head, *flatten_buffers(self._op.buffers), tail]
 
-    def nearing(self) -> bool:
-        if self._op.nearing is None:
+    def on_idle(self) -> bool:
+        if self._op.on_idle is None:
             return False
         try:
-            return self._op.nearing()
+            return self._op.on_idle()
         except ValueError:  # a buffer was released, which `parts` will say
             return False
 
-    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+    def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
         reply = _reply(connection, asking=asking)
         if reply is None:
-            return Result(Code.EXISTS)
-        if isinstance(reply, ServerError):
+            return Result(ResultCode.EXISTS)
+        if isinstance(reply, ErrorReply):
             return reply
-        return Result(Code.OK, self.nbytes) if reply == b"OK" else Result(Code.INTERNAL)
+        return Result(ResultCode.OK, self.nbytes) if reply == b"OK" else Result(ResultCode.INTERNAL)
 
 
-class GetRequest(_Ready):
+class GetRequest(_NoPreparation):
     """GET key, into the caller's buffers."""
 
     replies = 1
@@ -171,28 +179,28 @@ class GetRequest(_Ready):
         self._targets: list[memoryview] = []
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
-        self._targets = flat(self._op.buffers)
+        self._targets = flatten_buffers(self._op.buffers)
         get = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         return [_ASKING + get if asking else get]
 
-    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+    def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
         if asking:
             connection.reply()
-        reply = connection.value(self._targets, self._op.coming)
+        reply = connection.value(self._targets, self._op.on_progress)
         if reply is None:
-            return Result(Code.MISS)
-        if isinstance(reply, Oversized):
-            return Result(Code.TOO_LARGE, reply.nbytes)
-        if isinstance(reply, ServerError):
+            return Result(ResultCode.MISS)
+        if isinstance(reply, OversizedValue):
+            return Result(ResultCode.TOO_LARGE, reply.nbytes)
+        if isinstance(reply, ErrorReply):
             return reply
-        return Result(Code.OK, reply)
+        return Result(ResultCode.OK, reply)
 
-    def ended(self, result: Result) -> None:
-        if self._op.arrived is not None and result.code is Code.OK:
-            self._op.arrived(result.nbytes)
+    def on_result(self, result: Result) -> None:
+        if self._op.on_complete is not None and result.code is ResultCode.OK:
+            self._op.on_complete(result.nbytes)
 
 
-class SizeRequest(_Ready, _Quiet):
+class SizeRequest(_NoPreparation, _NoCompletion):
     """STRLEN key, which counts as a use; EXISTS key tells an empty value from none, in the same round trip."""
 
     replies = 2
@@ -206,18 +214,18 @@ class SizeRequest(_Ready, _Quiet):
         there = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         return [_ASKING + size + _ASKING + there if asking else size + there]
 
-    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+    def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
         size = _reply(connection, asking=asking)
         there = _reply(connection, asking=asking)
         for reply in (size, there):
-            if isinstance(reply, ServerError):
+            if isinstance(reply, ErrorReply):
                 return reply
         if not isinstance(size, int) or not isinstance(there, int):
-            return Result(Code.INTERNAL)
-        return Result(Code.OK, size) if size or there else Result(Code.MISS)
+            return Result(ResultCode.INTERNAL)
+        return Result(ResultCode.OK, size) if size or there else Result(ResultCode.MISS)
 
 
-class SizeQuestion:
+class BulkSizeRequest:
     """`SizeRequest` for many keys of one server. If they may stand in one command, a single EXISTS counts them all: as
     many as have a size means that the others are missing."""
 
@@ -236,8 +244,9 @@ class SizeQuestion:
         )
         self.replies: Final = len(keys) + 1 if one_slot else 2 * len(keys)
 
-    def read(self, connection: Connection) -> list[Result | None]:
-        """One result for each key, None where it has to be asked on its own; raises as `Connection.reply` does."""
+    def read(self, connection: ValkeyConnection) -> list[Result | None]:
+        """One result for each key, None where it has to be asked on its own; raises as `ValkeyConnection.reply`
+        does."""
         replies = connection.replies(self.replies)
         sizes = replies[:-1] if self._one_slot else replies[::2]
         if self._one_slot:
@@ -246,7 +255,7 @@ class SizeQuestion:
         else:
             there = replies[1::2]
         return [
-            Result(Code.OK, size)
+            Result(ResultCode.OK, size)
             if isinstance(size, int) and (size or found == 1)
             else _MISS
             if size == 0 and found == 0
@@ -255,7 +264,7 @@ class SizeQuestion:
         ]
 
 
-class DeleteRequest(_Ready, _Quiet):
+class DeleteRequest(_NoPreparation, _NoCompletion):
     """UNLINK key: gone at once, its memory is freed in the server's own time."""
 
     replies = 1
@@ -265,11 +274,11 @@ class DeleteRequest(_Ready, _Quiet):
         self.key = key
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
-        unlink = command(b"UNLINK", self.key)
+        unlink = encode_command(b"UNLINK", self.key)
         return [_ASKING + unlink if asking else unlink]
 
-    def read(self, connection: Connection, *, asking: bool) -> Result | ServerError:
+    def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
         reply = _reply(connection, asking=asking)
-        if isinstance(reply, ServerError):
+        if isinstance(reply, ErrorReply):
             return reply
-        return Result(Code.OK if reply else Code.MISS)
+        return Result(ResultCode.OK if reply else ResultCode.MISS)

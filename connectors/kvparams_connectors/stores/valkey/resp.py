@@ -11,9 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvparams_connectors.arrival import step_bytes
+from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
 
-__all__ = ["Oversized", "ProtocolError", "Receive", "ReplyReader", "ServerError", "command", "flat"]
+__all__ = [
+    "ErrorReply",
+    "OversizedValue",
+    "RESPProtocolError",
+    "ReceiveInto",
+    "ReplyReader",
+    "encode_command",
+    "flatten_buffers",
+]
 
 _SCRATCH: Final = 64 << 10
 _LINE: Final = 8 << 10
@@ -25,12 +33,12 @@ _BIG: Final = 16 << 10
 _DIGITS: Final = 19
 
 
-class ProtocolError(ConnectionError):
+class RESPProtocolError(ConnectionError):
     """The peer sent something that is no reply to what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServerError:
+class ErrorReply:
     """An error reply."""
 
     text: str
@@ -42,7 +50,7 @@ class ServerError:
 
 
 @dataclass(frozen=True, slots=True)
-class Oversized:
+class OversizedValue:
     """A value that did not fit into the buffers; nothing was written to them."""
 
     nbytes: int
@@ -55,17 +63,17 @@ class _Bulk:
     nbytes: int
 
 
-def command(*words: bytes) -> bytes:
+def encode_command(*words: bytes) -> bytes:
     """A command whose words are all short; a value's bytes are never copied into one."""
     return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
 
 
-def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
+def flatten_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     """The same memory as bytes, without the empty pieces. Raises ValueError if a buffer was released."""
     return [buffer.cast("B") for buffer in buffers if buffer.nbytes]
 
 
-Receive = Callable[[memoryview, bool, Callable[[], bool] | None], int]
+ReceiveInto = Callable[[memoryview, bool, Callable[[], bool] | None], int]
 _LOOK: Final = 64 << 10
 """So much is looked at before it is asked again whether more has come."""
 
@@ -73,9 +81,9 @@ _LOOK: Final = 64 << 10
 class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
-    def __init__(self, receive: Receive, *, step: int | None) -> None:
+    def __init__(self, receive: ReceiveInto, *, step: int | None) -> None:
         """Args:
-        receive: as `Stream.receive`.
+        receive: as `DeadlineSocket.receive`.
         step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
             would only be waited for more.
         """
@@ -91,7 +99,7 @@ class ReplyReader:
         """Whether everything that was received has been read."""
         return self._start == self._end
 
-    def reply(self) -> int | bytes | ServerError | None:
+    def reply(self) -> int | bytes | ErrorReply | None:
         """A reply of one line: an integer, a simple string, an error, or None for the null reply.
 
         Raises:
@@ -100,12 +108,12 @@ class ReplyReader:
         """
         line = self._line(_SCRATCH)
         if isinstance(line, _Bulk):
-            raise ProtocolError("a value came where none was asked for")
+            raise RESPProtocolError("a value came where none was asked for")
         return line
 
-    def replies(self, count: int) -> list[int | bytes | ServerError | None]:
+    def replies(self, count: int) -> list[int | bytes | ErrorReply | None]:
         """So many replies of one line, which cost less together; raises as `reply` does."""
-        found: list[int | bytes | ServerError | None] = []
+        found: list[int | bytes | ErrorReply | None] = []
         while len(found) < count:
             at = self._memory.rfind(b"\r\n", self._start, self._end)
             if at < 0:
@@ -115,23 +123,23 @@ class ReplyReader:
             for line in lines:
                 meaning = _meaning(line)
                 if isinstance(meaning, _Bulk):
-                    raise ProtocolError("a value came where none was asked for")
+                    raise RESPProtocolError("a value came where none was asked for")
                 found.append(meaning)
             self._start += sum(map(len, lines)) + 2 * len(lines)
         return found
 
     def value(
         self, buffers: Sequence[memoryview], coming: Callable[[int], None] | None = None
-    ) -> int | Oversized | ServerError | None:
+    ) -> int | OversizedValue | ErrorReply | None:
         """A value, received into `buffers` one after the other.
 
         Args:
-            buffers: flat bytes, writable; see `flat`.
+            buffers: flat bytes, writable; see `flatten_buffers`.
             coming: see `GetOp`.
 
         Returns:
-            its size in bytes; None if there is none; `Oversized` if it is larger than the buffers together, after it
-            was received and thrown away.
+            its size in bytes; None if there is none; `OversizedValue` if it is larger than the buffers together, after
+            it was received and thrown away.
 
         Raises:
             ProtocolError: the reply is no value.
@@ -139,14 +147,14 @@ class ReplyReader:
         """
         room = sum(buffer.nbytes for buffer in buffers)
         line = self._line(_GLIMPSE if room >= _BIG else _SCRATCH)
-        if line is None or isinstance(line, ServerError):
+        if line is None or isinstance(line, ErrorReply):
             return line
         if not isinstance(line, _Bulk):
-            raise ProtocolError("a value was asked for and something else came")
+            raise RESPProtocolError("a value was asked for and something else came")
         if line.nbytes > room:
             self._skip(line.nbytes)
             self._end_of_value()
-            return Oversized(line.nbytes)
+            return OversizedValue(line.nbytes)
         left = line.nbytes
         step = left
         if coming is not None and self._about is None and left >= _BIG:
@@ -155,7 +163,7 @@ class ReplyReader:
             return left
         if coming is not None:
             if self._about is not None:
-                step = step_bytes(
+                step = progress_step_bytes(
                     left, self._about
                 )  # equal parts: a small last one would go through the scratch memory
             if step >= left:
@@ -200,14 +208,14 @@ class ReplyReader:
                 held += received
                 came += received
 
-    def _line(self, most: int) -> int | bytes | ServerError | _Bulk | None:
+    def _line(self, most: int) -> int | bytes | ErrorReply | _Bulk | None:
         """The next line and what it says; receives at most `most` bytes at a time."""
         while (at := self._memory.find(b"\r\n", self._start, self._end)) < 0:
             if self._end - self._start > _LINE:
-                raise ProtocolError("a line has no end")
+                raise RESPProtocolError("a line has no end")
             self._fill(most)
         if at - self._start > _LINE:
-            raise ProtocolError("a line is too long")
+            raise RESPProtocolError("a line is too long")
         line = bytes(self._view[self._start : at])
         self._start = at + 2
         return _meaning(line)
@@ -255,11 +263,11 @@ class ReplyReader:
         while self._end - self._start < 2:
             self._fill(_GLIMPSE)
         if not self._memory.startswith(b"\r\n", self._start, self._end):
-            raise ProtocolError("a value does not end where it should")
+            raise RESPProtocolError("a value does not end where it should")
         self._start += 2
 
 
-def _meaning(line: bytes) -> int | bytes | ServerError | _Bulk | None:
+def _meaning(line: bytes) -> int | bytes | ErrorReply | _Bulk | None:
     kind, rest = line[:1], line[1:]
     if kind == b":":
         return int(rest) if rest.isdigit() and len(rest) <= _DIGITS else _number(rest)
@@ -268,17 +276,17 @@ def _meaning(line: bytes) -> int | bytes | ServerError | _Bulk | None:
             return None
         nbytes = _number(rest)
         if nbytes < 0:
-            raise ProtocolError("a value of negative length")
+            raise RESPProtocolError("a value of negative length")
         return _Bulk(nbytes)
     if kind == b"+":
         return rest
     if kind == b"-":
-        return ServerError(rest.decode("utf-8", "backslashreplace"))
-    raise ProtocolError(f"a reply of an unknown kind: {line[:32]!r}")
+        return ErrorReply(rest.decode("utf-8", "backslashreplace"))
+    raise RESPProtocolError(f"a reply of an unknown kind: {line[:32]!r}")
 
 
 def _number(text: bytes) -> int:
     digits = text.removeprefix(b"-")
     if not (digits.isdigit() and len(digits) <= _DIGITS):
-        raise ProtocolError(f"{text[:32]!r} is not a number")
+        raise RESPProtocolError(f"{text[:32]!r} is not a number")
     return int(text)

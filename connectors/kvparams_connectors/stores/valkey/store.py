@@ -21,22 +21,32 @@ from dataclasses import replace
 from typing import Final
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.settings import StoreURL
-from kvparams_connectors.store import Capabilities, Code, GetOp, KVStore, LaneStore, PutOp, Result, Results, StoreError
-from kvparams_connectors.stores.valkey.control import (
+from kvparams_connectors.store import (
+    BlockingStore,
+    Capabilities,
+    GetOp,
+    KVStore,
+    PutOp,
+    Result,
+    ResultCode,
+    Results,
+    StoreError,
+)
+from kvparams_connectors.store_url import StoreURL
+from kvparams_connectors.stores.valkey.connection_pool import ValkeyAccess, ValkeyConnectionPool
+from kvparams_connectors.stores.valkey.pipeline import BatchOutcome, run_batch, run_sizes
+from kvparams_connectors.stores.valkey.requests import DeleteRequest, GetRequest, PutRequest, SizeRequest, ValkeyRequest
+from kvparams_connectors.stores.valkey.server_facts import (
     ServerFacts,
     TLSFiles,
-    advice_of,
+    advice_from_facts,
     find_primary,
     read_facts,
     read_password,
     read_slots,
     tls_context,
 )
-from kvparams_connectors.stores.valkey.exchange import Batch, run_batch, run_sizes
-from kvparams_connectors.stores.valkey.pool import Access, Pool
-from kvparams_connectors.stores.valkey.requests import DeleteRequest, GetRequest, PutRequest, Request, SizeRequest
-from kvparams_connectors.stores.valkey.topology import Node, Topology
+from kvparams_connectors.stores.valkey.topology import ClusterTopology, ValkeyNode
 
 __all__ = ["ValkeyStore", "open_url"]
 
@@ -52,15 +62,15 @@ _SHORTEST_S: Final = 0.05
 _LONGEST_TTL_S: Final = 10 * 365 * 86400
 
 
-class ValkeyStore(LaneStore):
+class ValkeyStore(BlockingStore):
     """Values on Valkey servers."""
 
-    calls_going = True
+    calls_before_read = True
 
     def __init__(
         self,
-        node: Node,
-        access: Access,
+        node: ValkeyNode,
+        access: ValkeyAccess,
         *,
         tls: TLSFiles | None = None,
         prefix: str = "",
@@ -83,21 +93,21 @@ class ValkeyStore(LaneStore):
         facts = read_facts(node, access, tls)
         self._access = access
         self._tls = tls
-        self._topology = Topology(node)
+        self._topology = ClusterTopology(node)
         if facts.cluster:
             self._topology.replace(read_slots(node, access, tls))
         else:
             self._topology.follow(node, facts.replicas)
-        for advice in advice_of(facts, ttl=bool(ttl_s)):
-            if advice.grade != "ok":
-                _LOGGER.warning("valkey: %s: %s; %s", node, advice.found, advice.todo)
+        for advice in advice_from_facts(facts, ttl=bool(ttl_s)):
+            if advice.level != "ok":
+                _LOGGER.warning("valkey: %s: %s; %s", node, advice.finding, advice.action)
         self._node = node
         self._prefix = prefix.encode() + b":" if prefix else b""
         self._ttl_ms = ttl_s * 1000
         self._capabilities = Capabilities(
-            persistent=True, shared=True, max_value_bytes=facts.max_value_bytes, exact_use=False
+            persistent=True, shared=True, max_value_bytes=facts.max_value_bytes, exact_lru=False
         )
-        self._pool = Pool(access)
+        self._pool = ValkeyConnectionPool(access)
         self._refreshing = threading.Lock()
         self._refreshed = time.monotonic()
         self._followed = -_REFRESH_S
@@ -116,7 +126,7 @@ class ValkeyStore(LaneStore):
             facts = read_facts(asked, self._access, self._tls)
         except StoreError as error:
             return [Advice("error", str(error), "start the server, or name another one")]
-        found = advice_of(facts, ttl=bool(self._ttl_ms))
+        found = advice_from_facts(facts, ttl=bool(self._ttl_ms))
         if asked != self._node:
             found.append(Advice("warning", f"{asked} has taken the place of {self._node}", f"name {asked}"))
         return found
@@ -124,33 +134,33 @@ class ValkeyStore(LaneStore):
     @property
     def connections(self) -> int:
         """How many connections for values were made so far."""
-        return self._pool.opened
+        return self._pool.opened_count
 
-    def put_now(self, ops: Sequence[PutOp], deadline: float) -> Results:
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         requests = [PutRequest(self._key(op.key), op, self._ttl_ms) for op in ops]
-        results = [Result(Code.TOO_LARGE)] * len(ops)
+        results = [Result(ResultCode.TOO_LARGE)] * len(ops)
         small = [at for at, request in enumerate(requests) if request.nbytes <= self._capabilities.max_value_bytes]
         for at, result in zip(small, self._run([requests[at] for at in small], deadline), strict=True):
             results[at] = result
         # A server that is full says so before it looks whether the key is there.
-        full = [at for at, result in enumerate(results) if result.code is Code.FULL]
+        full = [at for at, result in enumerate(results) if result.code is ResultCode.FULL]
         if full:
             found = self._run([SizeRequest(requests[at].key) for at in full], deadline)
             for at, result in zip(full, found, strict=True):
-                if result.code is Code.OK:
-                    results[at] = Result(Code.EXISTS)
+                if result.code is ResultCode.OK:
+                    results[at] = Result(ResultCode.EXISTS)
         return results
 
-    def get_now(self, ops: Sequence[GetOp], deadline: float) -> Results:
+    def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         return self._run([GetRequest(self._key(op.key), op) for op in ops], deadline)
 
-    def exists_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         self._settle_doubt(deadline)
         batch = run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline)
         self._learn(batch, deadline)
         return batch.results
 
-    def delete_now(self, keys: Sequence[str], deadline: float) -> Results:
+    def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         return self._run([DeleteRequest(self._key(key)) for key in keys], deadline)
 
     def release(self) -> None:
@@ -159,7 +169,7 @@ class ValkeyStore(LaneStore):
     def _key(self, key: str) -> bytes:
         return self._prefix + key.encode()
 
-    def _run(self, requests: Sequence[Request], deadline: float) -> Results:
+    def _run(self, requests: Sequence[ValkeyRequest], deadline: float) -> Results:
         self._settle_doubt(deadline)
         asked = self._topology.single
         batch = run_batch(self._pool, self._topology, requests, deadline)
@@ -172,7 +182,7 @@ class ValkeyStore(LaneStore):
                 batch.results[index] = result
         return batch.results
 
-    def _learn(self, batch: Batch, deadline: float) -> None:
+    def _learn(self, batch: BatchOutcome, deadline: float) -> None:
         """Find out who has what, if a batch says that this has changed."""
         if batch.stale and self._topology.cluster:
             self._refresh(deadline)
@@ -203,7 +213,7 @@ class ValkeyStore(LaneStore):
             if primary != asked:
                 _LOGGER.warning("valkey: %s has taken the place of %s", primary, asked)
 
-    def _facts(self, node: Node, deadline: float) -> ServerFacts | None:
+    def _facts(self, node: ValkeyNode, deadline: float) -> ServerFacts | None:
         """What a server says of itself; None if it says nothing in time: others have to be asked as well."""
         left_s = min(self._access.connect_s, (deadline - time.monotonic()) / 2)
         if left_s < _SHORTEST_S:
@@ -241,7 +251,9 @@ def open_url(url: StoreURL) -> KVStore:
     `+asking` as well; with `+info +config|get` the server's limits are known and its settings are checked.
     """
     tls = url.scheme == "valkeys"
-    url.only("threads", "prefix", "ttl", "user", "password_file", "connect_ms", *(("ca", "cert", "key") if tls else ()))
+    url.reject_unknown(
+        "threads", "prefix", "ttl", "user", "password_file", "connect_ms", *(("ca", "cert", "key") if tls else ())
+    )
     settings = url.settings
     files = TLSFiles(settings.get("ca", ""), settings.get("cert", ""), settings.get("key", "")) if tls else None
     if files and files.key and not files.cert:
@@ -252,8 +264,8 @@ def open_url(url: StoreURL) -> KVStore:
     if "user" in settings and "password_file" not in settings:
         raise StoreError(f"{url.scheme} store: user is there and password_file is not")
     password = read_password(settings["password_file"]) if "password_file" in settings else b""
-    access = Access(
-        connect_s=url.number("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+    access = ValkeyAccess(
+        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
         user=settings.get("user", ""),
         password=password,
         tls=tls_context(files) if files else None,
@@ -263,18 +275,18 @@ def open_url(url: StoreURL) -> KVStore:
         access,
         tls=files,
         prefix=prefix,
-        ttl_s=url.number("ttl", 0, low=1, high=_LONGEST_TTL_S),
-        threads=url.number("threads", 1, low=1, high=64),
+        ttl_s=url.read_int("ttl", 0, low=1, high=_LONGEST_TTL_S),
+        threads=url.read_int("threads", 1, low=1, high=64),
     )
 
 
-def _node(url: StoreURL) -> Node:
-    if not url.place and url.path.startswith("/") and url.scheme == "valkey":
-        return Node("", 0, url.path)
-    place = _PLACE.fullmatch(url.place)
+def _node(url: StoreURL) -> ValkeyNode:
+    if not url.location and url.path.startswith("/") and url.scheme == "valkey":
+        return ValkeyNode("", 0, url.path)
+    place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2] or _PORT) < 65536:
         raise StoreError(
-            f"{url.scheme} store: {url.text!r} names no server; write {url.scheme}://host:6379"
+            f"{url.scheme} store: {url.redacted!r} names no server; write {url.scheme}://host:6379"
             + (" or valkey:///path/to.sock" if url.scheme == "valkey" else "")
         )
-    return Node(place[1].strip("[]"), int(place[2] or _PORT))
+    return ValkeyNode(place[1].strip("[]"), int(place[2] or _PORT))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["SLOTS", "Node", "Redirect", "Topology", "redirect_of", "slot_of"]
+__all__ = ["SLOTS", "ClusterRedirect", "ClusterTopology", "ValkeyNode", "hash_slot", "parse_redirect"]
 
 SLOTS: Final = 16384
 _PORTS: Final = range(1, 65536)
@@ -21,7 +21,7 @@ _MOST_REPLICAS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ValkeyNode:
     """Where one server listens: a host and a port, or the path of a unix socket."""
 
     host: str
@@ -33,21 +33,21 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Redirect:
+class ClusterRedirect:
     """What a server of a cluster answers when another one is to be asked."""
 
     kind: Literal["MOVED", "ASK"]
     """MOVED: from now on. ASK: this time, because the slot is on its way there."""
     slot: int
-    node: Node
+    node: ValkeyNode
 
 
-def slot_of(key: bytes) -> int:
+def hash_slot(key: bytes) -> int:
     """The slot of a key without braces: no key of ours has any, so none is a hash tag."""
     return crc_hqx(key, 0) % SLOTS
 
 
-def redirect_of(text: str, asked: Node) -> Redirect | None:
+def parse_redirect(text: str, asked: ValkeyNode) -> ClusterRedirect | None:
     """What an error reply says about where to go: `MOVED 3999 127.0.0.1:6381`; None if it is nothing of the kind.
 
     Args:
@@ -66,50 +66,50 @@ def redirect_of(text: str, asked: Node) -> Redirect | None:
     host, _, port = words[2].rpartition(":")
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) in _PORTS) or int(words[1]) >= SLOTS:
         return None
-    return Redirect(kind, int(words[1]), Node(host.strip("[]") or asked.host, int(port)))
+    return ClusterRedirect(kind, int(words[1]), ValkeyNode(host.strip("[]") or asked.host, int(port)))
 
 
-class Topology:
+class ClusterTopology:
     """The map of slots, or the one server that is asked, and those that may take its place."""
 
-    def __init__(self, seed: Node) -> None:
+    def __init__(self, seed: ValkeyNode) -> None:
         """Args:
         seed: has everything until `replace` or `follow` says otherwise.
         """
         self._named: Final = seed
         self._seed = seed
-        self._replicas: tuple[Node, ...] = ()
-        self._nodes: list[Node] | None = None
+        self._replicas: tuple[ValkeyNode, ...] = ()
+        self._nodes: list[ValkeyNode] | None = None
 
     @property
     def cluster(self) -> bool:
         """Whether there are slots at all."""
         return self._nodes is not None
 
-    def node(self, key: bytes) -> Node:
+    def node(self, key: bytes) -> ValkeyNode:
         """Who has `key`."""
-        return self._seed if self._nodes is None else self._nodes[slot_of(key)]
+        return self._seed if self._nodes is None else self._nodes[hash_slot(key)]
 
-    def known(self) -> list[Node]:
+    def known(self) -> list[ValkeyNode]:
         """Everyone who may be asked how things stand: those that are asked for values, then the others."""
         return list(dict.fromkeys([*(self._nodes or ()), self._seed, self._named, *self._replicas]))
 
     @property
-    def single(self) -> Node:
+    def single(self) -> ValkeyNode:
         """Outside a cluster: who is asked."""
         return self._seed
 
-    def follow(self, primary: Node, replicas: Iterable[Node]) -> None:
+    def follow(self, primary: ValkeyNode, replicas: Iterable[ValkeyNode]) -> None:
         """Outside a cluster: `primary` has everything now, and these are its replicas."""
         self._replicas = tuple(dict.fromkeys([*replicas, *self._replicas]))[:_MOST_REPLICAS]
         self._seed = primary
 
-    def moved(self, slot: int, node: Node) -> None:
+    def moved(self, slot: int, node: ValkeyNode) -> None:
         """`slot` is with `node` now."""
         if self._nodes is not None:
             self._nodes[slot] = node
 
-    def replace(self, ranges: Iterable[tuple[int, int, Node]]) -> None:
+    def replace(self, ranges: Iterable[tuple[int, int, ValkeyNode]]) -> None:
         """A new map: `(first, last, primary)`. A slot that nobody holds is asked of the seed, which will say so."""
         nodes = [self._seed] * SLOTS
         for first, last, node in ranges:

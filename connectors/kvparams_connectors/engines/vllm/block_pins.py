@@ -1,0 +1,60 @@
+"""Blocks that a save has still to copy: the engine counts us among their users until every worker has copied them.
+
+vLLM writes into a block of somebody else as soon as nobody uses it: its request has ended or was preempted, and what it
+held of a prefix is evicted. So does `BlockPool.touch` keep it (vllm/v1/core/block_pool.py, 0.28 and 0.32), which counts
+users. The one rule: blocks are held before the engine can let go of them, in the step that orders the save, and let go
+once, when the last worker has said that they are copied.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvparams_connectors.engines.vllm.interface import BlockPool
+
+__all__ = ["BlockPins"]
+
+
+@dataclass(slots=True)
+class _BlockPin:
+    block_ids: tuple[int, ...]
+    workers: int
+    """That have not copied yet."""
+
+
+class BlockPins:
+    """What is held. Used by the scheduler's thread alone."""
+
+    def __init__(self, pool: BlockPool, workers: int) -> None:
+        """`workers`: how many copy a part of each block."""
+        self._pool, self._workers = pool, workers
+        self._next = 1
+        self._held: dict[int, _BlockPin] = {}
+
+    def __len__(self) -> int:
+        """Saves that are not copied yet."""
+        return len(self._held)
+
+    def pin(self, block_ids: Sequence[int]) -> int:
+        """Keep these blocks as they are; the number by which workers say that they are copied."""
+        number, self._next = self._next, self._next + 1
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+        self._held[number] = _BlockPin(tuple(block_ids), self._workers)
+        return number
+
+    def record_copied(self, numbers: Iterable[int]) -> None:
+        """Each of these has been copied by one more worker."""
+        for number in numbers:
+            hold = self._held.get(number)
+            if hold is None:
+                continue
+            hold.workers -= 1
+            if not hold.workers:
+                del self._held[number]
+                # Backwards, as vLLM does it, so that the start of a prefix is evicted last.
+                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(hold.block_ids)])
+
+    @property
+    def blocks_other_requests(self) -> bool:
+        """Whether blocks will be free for others when what is held is copied."""
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt == 1 for hold in self._held.values() for block in hold.block_ids)

@@ -1,0 +1,94 @@
+"""From vLLM's configuration to the form of its chunks.
+
+A tier is told less than a connector: not which revision of the weights vLLM has loaded, not which attention backend
+runs. The one rule: where that cannot be seen, and nobody has said it, the engine is refused in a sentence that says
+what to do; chunks of other weights or of another order of bytes would be taken for its own.
+"""
+
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, cast
+
+from kvparams_connectors.engines.vllm_tier.chunk_keys import OffloadChunkLayout, OffloadLayerGroup
+from kvparams_connectors.engines.vllm_tier.interface import OffloadingSpec
+from kvparams_connectors.engines.vllm_tier.settings import TierSettings
+from kvparams_connectors.engines.weights_identity import folder_digest, model_name, revision_of
+from kvparams_connectors.store_url import StoreError
+
+__all__ = ["chunk_layout_of"]
+
+_TRUSTED: Final = ("cuda",)
+"""Platforms whose attention backends keep KV alike where `kv_cache_layout` is. On ROCm some shuffle it, and on a CPU it
+depends on the instruction set."""
+
+
+def chunk_layout_of(
+    spec: OffloadingSpec, settings: TierSettings, *, vllm: str, platform: str, row_bytes: int
+) -> OffloadChunkLayout:
+    """The form of an engine's chunks.
+
+    Args:
+        spec: vLLM's.
+        settings: of the tier.
+        vllm: its version.
+        platform: vLLM's name of it: `cuda`, `rocm`, `cpu`.
+        row_bytes: of a chunk in host memory.
+
+    Raises:
+        StoreError: the engine keeps its KV in a way that is not known, or it cannot be told from others.
+    """
+    config = spec.config
+    parallel = config.parallel
+    if config.kv_cache_layout is None:
+        raise StoreError("vLLM does not say how its KV lies in memory (kv_cache_layout), so it cannot be shared")
+    if settings.revision is None and platform not in _TRUSTED:
+        raise StoreError(
+            f"on this platform ({platform}) how KV lies in memory depends on the attention that runs, and vLLM does "
+            "not tell a tier which: set revision to a text that names weights and attention, other for each"
+        )
+    name = config.model.name
+    try:
+        form = OffloadChunkLayout(
+            vllm=vllm.split("+")[0],
+            platform=platform,
+            model=settings.model or model_name(name),
+            revision=_revision(settings.revision, name),
+            dtype=config.model.dtype,
+            layout=config.kv_cache_layout,
+            groups=tuple(
+                OffloadLayerGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))
+                for group in config.groups
+            ),
+            hash_tokens=config.cache.tokens_per_hash,
+            chunk_blocks=config.cache.blocks_per_chunk,
+            block_bytes=config.worker_kv_bytes_per_block,
+            ranks=(parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size),
+            copies=1 if spec.replicated_layout else parallel.world_size,
+            canonical=config.canonical_layout,
+        )
+    except ValueError as error:
+        raise StoreError(f"vLLM's KV is divided in a way that is not known here: {error}") from error
+    if row_bytes != -(-form.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE:
+        raise StoreError(
+            f"a chunk has {row_bytes} bytes in vLLM's host memory, and {form.payload_bytes} bytes in rows of whole "
+            "memory pages were expected: it lies there in a way that is not known here"
+        )
+    return form
+
+
+def _revision(said: str | None, name: str) -> str:
+    if said is not None:
+        return revision_of(said, None, {})
+    folder = Path(name)
+    if not folder.is_dir():
+        raise StoreError(
+            f"{name} is no folder, and which revision of it vLLM has loaded is not told to a tier: set revision in "
+            "secondary_tiers, to the commit for example"
+        )
+    config = folder / "config.json"
+    told: object = json.loads(config.read_bytes()) if config.is_file() else {}
+    return revision_of(
+        folder_digest(folder), None, cast("Mapping[str, object]", told) if isinstance(told, dict) else {}
+    )

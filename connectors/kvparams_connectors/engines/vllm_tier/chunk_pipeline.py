@@ -1,0 +1,343 @@
+"""Chunks on their way between vLLM's host memory and a store: sealed before they go, verified where they arrive.
+
+They go through an arena of ours, for vLLM gives a chunk's memory to others as soon as a job is reported: a store that
+is stuck keeps a slot of ours, never memory of vLLM's. The one rule: when a job is done nothing touches vLLM's memory
+any more, whatever the store still does (`Job.guarded_section`).
+"""
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvparams.page_auth import PageAuthKeys
+from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, seal, verify
+from kvparams_connectors.arena import Arena, Slot
+from kvparams_connectors.engines.vllm_tier.chunk_keys import OffloadChunkLayout
+from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.store_url import StoreError
+
+__all__ = ["NO_ROOM", "ChunkRows", "ChunkTransferResult", "HostRows", "OffloadChunkPipeline"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+HostRows = npt.NDArray[np.uint8]
+"""vLLM's host memory: a chunk in each row, and perhaps unused bytes behind it."""
+ChunkRows = Sequence[tuple[bytes, int]]
+"""vLLM's keys, and the row of each."""
+
+NO_ROOM: Final = "no_room"
+"""Among the failures: there was no slot in time."""
+
+_ARENA_BYTES: Final = 64 << 20
+_ARENA_CHUNKS: Final = 8
+_PORTION_BYTES: Final = 8 << 20
+"""So much is given to the store at a time, and the next is sealed, or the last verified, meanwhile."""
+_FLYING: Final = 2
+"""Portions of a job at a time."""
+_LOAD_THREADS: Final = 4
+_SAVE_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTransferResult:
+    """What became of a job."""
+
+    done: tuple[bytes, ...] = ()
+    """Loaded: verified, and in their rows. Saved: stored by us or there already."""
+    nbytes: int = 0
+    """That moved."""
+    existing: int = 0
+    """Saves: chunks that were there already."""
+    gone: int = 0
+    """Loads: chunks that are not there any more."""
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    """Chunks that came and were not what was asked for, by reason."""
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    """Chunks that the store did not take or give, by code."""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _ResultBuilder:
+    """A `ChunkTransferResult` that grows."""
+
+    began: float = field(default_factory=time.monotonic)
+    done: list[bytes] = field(default_factory=list[bytes])
+    nbytes: int = 0
+    existing: int = 0
+    gone: int = 0
+    refused: Counter[str] = field(default_factory=Counter[str])
+    failures: Counter[str] = field(default_factory=Counter[str])
+
+    def moved(self) -> ChunkTransferResult:
+        took = time.monotonic() - self.began
+        done, refused, failures = tuple(self.done), dict(self.refused), dict(self.failures)
+        return ChunkTransferResult(done, self.nbytes, self.existing, self.gone, refused, failures, took)
+
+
+@dataclass(slots=True)
+class _ChunksInFlight:
+    """Chunks that the store has been given, and their slots."""
+
+    chunks: ChunkRows
+    slots: list[Slot]
+    job: Job[Results]
+
+    def land(self) -> None:
+        """The slots go back when the store has let go of them."""
+        self.job.add_settled_callback(lambda: _give_back(self.slots))
+
+
+class OffloadChunkPipeline:
+    """One engine's way to a store."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        form: OffloadChunkLayout,
+        *,
+        deadline_s: float = 5.0,
+        arena_bytes: int | None = None,
+        verify: bool = True,
+        seals: PageAuthKeys | None = None,
+    ) -> None:
+        """Args:
+        store: stays the caller's.
+        form: of the chunks.
+        deadline_s: of each load and save, from its submission on.
+        arena_bytes: for chunks on their way; None: 64 MiB, and room for 8 chunks at least.
+        verify: False uses whatever comes.
+        seals: keys of authenticated pages.
+        """
+        self._store = store
+        self._form = form
+        self._deadline_s = deadline_s
+        self._verify = verify
+        self._keys = None if seals is None else seals.for_tenant(None)
+        stored = form.stored_bytes
+        self._arena = Arena(arena_bytes or max(_ARENA_BYTES, _ARENA_CHUNKS * (stored + 64)), stored)
+        self._portion = max(1, _PORTION_BYTES // stored)
+        self._loads = WorkerPool("kvparams-tier-load", threads=_LOAD_THREADS)
+        self._saves = WorkerPool("kvparams-tier-save", threads=_SAVE_THREADS)
+        self._closed = False
+        store.register(self._arena)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more chunks could be on their way."""
+        return self._arena.free_slots
+
+    def load(self, rows: HostRows, chunks: ChunkRows) -> Job[ChunkTransferResult]:
+        """Get chunks into their rows; those that are missing, damaged or late leave theirs as they were."""
+        form = self._form
+        return self._submit(self._loads, chunks, lambda job: self._load(job, form, rows, chunks))
+
+    def save(self, rows: HostRows, chunks: ChunkRows) -> Job[ChunkTransferResult]:
+        """Store chunks that are not there yet."""
+        form = self._form
+        return self._submit(self._saves, chunks, lambda job: self._save(job, form, rows, chunks))
+
+    def restart(self, form: OffloadChunkLayout) -> None:
+        """Chunks that are moved from now on have this form, of the same size."""
+        self._form = form
+
+    def self_test(self) -> bool:
+        """Send one chunk through the whole path.
+
+        Returns:
+            False if the store did not take or give it, which is not the path's fault.
+
+        Raises:
+            StoreError: it came back other than it went in.
+        """
+        size = self._form.payload_bytes
+        rows = np.frombuffer(bytearray(2 * size), np.uint8).reshape(2, size)
+        rows[0] = np.frombuffer(os.urandom(min(size, 4096)) * -(-size // 4096), np.uint8)[:size]
+        key = os.urandom(32) + self._form.groups[0].number.to_bytes(4, "big")  # nobody else asks for it
+        try:
+            saved = self.save(rows[:1], [(key, 0)]).result()
+            if not saved.done:
+                _LOGGER.warning(
+                    "self-test: the store did not take a chunk (%s); everything is computed", saved.failures
+                )
+                return False
+            loaded = self.load(rows, [(key, 1)]).result()
+            if loaded.refused:
+                raise StoreError(f"self-test: a chunk that was just stored came back as {', '.join(loaded.refused)}")
+            if not loaded.done:
+                _LOGGER.warning("self-test: the store did not give a chunk back (%s)", loaded.failures)
+                return False
+            if not np.array_equal(rows[0], rows[1]):
+                raise StoreError("self-test: a chunk came back other than it was stored")
+            return True
+        finally:
+            self._store.delete([self._form.name(key)], self._deadline_s).result()
+
+    def close(self) -> None:
+        """Wait, within bounds, for what was submitted. Nothing touches vLLM's memory afterwards."""
+        self._closed = True
+        for lane in (self._loads, self._saves):
+            lane.close()
+
+    # ---- in the threads
+
+    def _submit(
+        self, lane: WorkerPool, chunks: ChunkRows, work: Callable[[Job[ChunkTransferResult]], ChunkTransferResult]
+    ) -> Job[ChunkTransferResult]:
+        late = ChunkTransferResult(failures={ResultCode.TIMEOUT.value: len(chunks)})
+        refused = ChunkTransferResult(failures={ResultCode.UNAVAILABLE.value: len(chunks)})
+        return lane.submit(work, self._deadline_s, timed_out=late, refused=refused)
+
+    def _load(
+        self, job: Job[ChunkTransferResult], form: OffloadChunkLayout, rows: HostRows, chunks: ChunkRows
+    ) -> ChunkTransferResult:
+        def begin(part: ChunkRows, slots: list[Slot]) -> Job[Results] | None:
+            ops = [GetOp(form.name(key), (slot.view,)) for (key, _), slot in zip(part, slots, strict=True)]
+            return self._store.get(ops, job.remaining_s())
+
+        def end(count: _ResultBuilder, chunk: tuple[bytes, int], slot: Slot, result: Result) -> None:
+            key, row = chunk
+            if result.code is ResultCode.MISS:
+                count.gone += 1
+            elif result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
+                count.failures[result.code.value] += 1
+            elif self._good(count, form, key, slot, result):
+                with job.guarded_section() as wanted:
+                    if wanted and not self._closed:
+                        np.copyto(rows[row, : form.payload_bytes], _payload(slot))
+                        count.done.append(key)
+                        count.nbytes += form.payload_bytes
+
+        return self._fly(job, chunks, begin, end, _ResultBuilder())
+
+    def _save(
+        self, job: Job[ChunkTransferResult], form: OffloadChunkLayout, rows: HostRows, chunks: ChunkRows
+    ) -> ChunkTransferResult:
+        count = _ResultBuilder()
+        there = self._store.exists(form.names([key for key, _ in chunks]), job.remaining_s()).result()
+        absent: list[tuple[bytes, int]] = []
+        for chunk, result in zip(chunks, there, strict=True):
+            if result.matches_size(form.stored_bytes):
+                count.existing += 1
+                count.done.append(chunk[0])
+            else:
+                absent.append(chunk)
+
+        def begin(part: ChunkRows, slots: list[Slot]) -> Job[Results] | None:
+            for (_, row), slot in zip(part, slots, strict=True):
+                with job.guarded_section() as wanted:
+                    if not wanted or self._closed:
+                        return None
+                    np.copyto(_payload(slot), rows[row, : form.payload_bytes])
+            ops: list[PutOp] = []
+            for (key, _), slot in zip(part, slots, strict=True):
+                seal(slot.view, form.identity(key), self._keys)
+                ops.append(PutOp(form.name(key), (slot.view,)))
+            return self._store.put(ops, job.remaining_s())
+
+        def end(count: _ResultBuilder, chunk: tuple[bytes, int], slot: Slot, result: Result) -> None:
+            if result.code is ResultCode.OK:
+                count.nbytes += form.payload_bytes
+            elif result.code is ResultCode.EXISTS:
+                count.existing += 1
+            else:
+                count.failures[result.code.value] += 1
+                return
+            count.done.append(chunk[0])
+
+        return self._fly(job, absent, begin, end, count)
+
+    def _fly(
+        self,
+        job: Job[ChunkTransferResult],
+        chunks: ChunkRows,
+        begin: Callable[[ChunkRows, list[Slot]], Job[Results] | None],
+        end: Callable[[_ResultBuilder, tuple[bytes, int], Slot, Result], None],
+        count: _ResultBuilder,
+    ) -> ChunkTransferResult:
+        """Portion by portion; `begin` gives one to the store, or None if the wait is over, and `end` looks at a chunk.
+
+        Slots are waited for only while none is held: two jobs that hold some would wait for each other.
+        """
+        waiting: deque[ChunkRows] = deque(
+            chunks[start : start + self._portion] for start in range(0, len(chunks), self._portion)
+        )
+        flying: deque[_ChunksInFlight] = deque()
+        job.set_partial_result(count.moved())
+        try:
+            while (waiting or flying) and not job.done():
+                if waiting and len(flying) < _FLYING:
+                    part = waiting[0]
+                    slots = self._arena.lease_many(1, len(part), 0.0 if flying else job.remaining_s())
+                    if slots:
+                        waiting[0] = part[len(slots) :]
+                        if not waiting[0]:
+                            waiting.popleft()
+                        if (flight := _begun(part[: len(slots)], slots, begin)) is None:
+                            break
+                        flying.append(flight)
+                        continue
+                    if not flying:
+                        break
+                flight = flying.popleft()
+                try:
+                    for chunk, slot, result in zip(flight.chunks, flight.slots, flight.job.result(), strict=True):
+                        end(count, chunk, slot, result)
+                finally:
+                    flight.land()
+                job.set_partial_result(count.moved())
+        finally:
+            for flight in flying:
+                flight.land()
+        left = sum(len(part) for part in waiting)
+        if left and not job.done():
+            count.failures[NO_ROOM] += left
+        return count.moved()
+
+    def _good(self, count: _ResultBuilder, form: OffloadChunkLayout, key: bytes, slot: Slot, result: Result) -> bool:
+        """Whether what came is the chunk that was asked for; another one is discarded where that is ours to do."""
+        if result.code is ResultCode.TOO_LARGE or result.nbytes != form.stored_bytes:
+            reason, message = "torn", f"{result.nbytes} of {form.stored_bytes} bytes"
+        elif not self._verify:
+            return True
+        else:
+            refusal = verify(slot.view, form.identity(key), self._keys)
+            if refusal is None:
+                return True
+            reason, message = refusal.reason, refusal.message
+        count.refused[reason] += 1
+        _LOGGER.warning("chunk %s was not used: %s: %s", form.name(key), reason, message)
+        if reason not in REASONS_USABLE_BY_OTHERS:
+            self._store.discard([form.name(key)], self._deadline_s)
+        return False
+
+
+def _begun(
+    part: ChunkRows, slots: list[Slot], begin: Callable[[ChunkRows, list[Slot]], Job[Results] | None]
+) -> _ChunksInFlight | None:
+    try:
+        job = begin(part, slots)
+    except BaseException:
+        _give_back(slots)
+        raise
+    if job is None:
+        _give_back(slots)
+        return None
+    return _ChunksInFlight(part, slots, job)
+
+
+def _payload(slot: Slot) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(slot.view, np.uint8)[HEADER_BYTES:]
+
+
+def _give_back(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.release()

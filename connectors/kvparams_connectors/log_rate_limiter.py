@@ -1,0 +1,30 @@
+"""Log lines that strangers can cause, written seldom.
+
+The one rule: whoever is outside decides how often something happens, never how much is logged.
+"""
+
+import threading
+import time
+from typing import Final
+
+__all__ = ["LogRateLimiter"]
+
+_EVERY_S: Final = 60.0
+
+
+class LogRateLimiter:
+    """One kind of line. Any thread may use it."""
+
+    def __init__(self, every_s: float = _EVERY_S) -> None:
+        self._every_s: Final = every_s
+        self._lock: Final = threading.Lock()
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        """Whether it may be written now; then not again for a while."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next:
+                return False
+            self._next = now + self._every_s
+        return True

@@ -1,0 +1,182 @@
+"""What of a Mooncake cluster and of our settings will hurt: found out with one value of a few bytes.
+
+The master's own settings cannot be asked for through the client library; what they do to a value can be seen. The one
+rule: whatever was put to find out is removed again, and nothing of anybody else's is touched.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Final, Protocol
+
+from kvparams_connectors.advice import Advice
+from kvparams_connectors.store import PutOp, ResultCode, Results
+from kvparams_connectors.store_url import is_loopback
+from kvparams_connectors.stores.mooncake.client import MooncakeClient
+from kvparams_connectors.stores.mooncake.library import ReplicaPlacement, replica_placement
+from kvparams_connectors.stores.mooncake.settings import MooncakeSettings
+from kvparams_connectors.stores.mooncake.status_codes import MooncakeStatus
+
+__all__ = ["ClusterFacts", "advice_from_facts", "probe_cluster", "rdma_devices"]
+
+_PROBE_BYTES: Final = 64
+_LEASE_S: Final = 2.0
+"""A lease that lasts as long is long enough: so long is waited for its end."""
+_PAUSE_S: Final = 0.02
+_SLOW_S: Final = 0.02
+"""Every lookup and every get asks the master once at least."""
+_QUESTIONS: Final = 5
+_DEVICES: Final = Path("/sys/class/infiniband")
+_OWNER: Final = "python -m kvparams_connectors.stores.mooncake.owner --master {} --size 4GiB"
+
+
+class ValueWriter(Protocol):
+    """What puts the value."""
+
+    def put(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """See `KVStore.put`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What was seen."""
+
+    question_s: float
+    """How long the master took to answer, at best."""
+    put: ResultCode
+    """What became of the value."""
+    copies: ReplicaPlacement
+    """Where it lay."""
+    lease_s: float | None
+    """How long it could not be removed after it was looked up; None: longer than it was tried."""
+    devices: tuple[str, ...] = ()
+    """RDMA devices of this machine."""
+
+
+def rdma_devices(folder: Path = _DEVICES) -> tuple[str, ...]:
+    """Those that Linux knows here."""
+    try:
+        return tuple(sorted(path.name for path in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def probe_cluster(
+    client: MooncakeClient, writer: ValueWriter, settings: MooncakeSettings, deadline: float
+) -> ClusterFacts:
+    """Put a value, look it up, and remove it; takes as long as its lease, `_LEASE_S` at most.
+
+    Args:
+        writer: puts it under the store's own prefix.
+        deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        ClientClosedError: the client was closed.
+    """
+    name = f"kvparams-doctor-{token_hex(8)}"
+    key = settings.prefix + name
+    best = float("inf")
+    for _ in range(_QUESTIONS):
+        start = time.monotonic()
+        client.exists([key], deadline)
+        best = min(best, time.monotonic() - start)
+    (result,) = writer.put([PutOp(name, (memoryview(os.urandom(_PROBE_BYTES)),))], deadline)
+    if result.code is not ResultCode.OK:
+        return ClusterFacts(best, result.code, [], None, rdma_devices())
+    try:
+        found = client.copies([key], deadline)
+        lease_s = _lease_s(client, key, deadline)
+    finally:
+        client.remove([key], deadline)
+    return ClusterFacts(
+        best, result.code, replica_placement(found[key]) if key in found else [], lease_s, rdma_devices()
+    )
+
+
+def _lease_s(client: MooncakeClient, key: str, deadline: float) -> float | None:
+    """How long a value that was just looked up cannot be removed; None if that is long enough."""
+    start = time.monotonic()
+    end = min(start + _LEASE_S, deadline)
+    while (now := time.monotonic()) < end:
+        (answer,) = client.remove([key], deadline, leased=False)
+        if answer != MooncakeStatus.LEASED:
+            return now - start if answer in (MooncakeStatus.OK, MooncakeStatus.NOT_FOUND) else None
+        time.sleep(_PAUSE_S)
+    return None
+
+
+def advice_from_facts(
+    facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[str, str] | None = None
+) -> list[Advice]:
+    """What that means. Pure.
+
+    Args:
+        environment: of this process, which the client library reads; None: `os.environ`.
+    """
+    environment = os.environ if environment is None else environment
+    said = [_master(facts, settings)]
+    if facts.put is not ResultCode.OK:
+        said.append(_no_room(facts, settings))
+        return said
+    said.append(Advice("ok", f"a value lies in {len(facts.copies)} places"))
+    if len(facts.copies) < settings.replicas:
+        fewer = (
+            f"replicas={settings.replicas}, and a value was stored {len(facts.copies)} times: there are no more owners"
+        )
+        said.append(Advice("warning", fewer, f"start more of them: {_OWNER.format(settings.master)}"))
+    if facts.lease_s is not None:
+        short = f"what was looked up is leased for {facts.lease_s:.1f} s only: it may be gone before it is read"
+        said.append(Advice("warning", short, "start mooncake_master with --default_kv_lease_ttl=10000"))
+    said += _way(facts, settings, environment)
+    said += _process(settings, environment)
+    return said
+
+
+def _master(facts: ClusterFacts, settings: MooncakeSettings) -> Advice:
+    found = f"the master at {settings.master} answers in {1000 * facts.question_s:.1f} ms"
+    if facts.question_s > _SLOW_S:
+        return Advice("warning", found, "every lookup waits for that: run it near the engines, on a machine with time")
+    return Advice("ok", found)
+
+
+def _no_room(facts: ClusterFacts, settings: MooncakeSettings) -> Advice:
+    if facts.put is ResultCode.FULL:
+        full = "there is no room for a value of a few bytes: no owner lends memory, or all of it is leased"
+        return Advice("error", full, _OWNER.format(settings.master))
+    failed = f"a value of a few bytes could not be put: {facts.put.value}"
+    return Advice("error", failed, "see that this machine reaches the owners' ports as well as the master's")
+
+
+def _way(facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[str, str]) -> list[Advice]:
+    """How bytes travel."""
+    said: list[Advice] = []
+    if settings.protocol == "tcp" and facts.devices:
+        tcp = f"protocol=tcp, and this machine has RDMA devices: {', '.join(facts.devices)}"
+        said.append(Advice("warning", tcp, "protocol=rdma, here and at the owners"))
+    if settings.protocol == "rdma" and "MC_FORCE_TCP" in environment:
+        said.append(Advice("warning", "MC_FORCE_TCP is set: protocol=rdma does nothing", "unset it"))
+    hosts = {endpoint.rpartition(":")[0] for endpoint, _, _ in facts.copies}
+    loopback = {host for host in hosts if is_loopback(host)}
+    if loopback and not is_loopback(settings.host):
+        only = f"an owner is reached at {loopback.pop()}, on its own machine only"
+        said.append(Advice("warning", only, "start owners with --local and an address that others reach"))
+    return said
+
+
+def _process(settings: MooncakeSettings, environment: Mapping[str, str]) -> list[Advice]:
+    """What this process is to the cluster."""
+    said: list[Advice] = []
+    if settings.metadata != "P2PHANDSHAKE":
+        third = "metadata names a service that must run too, or no client starts"
+        said.append(Advice("warning", third, "leave metadata away, here and at the owners: clients ask each other"))
+    if settings.segment_bytes:
+        lends = "segment is set: what other engines store here is gone when this process ends"
+        said.append(Advice("warning", lends, f"let processes lend memory that do nothing else: {_OWNER.format('...')}"))
+        if environment.get("MC_STORE_MEMCPY", "").strip().lower() in ("0", "false", "off", "no"):
+            off = "MC_STORE_MEMCPY is off: what lies in this process comes by way of the network"
+            said.append(Advice("warning", off, "unset it"))
+    return said

@@ -1,0 +1,1 @@
+"""The connector: saves, finds and loads the pages of a prompt."""

@@ -1,0 +1,224 @@
+"""How KV gets from an engine's blocks into slots of the arena, and back.
+
+On the CPU blocks are copied to slots at once. On a device a save is a snapshot: on the engine's own stream the blocks
+are gathered into a bounce buffer, so that the engine may launch work that overwrites them as soon as the call returns;
+behind that, on a stream of its own, the buffer goes to pinned memory. A load takes the way back on a third stream,
+after what the engine had launched when it asked. The one rule: nobody reads what an event has not said to be written,
+and nobody writes what an event has not said to be read.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+import torch
+
+from kvparams.keys import KVShard
+from kvparams_connectors.transfer.devices import CudaDevice, Device, DeviceEvent, DeviceStream
+from kvparams_connectors.transfer.layout import PagedKVLayout
+from kvparams_connectors.transfer.layout_copy import BlockRanges, device_gather, device_scatter
+
+__all__ = ["BlockCopier", "HostBlockCopier", "PageCopy", "StagedBlockCopier", "make_block_copier"]
+
+_ALIGNMENT: Final = 256
+_HOST_BATCH: Final = 1 << 20
+"""So many bytes go back to blocks on the CPU at a time: while they do, the end of the wait for a load is put off."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Some tokens of one part of a page."""
+
+    unit: KVShard
+    start_token: int
+    """Position in the sequence of the first token to copy."""
+    tokens: int
+    """How many; on a save the whole page."""
+    page: range
+    """The positions that the payload holds."""
+    payload: memoryview
+
+
+class BlockCopier(Protocol):
+    """Moves KV between blocks and host memory."""
+
+    batch_size: int
+    """How many copies are worth giving to `scatter` at a time."""
+    allocate: Callable[[int], memoryview] | None
+    """Where the host memory for it comes from; None: anywhere."""
+
+    def gather(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+    ) -> DeviceEvent | None:
+        """Begin to copy blocks to payloads, which belong to it until the event is done; None: it is done.
+
+        When this returns, whatever the calling thread's stream does next cannot change what is copied. `there` is
+        called with the index of each copy whose payload has been written meanwhile, while it is in the caches.
+
+        Raises:
+            IndexError: a position lies behind the block table, or a block does not exist; nothing was begun.
+        """
+        ...
+
+    def free_copies(self) -> int:
+        """How many copies `gather` takes now without making the engine's stream wait."""
+        ...
+
+    def fence(self) -> DeviceEvent | None:
+        """What the calling thread's stream has been given so far; for `scatter`."""
+        ...
+
+    def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
+        """Copy payloads to blocks, after `fence`; they are there when this returns.
+
+        Raises:
+            IndexError: a position lies behind the block table, or a block does not exist; nothing was written.
+        """
+        ...
+
+
+class HostBlockCopier:
+    """Blocks on the CPU."""
+
+    def __init__(self, layout: PagedKVLayout, *, payload_bytes: int) -> None:
+        """Args:
+        layout: of tensors on the CPU.
+        payload_bytes: of the largest part of a page.
+        """
+        self.batch_size: int = max(1, _HOST_BATCH // payload_bytes)
+        self.allocate: Callable[[int], memoryview] | None = None
+        self._layout = layout
+
+    def gather(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+    ) -> DeviceEvent | None:
+        for index, copy in enumerate(copies):
+            self._layout.gather(block_ids, copy.start_token, copy.tokens, copy.payload, copy.unit)
+            there(index)
+        return None
+
+    def free_copies(self) -> int:
+        return 1 << 30
+
+    def fence(self) -> DeviceEvent | None:
+        return None
+
+    def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
+        for copy in copies:
+            self._layout.scatter(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit)
+
+
+class StagedBlockCopier:
+    """Blocks on a device."""
+
+    def __init__(self, device: Device, layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -> None:
+        """Args:
+        device: where the blocks are.
+        layout: of tensors on `device`.
+        payload_bytes: of the largest part of a page.
+        bounce_bytes: of device memory, for saves and again for loads; at least one part each.
+        """
+        stride = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.batch_size: int = max(1, bounce_bytes // stride)
+        self.allocate: Callable[[int], memoryview] | None = device.host_memory
+        self._device = device
+        self._layout = layout
+        self._to_host, self._to_device = device.new_stream(), device.new_stream()
+        self._save_ring = device.device_memory(self.batch_size * stride).view(self.batch_size, stride)
+        self._load_ring = device.device_memory(self.batch_size * stride).view(self.batch_size, stride)
+        self._copied: list[DeviceEvent | None] = [None] * self.batch_size
+        """Of each save buffer: when it has gone to the host."""
+        self._next = 0
+        self._saving, self._loading = threading.Lock(), threading.Lock()
+
+    def free_copies(self) -> int:
+        with self._saving:
+            return sum(event is None or event.is_done() for event in self._copied)
+
+    def gather(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+    ) -> DeviceEvent | None:
+        layout = self._layout
+        pieces = [layout.pieces(block_ids, copy.start_token, copy.tokens) for copy in copies]
+        engine = self._device.current_stream()
+        last: DeviceEvent | None = None
+        with self._saving:
+            for alike in _alike(copies, pieces):
+                while alike:
+                    first = self._next
+                    now, alike = alike[: self.batch_size - first], alike[self.batch_size - first :]
+                    self._next = (first + len(now)) % self.batch_size
+                    last = self._save(engine, now, range(first, first + len(now)))
+        return last
+
+    def _save(self, engine: DeviceStream, alike: Sequence[tuple[PageCopy, BlockRanges]], buffers: range) -> DeviceEvent:
+        """Gather copies that are alike to these bounce buffers, and send those to the host."""
+        for index in buffers:
+            before = self._copied[index]
+            if before is not None:  # it still goes to the host: the engine's stream, not its thread, waits
+                engine.wait_event(before)
+        copy = alike[0][0]
+        nbytes = copy.payload.nbytes
+        bounce = self._save_ring[buffers.start : buffers.stop, :nbytes]
+        places = [where for _, where in alike]
+        engine.run(partial(device_gather, self._layout.spans(copy.unit), places, len(copy.page), bounce))
+        self._to_host.wait_event(engine.record())
+        for row, (one, _) in zip(bounce, alike, strict=True):
+            self._to_host.run(partial(_copy, torch.frombuffer(one.payload, dtype=torch.uint8), row))
+        copied = self._to_host.record()
+        for index in buffers:
+            self._copied[index] = copied
+        return copied
+
+    def fence(self) -> DeviceEvent | None:
+        return self._device.current_stream().record()
+
+    def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
+        layout, stream = self._layout, self._to_device
+        pieces = [layout.pieces(block_ids, copy.start_token, copy.tokens) for copy in copies]
+        with self._loading:
+            if fence is not None:
+                stream.wait_event(fence)
+            for alike in _alike(copies, pieces):
+                # One stream does it all, so a buffer that is used again is read before it is written.
+                for first in range(0, len(alike), self.batch_size):
+                    self._load(alike[first : first + self.batch_size])
+            done = stream.record()
+        done.wait()
+
+    def _load(self, alike: Sequence[tuple[PageCopy, BlockRanges]]) -> None:
+        """Bring copies that are alike to the first bounce buffers, and scatter those."""
+        stream, copy = self._to_device, alike[0][0]
+        bounce = self._load_ring[: len(alike), : copy.payload.nbytes]
+        for row, (one, _) in zip(bounce, alike, strict=True):
+            stream.run(partial(_copy, row, torch.frombuffer(one.payload, dtype=torch.uint8)))
+        spans, places = self._layout.spans(copy.unit), [where for _, where in alike]
+        skip = copy.start_token - copy.page.start
+        stream.run(partial(device_scatter, spans, places, len(copy.page), skip, bounce))
+
+
+def _alike(copies: Sequence[PageCopy], pieces: Sequence[BlockRanges]) -> list[list[tuple[PageCopy, BlockRanges]]]:
+    """Copies of the same unit and shape together, so that one launch moves many."""
+    found: dict[tuple[object, ...], list[tuple[PageCopy, BlockRanges]]] = {}
+    for copy, where in zip(copies, pieces, strict=True):
+        shape = (copy.unit, copy.tokens, len(copy.page), copy.start_token - copy.page.start)
+        found.setdefault(shape, []).append((copy, where))
+    return list(found.values())
+
+
+@torch.inference_mode()
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def make_block_copier(layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -> BlockCopier:
+    """The way for tensors where these are.
+
+    Raises:
+        RuntimeError: they are said to be on a GPU, and there is none.
+    """
+    if layout.device.type == "cpu":
+        return HostBlockCopier(layout, payload_bytes=payload_bytes)
+    return StagedBlockCopier(CudaDevice(layout.device), layout, payload_bytes=payload_bytes, bounce_bytes=bounce_bytes)

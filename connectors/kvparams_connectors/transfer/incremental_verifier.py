@@ -1,0 +1,62 @@
+"""A page, verified while it comes: its checksum is computed bit by bit, each while it is in the processor's caches.
+
+The one rule: only bytes of which the store has said that they lie there for good are taken, and what it said nothing
+of is taken at the end; so the verdict is always about what lies in the slot.
+"""
+
+from collections.abc import Callable
+
+from xxhash import xxh3_64
+
+from kvparams.pages import HEADER_BYTES, PageRefusal
+
+__all__ = ["IncrementalVerifier", "progress_step_bytes"]
+
+_Hash = xxh3_64
+
+
+class IncrementalVerifier:
+    """One page on its way; `on_progress` and `on_complete` are what a store is told to call, see `GetOp`."""
+
+    __slots__ = ("_hash", "_hashed", "_judge", "_page", "verified")
+
+    def __init__(self, page: memoryview, judge: Callable[[int, int | None], PageRefusal | None]) -> None:
+        """Args:
+        page: where it comes to.
+        judge: whether so many bytes are the page that was asked for; told the checksum of the payload, or None where
+            that is not known yet.
+        """
+        self._page = page
+        self._judge = judge
+        self._hash: _Hash | None = None
+        self._hashed = 0
+        """Up to which byte. No hash: the store has not said that it begins."""
+        self.verified: tuple[int, PageRefusal | None] | None = None
+        """What has arrived: its size, and why it is refused."""
+
+    def on_progress(self, nbytes: int) -> None:
+        """The first so many bytes lie there; 0: all of it begins anew."""
+        if not nbytes:
+            self._hash, self._hashed, self.verified = xxh3_64(), HEADER_BYTES, None
+        elif self._hash is not None and self._hashed < nbytes:
+            self._hash.update(self._page[self._hashed : nbytes])
+            self._hashed = nbytes
+
+    def on_complete(self, nbytes: int) -> None:
+        """All of it lies there, so many bytes."""
+        checksum = None
+        if self._hash is not None and nbytes:
+            self.on_progress(nbytes)
+            # Another number than that of the bytes that were announced is no reason to trust either.
+            checksum = self._hash.intdigest() if self._hashed == nbytes else None
+        self.verified = nbytes, self._judge(nbytes, checksum)
+        self._hash = None
+
+
+def progress_step_bytes(nbytes: int, about: int) -> int:
+    """How much of a value of `nbytes` comes before whoever wants to look at it is told (`GetOp.on_progress`).
+
+    About so much, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
+    kernel's buffers with it, so that of a mebibyte little is left in a cache of two.
+    """
+    return -(-nbytes // max(1, nbytes // about)) if nbytes else 1

@@ -1,0 +1,269 @@
+"""One load: pages from the store into leased slots, verified there, written to the blocks in order.
+
+Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
+
+The one rule: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits
+any more; whatever was written before is a good prefix.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, PageRefusal
+from kvparams_connectors.arena import Slot
+from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.store import GetOp, Result, ResultCode, Results
+from kvparams_connectors.transfer.block_copier import PageCopy
+from kvparams_connectors.transfer.devices import DeviceEvent
+from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
+from kvparams_connectors.transfer.reports import LoadReport, RefusedPage
+from kvparams_connectors.transfer.sequence_plan import SequencePlan
+from kvparams_connectors.transfer.transfer_context import TransferContext
+
+__all__ = ["LoadOperation", "pages_in_range"]
+
+_PORTIONS: Final = 3
+"""On their way at a time."""
+_Verifiers = dict[int, IncrementalVerifier]
+"""By part, what is found when it arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class _VerifiedPage:
+    """A page that is what was asked for."""
+
+    parts: list[int]
+    slots: list[Slot]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PortionVerdict:
+    """What became of the pages of a portion."""
+
+    good: list[_VerifiedPage]
+    """In order, without a gap."""
+    end: ResultCode | RefusedPage | None = None
+    """Why there are no more; None if all are good."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadPortion:
+    """Pages that were asked for together."""
+
+    slots: list[Slot]
+    verdict: Job[_PortionVerdict]
+    """Settled when neither the store nor the verification uses the slots any more."""
+
+    def give_back(self) -> None:
+        """Give the slots back as soon as nobody uses them."""
+        self.verdict.add_settled_callback(lambda: [slot.release() for slot in self.slots])
+
+
+class LoadOperation:
+    """The work of one load job."""
+
+    def __init__(
+        self,
+        gear: TransferContext,
+        checks: WorkerPool,
+        plan: SequencePlan,
+        block_ids: Sequence[int],
+        start_token: int,
+        end_token: int,
+        fence: DeviceEvent | None,
+    ) -> None:
+        """Args:
+        gear: the connector's.
+        checks: where pages are verified.
+        plan: the sequence's.
+        block_ids: its block table from token 0.
+        start_token: the first position to write.
+        end_token: the position behind the last one to write.
+        fence: of the engine's stream; blocks are written after it.
+        """
+        self._gear, self._checks = gear, checks
+        self._plan = plan
+        self._block_ids = block_ids
+        self._end_token = end_token
+        self._fence = fence
+        self._wanted = pages_in_range(plan, start_token, end_token)
+        self._report = LoadReport(start_token, start_token)
+
+    def run(self, job: Job[LoadReport]) -> LoadReport:
+        """Do it; runs in a worker thread."""
+        waiting: list[_LoadPortion] = []
+        portions = 0
+        try:
+            while (self._wanted or waiting) and self._report.failure is None and not self._report.refused:
+                while self._wanted and len(waiting) < _PORTIONS:
+                    # Wait for slots only if nothing else can be done meanwhile.
+                    portion = self._request(job, patient=not waiting)
+                    if portion is None:
+                        break
+                    waiting.append(portion)
+                    portions += 1
+                if not waiting:
+                    return replace(self._report, failure=ResultCode.TIMEOUT)
+                self._use(job, waiting[0])
+                waiting.pop(0).give_back()
+        finally:
+            for portion in waiting:
+                portion.give_back()
+        if portions > 1:  # the store saw the head used before the tail; say it the other way round, once for all
+            self._gear.store.exists(self._plan.keys, self._gear.settings.deadline_s)
+        return self._report
+
+    def _request(self, job: Job[LoadReport], *, patient: bool) -> _LoadPortion | None:
+        """Ask the store for the next pages; None if no slots come free."""
+        each = len(self._plan.units)
+        portion = self._gear.settings.load_portion(each * self._gear.arena.slot_bytes)
+        pages = min(portion, len(self._wanted))
+        slots = self._gear.arena.lease_many(each, pages * each, job.remaining_s() if patient else 0.0)
+        if not slots:
+            return None
+        for slot in slots[len(slots) // each * each :]:  # not enough for one more page
+            slot.release()
+        slots = slots[: len(slots) // each * each]
+        pages = len(slots) // each
+        taken, self._wanted = self._wanted[:pages], self._wanted[pages:]
+        parts = [part for page in taken for part in self._plan.parts(page)]
+        # The whole slot, so that a value longer than its page is seen as such.
+        arrivals: _Verifiers = {}
+        ops = [self._get(part, slot, arrivals) for part, slot in zip(parts, slots, strict=True)]
+        get = self._gear.store.get(ops, job.remaining_s())
+        verdict = Job(job.deadline, _PortionVerdict([], ResultCode.TIMEOUT))
+        get.add_settled_callback(lambda: self._verify(parts, slots, arrivals, get, verdict))
+        return _LoadPortion(slots, verdict)
+
+    def _get(self, part: int, slot: Slot, arrivals: _Verifiers) -> GetOp:
+        """The question for a part. Where that is quick, it is verified while it comes, in the store's thread. What the
+        store says nothing of is verified later, and so are sealed pages, whose tags take as long as the way from the
+        store."""
+        gear, key, identity = self._gear, self._plan.keys[part], self._plan.identity(part)
+        if gear.page_auth is not None or not gear.settings.verify:
+            return GetOp(key, (slot.view,), caller_verifies=gear.settings.verify)
+
+        def judge(nbytes: int, payload_checksum: int | None) -> PageRefusal | None:
+            return gear.verify(slot, Result(ResultCode.OK, nbytes), self._plan, identity, payload_checksum)
+
+        arrival = arrivals[part] = IncrementalVerifier(slot.view, judge)
+        return GetOp(key, (slot.view,), arrival.on_complete, arrival.on_progress, caller_verifies=True)
+
+    def _verify(
+        self,
+        parts: Sequence[int],
+        slots: Sequence[Slot],
+        arrivals: _Verifiers,
+        get: Job[Results],
+        verdict: Job[_PortionVerdict],
+    ) -> None:
+        """The store is through with a portion: have it verified, unless nobody waits any more."""
+        late = _PortionVerdict([], ResultCode.TIMEOUT)
+        if verdict.done():
+            verdict.finish(late)
+            return
+
+        def conclude(judged: Callable[[], _PortionVerdict]) -> None:
+            try:
+                found = judged()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the load
+                verdict.fail(error)
+            else:
+                verdict.finish(found)
+
+        def judge() -> _PortionVerdict:
+            return self._judge(parts, slots, arrivals, get.result(0))
+
+        if all(
+            part in arrivals and arrivals[part].verified is not None for part in parts
+        ):  # nothing is left to compute
+            conclude(judge)
+            return
+        check = self._checks.submit(
+            lambda _: judge(),
+            verdict.remaining_s(),
+            timed_out=late,
+            refused=_PortionVerdict([], ResultCode.UNAVAILABLE),
+        )
+        check.add_settled_callback(lambda: conclude(lambda: check.result(0)))
+
+    def _judge(
+        self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
+    ) -> _PortionVerdict:
+        """Verify the pages of a portion, up to the first that is not good."""
+        each = len(self._plan.units)
+        good: list[_VerifiedPage] = []
+        for first in range(0, len(parts), each):
+            of_page = slice(first, first + each)
+            end = self._check(parts[of_page], slots[of_page], arrivals, results[of_page])
+            if end is not None:
+                return _PortionVerdict(good, end)
+            good.append(
+                _VerifiedPage(list(parts[of_page]), list(slots[of_page]), sum(one.nbytes for one in results[of_page]))
+            )
+        return _PortionVerdict(good)
+
+    def _use(self, job: Job[LoadReport], portion: _LoadPortion) -> None:
+        """Write the good pages of a portion to the blocks, and say why there are no more."""
+        verdict = portion.verdict.result()
+        step = max(1, self._gear.copier.batch_size // len(self._plan.units))
+        for first in range(0, len(verdict.good), step):
+            self._write(job, verdict.good[first : first + step])
+            if self._report.failure is not None:
+                return
+        if isinstance(verdict.end, RefusedPage):
+            self._put_away(verdict.end)
+            self._report = replace(self._report, refused=(verdict.end,))
+        elif verdict.end is not None:
+            self._report = replace(self._report, failure=verdict.end)
+
+    def _put_away(self, refused: RefusedPage) -> None:
+        """A damaged page is nobody's: it goes. One that others can read, who have its key or version, stays theirs."""
+        if refused.reason not in REASONS_USABLE_BY_OTHERS:
+            self._gear.store.discard([refused.key], self._gear.settings.deadline_s)
+
+    def _check(
+        self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
+    ) -> ResultCode | RefusedPage | None:
+        """Why a page is not used; None: all of its parts are good."""
+        for part, slot, result in zip(parts, slots, results, strict=True):
+            if result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
+                return result.code
+            seen = arrivals[part].verified if part in arrivals else None
+            if seen is not None and result == Result(ResultCode.OK, seen[0]):
+                refusal = seen[1]
+            else:
+                refusal = self._gear.verify(slot, result, self._plan, self._plan.identity(part))
+            if refusal is not None:
+                return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
+        return None
+
+    def _write(self, job: Job[LoadReport], good: Sequence[_VerifiedPage]) -> None:
+        """Write good pages' tokens, as far as they are wanted, to the blocks."""
+        with job.guarded_section() as in_time:
+            if not in_time:
+                self._report = replace(self._report, failure=ResultCode.TIMEOUT)
+                return
+            report = self._report
+            at = report.end_token
+            copies: list[PageCopy] = []
+            for page in good:
+                where = self._plan.pages[page.parts[0] // len(self._plan.units)]
+                end = min(where.end, self._end_token)
+                for part, slot in zip(page.parts, page.slots, strict=True):
+                    unit = self._plan.units[part % len(self._plan.units)]
+                    payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
+                    whole = range(where.start, where.end)
+                    copies.append(PageCopy(unit, at, end - at, whole, payload))
+                at = end
+            self._gear.copier.scatter(self._block_ids, copies, self._fence)
+            nbytes = report.nbytes + sum(page.nbytes for page in good)
+            self._report = replace(report, end_token=at, pages=report.pages + len(good), nbytes=nbytes)
+            job.set_partial_result(replace(self._report, failure=ResultCode.TIMEOUT))
+
+
+def pages_in_range(plan: SequencePlan, start_token: int, end_token: int) -> list[int]:
+    """Indexes of the pages that hold some of the tokens [start_token, end_token)."""
+    return [page.index for page in plan.pages if page.start < end_token and start_token < page.end]

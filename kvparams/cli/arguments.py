@@ -1,0 +1,103 @@
+"""Arguments that the three tools share."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import Final, TextIO, get_args
+
+from kvparams import plugins
+from kvparams.cli.input_files import OUR_FORMAT, UnreadableInput
+from kvparams.dialects import registry
+from kvparams.dialects.table import DialectTable, is_older_release
+from kvparams.errors import InvalidParams, printable
+from kvparams.params import Phase
+
+__all__ = [
+    "FILE_FORMS",
+    "OUR_DOCUMENT_NOTE",
+    "add_engine",
+    "add_file",
+    "add_phase",
+    "candidate_tables",
+    "named_table",
+    "print_problems",
+    "warn_ignored_options",
+]
+
+FILE_FORMS: Final = """
+FILE holds one JSON object, which may be
+  a document of ours, alone or under kv_transfer_params.kvparams;
+  a whole request or answer, as an engine reads or writes it;
+  the value of kv_transfer_params alone;
+  a message: {"request_id": ..., "body": {...}, "headers": {...}, "phase": ...}, as the vectors of the spec have it.
+kv_transfer_params are looked for in sampling_params.extra_args and, as text, in kv_transfer_params_json as well.
+"""
+
+OUR_DOCUMENT_NOTE: Final = "a document of ours says it itself"
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """The file, and the request id that it may not hold."""
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="a JSON file (default: standard input)")
+    parser.add_argument("--request-id", metavar="ID", help="X-Request-Id of the request, where FILE does not hold it")
+
+
+def add_phase(parser: argparse.ArgumentParser) -> None:
+    """Which leg it is."""
+    parser.add_argument(
+        "--phase",
+        choices=[phase for phase in get_args(Phase) if phase not in ("release", "cancel")],
+        help="which leg it is: the prefill request, its answer, the decode request, its answer (default: what fits)",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser, says: str) -> None:
+    """Which release of the engine."""
+    parser.add_argument("--engine", metavar="VERSION", type=_release, help=says)
+
+
+def _release(text: str) -> str:
+    try:
+        is_older_release(text, "0")
+    except InvalidParams as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no version such as 0.32.0") from error
+    return text
+
+
+def warn_ignored_options(arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Say on standard error which of these options were given, and change nothing."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    if given:
+        sys.stderr.write(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}\n")
+
+
+def print_problems(error: InvalidParams, file: str, to: TextIO | None = None) -> int:
+    """Every problem as one line that begins with the file's name; the status."""
+    name = "" if file == "-" else f"{printable(file)}: "
+    (to or sys.stdout).writelines(f"{name}{problem}\n" for problem in error.problems)
+    return 1
+
+
+def named_table(name: str | None) -> DialectTable | None:
+    """The table of that name; None for our own document, and where nothing is said.
+
+    Raises:
+        Unreadable: there is no such dialect; the known ones are listed.
+        PluginError: it cannot be loaded, or has no table.
+    """
+    if name is None or name == OUR_FORMAT:
+        return None
+    known = plugins.plugin_names("dialects")
+    if name not in known:
+        raise UnreadableInput(f"no dialect is called {name!r}; known: {', '.join((OUR_FORMAT, *known))}")
+    return registry.get_table(name)
+
+
+def candidate_tables(table: DialectTable | None) -> list[DialectTable]:
+    """The dialects that it can be: the one that was named, else all; what cannot be loaded is told and left out."""
+    if table is not None:
+        return [table]
+    found, broken = registry.load_tables_and_errors()
+    for error in broken:
+        sys.stderr.write(f"left out: {error}\n")
+    return found

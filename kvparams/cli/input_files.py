@@ -1,0 +1,198 @@
+"""What stands in a file that somebody hands to a tool: our document, a message, a whole request, or native keys alone.
+
+The one rule: what was taken for what is said, and can be said by the caller instead.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+from kvparams.codec import DOCUMENT_KEY
+from kvparams.dialects.carriers import CARRIERS, MessageCarrier, lift_message
+from kvparams.dialects.detection import detect_dialect, find_matches, nearest_phase, select_native_keys
+from kvparams.dialects.message import DialectMessage, unpack_message
+from kvparams.dialects.table import LEGS, DialectTable
+from kvparams.errors import InvalidParams, KVParamsError, Problem
+from kvparams.params import Phase
+from kvparams.validation import parse_json_object
+
+__all__ = [
+    "OUR_FORMAT",
+    "RecognizedMessage",
+    "UnreadableInput",
+    "describe_unexamined",
+    "find_document",
+    "load_json_file",
+    "recognize_message",
+    "to_message",
+]
+
+OUR_FORMAT: Final = "kvparams"
+"""The name of our own document, where a dialect is asked for."""
+_REQUEST_ID: Final = "unknown"
+_CARRIERS: Final = frozenset(
+    {"kv_transfer_params", "disaggregated_params", "disagg_prefill_resp", "prefill_result", "bootstrap_info"}
+    | {carrier.path[0] for carrier in CARRIERS}
+)
+_BODY: Final = frozenset(
+    {"model", "prompt", "messages", "choices", "input", "input_ids", "token_ids", "bootstrap_room", "bootstrap_host"}
+)
+_DOCUMENT: Final = frozenset({"version", "request_id", "transfer", "phase", "mode"})
+_ANSWER: Final = frozenset({"choices", "usage", "object"})
+_MOST_BYTES: Final = 16 << 20
+_MOST_NAMED: Final = 8
+
+
+class UnreadableInput(KVParamsError, ValueError):
+    """The file cannot be read, or what it holds cannot be told."""
+
+
+class RecognizedMessage(NamedTuple):
+    """A message, and what was found out about it."""
+
+    message: DialectMessage
+    table: DialectTable
+    phase: Phase
+    guessed: tuple[str, ...]
+    """What nobody had said, in words."""
+    carrier: MessageCarrier | None = None
+    """Where its `kv_transfer_params` stood, if not in their usual place."""
+
+
+def load_json_file(file: str) -> Mapping[str, object]:
+    """The JSON object in the file; `-` is standard input.
+
+    Raises:
+        Unreadable: the file cannot be read.
+        InvalidParams: what it holds is no JSON object, or JSON that the protocol refuses.
+    """
+    try:
+        if file == "-":
+            text = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            with Path(file).open("rb") as opened:
+                text = opened.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UnreadableInput(f"{file}: {error.strerror}") from error
+    if len(text) > _MOST_BYTES:
+        raise InvalidParams((Problem((), "json", f"the text is longer than {_MOST_BYTES} bytes"),))
+    return parse_json_object(text)
+
+
+def find_document(found: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Our document, where the object is one (two of its members tell) or carries one; None where not.
+
+    Raises:
+        InvalidParams: what it carries is no object.
+    """
+    if _is_document(found):
+        return found
+    holder = _holder(found)
+    if holder is None:
+        return None
+    document = holder[DOCUMENT_KEY]
+    if not isinstance(document, Mapping):
+        raise InvalidParams((Problem((DOCUMENT_KEY,), "type", "Input should be an object"),))
+    return cast("Mapping[str, object]", document)
+
+
+def describe_unexamined(found: Mapping[str, object], option: str) -> str | None:
+    """In words, the native keys beside our document, which nobody looks at unless `option` names their dialect."""
+    holder = None if _is_document(found) else _holder(found)
+    if holder is None or (holder is found and _is_whole(found)):
+        return None
+    names = [name if name.isprintable() else json.dumps(name) for name in holder if name != DOCUMENT_KEY]
+    if not names:
+        return None
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"native keys beside the document were not examined ({option} NAME does): " + (
+        ", ".join(names[:_MOST_NAMED]) + more
+    )
+
+
+def _is_document(found: Mapping[str, object]) -> bool:
+    if "version" in found and "transfer" in found:
+        return True
+    return len(_DOCUMENT & found.keys()) > 1 and DOCUMENT_KEY not in found and not _is_whole(found)
+
+
+def _is_whole(found: Mapping[str, object]) -> bool:
+    """Whether it is a message, or a whole body."""
+    return not (_CARRIERS | _BODY | {"body", "headers"}).isdisjoint(found)
+
+
+def _holder(found: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The object that has our document under its key."""
+    bodies = (found, _object(found.get("body")) or {})
+    carried = [
+        _object(unpack_message(lift_message(DialectMessage("", body))[0]).body.get("kv_transfer_params"))
+        for body in bodies
+    ]
+    return next((one for one in (*carried, found) if one is not None and DOCUMENT_KEY in one), None)
+
+
+def to_message(found: Mapping[str, object], request_id: str | None = None) -> DialectMessage:
+    """The object as a message: one with `body` (and `headers`, `request_id`), a whole body, or native keys alone."""
+    body, headers = _object(found.get("body")), _object(found.get("headers"))
+    if body is None and headers is None:
+        if not (_CARRIERS | _BODY).isdisjoint(found):
+            return unpack_message(DialectMessage(request_id or _REQUEST_ID, dict(found)))
+        return DialectMessage(request_id or _REQUEST_ID, {"kv_transfer_params": dict(found)})
+    said = found.get("request_id")
+    texts = {name.lower(): value for name, value in (headers or {}).items()}
+    own = texts.pop("x-request-id", said)
+    known = request_id or (own if isinstance(own, str) else _REQUEST_ID)
+    # Where a header is no text, that is told.
+    return unpack_message(DialectMessage(known, dict(body or {}), cast("dict[str, str]", texts)))
+
+
+def _object(value: object) -> Mapping[str, object] | None:
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else None
+
+
+def recognize_message(
+    message: DialectMessage,
+    tables: Iterable[DialectTable],
+    table: DialectTable | None,
+    phase: Phase | None,
+    found: Mapping[str, object],
+) -> RecognizedMessage:
+    """In which dialect a message is, and on which leg, as far as the caller has not said.
+
+    Args:
+        message: `to_message(found)`.
+        tables: every dialect that there is.
+        table: the dialect, where it is known.
+        phase: the leg, where it is known.
+        found: what stood in the file.
+
+    Raises:
+        Unrecognised, Ambiguous: see `kvparams.dialects.detection.sniff`.
+    """
+    guessed: list[str] = []
+    message, carrier = lift_message(message)
+    if carrier is not None:
+        guessed.append(f"the native keys stand in {carrier.place}")
+    phases: tuple[Phase, ...]
+    told: Phase | None = phase or next((one for one in LEGS if one == found.get("phase")), None)
+    if table is None:
+        match = detect_dialect(message, tables, told)
+        table, phases = match.table, match.phases
+        guessed.append(f"the dialect is {match}")
+    else:
+        phases = tuple(
+            one for match in find_matches(select_native_keys(table, message), [table], told) for one in match.phases
+        )
+    if told is None:
+        answer = not _ANSWER.isdisjoint(_object(found.get("body")) or found)
+        if not phases:
+            told = nearest_phase(select_native_keys(table, message), table, answers=answer)
+            guessed.append(f"the phase is {told}, on which least is wrong (--phase says another)")
+        else:
+            fitting: list[Phase] = [one for one in phases if one.endswith("_result") is answer]
+            told = (fitting or list(phases))[0]
+            others = " or ".join(one for one in phases if one != told)
+            guessed.append(f"the phase is {told}" + (f", though it could be {others}" if others else ""))
+    return RecognizedMessage(select_native_keys(table, message), table, told, tuple(guessed), carrier)

@@ -1,0 +1,91 @@
+"""Engines' names of blocks, and what they are: where our chain stands behind each, and in which namespace.
+
+The one rule: engines' blocks may be of any size, and one of ours is there as long as that one of theirs is in which it
+ends. Engines give up what stands behind first.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvparams.index.block_hashes import BlockHashes, HashState, HashStates
+from kvparams.index.hash_table import HashTable, NodeNumbers
+from kvparams.index.prefix_index import PrefixIndex
+from kvparams.index.zero_arrays import lazy_zeros
+
+__all__ = ["EngineBlockMap"]
+
+_WINDOW = 256
+
+
+class EngineBlockMap:
+    """At most `capacity` names, 70 bytes each. Those that came first make room, unless the index has the block."""
+
+    __slots__ = (
+        *("_capacity", "_ends", "_hashes", "_index", "_keys", "_namespaces", "_next", "_parts", "_table"),
+        "_tokens",
+    )
+
+    def __init__(self, index: PrefixIndex, capacity: int) -> None:
+        self._index = index
+        self._capacity = capacity
+        self._table = HashTable(capacity)
+        self._keys = lazy_zeros(capacity + 1, np.uint64)
+        self._hashes = lazy_zeros(capacity + 1, np.uint64)
+        self._namespaces = lazy_zeros(capacity + 1, np.uint64)
+        self._parts = lazy_zeros(capacity + 1, np.uint64)
+        self._tokens = lazy_zeros(capacity + 1, np.uint32)
+        self._ends = lazy_zeros(capacity + 1, np.bool_)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def lookup_hashes(self, keys: BlockHashes) -> BlockHashes:
+        """The last of our blocks that ends in each block of these names; 0 where none does, or it is not known."""
+        numbers = self._table.find(keys)
+        return self._hashes.take(numbers) * self._ends.take(numbers)
+
+    def count_unknown(self, keys: BlockHashes) -> int:
+        """How many of these names nobody has told."""
+        return int(np.count_nonzero(self._table.find(keys) == 0))
+
+    def lookup_state(self, key: int) -> tuple[HashState, int] | None:
+        """Where the chain stands behind the block of this name, and the namespace."""
+        number = self._table.get(key)
+        if not number:
+            return None
+        front = HashState(int(self._hashes[number]), int(self._parts[number]), int(self._tokens[number]))
+        return front, int(self._namespaces[number])
+
+    def put(self, keys: BlockHashes, behind: HashStates, ends: NDArray[np.bool_], namespace: int) -> None:
+        """Names of blocks that follow one another, where the chain stands behind each, and whether one of ours ends in
+        it. Where there is no room for half of them, the first ones are kept; of a name that stands there twice, the
+        first one."""
+        keys = keys[: max(1, self._capacity // 2)]
+        first = np.unique(keys, return_index=True)[1]
+        keys = keys[first]
+        numbers = self._table.find(keys)
+        fresh = numbers == 0
+        made = self._take(int(np.count_nonzero(fresh)), numbers[~fresh])
+        numbers[fresh] = made
+        self._table.insert(keys[fresh], made)
+        self._keys[numbers] = keys
+        self._hashes[numbers] = behind.hashes[first]
+        self._parts[numbers] = behind.parts[first]
+        self._tokens[numbers] = behind.tokens[first]
+        self._ends[numbers] = ends[first]
+        self._namespaces[numbers] = namespace
+
+    def _take(self, count: int, held: NodeNumbers) -> NodeNumbers:
+        """Numbers for so many names, none of these."""
+        window = min(self._capacity, max(_WINDOW, 2 * (count + len(held))))
+        numbers = ((self._next + np.arange(window)) % self._capacity + 1).astype(np.uint32)
+        needed = (self._index.last_used(self._hashes.take(numbers)) != 0) + 2 * np.isin(numbers, held)
+        order = np.argsort(needed, kind="stable")[:count]
+        taken = numbers.take(order)
+        if count:
+            self._next = (self._next + int(order.max()) + 1) % self._capacity
+        old = self._keys.take(taken)
+        self._table.remove(old[old != 0])
+        self._keys[taken] = 0
+        return taken

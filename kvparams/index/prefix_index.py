@@ -1,0 +1,282 @@
+"""Which workers hold how much of a prompt's prefix: a tree of blocks, in flat arrays.
+
+The one rule: what is asked is answered by the hashes alone. A worker has a block if it was said to have it, whatever
+was said of the blocks in front; it has so much of a prompt as it has blocks from the beginning without a gap. So events
+may be lost, doubled or out of order, and the answer is still what was said. Parents only decide what goes first.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.index.block_tree import BlockTree
+from kvparams.index.hash_table import NodeNumbers
+from kvparams.index.holder_sets import LEVELS, HolderSets
+
+__all__ = ["PrefixIndex", "PrefixMatch"]
+
+_NOBODY: Final[dict[Hashable, int]] = {}
+_NONE: Final[BlockHashes] = np.empty(0, np.uint64)
+_PURGED: Final = 64
+"""Sets from which bits of workers that have gone are taken, with each change."""
+_SWEPT: Final = 1024
+"""Nodes looked at, with each change, for those that nobody holds any more."""
+
+
+class PrefixMatch(NamedTuple):
+    """What is known of one prompt."""
+
+    blocks: int
+    """That were asked for."""
+    held: tuple[dict[Hashable, int], ...]
+    """By level: for each worker how many blocks it has from the beginning in this level or a nearer one. Workers with
+    none are absent. Where only the nearest level is used, this is one dict several times."""
+
+
+class PrefixIndex:
+    """See the module. Hashes are those of a `BlockHasher`, in the order of the prompt: any 64 bits but 0, none of them
+    twice.
+
+    Workers are any names; a worker is there from its first `stored` to its `cleared`. Levels are 0 (device), 1 (host),
+    2 (disk) and 3 (remote); a store that several workers reach is a worker of its own.
+    Times are seconds of the caller's clock, which does not go back.
+    """
+
+    __slots__ = ("_swept", "capacity", "holders", "tree")
+
+    def __init__(self, capacity: int, ttl: float | None = None) -> None:
+        """
+        Args:
+            capacity: blocks, about 60 bytes each; what is not used yet is not committed.
+            ttl: seconds after which `expire` forgets what was not used.
+
+        Raises:
+            ValueError: there is no room for a block, or for more than 2^31 - 1.
+        """
+        if not 1 <= capacity < 2**31:
+            raise ValueError("an index has room for 1 to 2^31 - 1 blocks")
+        self.capacity = capacity
+        self.holders = HolderSets()
+        self.tree = BlockTree(capacity, ttl, self._let_go)
+        self._swept = 1
+
+    def __len__(self) -> int:
+        """Blocks that somebody holds, and blocks in front of those."""
+        return len(self.tree)
+
+    @property
+    def epoch(self) -> int:
+        """Of what is used now (`last_used`)."""
+        return self.tree.epoch
+
+    def match(self, hashes: BlockHashes) -> PrefixMatch:
+        """Who holds how many of these blocks from the beginning. Changes nothing."""
+        holders = self.holders
+        masks, further, alive = holders.masks, holders.further, holders.nearest
+        found: dict[Hashable, int] = {}
+        reached = 0
+        for sets in self.tree.leading(hashes):
+            for first in _starts(sets):
+                mask = masks[sets.item(first)]
+                if mask & further:
+                    return self._match_levels(hashes)
+                still = alive & mask
+                if still != alive:
+                    if reached + first:
+                        holders.collect_depths(alive ^ still, reached + first, found)
+                    alive = still
+                    if not alive:
+                        return PrefixMatch(len(hashes), (found,) * LEVELS)
+            reached += len(sets)
+        if reached:
+            holders.collect_depths(alive, reached, found)
+        return PrefixMatch(len(hashes), (found,) * LEVELS)
+
+    def _match_levels(self, hashes: BlockHashes) -> PrefixMatch:
+        """The same where not everything is held in the nearest level."""
+        holders = self.holders
+        masks, live = holders.masks, holders.live
+        runs: list[tuple[int, int]] = []  # up to which block the holders are these
+        alive, seen, reached = live, 0, 0
+        for sets in self.tree.leading(hashes):
+            for first, end in _runs(sets):
+                mask = masks[int(sets[first])] & live
+                runs.append((reached + end, mask))
+                seen |= mask
+                alive &= holders.within(mask, LEVELS - 1)
+            if not alive:
+                break
+            reached += len(sets)
+        if not seen:
+            return PrefixMatch(len(hashes), (_NOBODY,) * LEVELS)
+        nearest = self._depths(runs, 0)
+        if seen == holders.within(seen, 0):
+            return PrefixMatch(len(hashes), (nearest,) * LEVELS)
+        return PrefixMatch(len(hashes), (nearest, *(self._depths(runs, level) for level in range(1, LEVELS))))
+
+    def _depths(self, runs: list[tuple[int, int]], level: int) -> dict[Hashable, int]:
+        found: dict[Hashable, int] = {}
+        holders = self.holders
+        alive, reached = holders.within(runs[0][1], level), 0
+        for end, mask in runs:
+            still = alive & holders.within(mask, level)
+            if still != alive:
+                holders.collect_depths(alive & ~still, reached, found)
+                alive = still
+                if not alive:
+                    return found
+            reached = end
+        if alive:
+            holders.collect_depths(alive, reached, found)
+        return found
+
+    def stored(
+        self, worker: Hashable, hashes: BlockHashes, parent: int = 0, level: int = 0, now: float = 0.0
+    ) -> BlockHashes:
+        """A worker has these blocks, which follow one another. They are used by that, too.
+
+        Args:
+            worker: who.
+            hashes: the blocks. Where there are more than the index has room for, the first ones are kept.
+            parent: the hash of the block in front of them; 0 where there is none, or it is not known.
+            level: where the worker has them.
+            now: the time.
+
+        Returns:
+            What was forgotten to make room.
+
+        Raises:
+            ValueError: a hash stands there twice, or the level is none.
+        """
+        bit = self.holders.add_worker(worker, _checked(level))
+        self._tend()
+        chain = _usable(hashes)[: self.capacity]
+        asked = np.concatenate((np.array([parent], np.uint64), chain)) if parent else chain
+        ordered = np.sort(asked)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ValueError("a hash stands in a chain twice")
+        if not len(chain):
+            return _NONE
+        tree = self.tree
+        numbers = tree.find(asked)
+        front, numbers = (int(numbers[0]), numbers[1:]) if parent else (0, numbers)
+        fresh = numbers == 0
+        missing = int(np.count_nonzero(fresh))
+        forgotten = _NONE
+        if missing:
+            room = self.capacity - len(tree)
+            if missing > room:
+                forgotten = tree.make_room(missing - room, front, numbers[~fresh])
+                room = self.capacity - len(tree)
+            if missing > room:
+                cut = int(fresh.nonzero()[0][room])
+                chain, numbers = chain[:cut], numbers[:cut]
+            tree.add(chain, numbers, front)
+        tree.use(numbers, now)
+        self._change(numbers, 0, bit)
+        return forgotten
+
+    def touch(self, hashes: BlockHashes, now: float = 0.0) -> None:
+        """These blocks are used: whatever is known of them is forgotten later."""
+        numbers = self.tree.find(hashes)
+        self.tree.use(numbers[numbers != 0], now)
+
+    def removed(self, worker: Hashable, hashes: BlockHashes, level: int | None = None) -> None:
+        """A worker has these blocks no longer, at this level or, without one, at any; in any order.
+
+        Raises:
+            ValueError: the level is none.
+        """
+        self._tend()
+        bits = self.holders.bits(worker)
+        if level is not None:
+            bits &= (bits & -bits) << _checked(level)
+        if bits:
+            numbers = self.tree.find(hashes)
+            numbers = np.unique(numbers[numbers != 0])
+            self._change(numbers, bits, 0)
+            self.tree.prune(numbers[self.tree.sets.take(numbers) == 0])
+
+    def cleared(self, worker: Hashable) -> None:
+        """A worker has nothing any more, at no level, and is not there until something is stored for it. The cost does
+        not depend on how much it had."""
+        self.holders.remove_worker(worker)
+        self._tend()
+
+    def expire(self, now: float, most: int = 4096) -> BlockHashes:
+        """Forget what was not used for the time to live, a sixteenth more or less, unless younger blocks stand behind.
+
+        Returns:
+            What was forgotten. Where these are as many as `most`, there may be more.
+        """
+        return self.forget(most, self.tree.outdated(now))
+
+    def forget(self, most: int, epoch: int | None = None) -> BlockHashes:
+        """Forget what was used longest ago, leaves first.
+
+        Args:
+            most: how many blocks; a few more where nobody holds what stands in front.
+            epoch: nothing that was used later (`last_used`).
+        """
+        self._tend()
+        return self.tree.evict(most, self.tree.epoch if epoch is None else epoch)
+
+    def last_used(self, hashes: BlockHashes) -> NodeNumbers:
+        """In which epoch each block was used last; later ones have higher numbers, 0 is never."""
+        return self.tree.last_used(hashes)
+
+    def _let_go(self, numbers: NodeNumbers) -> None:
+        self._change(numbers, -1, 0)
+
+    def _change(self, numbers: NodeNumbers, remove: int, add: int) -> None:
+        """Other holders for nodes, each of which stands there once."""
+        sets = self.tree.sets.take(numbers)
+        for first, end in _runs(sets):
+            source = int(sets[first])
+            target = self.holders.derive(source, remove, add)
+            if target != source:
+                self.tree.sets[numbers[first:end]] = target
+                self.holders.move(end - first, source, target)
+
+    def _tend(self) -> None:
+        """A little of what has to be done when workers have gone."""
+        holders = self.holders
+        holders.purge(_PURGED)
+        if not holders.hollow:
+            return
+        first = self._swept if self._swept < self.tree.end else 1
+        self._swept = first + _SWEPT
+        hollow = np.zeros(len(holders.masks), bool)
+        hollow[list(holders.hollow)] = True
+        sets = self.tree.sets[first : min(self._swept, self.tree.end)]
+        numbers = (hollow[sets].nonzero()[0] + first).astype(np.uint32)
+        self._change(numbers, -1, 0)
+        self.tree.prune(numbers)
+
+
+def _checked(level: int) -> int:
+    if not 0 <= level < LEVELS:
+        raise ValueError(f"a level is 0 to {LEVELS - 1}")
+    return level
+
+
+def _usable(hashes: BlockHashes) -> BlockHashes:
+    """What stands in front of a hash that is 0, which is none."""
+    if np.count_nonzero(hashes) == len(hashes):  # three times faster than `all`
+        return hashes
+    return hashes[: int((hashes == 0).argmax())]
+
+
+def _starts(sets: NodeNumbers) -> list[int]:
+    """Where entries differ from those in front. There is one at least."""
+    return [0, *[edge + 1 for edge in (sets[1:] != sets[:-1]).nonzero()[0].tolist()]]
+
+
+def _runs(sets: NodeNumbers) -> Iterable[tuple[int, int]]:
+    """From where to where entries are equal."""
+    if not len(sets):
+        return ()
+    starts = _starts(sets)
+    return zip(starts, [*starts[1:], len(sets)], strict=True)

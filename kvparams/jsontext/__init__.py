@@ -1,0 +1,1 @@
+"""JSON as bytes: finding, checking and replacing members without decoding the rest."""

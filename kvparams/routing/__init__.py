@@ -1,0 +1,1 @@
+"""Routing decisions without I/O: policies, plans, queues, breakers and cost models."""

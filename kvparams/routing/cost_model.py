@@ -1,0 +1,210 @@
+"""How long an instance takes to prefill and to fetch, learnt from the legs that it ran.
+
+The one rule: nobody is told how fast an engine is. Three things cost time where it computes, each an amount per unit
+that is never negative: the leg itself, each token, and each pair of tokens that attend to each other (so a long prompt
+costs more than its length). Where it fetches KV, two: the fetch itself and each token. What took wildly other than
+expected counts little; what was long ago counts little. Of an engine that has told nothing yet the usual is expected:
+what others cost. Legs of one length say nothing of longer ones: there the guess decides, until lengths differ by more
+than noise makes up. It must not take long prompts to cost hardly more than short ones: they would go anywhere.
+"""
+
+from collections.abc import Sequence
+from math import inf, sqrt
+from operator import mul
+from typing import Final
+
+__all__ = ["CostModel", "FleetCostPrior", "leg_features"]
+
+_WORK: Final = (0.02, 1e-4, 1e-9)
+"""Seconds for a leg, a token, a pair, before anything was seen: an accelerator of today and a model of some ten billion
+parameters. The first one corrects the whole by its own factor."""
+_FETCH: Final = (0.01, 2e-5)
+"""The same for a fetch and a token of it."""
+_DOUBT: Final = 0.001
+"""How much the guess weighs against one leg: it may be wrong by a factor, a leg by a thirtieth (the squares' ratio)."""
+_TOKENS: Final = 0.5
+"""This share of the first leg is taken for its tokens', at least, as long as they cost others more. The guess has less
+where it is short, a fourteenth for 16 tokens; on a CPU it may be all."""
+_SHORT: Final = 16
+"""Of fewer tokens, a block of most engines, the first leg is taken to have had so many: they hardly count."""
+_KEPT: Final = 0.99
+"""What a leg's weight is multiplied with when the next one is seen: about the last hundred count."""
+_LEAST_S: Final = 1e-4
+"""Nothing is shorter, as far as weights go."""
+_FEW: Final = 8
+"""As long as fewer legs were seen, none is taken for an outlier."""
+_SETTLED: Final = 32
+"""After so many legs one changes little: the curve is fitted anew at every eighth..."""
+_SURPRISE: Final = 2.0
+"""... and as soon as one takes so many times more or less than expected. Of legs that all have one length a curve knows
+no other: the first one of another length may say that a token costs ten times as much."""
+
+
+def leg_features(new: int, context: int) -> tuple[float, float, float]:
+    """What of one leg costs time where it is computed: itself, tokens, pairs of tokens."""
+    return 1.0, float(new), new * (context - 0.5 * new)
+
+
+def _together(amounts: Sequence[float], features: Sequence[float]) -> float:
+    return sum(amount * feature for amount, feature in zip(amounts, features, strict=True))
+
+
+class FleetCostPrior:
+    """What legs cost on the engine of a fleet that told last."""
+
+    __slots__ = ("amounts", "token")
+
+    def __init__(self) -> None:
+        self.amounts: tuple[float, ...] = _WORK
+        self.token: float | None = None
+        """Of that, what a token costs; None as long as none has told."""
+
+
+class _LeastSquaresFit:
+    """Amounts that explain seconds best: least squares of relative errors, no amount below 0, that of a token
+    not below what nothing seen speaks against."""
+
+    __slots__ = ("_guess", "_moments", "_right", "amounts", "seen", "variance")
+
+    def __init__(self, guess: Sequence[float]) -> None:
+        size = len(guess)
+        self._guess = guess
+        self._moments = [[0.0] * size for _ in range(size)]
+        """Only on and above the diagonal."""
+        self._right = [0.0] * size
+        self.amounts = tuple(guess)
+        self.seen = 0
+        self.variance = 0.0
+        """Of relative errors, each at most 1."""
+
+    def learn(self, features: Sequence[float], seconds: float, token: float = 0.0) -> None:
+        """Something of such features took so long. Where it is the first, `token` is the least that a token of it
+        should be taken to cost, up to `_TOKENS` of the whole."""
+        expected = max(_together(self.amounts, features), _LEAST_S)
+        if not self.seen:
+            factor = max(seconds, _LEAST_S) / expected
+            expected *= factor
+            guess = [factor * amount for amount in self._guess]
+            least = min(token, _TOKENS * expected / max(features[1], _SHORT))
+            if guess[1] < least:
+                rest = (expected - least * features[1]) / (expected - guess[1] * features[1])
+                guess = [rest * amount for amount in guess]
+                guess[1] = least
+            self._guess = guess
+        weight = 1.0 / (expected * expected)
+        off = max(seconds, _LEAST_S) / expected
+        wrong = max(off, 1.0 / off)
+        if self.seen >= _FEW:
+            weight *= min(1.0, 2.0 / wrong)
+            self.variance += (1.0 - _KEPT) * (min(1.0, (off - 1.0) ** 2) - self.variance)
+        self.seen += 1
+        moments, right = self._moments, self._right
+        for index, feature in enumerate(features):
+            weighted = weight * feature
+            right[index] = _KEPT * right[index] + weighted * seconds
+            row = moments[index]
+            for other in range(index, len(row)):
+                row[other] = _KEPT * row[other] + weighted * features[other]
+        if self.seen < _SETTLED or not self.seen % 8 or wrong > _SURPRISE:
+            self.amounts = self._fitted()
+
+    def _fitted(self) -> tuple[float, ...]:
+        """Whatever would be less than it may be is left out, the worst first, and is that."""
+        guess = self._guess
+        least = [0.0] * len(guess)
+        least[1] = self._least()
+        used = list(range(len(guess)))
+        while True:
+            solved = self._solved(used, least)
+            over = [each - least[index] for index, each in zip(used, solved, strict=True)]
+            worst = min(range(len(used)), key=over.__getitem__)
+            if over[worst] >= 0.0 or len(used) == 1:
+                for index, amount in zip(used, solved, strict=True):
+                    least[index] = max(least[index], amount)
+                return tuple(map(mul, least, guess))
+            del used[worst]
+
+    def _least(self) -> float:
+        """What a token costs at least, in units of the guess: what it costs there when the guess is held against all
+        that was seen, as far as that does not tell tokens from the rest. Lengths that differ do."""
+        guess, moments, doubt = self._guess, self._moments, max(_DOUBT, self.variance)
+        pairs = [(i, j) for i in range(len(guess)) for j in range(i, len(guess))]
+        size = sum((1 + (i != j)) * moments[i][j] * guess[i] * guess[j] for i, j in pairs)
+        level = (_together(guess, self._right) + doubt) / (size + doubt)
+        one, both, token = moments[0][0], moments[0][1], moments[1][1]
+        told = (token - both * both / one) * guess[1] * guess[1]
+        return level * doubt / (max(0.0, told) + doubt)
+
+    def _solved(self, used: Sequence[int], least: Sequence[float]) -> list[float]:
+        """The normal equations of some amounts, the others being the least, all in units of the guess; by elimination:
+        it keeps pivots above 0."""
+        guess, moments = self._guess, self._moments
+        others = [index for index in range(len(guess)) if index not in used]
+        rows: list[list[float]] = []
+        for place, i in enumerate(used):
+            row = [moments[min(i, j)][max(i, j)] * guess[i] * guess[j] for j in used]
+            row[place] += _DOUBT
+            rest = sum(moments[min(i, j)][max(i, j)] * guess[j] * least[j] for j in others)
+            rows.append([*row, (self._right[i] - rest) * guess[i] + _DOUBT])
+        count = len(used)
+        for place, row in enumerate(rows):
+            for below in rows[place + 1 :]:
+                factor = below[place] / row[place]
+                for column in range(place, count + 1):
+                    below[column] -= factor * row[column]
+        found = [0.0] * count
+        for place in range(count - 1, -1, -1):
+            row = rows[place]
+            found[place] = (row[count] - sum(row[j] * found[j] for j in range(place + 1, count))) / row[place]
+        return found
+
+
+class CostModel:
+    """The learnt curve of one instance."""
+
+    __slots__ = ("_fetch", "_usual", "_work")
+
+    def __init__(self, usual: FleetCostPrior | None = None) -> None:
+        """`usual` is what is expected as long as nothing was seen: of the fleet that the instance belongs to."""
+        self._usual = usual or FleetCostPrior()
+        self._work = _LeastSquaresFit(_WORK)
+        self._fetch = _LeastSquaresFit(_FETCH)
+
+    @property
+    def sample_count(self) -> int:
+        """Legs that it was learnt from."""
+        return self._work.seen
+
+    @property
+    def relative_error(self) -> float:
+        """How far legs are off what is expected of them, as a share of that: their standard deviation, 1 at most."""
+        return sqrt(self._work.variance)
+
+    def predict_s(self, new: int, context: int) -> float:
+        """How long a leg will take that computes the last `new` of `context` tokens."""
+        leg, token, pair = self._amounts
+        return leg + new * (token + pair * (context - 0.5 * new))
+
+    def predict_batch_s(self, features: Sequence[float]) -> float:
+        """How long legs of such features, added up, will take together."""
+        return _together(self._amounts, features)
+
+    def learn(self, features: Sequence[float], seconds: float) -> None:
+        """A leg of such features took so long; or several did together, whose features are added up."""
+        usual = self._usual
+        self._work.learn(features, seconds, inf if usual.token is None else usual.token)
+        usual.amounts = self._work.amounts
+        usual.token = usual.amounts[1]
+
+    def predict_fetch_s(self, tokens: int) -> float:
+        """How long fetching the KV of so many tokens will take."""
+        fetch, token = self._fetch.amounts
+        return fetch + token * tokens
+
+    def learn_fetch(self, tokens: int, seconds: float) -> None:
+        """Fetching the KV of so many tokens took so long."""
+        self._fetch.learn((1.0, float(tokens)), seconds)
+
+    @property
+    def _amounts(self) -> tuple[float, ...]:
+        return self._work.amounts if self._work.seen else self._usual.amounts

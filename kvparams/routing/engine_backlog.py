@@ -1,0 +1,169 @@
+"""How much an instance still has to do, in seconds: what was given to it, by the speed that was learnt of it.
+
+The one rule: a leg counts from the moment it is given until it is taken back, by its own key, so nothing can be
+counted twice or leak. An engine is taken to prefill one leg after the other in the order they came; where it batches,
+the sum is the same, and what a batch took is told by all its legs together.
+"""
+
+from collections.abc import Callable, Hashable
+from operator import add
+from typing import Final, NamedTuple
+
+from kvparams.routing.cost_model import CostModel, FleetCostPrior, leg_features
+
+__all__ = ["EngineBacklog"]
+
+_TOGETHER: Final = 0.25
+"""A leg that ends after the one before it in less than this share of the time that it should take, measured by that
+one's, was computed together with it."""
+_LATE: Final = 1.05
+"""Times what computing a leg should take, and the doubt of that: what takes longer has waited for what it fetches."""
+
+
+class _PendingLeg(NamedTuple):
+    seconds: float
+    since: float
+    fetch_s: float
+    link_s: float
+    """Of that, until its own fetch begins."""
+
+
+class _CompletedBatch(NamedTuple):
+    """What legs that were computed together took."""
+
+    features: tuple[float, ...]
+    seconds: float
+
+
+class EngineBacklog:
+    """One instance's backlog and speed. Not bound to what it runs: any hashable key stands for a leg."""
+
+    __slots__ = (
+        "_fetching_until",
+        "_given",
+        "_head_from",
+        "_now",
+        "_pending",
+        "_told",
+        "cost_model",
+        "ended",
+    )
+
+    def __init__(self, now: Callable[[], float], usual: FleetCostPrior | None = None) -> None:
+        """
+        Args:
+            now: the clock, in seconds.
+            usual: what is expected of its fleet's instances until they tell.
+        """
+        self.cost_model: Final = CostModel(usual)
+        self._now = now
+        self._given: dict[Hashable, _PendingLeg] = {}
+        self._pending = 0.0
+        """The sum of what is given."""
+        self._head_from = 0.0
+        """When the oldest of them began to be computed, or will."""
+        self.ended = 0.0
+        """When a leg ended last; 0 as long as none has."""
+        self._fetching_until = 0.0
+        """When all that is fetched should be there."""
+        self._told: _CompletedBatch | None = None
+        """What ended last, as long as the next one may turn out to belong to it."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until what was given to it should be done. A leg that overruns is never nearer to its end than legs
+        there are usually off."""
+        if not self._given:
+            return 0.0
+        head = next(iter(self._given.values())).seconds
+        ran = max(0.0, self._now() - self._head_from)
+        left = max(head - ran, self.cost_model.relative_error * head)
+        return max(0.0, self._pending - head + left)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it had something to do last, or since the clock began; 0 while it has."""
+        return 0.0 if self._given else self._now() - self.ended
+
+    def expected_fetch_s(self, tokens: int) -> float:
+        """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
+        return max(0.0, self._fetching_until - self._now()) + self.cost_model.predict_fetch_s(tokens)
+
+    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0) -> None:
+        """A leg that should take so long is given to it, once what it fetches is there.
+
+        Raises:
+            ValueError: it was given already.
+        """
+        if leg in self._given:
+            raise ValueError("this leg was given already")
+        now = self._now()
+        if not self._given:
+            self._head_from = now + fetch_s
+            self._pending = 0.0  # what rounding left
+        link_s = 0.0
+        if fetch_s:
+            link_s = max(0.0, self._fetching_until - now)
+            self._fetching_until = now + fetch_s
+        self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s)
+        self._pending += seconds
+
+    def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
+        """A leg has ended. No-op if it was not given, or has ended already.
+
+        Args:
+            leg: which.
+            new: tokens that it computed, as the engine tells; None where nothing is to be learnt, it failed.
+            context: tokens of the whole prompt.
+            fetched: tokens whose KV came from elsewhere.
+        """
+        given = self._given.get(leg)
+        if given is None:
+            return
+        was_head = next(iter(self._given)) == leg
+        del self._given[leg]
+        self._pending -= given.seconds
+        if new is not None or was_head:
+            now = self._now()
+            began = max(self.ended, given.since)
+            self.ended = now
+            if self._given:
+                head = next(iter(self._given.values()))
+                self._head_from = max(now, head.since + head.fetch_s)
+            if new is not None:
+                self._hear(given, began, now, leg_features(new, context), fetched)
+        if not self._given:
+            self._learn()
+
+    def _hear(self, given: _PendingLeg, began: float, now: float, what: tuple[float, ...], fetched: int) -> None:
+        """A leg has been computed, from `began` on or from when what it fetches was there."""
+        speed, seconds, before = self.cost_model, now - began, self._told
+        expected = speed.predict_batch_s
+        if fetched and given.fetch_s:
+            if not speed.sample_count:
+                return  # who knows which of both took so long
+            alone = expected(what)
+            late = seconds > (_LATE + speed.relative_error) * alone
+            # An engine begins to fetch when the leg is given to it, or when its turn comes, or in between.
+            longest = max(0.0, now - alone - given.since - given.link_s)
+            shortest = min(longest, seconds - alone) if late else 0.0
+            predicted = given.fetch_s - given.link_s
+            if not shortest <= predicted <= longest:
+                speed.learn_fetch(fetched, shortest if predicted < shortest else longest)
+            if late:
+                self._learn()
+                return
+        it = _CompletedBatch(what, seconds)
+        if before is None:
+            self._told = it
+        elif seconds * expected(before.features) < _TOGETHER * before.seconds * expected(it.features):
+            self._told = _CompletedBatch(tuple(map(add, it.features, before.features)), seconds + before.seconds)
+        else:
+            self._learn()
+            self._told = it
+
+    def _learn(self) -> None:
+        """What was told is complete."""
+        if self._told is not None:
+            self.cost_model.learn(self._told.features, self._told.seconds)
+            self._told = None

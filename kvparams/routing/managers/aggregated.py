@@ -1,0 +1,50 @@
+"""No split: one engine does both, and nothing is said of KV."""
+
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.routing.managers.manager_options import ManagerOptions
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, StreamProgress
+from kvparams.signing.signer import Signer
+
+__all__ = ["Aggregated"]
+
+
+class Aggregated:
+    """One engine answers; another one where it fails before its first byte, or from where it came where that is known.
+
+    It also runs what cannot be split, on an engine of either role: those compute a whole prompt, too.
+    """
+
+    def __init__(
+        self, signer: Signer | None = None, options: ManagerOptions | None = None, *, role: Role = Role.AGGREGATED
+    ) -> None:
+        """`role`: of the engines that answer."""
+        self.roles = (role,)
+
+    def legs(
+        self,
+        request: RequestFacts,
+        context: ExecutionContext,
+        sent: StreamProgress | None = None,
+        chosen: Instance | None = None,
+    ) -> Plan:
+        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already; `chosen`: who
+        answers, where that is known."""
+        failed: list[str] = []
+        while True:
+            if chosen is None:
+                chosen = yield AcquireInstance(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
+            assert chosen is not None
+            instance, chosen = chosen, None
+            try:
+                yield Leg(instance, {}, answers_client=True, resume_from=sent)
+            except LegFailed as failure:
+                if (
+                    not failure.retryable
+                    or (failure.response_started and failure.progress is None)
+                    or not context.may_retry()
+                ):
+                    raise
+                failed.append(instance.id)
+                sent = failure.progress if failure.response_started else sent
+            else:
+                return

@@ -1,0 +1,42 @@
+"""Both legs at once: engines that meet by a rendezvous, which each is told of before either has begun."""
+
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.routing.managers.aggregated import Aggregated
+from kvparams.routing.managers.concurrent_attempt import AttemptState, attempt_concurrently
+from kvparams.routing.managers.leg_documents import LegDocuments
+from kvparams.routing.managers.manager_options import ManagerOptions
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Plan
+from kvparams.signing.signer import Signer
+
+__all__ = ["ConcurrentLegs"]
+
+
+class ConcurrentLegs:
+    """Prefill and decode are sent together; decode waits for the KV in the engine, and its answer is held until prefill
+    is known to be good.
+
+    Either fails before the first byte: both again, with another instance in place of the one that failed. After it: on
+    from what was sent. A connector whose engines do not meet has its legs one after the other.
+    """
+
+    roles = (Role.PREFILL, Role.DECODE)
+
+    def __init__(self, signer: Signer | None = None, options: ManagerOptions | None = None) -> None:
+        self._documents = LegDocuments(signer)
+        self._in_order = PrefillThenDecode(signer)
+        self._alone = Aggregated(role=Role.DECODE)
+
+    def legs(self, request: RequestFacts, context: ExecutionContext) -> Plan:
+        """See `DisaggregatedRequestManager.legs`."""
+        if request.prompt_scored:
+            yield from self._alone.legs(request, context)
+            return
+        so_far: AttemptState | None = AttemptState(request.transfer_id)
+        while so_far is not None:
+            prefill: Instance = yield AcquireInstance(Role.PREFILL, so_far.failed, Role.DECODE)  # pyright: ignore[reportAssignmentType]
+            speech = context.dialect(prefill)
+            if speech.mode != "rendezvous" or not speech.can_split(request):
+                yield from self._in_order.legs(request, context, prefill, so_far)
+                return
+            so_far = yield from attempt_concurrently(self._documents, request, context, prefill, None, so_far)

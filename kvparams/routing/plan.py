@@ -1,0 +1,183 @@
+"""The terms in which a plan is spoken of: choices, legs, how they end, and KV that is held meanwhile.
+
+A manager (`kvparams.routing.managers`) is a generator of steps; an executor runs them. The one rule: a step says what
+is wanted, never how: connections, load, queues and clocks belong to the executor.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
+from kvparams.errors import KVParamsError
+from kvparams.instances import Instance, Role
+
+__all__ = [
+    "AcquireInstance",
+    "ExecutionContext",
+    "KVLease",
+    "Leg",
+    "LegFailed",
+    "LegPair",
+    "LegResult",
+    "Plan",
+    "StreamProgress",
+]
+
+
+class AcquireInstance(NamedTuple):
+    """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
+    then on until its leg ends or it is given back. Or `LegFailed` is raised in it: the KV that it holds is given up
+    before there is room; or nobody is there any more who may be paired with `paired_with`, while other pairs are."""
+
+    role: Role
+    avoid: Sequence[str] = ()
+    """Ids of instances that have failed this request: taken only where there is nobody else."""
+    paired_with: Instance | Role | None = None
+    """Who runs the other leg: only instances that may be paired with it are taken. Of a role: somebody of it will be
+    chosen later, and only instances are taken for which there is one, who is not to be avoided either where possible.
+    See `kvparams.routing.pairing`."""
+    prefer: Sequence[str] = ()
+    """Ids of instances that are taken before others as long as they have room and have not twice as much to do."""
+
+
+class Leg(NamedTuple):
+    """Wanted: one request to one engine. The plan is sent a `LegResult`, or `LegFailed` is raised in it."""
+
+    instance: Instance
+    changes: Mapping[str, bytes | None]
+    """To the client's body, as for `kvparams.jsontext.document.edit`."""
+    answers_client: bool
+    """Whether its answer goes to the client; otherwise the manager is told it."""
+    resume_from: "StreamProgress | None" = None
+    """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
+
+
+class LegPair(NamedTuple):
+    """Wanted: two legs at once, of engines that meet. Decode's answer is held until prefill has ended well. The plan is
+    sent a `LegResult` when both have, or `LegFailed` is raised in it for the first that has failed; then the other one
+    is aborted."""
+
+    prefill: Leg
+    decode: Leg
+    kv: "KVLease"
+    """What is held for the request from when prefill has ended until decode has fetched it."""
+
+
+class LegResult(NamedTuple):
+    """What an engine said at the end of a leg. Empty for one that answered the client."""
+
+    kv_transfer_params: Mapping[str, object]
+    """That object of the answer; empty where there was none."""
+
+
+class StreamProgress(NamedTuple):
+    """How far a stream had come when its engine failed."""
+
+    prompt_ids: Sequence[int]
+    """The prompt, as the engine had tokenised it."""
+    answer_ids: Sequence[int]
+    """What the client has been sent, in tokens."""
+
+
+class LegFailed(KVParamsError):
+    """A leg did not come to its end. Raised in the plan, which goes on in another way or lets it pass."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        another: bool,
+        claimed: bool = True,
+        begun: bool = False,
+        sent: StreamProgress | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.retryable = another
+        """Whether another instance might do better: false where the request itself is at fault."""
+        self.may_have_acted = claimed
+        """Whether the engine may have acted on the leg; false when it cannot have seen it."""
+        self.response_started = begun
+        """Whether the client has a part of the answer."""
+        self.instance: Instance | None = None
+        """Whose leg it was, where the executor says."""
+        self.progress = sent
+        """With `response_started`: from where another engine could go on; None where none can."""
+
+
+class KVLease(NamedTuple):
+    """KV that an engine holds for somebody who has not come for it yet."""
+
+    producer: Instance
+    until_s: float
+    """On the executor's clock."""
+    transfer_id: str
+    attempt: int
+    release_request: ReleaseRequest | None
+    """How to give it back if nobody comes; None where it may stay: a store's pages, which others may use."""
+
+
+class ExecutionContext(Protocol):
+    """What a plan may ask of its executor. Everything is answered at once."""
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """How an instance is spoken to."""
+        ...
+
+    def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
+        """What the bootstrap server of a prefill engine has said, where its dialect has one; None before it has."""
+        ...
+
+    def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
+        """Hold what a prefill engine has said against what is known of it, before another engine is told.
+
+        Raises:
+            HandoffRefused: it names an address that is not its own, or a value out of bounds.
+        """
+        ...
+
+    def peer_source(self, instance: Instance) -> str | None:
+        """Where the prefill leg that is given to this instance should read what another one has of its prompt, as that
+        one has said; None where it should not. It was held against what is known of that one."""
+        ...
+
+    def one_token_changes(self) -> Mapping[str, bytes | None]:
+        """The changes that make the client's body ask for its prompt to be computed, and one token."""
+        ...
+
+    def now(self) -> float:
+        """Seconds, on a clock that only goes forward."""
+        ...
+
+    def has_candidates(self, role: Role) -> bool:
+        """Whether somebody of this role may be given a leg of this request, room apart."""
+        ...
+
+    def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
+        """Whether the request should leave this instance for another pair: all have failed it that may be paired with
+        it, if there is anybody at all, and there are a prefill and a decode engine that go together and have not."""
+        ...
+
+    def cached_tokens(self, role: Role) -> Mapping[str, int]:
+        """Tokens of the prompt's prefix that instances of this role are believed to hold, by id; none where it is not
+        named. What decode engines hold is learnt for the requests whose plans ask this."""
+        ...
+
+    def may_retry(self) -> bool:
+        """Whether the request may have one more attempt; asking takes it."""
+        ...
+
+    def next_transfer(self) -> str:
+        """A transfer id for a further attempt; never the same twice."""
+        ...
+
+    def hold_lease(self, lease: KVLease) -> None:
+        """KV is held for this request from now on, in place of what another transfer held before. It counts as fetched
+        with the first byte of the answer; whatever ends the request or its plan before that gives it back."""
+        ...
+
+    def release_instance(self, instance: Instance) -> None:
+        """An instance that was chosen is not needed after all."""
+        ...
+
+
+Plan = Generator[AcquireInstance | Leg | LegPair, object, None]

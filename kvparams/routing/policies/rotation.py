@@ -1,0 +1,14 @@
+"""What policies have in common: candidates looked at from another one each turn, so that ties go round."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+__all__ = ["rotate_candidates"]
+
+T = TypeVar("T")
+
+
+def rotate_candidates(candidates: Sequence[T], turn: int) -> Sequence[T]:
+    """All of them once, beginning with another one each turn. `min` of this takes the first of equals."""
+    first = turn % len(candidates)
+    return (*candidates[first:], *candidates[:first]) if first else candidates

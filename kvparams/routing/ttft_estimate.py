@@ -1,0 +1,53 @@
+"""What is to be expected of a leg on an instance: the wait there, what is cached, what is fetched, what is computed.
+
+The one rule: KV that a store or a peer has is fetched where the first token should be there sooner than by computing
+it, and whoever asks for an expectation gets that way. Fetching begins at once, beside the work that waits.
+"""
+
+from typing import NamedTuple
+
+from kvparams.instances import Candidate, RequestFacts
+
+__all__ = ["TTFTEstimate", "estimate_ttft"]
+
+
+class TTFTEstimate(NamedTuple):
+    """Of one leg on one instance."""
+
+    wait_s: float
+    """Until what was given to the instance before is done."""
+    fetch_s: float
+    """Until what is fetched is there."""
+    compute_s: float
+    """Of computing, once both are over."""
+    cached_tokens: int
+    """Tokens that the instance holds."""
+    fetched_tokens: int
+    """Tokens after these whose KV it should fetch."""
+    computed_tokens: int
+    """The rest, at least one: the first token comes from the last one's."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From now to the first token."""
+        return max(self.wait_s, self.fetch_s) + self.compute_s
+
+
+def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
+    """What to expect of this request's leg on this candidate."""
+    pace = candidate.backlog
+    speed = pace.cost_model
+    wait_s = pace.wait_s
+    tokens = request.prompt_tokens
+    cached = request.cached_tokens.get(candidate.instance, 0)
+    computed = max(1, tokens - cached)
+    work_s = speed.predict_s(computed, tokens)
+    stored = request.peer_stored_tokens.get(candidate.instance, request.stored_tokens)
+    fetched = stored - cached
+    if fetched > 0:
+        fetch_s = pace.expected_fetch_s(fetched)
+        rest = max(1, tokens - stored)
+        rest_s = speed.predict_s(rest, tokens)
+        if max(wait_s, fetch_s) + rest_s < wait_s + work_s:
+            return TTFTEstimate(wait_s, fetch_s, rest_s, cached, fetched, rest)
+    return TTFTEstimate(wait_s, 0.0, work_s, cached, 0, computed)

@@ -1,1 +1,0 @@
-"""What `kvparams validate`, `kvparams translate` and `kvparams explain` do."""

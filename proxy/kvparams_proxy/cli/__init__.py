@@ -1,0 +1,1 @@
+"""The commands of the proxy: `kvparams proxy`, `sidecar`, `keys` and `explain-route`."""

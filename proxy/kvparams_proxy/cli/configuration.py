@@ -1,0 +1,335 @@
+"""From the command line and the fleet file to `Settings`: layered, checked, and everything wrong said at once.
+
+A flag goes before the file, the file before the default. The one rule: what is started was checked completely; after
+this nothing about the settings can fail.
+"""
+
+import argparse
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from kvparams.dialects.registry import load_tables_and_errors
+from kvparams.instances import Role
+from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.signing.keyring import SigningKeyringError
+from kvparams_proxy.cli import production_stack_flags
+from kvparams_proxy.cli.production_stack_flags import StaticFleet
+from kvparams_proxy.config.fleet_file import FleetFileProvider
+from kvparams_proxy.config.options import OPTION_DEFAULTS, OPTIONS, check_proxy_section
+from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
+from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
+from kvparams_proxy.config.spec_fields import (
+    check_addresses,
+    check_connector,
+    check_id,
+    check_url,
+    is_label,
+    is_label_value,
+)
+from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_spec
+from kvparams_proxy.config_errors import ConfigError, ConfigProblems
+from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, LabelSelector, SpecRules
+from kvparams_proxy.requests.api_keys_file import APIKeysError, read_api_keys
+from kvparams_proxy.secret import Secret, SecretError, is_accessible_by_others, secret_from_file, secret_from_variable
+from kvparams_proxy.server.connections import ConnectionLimits
+from kvparams_proxy.server.file_descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
+from kvparams_proxy.server.http_server import ServerSettings
+from kvparams_proxy.tls import EngineTLSSettings, ServerTLSSettings, TLSError, server_ssl_context
+from kvparams_proxy.tokenization.service import TokenizersByModel
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizerError, load_tokenizers
+
+__all__ = ["Configuration", "build_configuration"]
+
+
+class Configuration(NamedTuple):
+    """What to start."""
+
+    settings: Settings
+    host: str
+    port: int
+    server: ServerSettings
+    entries: tuple[InstanceSpec, ...]
+    """Every engine that is known now, those of the fleet file included."""
+    notes: tuple[str, ...]
+    """What the operator should know."""
+
+
+def build_configuration(arguments: argparse.Namespace) -> Configuration:
+    """Read what was asked for. Blocks: it reads the files that are named.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    problems = ConfigProblems()
+    flags = _flags(arguments, problems)
+    static = production_stack_flags.read_production_stack_flags(arguments, problems)
+    rules = _rules(arguments, static, problems)
+    given = _entries(arguments, static, rules, problems)
+    if any(entry.url.startswith("https:") for entry in given) and rules.credential_sources.tls is None:
+        rules = replace(rules, credential_sources=replace(rules.credential_sources, tls=EngineTLSSettings()))
+    rules = replace(
+        rules, credentials=load_credentials(rules.credential_sources, "--engine-key-file, --engine-ca", problems)
+    )
+    provider: FleetFileProvider | None = None
+    if arguments.config is not None:
+        path = Path(arguments.config)
+        try:
+            provider = FleetFileProvider(path, rules, partial(check_proxy_section, path.parent))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.add(f"--config {path}", problem)
+    values: dict[str, Any] = dict(OPTION_DEFAULTS)
+    if static.documents:
+        values |= {"host": production_stack_flags.DEFAULT_HOST, "port": production_stack_flags.DEFAULT_PORT}
+    values |= {} if provider is None else provider.document.settings
+    values |= flags
+    admin = _admin(values, problems)
+    tls = _tls(values, problems)
+    _check_keys(values["client-keys"], problems)
+    signing = _signing(values, problems)
+    tokenizers = _tokenizers(values, problems)
+    entries = (*given, *(() if provider is None else provider.document.entries))
+    if not (entries or provider or admin or problems):
+        problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
+    policy, notes = _policy(values, tokenizers)
+    problems.raise_if_any()
+    try:
+        settings = Settings(
+            instances=tuple(entry.make_instance() for entry in given),
+            spec_rules=rules,
+            providers=() if provider is None else (provider,),
+            admin_token=admin,
+            client_keys=values["client-keys"],
+            signing=signing,
+            policy=policy,
+            modes=_modes(values, provider),
+            modes_are_fixed="mode" in flags,
+            tokenizers=tokenizers,
+            prefill_timeout_s=values["prefill-timeout"],
+            decode_timeout_s=values["decode-timeout"],
+            request_timeout_s=values["request-timeout"],
+            client_timeout_s=values["client-timeout"],
+            retries=values["retries"],
+            continuation=values["continuation"],
+            probe_interval_s=values["probe"],
+            limits={role: RoleLimits(values[f"{role}-requests"], values[f"{role}-tokens"]) for role in Role},
+            queue=QueueLimits(values["queue"], values["queue-per-tenant"], values["queue-wait"]),
+            slow_start_s=values["slow-start"],
+            expose_route=values["expose-route"],
+            log_requests=values["log-requests"],
+            trace=values["trace"],
+            body=JSONLimits(max_bytes=values["max-body-bytes"]),
+            body_memory_bytes=values["max-body-memory"] or 32 * values["max-body-bytes"],
+        )
+    except ValueError as error:
+        raise ConfigError((str(error),)) from error
+    files = descriptor_limit()
+    if (wanted := descriptors_for(values["max-connections"] or 1)) > files:
+        notes.append(f"--max-connections needs {wanted} open files, and {files} are allowed: see ulimit -n")
+    server = ServerSettings(
+        connections=ConnectionLimits(
+            values["max-connections"] or connections_for(files),
+            values["max-connections-per-address"],
+            refusals_for(files),
+        ),
+        drain_delay_s=values["drain-delay"],
+        grace_s=values["grace"],
+        tls=tls,
+        direct=not values["plain-asgi"],
+    )
+    secrets = dict.fromkeys((values["admin-token-file"], rules.credential_sources.key_file))
+    notes += [
+        f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and is_accessible_by_others(path)
+    ]
+    notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
+    return Configuration(settings, values["host"], values["port"], server, entries, (*static.notes, *notes))
+
+
+def _modes(values: Mapping[str, Any], provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
+    """A flag goes before the file."""
+    if values["mode"] is not None:
+        return (values["mode"],)
+    return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
+
+
+def _flags(arguments: argparse.Namespace, problems: ConfigProblems) -> dict[str, object]:
+    """The flags that were given, checked."""
+    found: dict[str, object] = {}
+    for option in OPTIONS:
+        given = getattr(arguments, option.name.replace("-", "_"))
+        if given is None:
+            continue
+        try:
+            value = option.kind.parse_flag(given) if isinstance(given, str) else given
+            found[option.name] = option.kind.check(value, Path())
+        except ValueError as error:
+            problems.add(f"--{option.name}", str(error))
+    return found
+
+
+def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: ConfigProblems) -> SpecRules:
+    rules = default_spec_rules()
+    try:
+        check_connector(arguments.connector, rules)
+    except ValueError as error:
+        problems.add("--connector", str(error))
+    selectors = dict(static.selectors)
+    for role in Role:
+        text = cast("str | None", getattr(arguments, f"{role}_labels"))
+        if text is not None:
+            selectors[role] = {**selectors.get(role, {}), **_selector(role, text, problems)}
+    key_file = cast("str | None", arguments.engine_key_file)
+    ca = cast("str | None", arguments.engine_ca)
+    places = CredentialSources(
+        key_file=None if key_file is None else Path(key_file),
+        tls=None if ca is None else EngineTLSSettings(ca=Path(ca)),
+    )
+    addresses: tuple[str, ...] = ()
+    try:
+        addresses = check_addresses(arguments.engine_address)
+    except ValueError as error:
+        problems.add("--engine-address", f"{error}")
+    return replace(
+        rules, connector=arguments.connector, selectors=selectors, credential_sources=places, addresses=addresses
+    )
+
+
+def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
+    """Of `label=value,label=value`; a label that stands twice may have either value."""
+    wanted: dict[str, frozenset[str]] = {}
+    for pair in text.split(","):
+        label, _, value = pair.strip().partition("=")
+        if not is_label(label) or not is_label_value(value):
+            problems.add(f"--{role}-labels", "must be label=value, several separated by commas")
+            return {}
+        wanted[label] = wanted.get(label, frozenset()) | {value}
+    return wanted
+
+
+def _entries(
+    arguments: argparse.Namespace, static: StaticFleet, rules: SpecRules, problems: ConfigProblems
+) -> tuple[InstanceSpec, ...]:
+    """The engines that flags name."""
+    entries: list[InstanceSpec] = []
+    bootstraps = _bootstraps(arguments, rules, problems)
+    for role in Role:
+        for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
+            name, equals, url = text.partition("=")
+            if not equals or "://" in name:
+                name, url = f"{role}-{number}", text
+            bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
+            try:
+                id, url = check_id(name), check_url(url)
+                entry = InstanceSpec(
+                    id,
+                    url,
+                    role,
+                    rules.connector,
+                    bootstrap=bootstrap,
+                    addresses=rules.addresses,
+                    store=default_store(rules.connector, rules),
+                )
+            except ValueError as error:
+                problems.add(f"--{role}, the {number + 1}. time", f"[NAME=]URL {error}")
+            else:
+                entries.append(entry)
+    for name in bootstraps:
+        problems.add("--bootstrap", f"no --prefill engine is called {name[:64]!r}")
+    for document in static.documents:
+        entry = parse_spec(document, "--static-backends", rules, problems)
+        if entry is not None:
+            entries.append(entry)
+    return tuple(entries)
+
+
+def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
+    """Where flags say that bootstrap servers are, by the name of their engine."""
+    found: dict[str, str] = {}
+    for text in cast("Sequence[str]", arguments.bootstrap):
+        name, _, url = text.partition("=")
+        try:
+            found[check_id(name)] = check_url(url)
+        except ValueError:
+            problems.add("--bootstrap", "must be NAME=http://host:port, NAME that of a --prefill engine")
+    if found:
+        check_bootstrap_allowed(Role.PREFILL, rules.connector, rules, "--bootstrap", problems)
+    return found
+
+
+def _admin(values: Mapping[str, Any], problems: ConfigProblems) -> Secret | None:
+    path, variable = values["admin-token-file"], values["admin-token-env"]
+    if path is not None and variable is not None:
+        problems.add("--admin-token-env", "--admin-token-file is given too; name one of them")
+        return None
+    try:
+        if path is not None:
+            return secret_from_file(path)
+        return None if variable is None else secret_from_variable(variable, os.environ)
+    except SecretError as error:
+        problems.add("the admin API's token", str(error))
+        return None
+
+
+def _tls(values: Mapping[str, Any], problems: ConfigProblems) -> ssl.SSLContext | None:
+    certificate, key, authority = (values[f"tls-{name}"] for name in ("certificate", "key", "client-ca"))
+    if certificate is None and key is None and authority is None:
+        return None
+    if certificate is None or key is None:
+        problems.add("--tls-certificate, --tls-key", "https needs both")
+        return None
+    try:
+        return server_ssl_context(ServerTLSSettings(certificate, key, authority))
+    except TLSError as error:
+        problems.add("https for clients", str(error))
+        return None
+
+
+def _signing(values: Mapping[str, Any], problems: ConfigProblems) -> SigningSettings | None:
+    path, audience = values["sign-with"], values["audience"]
+    if path is None and audience is None:
+        return None
+    if path is None or audience is None:
+        problems.add("--sign-with, --audience", "signed documents need both")
+        return None
+    signing = SigningSettings(path, audience)
+    try:
+        ReloadingSigner(signing)
+    except SigningKeyringError as error:
+        problems.add("--sign-with", str(error))
+    except ValueError as error:
+        problems.add("--audience", str(error))
+    return signing
+
+
+def _tokenizers(values: Mapping[str, Any], problems: ConfigProblems) -> TokenizersByModel:
+    try:
+        return load_tokenizers(values["tokenizer"] or {})
+    except TokenizerError as error:
+        problems.add("--tokenizer", str(error))
+        return {}
+
+
+def _policy(values: Mapping[str, Any], tokenizers: TokenizersByModel) -> tuple[str, list[str]]:
+    """The policy that is named, or the one that is best where nobody has named one; and what is to be said of it."""
+    if values["policy"] is not None or not tokenizers:
+        return values["policy"] or "round_robin", []
+    if any(find_spec(name) is None for name in ("numpy", "msgspec")):
+        return "round_robin", ["policy round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
+    return "cache_aware", ["policy cache_aware, since prompts get token ids; --policy names another one"]
+
+
+def _check_keys(path: Path | None, problems: ConfigProblems) -> None:
+    if path is not None:
+        try:
+            read_api_keys(path)
+        except APIKeysError as error:
+            problems.add("--client-keys", str(error))

@@ -1,0 +1,228 @@
+"""`kvparams proxy`: the global proxy from the command line."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+from starlette.applications import Starlette
+
+from kvparams.dialects.registry import routable_dialect_names
+from kvparams.instances import Role
+from kvparams_proxy.cli import production_stack_flags
+from kvparams_proxy.cli.configuration import Configuration, build_configuration
+from kvparams_proxy.cli.fleet_check import check_fleet
+from kvparams_proxy.config.options import OPTIONS, SWITCH, Option
+from kvparams_proxy.config.settings import Settings, known_dialects
+from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.config_errors import ConfigError
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.fleet.registry.instance_spec import spec_of
+from kvparams_proxy.server.app import create_app
+from kvparams_proxy.server.file_descriptors import raise_descriptor_limit
+from kvparams_proxy.server.http_server import listen, serve
+from kvparams_proxy.telemetry.line_writer import LineWriter
+from kvparams_proxy.telemetry.log_handler import LineWriterHandler
+
+__all__ = ["COMMAND", "add_fleet_flags", "add_option_flags", "load_configuration", "run_server"]
+
+_STDERR: Final = 2
+_GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
+_EXAMPLE: Final = """
+example, two prefill and two decode engines that speak vLLM's NIXL connector:
+
+  kvparams proxy --prefill http://10.0.0.1:8000 --prefill http://10.0.0.2:8000 \\
+                 --decode  http://10.0.0.3:8000 --decode  http://10.0.0.4:8000
+
+the same from a file, which may be changed while the proxy runs (examples/fleet.yaml shows all of it):
+
+  kvparams proxy --config fleet.yaml --admin-token-file token
+
+  proxy: {port: 8100, prefill-requests: 64}      # flags from `where to listen` on; read at the start
+  instances:
+    - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
+    - {id: d0, url: "http://10.0.0.3:8000", role: decode}
+
+whether the engines are what was declared, and KV gets from one to the other:
+
+  kvparams proxy --config fleet.yaml --check
+
+then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
+Also served: /v1/models, /health (503 while a role is missing), /metrics, and with a token /admin:
+
+  curl -H "Authorization: Bearer $(cat token)" http://127.0.0.1:8100/admin/instances
+"""
+
+
+class ProxyCommand:
+    """See `kvparams.cli.Command`."""
+
+    summary = "Put a proxy in front of prefill and decode engines."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """One argument for each setting, and those that name engines."""
+        parser.epilog = _EXAMPLE
+        engines = parser.add_argument_group("engines")
+        for role in Role:
+            engines.add_argument(
+                f"--{role}",
+                action="append",
+                default=[],
+                metavar="[NAME=]URL",
+                help=f"a {role} engine, http://host:port; repeat it for each (default names: {role}-0, {role}-1, ...)",
+            )
+        add_fleet_flags(engines)
+        add_option_flags(parser)
+        production_stack_flags.add_production_stack_flags(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Serve until told to stop."""
+        asked = load_configuration("proxy", arguments)
+        if asked is None:
+            return 2
+        needed = sorted(ActiveModes(asked.settings.modes).roles)
+        missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
+        notes = [f"no {role} engine is given: requests will be answered 503 until there is one" for role in missing]
+        return run_server("proxy", asked, notes, check=arguments.check)
+
+
+def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    """What is said of engines, beside their names."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="engines and settings in YAML; its engines are followed while the proxy runs",
+    )
+    known = ", ".join(routable_dialect_names())
+    group.add_argument(
+        "--connector",
+        default="nixl",
+        metavar="NAME",
+        help=f"the KV connector of engines that name none: {known} (default: nixl)",
+    )
+    group.add_argument(
+        "--bootstrap",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
+        "(default: on the engine's host, port 8998)",
+    )
+    group.add_argument(
+        "--engine-address",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="where engines that name no addresses may say that they are, beside the host of their URL: a host, "
+        "host:port or a network such as 10.1.0.0/16",
+    )
+    for role in Role:
+        group.add_argument(
+            f"--{role}-labels",
+            metavar="LABEL=VALUE",
+            help=f"engines without a role are {role} if they have this label; several separated by commas",
+        )
+    group.add_argument(
+        "--engine-key-file", metavar="FILE", help="holds the API key that engines want, where they name none"
+    )
+    group.add_argument(
+        "--engine-ca",
+        metavar="FILE",
+        help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
+    )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="ask each engine whether it is what is declared, send one small request through each pair, say what "
+        "was found and end (status 1 if something is wrong); best while nobody else uses the engines",
+    )
+
+
+def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """One for each setting, but those that a command decides itself."""
+    groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
+    for option in OPTIONS:
+        if option.name in without:
+            parser.set_defaults(**{option.name.replace("-", "_"): None})
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
+
+
+def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
+    """What was asked for; None where that is wrong, which was said then."""
+    logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR))])
+    logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
+    raise_descriptor_limit()
+    try:
+        return build_configuration(arguments)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"kvparams {command}: {problem}", file=sys.stderr)
+        return None
+
+
+def run_server(
+    command: str,
+    asked: Configuration,
+    notes: Iterable[str] = (),
+    *,
+    check: bool = False,
+    make: Callable[[Settings], Starlette] = create_app,
+) -> int:
+    """Serve what `make` makes until told to stop, or only look at the engines; the exit status."""
+    if check:
+        return asyncio.run(_check(command, asked))
+    app = make(asked.settings)
+    for note in (*asked.notes, *notes):
+        print(f"kvparams {command}: {note}", file=sys.stderr)
+    try:
+        listener = listen(asked.host, asked.port)
+    except OSError as error:
+        where = f"{asked.host}:{asked.port}"
+        print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
+        return 1
+    port = listener.getsockname()[1]
+    scheme = "http" if asked.server.tls is None else "https"
+    print(f"kvparams {command}: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
+    told = serve(app, listener, asked.server)
+    logging.shutdown()
+    if told is not None:
+        signal.raise_signal(told)
+    return 0
+
+
+async def _check(command: str, asked: Configuration) -> int:
+    """Look at all engines; the exit status."""
+    settings = asked.settings
+    given = [spec_of(instance, settings.spec_rules) for instance in settings.instances]
+    entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
+    errors = 0
+    signer = None if settings.signing is None else ReloadingSigner(settings.signing).signer
+    async for grade, who, said in check_fleet(entries, known_dialects(), settings.upstream_limits, signer):
+        errors += grade == "error"
+        print(f"{_GRADES[grade]} {who}: {said}", flush=True)
+    if errors:
+        print(f"kvparams {command}: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
+    """The flag of one setting. Not given is None: then the fleet file has its say."""
+    text = option.help if option.kind.known is None else f"{option.help}: {', '.join(option.kind.known())}"
+    if option.kind is SWITCH:
+        group.add_argument(f"--{option.name}", action="store_const", const=True, help=text)
+        return
+    if option.default is not None:
+        unit = " s" if isinstance(option.default, float) else ""
+        shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
+        text = f"{text} (default: {shown}{unit})"
+    group.add_argument(f"--{option.name}", metavar=option.kind.metavar, help=text)
+
+
+COMMAND: Final = ProxyCommand()
+"""The entry point."""

@@ -1,0 +1,1 @@
+"""The proxy's settings: options, fleet files, and how they are parsed."""

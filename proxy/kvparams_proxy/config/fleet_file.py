@@ -1,0 +1,177 @@
+"""The fleet file as a provider: read at the start, read again whenever it changes.
+
+It is watched by looking at it: no library, and it works where files are replaced, linked or on a network. A version is
+read once it has stood still for one look, so a file that is being written is not taken for a smaller fleet. The keys
+and certificates that it names are watched with it. The one rule: a version that cannot be used changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Final, NamedTuple, NoReturn, TypeVar
+
+from kvparams_proxy.config.fleet_document import CheckSettings, FleetDocument, parse_fleet_document
+from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES
+from kvparams_proxy.config_errors import ConfigError, ConfigProblems
+from kvparams_proxy.fleet.registry.credentials import CredentialSources, EngineCredentials, load_credentials
+from kvparams_proxy.fleet.registry.instance_spec import SpecRules
+from kvparams_proxy.fleet.registry.reconcile import rollout_steps
+from kvparams_proxy.fleet.registry.registry import Registry
+
+__all__ = ["FleetFileProvider"]
+
+T = TypeVar("T")
+
+_SLICE_S: Final = 0.0005
+"""Of work, before requests have their turn again."""
+_PORTION: Final = 4
+"""Instances that change at a time, for the same reason: in a large fleet each costs a look at all."""
+_log = logging.getLogger(__name__)
+
+
+class _FileState(NamedTuple):
+    """Of a file; another content has another one."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+class FleetFileProvider:
+    """A `kvparams_proxy.fleet.registry.providers.Provider`."""
+
+    def __init__(self, path: Path, rules: SpecRules, check_settings: CheckSettings, every_s: float = 1.0) -> None:
+        """Read the file a first time. Blocks.
+
+        Args:
+            path: where it is.
+            rules: what was said outside of it. Relative paths in it begin where it is.
+            check_settings: for its member `proxy`.
+            every_s: how often it is looked at.
+
+        Raises:
+            ConfigError: it cannot be read, or everything that is wrong with it.
+        """
+        self.source: Final = "file"
+        self._path = path
+        self._rules = replace(rules, folder=path.parent)
+        self._check_settings = check_settings
+        self._every_s = every_s
+        self._files: tuple[Path, ...] = ()
+        """What the file names; watched with it."""
+        state = _see(path)
+        checked = _at_once(self._check(self._text()))
+        self._read: tuple[_FileState | None, ...] = (state, *map(_see, self._files))
+        """The states of the files that were read last; looked at before they were read, so that no change is missed."""
+        self._seen = self._read
+        """What the last look has found."""
+        self.document: FleetDocument = self._load(checked)
+        """The version that is in force."""
+
+    def publish_initial(self, registry: Registry) -> None:
+        """Publish the first version."""
+        registry.spec_rules = self.document.rules
+        registry.publish(self.source, self.document.entries)
+
+    async def watch(self, registry: Registry) -> NoReturn:
+        """Look at it for ever."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.reload_if_changed(registry)
+
+    async def reload_if_changed(self, registry: Registry) -> None:
+        """Publish a new version, if there is one and it stood still since the last look."""
+        now = await asyncio.to_thread(self._look)
+        stands, self._seen = now == self._seen, now
+        if now == self._read or not stands:
+            return
+        self._read = now
+        try:
+            checked = await _in_slices(self._check(await asyncio.to_thread(self._text)))
+            self._read = self._seen = (now[0], *(await asyncio.to_thread(self._look))[1:])
+            document = await asyncio.to_thread(self._load, checked)
+        except ConfigError as error:
+            registry.report_invalid(self.source, error.problems)
+            return
+        if document.settings != self.document.settings:
+            _log.warning("%s: what has changed under `proxy` holds from the next start on", self._path)
+        before, self.document = self.document, document
+        registry.spec_rules = document.rules
+        if document.modes != before.modes:
+            registry.switch_modes(self.source, document.modes)
+        for entries in rollout_steps(before.entries, document.entries, _PORTION):
+            registry.publish(self.source, entries, partly=True)
+            await asyncio.sleep(0)
+        registry.publish(self.source, document.entries)
+
+    def _look(self) -> tuple[_FileState | None, ...]:
+        return tuple(_see(path) for path in (self._path, *self._files))
+
+    def _text(self) -> str:
+        try:
+            with self._path.open("rb") as file:
+                raw = file.read(MAX_YAML_BYTES + 1)
+        except OSError as error:
+            raise ConfigError((f"{self._path} cannot be read: {error.strerror or 'failed'}",)) from error
+        if len(raw) > MAX_YAML_BYTES:
+            raise ConfigError((f"{self._path} is larger than {MAX_YAML_BYTES} bytes",))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise ConfigError((f"{self._path} is not text in UTF-8",)) from None
+
+    def _check(self, text: str) -> Generator[None, None, FleetDocument]:
+        """What the text says; from then on what it names is watched."""
+        document = yield from parse_fleet_document(text, self._rules, self._check_settings)
+        places = {document.rules.credential_sources, *(entry.credential_sources for entry in document.entries)}
+        self._files = tuple(sorted({path for place in places for path in place.files}))
+        return document
+
+    def _load(self, document: FleetDocument) -> FleetDocument:
+        """With the keys and certificates that it names. Blocks."""
+        problems = ConfigProblems()
+        loaded: dict[CredentialSources, EngineCredentials] = {}
+        named: list[tuple[str, CredentialSources]] = [("defaults", document.rules.credential_sources)]
+        named += ((f"instance {entry.id}", entry.credential_sources) for entry in document.entries)
+        for where, places in named:
+            if places not in loaded:
+                loaded[places] = load_credentials(places, where, problems)
+        problems.raise_if_any()
+        entries = tuple(replace(entry, credentials=loaded[entry.credential_sources]) for entry in document.entries)
+        return replace(
+            document,
+            rules=replace(document.rules, credentials=loaded[document.rules.credential_sources]),
+            entries=entries,
+        )
+
+
+def _see(path: Path) -> _FileState | None:
+    """None where there is nothing to be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _at_once(work: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+async def _in_slices(work: Generator[None, None, T]) -> T:
+    while True:
+        until = perf_counter() + _SLICE_S
+        while perf_counter() < until:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+        await asyncio.sleep(0)

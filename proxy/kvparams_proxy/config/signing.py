@@ -1,0 +1,58 @@
+"""The proxy's signatures: which file of keys, for which pool, and keys that change while it runs.
+
+The one rule: with a file of keys no leg leaves without a signature; what cannot be signed is not sent.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+from kvparams.signing.keyring import SigningKeyringError
+from kvparams.signing.keyring_file import WatchedKeyring
+from kvparams.signing.signer import Signer
+
+__all__ = ["ReloadingSigner", "SigningSettings"]
+
+_log: Final = logging.getLogger(__name__)
+
+
+class SigningSettings(NamedTuple):
+    """What an operator decides."""
+
+    keys_file: Path
+    """The file (`kvparams signing-keys`)."""
+    audience: str
+    """The pool of engines that the documents are for: 1 to 256 visible ASCII characters."""
+
+
+class ReloadingSigner:
+    """A signer whose keys are those of a file, whatever becomes of it."""
+
+    def __init__(self, signing: SigningSettings, now: Callable[[], float] = time.time) -> None:
+        """Read the keys. `now` is in seconds since 1970.
+
+        Raises:
+            KeyringError: they cannot be used.
+            ValueError: the audience is not one.
+        """
+        self._keys = WatchedKeyring(signing.keys_file)
+        self.signer: Final = Signer(self._keys.keyring, signing.audience, now)
+
+    def reload_if_changed(self) -> None:
+        """Take the keys of the file, if it has changed. What is wrong with it is logged, once. May be called in a
+        thread of its own: the keys change all at once."""
+        try:
+            if self._keys.reload_if_changed():
+                self.signer.use_keyring(self._keys.keyring)
+                _log.warning("signing keys were read again: %d", len(self._keys.keyring))
+        except SigningKeyringError as error:
+            _log.error("%s; the keys stay as they were", error)
+
+    async def watch_file(self, every_s: float) -> NoReturn:
+        """Look at the file from time to time, until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            await asyncio.to_thread(self.reload_if_changed)

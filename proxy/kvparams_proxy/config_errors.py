@@ -1,0 +1,44 @@
+"""What is wrong with something an operator wrote: everything at once, each with where it stands.
+
+The one rule: a message names members and says what to do; it never repeats a value that may be a secret.
+"""
+
+from typing import Final
+
+__all__ = ["ConfigError", "ConfigProblems"]
+
+_SHOWN: Final = 20
+"""More are counted, not listed: nobody reads them before the first ones are put right."""
+
+
+class ConfigError(ValueError):
+    """What an operator wrote cannot be used. `problems` are sentences, each beginning with where it stands."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class ConfigProblems:
+    """Collects what is wrong, so that all of it is said at once."""
+
+    __slots__ = ("_found", "_more")
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._more = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, where: str, what: str) -> None:
+        """`where` is a path such as `instances[2].url`; empty when it is about the whole."""
+        if len(self._found) < _SHOWN:
+            self._found.append(f"{where}: {what}" if where else what)
+        else:
+            self._more += 1
+
+    def raise_if_any(self) -> None:
+        """Raise `ConfigError` with what was found, if anything was."""
+        if self._found:
+            raise ConfigError((*self._found, f"and {self._more} more") if self._more else tuple(self._found))

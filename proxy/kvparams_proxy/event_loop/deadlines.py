@@ -1,0 +1,56 @@
+"""Time-outs of legs: one sweep over all of them in place of a timer for each.
+
+The one rule: starting or renewing a time-out costs an entry in a dictionary; it fires at most a tick late.
+"""
+
+import asyncio
+import logging
+from typing import Final, Protocol
+
+from kvparams_proxy.event_loop.clock import Clock, MonotonicClock
+
+__all__ = ["Deadlines", "Expirable"]
+
+TICK_S: Final = 0.05
+_log: Final = logging.getLogger(__name__)
+
+
+class Expirable(Protocol):
+    """What has a time-out."""
+
+    def expire(self) -> None:
+        """Its time is over."""
+        ...
+
+
+class Deadlines:
+    """Knows until when everything that is watched has time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock | None = None) -> None:
+        """`clock`: what time-outs are measured by, if not the loop's own."""
+        self._loop = loop
+        self._clock = clock or MonotonicClock(loop.time)
+        self._deadlines: dict[Expirable, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, what: Expirable, limit_s: float) -> None:
+        """`what` has `limit_s` seconds from now on, whatever it had before."""
+        self._deadlines[what] = self._clock.time() + limit_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._sweep)
+
+    def stop(self, what: Expirable) -> None:
+        """It is over."""
+        self._deadlines.pop(what, None)
+
+    def _sweep(self) -> None:
+        now = self._clock.time()
+        try:
+            for what in [what for what, deadline in self._deadlines.items() if deadline <= now]:
+                self.stop(what)
+                try:
+                    what.expire()
+                except Exception:  # noqa: BLE001  a fault of the proxy: the others' time is over too
+                    _log.exception("a time-out could not be acted on")
+        finally:
+            self._timer = self._loop.call_later(TICK_S, self._sweep) if self._deadlines else None

@@ -1,0 +1,290 @@
+"""A whole answer of an engine, parsed once: a short one where it is needed, a long one in steps of bounded work.
+
+Of a long one, members that are long stand in its document as something short of their kind. `kv_transfer_params` are
+there in full, within a bound.
+"""
+
+import re
+from collections.abc import Generator, Mapping
+from typing import Final, cast
+
+from pydantic_core import to_json
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext.document import read_object
+from kvparams.jsontext.incremental_reader import IncrementalReader
+from kvparams.jsontext.receivers import OPEN_OBJECT, AbridgedObjectReceiver, ListReceiver, Receiver, TreeBuilder
+from kvparams.jsontext.scanner import (
+    LONGEST_TOKEN,
+    STEP_BYTES,
+    UNLIMITED,
+    JSONLimits,
+    MemberSpan,
+    piece_end,
+    scalar_end,
+    skip_space,
+)
+from kvparams_proxy.execution.response_corrector import load_response
+from kvparams_proxy.execution.response_privacy import (
+    PRIVATE_MEMBERS,
+    PUBLIC_MEMBERS,
+    EngineAddresses,
+    embedded_error,
+    privacy_changes,
+)
+
+__all__ = ["LONG_RESPONSE_BYTES", "EngineResponse", "private_member_cuts"]
+
+LONG_RESPONSE_BYTES: Final = 8 << 10
+"""An answer that is longer is read in steps."""
+_LIMITS: Final = JSONLimits(max_bytes=2**62, max_containers=2**62, max_strings=2**62)
+"""The length of an answer is bounded already."""
+_MOST_VALUES: Final = 200_000
+"""In `kv_transfer_params`: the blocks of some million tokens."""
+_MOST_PARAMS_BYTES: Final = 1 << 20
+_MOST_OF_ITS_OWN: Final = 64
+"""Members that are not of the API: each has to be searched for addresses."""
+_MOST_CUTS: Final = 4096
+_SEARCHED_BYTES: Final = 64 << 10
+_OVERLAP: Final = 512
+_LOOKED_AT: Final = 16 << 10
+"""Bytes of a member that are searched for addresses."""
+_COPIED_BYTES: Final = 1 << 20
+_NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "kv_transfer_params", "choices"))
+_SAYS_OF_ITSELF: Final = ("id", "object", "system_fingerprint", "kv_transfer_params")
+_NAMES: Final = b"|".join(name.encode() for name in sorted(PRIVATE_MEMBERS))
+_PRIVATE: Final = re.compile(rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
+_PRIVATE_TOO: Final = re.compile(rb'[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
+_COMMA: Final = re.compile(rb"[ \t\r\n]*,")
+_SUSPECTS: Final = (b'_params"', b'"remote_', b'"bootstrap_')
+"""Where one of them stands in a choice, members may say where KV is."""
+
+
+class EngineResponse:
+    """One of them."""
+
+    __slots__ = ("_document", "_error", "member_spans", "privacy_changes", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw: Final = raw
+        self._document: Mapping[str, object] | None = None
+        self._error: str | None = None
+        self.member_spans: Mapping[str, MemberSpan] | None = None
+        """Where its members stand, if it was read in steps."""
+        self.privacy_changes: Mapping[str, bytes | None] = {}
+        """What must be kept from clients, if it was read in steps; as for `kvparams.jsontext.document.edit`."""
+
+    @property
+    def document(self) -> Mapping[str, object]:
+        """What it says.
+
+        Raises:
+            JSONTextError: it is not a JSON object.
+        """
+        self.raise_if_invalid()
+        if self._document is None:
+            self._document = load_response(self.raw)
+        return self._document
+
+    def raise_if_invalid(self) -> None:
+        """
+        Raises:
+            JSONTextError: it was read in steps, and is not a JSON object, or none that can be used.
+        """
+        if self._error is not None:
+            raise JSONTextError(self._error)  # one that is kept would hold the frames it was raised through
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether it is what a client asks for: JSON, no error, and a choice.
+
+        In a choice there may be no text: a model may have nothing to say.
+        """
+        try:
+            document = self.document
+        except JSONTextError:
+            return False
+        choices = document.get("choices")
+        if embedded_error(document) is not None or not isinstance(choices, list):
+            return False
+        return any(choice and isinstance(choice, dict) for choice in cast("list[object]", choices))
+
+    def parse_in_steps(self, request_id: str, addresses: EngineAddresses) -> Generator[None, None, "EngineResponse"]:
+        """Read it in steps. Never raises for what stands there.
+
+        Args:
+            request_id: what the engine was told.
+            addresses: of the engines.
+
+        Returns:
+            The answer itself.
+        """
+        receiver = _EngineResponseReceiver()
+        try:
+            yield from read_object(self.raw, receiver, _LIMITS, strict=False)
+            _check_params(receiver)
+            yield
+            self.privacy_changes = yield from _changes(self.raw, receiver, request_id, addresses)
+            self._document = receiver.document
+            self.member_spans = receiver.fields
+        except JSONTextError as error:
+            self._error = str(error)
+        return self
+
+
+def _check_params(receiver: AbridgedObjectReceiver) -> None:
+    """Refuse `kv_transfer_params` that cannot be handed on."""
+    field = receiver.fields.get("kv_transfer_params")
+    if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
+        raise JSONTextError("its kv_transfer_params are too long")
+    try:
+        to_json(receiver.document.get("kv_transfer_params"))
+    except ValueError as error:
+        raise JSONTextError("its kv_transfer_params are nested too deep, or no text") from error
+
+
+class _EngineResponseReceiver(AbridgedObjectReceiver):
+    """Receives a long answer."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(
+            _NEEDED,
+            {"choices": _ChoicesReceiver(), "error": AbridgedObjectReceiver(), "usage": AbridgedObjectReceiver()},
+        )
+
+    def on_nested(self, name: str | None, opening: int) -> Receiver | None:
+        """See `Receiver.on_nested`."""
+        if name == "kv_transfer_params" and opening == OPEN_OBJECT:
+            built = TreeBuilder(opening, _MOST_VALUES)
+            self.document[name] = built.value
+            return built
+        return super().on_nested(name, opening)
+
+
+class _ChoicesReceiver(ListReceiver):
+    """Receives a long list of choices; it stands for one if there is one with something in it."""
+
+    __slots__ = ()
+
+    def on_values(self, values: list[object]) -> None:
+        """See `Receiver.on_values`."""
+        if any(choice and isinstance(choice, dict) for choice in values):
+            self.stand_in[:] = [{"index": 0}]
+
+    def on_nested(self, name: str | None, opening: int) -> None:
+        """See `Receiver.on_nested`."""
+        if opening == OPEN_OBJECT:
+            self.stand_in[:] = [{"index": 0}]
+
+
+def _changes(
+    raw: bytes, receiver: AbridgedObjectReceiver, request_id: str, addresses: EngineAddresses
+) -> Generator[None, None, dict[str, bytes | None]]:
+    """What `privacy_changes` gives for a short answer."""
+    document, fields = receiver.document, receiver.fields
+    said = {name: document[name] for name in _SAYS_OF_ITSELF if name in document}
+    changes = privacy_changes(said, b"", request_id, addresses)
+    its_own = [name for name in fields if name not in PUBLIC_MEMBERS]
+    for name in its_own:
+        if name in PRIVATE_MEMBERS or len(its_own) > _MOST_OF_ITS_OWN:
+            changes[name] = None
+            continue
+        field = fields[name]
+        kept = yield from _without_private(raw, field)
+        beginning = raw[field.value : min(field.end, field.value + _LOOKED_AT)] if kept is None else kept[:_LOOKED_AT]
+        if addresses.occur_in(beginning.decode("utf-8", "replace")):
+            changes[name] = None
+        elif kept is not None:
+            changes[name] = kept
+        yield
+    if "choices" in fields and (yield from _says(raw, fields["choices"])):
+        kept = yield from _without_private(raw, fields["choices"])
+        if kept is not None:
+            changes["choices"] = kept
+    return changes
+
+
+def _says(raw: bytes, field: MemberSpan) -> Generator[None, None, bool]:
+    """Whether one of the suspects stands in a value."""
+    for word in _SUSPECTS:
+        for at in range(field.value, field.end, _COPIED_BYTES):
+            if raw.find(word, at, min(at + _COPIED_BYTES + len(word), field.end)) >= 0:
+                return True
+            yield
+    return False
+
+
+def _without_private(raw: bytes, field: MemberSpan) -> Generator[None, None, bytes | None]:
+    """A value without members that say where KV or engines are, at any depth; None where it has none."""
+    kept = bytearray()
+    at, end = field.value, field.end
+    cuts = yield from private_member_cuts(raw, at, end)
+    if not cuts:
+        return None
+    for start, behind in (*cuts, (end, end)):
+        while at < start:
+            piece = raw[at : min(at + _COPIED_BYTES, start)]
+            kept += piece
+            at += len(piece)
+            yield
+        at = behind
+    return cast("bytes", kept)  # to make bytes of it would copy all of it at once
+
+
+def private_member_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tuple[int, int]]]:
+    """Where members stand in `raw[at:end]`, JSON text, that say where KV or engines are: with one comma each, so that
+    without them it is JSON as well.
+
+    Raises:
+        JSONTextError: there are too many.
+    """
+    cuts: list[tuple[int, int]] = []
+    number = 0
+    while at < end:
+        stop = min(at + _SEARCHED_BYTES, end)
+        found = _PRIVATE.search(raw, at, stop)
+        if found is None:  # one that goes on behind `stop` is found from where it begins
+            at = stop if stop == end else stop - _OVERLAP
+            yield
+            continue
+        start, first = found.start(), found[1] == b"{"
+        at = yield from _value_end(raw, found.end())
+        number += 1
+        if first:
+            start += 1
+            while (comma := _COMMA.match(raw, at, at + _SEARCHED_BYTES)) is not None:
+                at = comma.end()
+                too = _PRIVATE_TOO.match(raw, at, at + _SEARCHED_BYTES)
+                if too is None:
+                    break
+                at = yield from _value_end(raw, too.end())
+                number += 1
+                if number > _MOST_CUTS:
+                    break
+                yield
+            if at < len(raw) and raw[at] <= 0x20 and skip_space(raw, at) >= at + LONGEST_TOKEN:
+                raise JSONTextError("there is too much white space in it")
+        cuts.append((start, at))
+        if number > _MOST_CUTS:
+            raise JSONTextError("it has too many members that say where KV or engines are")
+        yield
+    return cuts
+
+
+def _value_end(raw: bytes, at: int) -> Generator[None, None, int]:
+    """Where the value ends that begins at `at`."""
+    byte = raw[at]
+    if byte in b"{[":
+        reader = IncrementalReader(raw, at, UNLIMITED)
+        yield from reader.steps()
+        return reader.at
+    if byte != 0x22:
+        return scalar_end(raw, at)
+    last = False
+    while not last:
+        at, last = piece_end(raw, at + 1, STEP_BYTES)
+        at -= not last
+        yield
+    return at + 1

@@ -1,0 +1,56 @@
+"""What a leg sends: the client's body with the changes that the plan asks for, spliced in.
+
+The one rule: the client's words go out as they came in, but for these changes.
+"""
+
+from typing import Final, cast
+
+from kvparams.jsontext.document import edit, edit_pieces, edit_with_spans
+from kvparams.routing.plan import Leg
+from kvparams_proxy.execution.stream_continuation import StreamRecorder, is_resumable, resumed_body_changes
+from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.upstream.types import UpstreamBody
+
+__all__ = ["build_leg_request", "make_stream_recorder"]
+
+_RESUMED_AT: Final = b"/v1/completions"
+"""A stream is continued as a completion of token ids, whatever it was."""
+_LONG_BYTES: Final = 256 << 10
+"""A longer body is not copied for a leg."""
+_IDS: Final = {"return_token_ids": b"true"}
+
+
+def make_stream_recorder(endpoint: APIEndpoint, inbound: ParsedRequest) -> StreamRecorder | None:
+    """What remembers the stream of a request that can be continued; None for others."""
+    document, facts = inbound.document, inbound.facts
+    if document is None or endpoint.kind not in ("completions", "chat"):
+        return None
+    if not is_resumable(document, inbound.stream, facts.prompts, facts.choices):
+        return None
+    options = document.get("stream_options")
+    return StreamRecorder(
+        chat=endpoint.kind == "chat",
+        keep_ids=document.get("return_token_ids") is True,
+        count=isinstance(options, dict) and cast("dict[str, object]", options).get("include_usage") is True,
+    )
+
+
+def build_leg_request(
+    endpoint: APIEndpoint, inbound: ParsedRequest, leg: Leg, recorder: StreamRecorder | None
+) -> tuple[bytes, UpstreamBody]:
+    """The path and the body of one leg."""
+    body, spans = inbound.body, inbound.member_spans
+    path = endpoint.path.encode()
+    changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes
+    if recorder is not None and leg.answers_client:
+        changes = {**_IDS, **changes}
+    if leg.resume_from is not None and inbound.document is not None:
+        path = _RESUMED_AT
+        body, spans = edit_with_spans(
+            body, spans, resumed_body_changes(inbound.document, leg.resume_from, chat=endpoint.kind == "chat")
+        )
+    if len(body) <= _LONG_BYTES:
+        return path, edit(body, spans, changes)
+    pieces = edit_pieces(body, spans, changes)
+    return path, (body,) if pieces is None else tuple(pieces)

@@ -1,0 +1,204 @@
+"""What one request holds and may still do: what its plan asks, and the KV it must not leave behind.
+
+The one rule: KV that is held for it is fetched, given back or counted as orphaned; nothing else becomes of it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from kvparams.dialects.interface import BootstrapInfo, Dialect
+from kvparams.instances import Instance, Role
+from kvparams.routing.handoff_verifier import HandoffRefused
+from kvparams.routing.plan import KVLease
+from kvparams.routing.request_lifecycle import RequestLifecycle
+from kvparams_proxy.execution.kv_releaser import AbandonedKV
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.requests.endpoints import APIEndpoint, one_token_changes
+from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.telemetry.request_record import RequestRecord
+
+__all__ = ["PlanContext"]
+
+
+class PlanContext:
+    """A `kvparams.routing.plan.Context`. Everything is answered at once."""
+
+    __slots__ = (
+        "_account",
+        "_attempts",
+        "_endpoint",
+        "_inbound",
+        "_life",
+        "_resources",
+        "_weighs",
+        "client_authorization",
+        "kv_claimed",
+        "kv_producer",
+        "leg_headers",
+    )
+
+    def __init__(
+        self,
+        resources: ExecutionResources,
+        endpoint: APIEndpoint,
+        inbound: ParsedRequest,
+        life: RequestLifecycle,
+        account: RequestRecord,
+        upstream_headers: bytes,
+        authorization: bytes | None,
+    ) -> None:
+        """
+        Args:
+            resources: what executions share.
+            endpoint: the request's.
+            inbound: the request.
+            life: where its loads and its lease are kept.
+            account: where its retries and transfers are told.
+            upstream_headers: see `Execution`.
+            authorization: see `Execution`.
+        """
+        self._resources = resources
+        self._endpoint = endpoint
+        self._inbound = inbound
+        self._life = life
+        self._account = account
+        self._attempts = 0
+        self._weighs = False
+        """Whether its plan looks at what is cached."""
+        self.leg_headers = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
+        """Headers of every leg."""
+        self.client_authorization = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+        """One more, for engines that have no key of their own."""
+        self.kv_claimed = False
+        """Whether an engine may have been told to fetch the KV that is held."""
+        self.kv_producer: Instance | None = None
+        """The prefill instance whose KV the leg that was sent last is to fetch."""
+
+    # the plan's questions
+
+    def dialect(self, instance: Instance) -> Dialect:
+        """See `Context.dialect`."""
+        return self._resources.dialects[instance.dialect]
+
+    def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
+        """See `Context.place`."""
+        return self._resources.fleet.bootstrap_info(instance)
+
+    def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
+        """See `Context.pin`."""
+        resources = self._resources
+        pool = resources.pools.get(instance.id)
+        try:
+            resources.handoff_verifier.verify(instance, said, () if pool is None else pool.peer_addresses)
+        except HandoffRefused as refused:
+            resources.metrics.handoffs_refused[refused.reason] += 1
+            raise
+
+    def peer_source(self, instance: Instance) -> str | None:
+        """See `Context.source`."""
+        prefixes = self._resources.prefix_cache
+        found = None if prefixes is None else prefixes.peer_source(self._inbound.facts)
+        if found is None:
+            return None
+        other, address = found
+        try:
+            self.verify_handoff(other, {"address": address})
+        except HandoffRefused:
+            return None
+        return address
+
+    def one_token_changes(self) -> Mapping[str, bytes | None]:
+        """See `Context.one_token`."""
+        inbound = self._inbound
+        return one_token_changes(self._endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
+
+    def now(self) -> float:
+        """See `Context.now`."""
+        return self._resources.loop.time()
+
+    def has_candidates(self, role: Role) -> bool:
+        """See `Context.there`."""
+        return self._resources.fleet.has_candidates(role, self._inbound.facts.model)
+
+    def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
+        """See `Context.elsewhere`."""
+        return self._resources.fleet.should_fail_over(instance, self._inbound.facts, failed)
+
+    def cached_tokens(self, role: Role) -> Mapping[str, int]:
+        """See `Context.cached`."""
+        self._weighs = True
+        return self._resources.fleet.cached_tokens(role, self._inbound.facts)
+
+    def record_answer(self, route: Sequence[Instance]) -> None:
+        """All has gone well; the last of the route has answered."""
+        if self._weighs and route[-1].role is Role.DECODE:
+            account = self._account
+            said = (account.prompt_tokens, account.cached_tokens) if len(route) == 1 else (None, None)
+            self._resources.fleet.record_decode(route[-1], self._inbound.facts, *said)
+
+    def may_retry(self) -> bool:
+        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        metrics = self._resources.metrics
+        if self._attempts >= self._resources.settings.retries:
+            metrics.retries_denied += 1
+            return False
+        self._attempts += 1
+        if not self._resources.retry_budget.try_acquire():
+            metrics.retries_denied += 1
+            return False
+        metrics.retries += 1
+        self._account.retries += 1
+        return True
+
+    def next_transfer(self) -> str:
+        """See `Context.next_transfer`."""
+        return self._account.add_transfer(self._resources.new_id())
+
+    def hold_lease(self, lease: KVLease) -> None:
+        """See `Context.hold`."""
+        held = self._life.lease
+        if held is not None and held.transfer_id != lease.transfer_id:
+            self.abandon_kv(gone=False)
+        self._life.lease = lease
+        self.kv_claimed = False
+
+    def release_instance(self, instance: Instance) -> None:
+        """See `Context.give_back`."""
+        self._life.loads.remove(instance)
+        self._resources.fleet.release(instance, self._inbound.facts)
+
+    # the executor's
+
+    def claim_kv(self) -> bool:
+        """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
+        lease = self._life.lease
+        self.kv_producer = None if lease is None else lease.producer
+        if lease is None or self._resources.dialects[lease.producer.dialect].has_reusable_kv:
+            return False
+        self.kv_claimed = True
+        return True
+
+    def abandon_kv(self, *, gone: bool) -> None:
+        """KV that is held for this request will not be fetched. `gone`: because its client has left.
+
+        Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
+        else may: the blocks may be another request's by then.
+        """
+        lease, self._life.lease = self._life.lease, None
+        if lease is None or lease.release_request is None:
+            return
+        releases = self._resources.kv_releaser
+        if self.kv_claimed:
+            releases.orphaned += not gone
+        elif self.now() >= lease.until_s:
+            releases.orphaned += 1
+        else:
+            trace = self._account.trace_context
+            headers = self.leg_headers if trace is None else self.leg_headers + trace.traceparent_header()
+            path = self._endpoint.path.encode()
+            mode = self._resources.dialects[lease.producer.dialect].mode
+            cut = self.one_token_changes()
+            releases.release(
+                AbandonedKV(
+                    lease, lease.release_request, mode, path, self._inbound, cut, headers, self.client_authorization
+                )
+            )

@@ -1,0 +1,269 @@
+"""What must change in a decode engine's answer before a client sees it, spliced in place.
+
+Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. The one rule:
+every other byte leaves as the engine wrote it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from pydantic_core import from_json, to_json
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext.document import MemberSpan, edit, edit_pieces, find_member, find_members
+from kvparams_proxy.execution.response_privacy import (
+    PUBLIC_MEMBERS,
+    Allowance,
+    EngineAddresses,
+    embedded_error,
+    locate_members,
+    privacy_changes,
+)
+from kvparams_proxy.execution.sse import (
+    MAX_EVENTS_PER_TURN,
+    SSEBoundaries,
+    event_data,
+    split_events,
+)
+from kvparams_proxy.upstream.types import UpstreamError, UpstreamErrorResponse
+
+if TYPE_CHECKING:
+    from kvparams_proxy.execution.engine_response import EngineResponse
+
+__all__ = [
+    "ResponseCorrector",
+    "load_response",
+    "prompt_tokens_details",
+    "require_complete_event",
+    "require_no_error",
+]
+
+
+_ITS_OWN: Final = object()
+_DETAILS: Final = "prompt_tokens_details"
+_CROWDED: Final = 6_000
+"""Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
+_CHANGE_UNITS: Final = 1
+"""What changing an event takes beyond examining it, in units of `Allowance`. Engines that say in each event who runs it
+write 230 bytes an event and more, so all events of a full read may be changed."""
+_TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
+
+
+class ResponseCorrector:
+    """Of the answers to one request."""
+
+    __slots__ = ("_addresses", "_allowance", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
+
+    def __init__(self, request_id: str, addresses: EngineAddresses, *, choices: bool = False) -> None:
+        """`request_id` is what the engines were told; `addresses` are theirs; `choices`: a whole answer has some."""
+        self._request_id = request_id
+        self._choices = choices
+        self._addresses = addresses
+        self._allowance: Allowance | None = None
+        """Of the events of one read, once any must be examined."""
+        self._closely = True
+        """Whether every event is examined: until one has shown that what all of them repeat needs no change."""
+        self.prompt_tokens_details: object = _ITS_OWN
+        """That member of prefill's `usage`, None where the engine does not report it. Until it is known, what the
+        answering engine says stands: it may do all of the work."""
+        self.usage: Mapping[str, object] | None = None
+        """The last `usage` that came, as decode said it."""
+
+    def correct_document(self, raw: bytes, *, event: bool = False) -> bytes:
+        """A JSON answer, or what one event of a stream holds, corrected.
+
+        Raises:
+            JSONTextError: it is not a JSON object.
+            UpstreamError: it has no choices, and should have some.
+            UpstreamRefusal: it is an error, whatever its status said.
+        """
+        document = load_response(raw)
+        if (error := embedded_error(document)) is not None:
+            raise UpstreamErrorResponse(error)
+        if self._choices and not event and not _chosen(document.get("choices")):
+            raise UpstreamError("the engine's answer has no content")
+        crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
+        if crowded and (raw.find(b'_params"') >= 0 or not PUBLIC_MEMBERS.issuperset(document)):
+            raise UpstreamError(_TOO_MUCH)
+        allowance = self._allowance if event else None
+        changes = privacy_changes(document, raw, self._request_id, self._addresses, allowance)
+        self._closely = not changes.keys() <= {"kv_transfer_params"}
+        if crowded and changes:
+            raise UpstreamError(_TOO_MUCH)
+        spans: dict[str, MemberSpan] = {**locate_members(raw, document, changes, allowance)} if changes else {}
+        usage = document.get("usage")
+        if isinstance(usage, dict):
+            self.usage = cast("dict[str, object]", usage)
+            wanted = self.prompt_tokens_details
+            # Events that count as they go along say it only if engines do; the last one says what prefill said.
+            passing = event and document.get("choices") and _DETAILS not in self.usage
+            if wanted is not _ITS_OWN and not passing and self.usage.get(_DETAILS) != wanted:
+                span = spans["usage"] = find_member(raw, document, "usage")
+                changes["usage"] = _with_details(raw[span.value : span.end], self.usage, wanted)
+        if not changes:
+            return raw
+        if allowance is not None:
+            allowance.spend(_CHANGE_UNITS)
+        return edit(raw, spans, changes)
+
+    def correct_response(self, answer: "EngineResponse") -> Sequence[bytes | memoryview]:
+        """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
+
+        Raises:
+            as `correct_document`.
+        """
+        answer.raise_if_invalid()
+        if answer.member_spans is None:
+            return (self.correct_document(answer.raw),)
+        document, raw = answer.document, answer.raw
+        if (error := embedded_error(document)) is not None:
+            raise UpstreamErrorResponse(error)
+        if self._choices and not _chosen(document.get("choices")):
+            raise UpstreamError("the engine's answer has no content")
+        changes = dict(answer.privacy_changes)
+        usage = document.get("usage")
+        if isinstance(usage, dict):
+            self.usage = cast("dict[str, object]", usage)
+            wanted, place = self.prompt_tokens_details, answer.member_spans["usage"]
+            if wanted is not _ITS_OWN and self.usage.get(_DETAILS) != wanted:
+                inside = raw[place.value : place.end]
+                changes["usage"] = edit(inside, find_members(inside), {_DETAILS: to_json(wanted)})
+        return edit_pieces(raw, answer.member_spans, changes) or (raw,)
+
+    def correct_events(self, raw: bytes) -> bytes:
+        """Complete server-sent events, corrected.
+
+        Raises:
+            JSONTextError: an event that needs correction is not JSON.
+            UpstreamError: examining the events would take too long.
+            UpstreamRefusal: one is an error; `before` it are the events that are none.
+        """
+        # Nearly always. `in` would make and drop an exception for each word (CPython 3.11, Objects/bytes_methods.c).
+        if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
+            return raw
+        ends = SSEBoundaries(raw)
+        suspects: list[int] | None = None
+        done: list[bytes] = []
+        at = 0
+        allowance = self._allowance = self._allowance or Allowance()
+        allowance.renew()
+        try:
+            while at < len(raw):
+                if not self._closely:
+                    if suspects is None:
+                        suspects = [raw.find(word, at) for word in _SUSPECTS]
+                    found = _next(raw, at, suspects)
+                    if found < 0:
+                        break
+                    start = _event_start(raw, at, found)
+                    done.append(raw[at:start])
+                    at = start
+                end = ends.after(at)
+                allowance.spend(1)
+                done.append(self._event(raw[at:end]))
+                at = end
+        except UpstreamErrorResponse as refusal:
+            refusal.preceding_events = b"".join(done)
+            raise
+        done.append(raw[at:])
+        return b"".join(done)
+
+    def _event(self, event: bytes) -> bytes:
+        data = event_data(event)
+        if not data.startswith(b"{"):
+            return event
+        corrected = self.correct_document(data, event=True)
+        if corrected is data:
+            return event
+        if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:  # nearly always: one line
+            return b"data: %b\n\n" % corrected
+        lines = event.splitlines(keepends=True)
+        others = b"".join(line for line in lines if not line.startswith(b"data:") and line.strip())
+        end = b"\r\n" if event.endswith(b"\r\n\r\n") else b"\n"
+        # `event_data` has joined the lines with LF, which a JSON string cannot hold
+        return b"%bdata: %b%b%b" % (others, corrected.replace(b"\n", end + b"data: "), end, end)
+
+
+_SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstrap_')
+
+
+def _with_details(usage: bytes, document: Mapping[str, object], details: object) -> bytes:
+    """The text of a `usage` with other `prompt_tokens_details`."""
+    spans = {_DETAILS: find_member(usage, document, _DETAILS)} if _DETAILS in document else find_members(usage)
+    return edit(usage, spans, {_DETAILS: to_json(details)})
+
+
+def _chosen(choices: object) -> bool:
+    """Whether something stands there. The text of a choice may be empty: a model may have nothing to say."""
+    if isinstance(choices, list):
+        for one in cast("list[object]", choices):
+            if one and isinstance(one, dict):
+                return True
+    return False
+
+
+def _event_start(raw: bytes, at: int, inside: int) -> int:
+    """Where the event begins that `inside` is in; `at` is where one does."""
+    ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.rfind(mark, at, inside)) >= 0]
+    return max(ends, default=at)
+
+
+def _next(raw: bytes, at: int, suspects: list[int]) -> int:
+    """Returns where the first word stands, from `at` on, that may need correction in any event; -1 without one.
+
+    Inside a JSON string a quote is escaped, so a model that writes `"prompt_tokens"` does not look like it. Dynamo's
+    worker ids stand in `nvext`. `suspects` holds where each word was found last: nothing is searched for twice.
+    """
+    first = -1
+    for index, found in enumerate(suspects):
+        if 0 <= found < at:
+            found = suspects[index] = raw.find(_SUSPECTS[index], at)
+        if found >= 0 and (first < 0 or found < first):
+            first = found
+    return first
+
+
+def load_response(raw: bytes) -> dict[str, object]:
+    """An engine's answer as an object, at the parser's speed: its keys are not examined for doubles.
+
+    Raises:
+        JSONTextError: it is not a JSON object.
+    """
+    try:
+        document: object = from_json(raw, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise JSONTextError(f"not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise JSONTextError("not a JSON object")
+    return cast("dict[str, object]", document)
+
+
+def prompt_tokens_details(answer: Mapping[str, object]) -> object:
+    """`usage.prompt_tokens_details` of an answer, None where the engine does not report it."""
+    usage = answer.get("usage")
+    return cast("dict[str, object]", usage).get(_DETAILS) if isinstance(usage, dict) else None
+
+
+def require_complete_event(event: bytes) -> None:
+    """
+    Raises:
+        JSONTextError: it is cut off: neither JSON nor the last one.
+    """
+    data = event_data(event)
+    if data != b"[DONE]":
+        load_response(data)
+
+
+def require_no_error(events: bytes) -> None:
+    """
+    Raises:
+        JSONTextError: one that should be is no JSON object.
+        UpstreamError: there are too many of them.
+        UpstreamRefusal: one is an error.
+    """
+    for number, event in enumerate(split_events(events)):
+        if number > MAX_EVENTS_PER_TURN:
+            raise UpstreamError("too many events came at once, none of them with content")
+        data = event_data(event)
+        if data.startswith(b"{") and (error := embedded_error(load_response(data))) is not None:
+            raise UpstreamErrorResponse(error)

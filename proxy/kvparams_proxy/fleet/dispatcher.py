@@ -1,0 +1,404 @@
+"""Who runs the next leg of one role: candidates, limits, slow start, and who has to wait for room.
+
+The one rule: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
+on are kept from those behind it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.breaker import BreakerState
+from kvparams.routing.fair_queue import Ticket
+from kvparams.routing.pairing import PairKey, pair_key
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, unavailable_error
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel, RouteExplanation
+
+__all__ = ["Dispatcher"]
+
+_REMEMBERED: Final = 1024
+"""Lists of candidates: a client's invented models do not fill the memory."""
+_ABSENT_RETRY_S: Final = 5
+"""How long an engine needs to come back, nobody knows."""
+_PASSED: Final = 4
+"""So many in a row that found no room are looked past."""
+_SUSPICION: Final = 3
+"""How many degrees of suspicion there are: see `Member.is_usable`."""
+
+
+class Dispatcher:
+    """One role."""
+
+    def __init__(
+        self,
+        role: Role,
+        policy: SchedulingPolicy,
+        members: Mapping[str, Member],
+        limits: RoleLimits,
+        queue: QueueLimits,
+        slow_start_s: float,
+        now: Callable[[], float],
+        call_later: CallLater,
+        prefixes: "PrefixCacheModel | None" = None,
+    ) -> None:
+        """`members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at
+        them."""
+        self.role: Final = role
+        self.needs_notice = False
+        """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""
+        self.has_limits: Final = limits.requests is not None or limits.tokens is not None
+        """Whether anybody ever waits here."""
+        self.panic_legs = 0
+        """Counts the legs that were given to suspected instances because no other could be given any."""
+        self._careful = False
+        """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
+        self._policy = policy
+        self._prefixes = prefixes
+        self._members = members
+        self._requests = limits.requests
+        self._tokens = limits.tokens
+        self._now = now
+        self._turn = 0
+        self._candidates: dict[object, list[Member]] = {}
+        """By model, and by who runs the other leg where that matters."""
+        self._named: frozenset[str] = frozenset()
+        """Models that some instance has named."""
+        self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
+        self._room = LegQueue(role, queue, limits.tokens is not None, now, call_later, self._time_passed)
+        self._serving = False
+
+    @property
+    def waiting_legs(self) -> int:
+        """Legs that wait for room."""
+        return len(self._room)
+
+    # what a request needs
+
+    def candidates(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
+        """Who may be chosen, room apart, remembered until something changes.
+
+        Raises:
+            ProxyError: 503 naming the role: there is nobody.
+        """
+        found = self._find(model, beside)
+        if not found:
+            raise self._absent(model, beside)
+        return found
+
+    def has_cached_candidates(self, model: str | None) -> bool:
+        """Whether there are candidates for sure: a short cut, False tells nothing."""
+        return model in self._candidates
+
+    def has_candidates(self, model: str | None) -> bool:
+        """Whether there are candidates that are not suspected."""
+        return any(member.available for member in self._find(model))
+
+    def pair_keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
+        """Who may be paired with candidates that are neither suspected nor to be avoided."""
+        return self._keys(self.role, model, avoid, 0)
+
+    def admit(self, facts: RequestFacts) -> None:
+        """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
+
+        Raises:
+            ProxyError: as for `acquire`.
+        """
+        candidates = self.candidates(facts.model)
+        if not self.has_limits:
+            return
+        error = self._room.would_refuse(facts)
+        if error is not None and not any(self._fits(member, facts.prompt_tokens) for member in candidates):
+            raise error
+
+    def acquire(
+        self,
+        facts: RequestFacts,
+        avoid: Collection[str],
+        waiter: LegWaiter,
+        beside: PairKey | Role | None = None,
+        near: Collection[str] = (),
+    ) -> Instance | None:
+        """See `Fleet.acquire`; `beside` only where it matters."""
+        if near and not self._room:  # nobody is passed
+            candidates = self.candidates(facts.model, beside)
+            most = 2 * min(each.in_flight for each in candidates) + 1
+            those = [
+                each
+                for each in self._preferred(candidates, avoid, facts.model, beside)
+                if each.instance.id in near and each.in_flight <= most
+            ]
+            chosen = self._choose(those, candidates, facts, ()) if those else None
+            if chosen is not None:
+                return chosen.instance
+        if self._careful or avoid or beside is not None or (self.has_limits and self._room):
+            return self._acquire_with_care(facts, avoid, waiter, beside)
+        candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
+        turn = self._turn
+        self._turn = turn + 1
+        chosen = self._policy.choose(candidates, facts, turn)
+        if self.has_limits and not self._fits(chosen, facts.prompt_tokens):
+            return self._acquire_with_care(facts, avoid, waiter, beside)
+        chosen.in_flight += 1
+        chosen.tokens += facts.prompt_tokens
+        return chosen.instance
+
+    def explain(self, facts: RequestFacts) -> "RouteExplanation | None":
+        """See `Fleet.explain`."""
+        candidates = self.candidates(facts.model)
+        prefixes = self._prefixes
+        return None if prefixes is None else prefixes.explain(self._policy, candidates, facts, self._turn)
+
+    def cancel_wait(self, waiter: LegWaiter) -> bool:
+        """See `Fleet.give_up`; whether it waited here."""
+        if not self._room.cancel(waiter):
+            return False
+        self._serve()  # it may have been in others' way
+        return True
+
+    # what the fleet tells
+
+    def released(self, member: Member, facts: RequestFacts) -> None:
+        """A leg was released, while guarded."""
+        if self._prefixes is not None:
+            self._prefixes.leg_released(member, facts)
+        if self.has_limits:
+            self._room.record_leg_end()
+            if self._room:
+                self._serve()
+
+    def begin_slow_start(self, member: Member) -> None:
+        """A member is about to become ready."""
+        self._slow.begin(member)
+
+    def startup_complete(self) -> None:
+        """See `Fleet.settled`."""
+        self._slow.startup_complete()
+        self.changed()
+
+    def changed(self) -> None:
+        """Readiness, models, breakers, drains or members of this role have changed."""
+        mine = [member for member in self._members.values() if member.instance.role is self.role]
+        self._candidates.clear()
+        self._named = frozenset(model for member in mine for model in member.models or ())
+        self._guard(mine)
+        if self._room:
+            self._room.refuse_where(
+                lambda item: None if self._could(item) else self._absent(item.facts.model, item.paired_with)
+            )
+            self._serve()
+
+    def close(self) -> None:
+        """Refuse whoever waits; no timer is left."""
+        self._slow.close()
+        self._room.close()
+
+    # choosing
+
+    def _acquire_with_care(
+        self, facts: RequestFacts, avoid: Collection[str], waiter: LegWaiter, beside: PairKey | Role | None
+    ) -> Instance | None:
+        model = facts.model
+        candidates = self.candidates(model, beside)
+        if not self._room:
+            preferred = self._preferred(candidates, avoid, model, beside)
+            chosen = self._choose(preferred, candidates, facts, ())
+            if chosen is not None:
+                return chosen.instance
+        others = bool(self._room)
+        self._room.push(waiter, facts, avoid, model if model is None or model in self._named else "", beside)
+        # Others wait, and still it may be next: by its priority, or because it can run where they cannot.
+        instance = self._serve(waiter) if others else None
+        if instance is None:
+            self._room.enforce_limits(waiter)
+        return instance
+
+    def _choose(
+        self, preferred: list[Member], candidates: list[Member], facts: RequestFacts, kept: Collection[Member]
+    ) -> Member | None:
+        """Take one of `preferred` that has room and is not kept for others; its load counts."""
+        roomy = preferred
+        if self.has_limits:
+            tokens = facts.prompt_tokens
+            roomy = [member for member in preferred if self._fits(member, tokens) and member not in kept]
+        if self._slow.active:
+            warm = self._slow.within_share(roomy, candidates)
+            roomy = warm if warm or self.has_limits else roomy
+        if not roomy:
+            return None
+        turn = self._turn
+        self._turn = turn + 1
+        if self._prefixes is None:
+            chosen = self._policy.choose(roomy, facts, turn)
+        else:
+            chosen = self._prefixes.choose(self._policy, roomy, facts, turn)
+        chosen.in_flight += 1
+        chosen.tokens += facts.prompt_tokens
+        if chosen.breaker.state is not BreakerState.CLOSED:
+            if chosen.breaker.allows_requests:
+                chosen.breaker.begin_trial()
+                chosen.trial = facts
+                self._candidates.clear()
+            else:
+                self.panic_legs += 1
+        return chosen
+
+    def _fits(self, member: Member, tokens: int) -> bool:
+        if self._requests is not None and member.in_flight >= self._requests:
+            return False
+        return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
+
+    def _find(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
+        """Returns the candidates, if there are any.
+
+        Where nobody is available, instances that answer probes are taken although their breakers are not closed, as
+        Envoy does below its panic threshold: to refuse everybody helps nobody, and they may well work again. The
+        threshold is zero here: as long as one instance is well, the others are tried with one leg at a time. Instances
+        that have said that they are busy are believed until their breakers are half open.
+        """
+        kind = model if beside is None else (model, beside)
+        found = self._candidates.get(kind)
+        if found is not None:
+            return found
+        found = []
+        for suspicion in range(_SUSPICION):
+            found = self._able(self.role, model, suspicion)
+            if beside is not None:
+                one = {beside} if isinstance(beside, PairKey) else self._keys(beside, model, (), suspicion)
+                found = [member for member in found if pair_key(member.instance) in one]
+            if found or (isinstance(beside, PairKey) and self._sound_pairs(model)):
+                break  # a request leaves for a pair that is well rather than use a suspected one: `Fleet.elsewhere`
+        if found:
+            if len(self._candidates) >= _REMEMBERED:
+                self._candidates.clear()
+            self._candidates[kind] = found
+        return found
+
+    def _able(self, role: Role, model: str | None, suspicion: int) -> list[Member]:
+        members = self._members.values()
+        return [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(model)]
+
+    def _keys(self, role: Role, model: str | None, avoid: Collection[str], suspicion: int) -> set[PairKey]:
+        return {pair_key(m.instance) for m in self._able(role, model, suspicion) if m.instance.id not in avoid}
+
+    def _sound_pairs(self, model: str | None) -> bool:
+        """Whether there are a prefill and a decode instance that may be paired and are not suspected."""
+        other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
+        return bool(self._keys(self.role, model, (), 0) & self._keys(other, model, (), 0))
+
+    def _preferred(
+        self, candidates: list[Member], avoid: Collection[str], model: str | None, beside: PairKey | Role | None
+    ) -> list[Member]:
+        """Those that have not failed this request already, with others to be paired with who have not; failing that,
+        those that have not; all, where there is nobody else."""
+        if not avoid:
+            return candidates
+        fresh = [member for member in candidates if member.instance.id not in avoid]
+        if isinstance(beside, Role) and fresh:
+            keys = self._keys(beside, model, avoid, 0) or self._keys(beside, model, avoid, _SUSPICION)
+            fresh = [member for member in fresh if pair_key(member.instance) in keys] or fresh
+        return fresh or candidates
+
+    def _could(self, item: QueuedLeg) -> bool:
+        return bool(self._find(item.facts.model, item.paired_with))
+
+    def _guard(self, mine: list[Member]) -> None:
+        troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
+        self._careful = troubled or self._slow.active or self._prefixes is not None
+        self.needs_notice = self.has_limits or self._careful
+
+    # those who wait
+
+    def _serve(self, arriving: LegWaiter | None = None) -> Instance | None:
+        """Grant room to whoever is next, as long as there is some; the instance, if `arriving` was granted one."""
+        if self._serving:  # called by somebody who was just granted: the loop below goes on
+            return None
+        self._serving = True
+        given: Instance | None = None
+        try:
+            while self._room and (granted := self._next()) is not None:
+                waiter, instance = granted
+                if waiter is arriving:
+                    given = instance
+                else:
+                    waiter.granted(instance)
+        finally:
+            self._serving = False
+        return given
+
+    def _next(self) -> tuple[LegWaiter, Instance] | None:
+        """Who is next of those for whom there is room."""
+        kept = set[Member]()
+        for head in self._room.lane_heads():
+            served = self._first_of(head, kept)
+            if served is not None:
+                ticket, instance = served
+                return self._room.take(ticket), instance
+        return None
+
+    def _first_of(self, head: Ticket[QueuedLeg], kept: set[Member]) -> tuple[Ticket[QueuedLeg], Instance] | None:
+        """The first of one lane for whom there is room; whoever is passed keeps an instance."""
+        with closing(self._room.iter_lane(head)) as line:
+            for passed, ticket in enumerate(line):
+                item = ticket.item
+                candidates = self._find(item.facts.model, item.paired_with)
+                preferred = self._preferred(candidates, item.avoid, item.facts.model, item.paired_with)
+                chosen = self._choose(preferred, candidates, item.facts, kept)
+                if chosen is not None:
+                    return ticket, chosen.instance
+                if passed == _PASSED or not self._keep(preferred, kept):
+                    kept.update(preferred)
+                    break
+        return None
+
+    def _keep(self, preferred: list[Member], kept: set[Member]) -> bool:
+        """Keep an instance for one that found no room; whether there may be room on others for those behind it.
+
+        Where only its tokens do not fit, that is the one that will have room first: nothing is given to it until then,
+        so the turn comes, and meanwhile the others need not idle.
+        """
+        if self._tokens is None:
+            return False
+        free = [member for member in preferred if member not in kept and self._fits(member, 1)]
+        if len(free) > 1:
+            kept.add(min(free, key=lambda member: member.tokens))
+        return len(free) > 1
+
+    def _time_passed(self) -> None:
+        """A slow start goes on or is over; somebody has waited too long."""
+        if not self._slow.active:
+            self._guard([member for member in self._members.values() if member.instance.role is self.role])
+        self._serve()
+
+    def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
+        """Why there is no candidate for this model."""
+        if beside is not None and self._find(model):
+            whom = (
+                f"the other leg's engine, {beside.describe()}" if isinstance(beside, PairKey) else f"any {beside} one"
+            )
+            keys = "see `connector`, `group` and `compatibility`"
+            why = f"no {self.role} instance that is ready may be paired with {whom}: {keys}"
+            return unavailable_error(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
+        known = [member for member in self._members.values() if member.instance.role is self.role]
+        alive = [member for member in known if member.ready]
+        full = [member for member in alive if not (member.draining or member.is_usable())]
+        after = _ABSENT_RETRY_S
+        if not known:
+            why = f"no {self.role} instance is configured"
+        elif not alive:
+            why = f"none of the {len(known)} {self.role} instances is reachable"
+        elif all(member.draining for member in alive):
+            why = f"the {len(alive)} {self.role} instances that are ready are being drained"
+        elif any(member.serves(model) for member in full):
+            why = f"the {self.role} instances that are reachable have said that they are busy; try again later"
+            after = max(1, min(60, ceil(min(member.breaker.half_open_at for member in full) - self._now())))
+        else:
+            why = f"none of the {len(alive)} {self.role} instances that are ready serves this model"
+        return unavailable_error(why, f"no_{self.role}_instance", after)

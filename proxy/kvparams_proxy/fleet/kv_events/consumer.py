@@ -1,0 +1,186 @@
+"""Enters into the books what engines say of their caches: who is listened to, and how much of it in one turn of the
+event loop.
+
+The one rule: requests go first. However much engines say, a turn takes about a millisecond.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from kvparams.kv_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
+from kvparams_proxy.fleet.kv_events.subscriber import KVEventSubscriber, PublisherEndpoint, ReceivedBatch
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+
+__all__ = ["KVEventConsumer", "KVEventStats"]
+
+_log: Final = logging.getLogger(__name__)
+_TURN_S: Final = 0.001
+_BLOCKS: Final = 512
+"""Of one event that are entered at once: some 0.2 ms."""
+_LOOK_S: Final = 0.25
+"""How often an engine that has not yet said what it serves is looked at."""
+
+
+class KVEventStats(NamedTuple):
+    """Of one engine."""
+
+    connected: bool
+    batches: int
+    refused: int
+    """Messages that were no events."""
+    gaps: int
+    """Times that something was lost and no replay brought it."""
+    restarts: int
+
+
+class KVEventConsumer:
+    """A `kvparams_proxy.fleet.fleet.FleetListener`. Everything is called in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, prefixes: PrefixCacheModel) -> None:
+        self._loop = loop
+        self._prefixes = prefixes
+        self._listening: KVEventSubscriber | None = None
+        self._members: dict[Member, str] = {}
+        """Who is listened to, and what requests call its model."""
+        self._unnamed: set[Member] = set()
+        """Who has not said yet what it serves: its blocks could not be found."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._rest: Iterator[tuple[Member, EventBatch | None]] = iter(())
+        """What is left of what was taken."""
+        self._further = False
+        """Whether there will be a further turn for it."""
+        self._closed = False
+
+    def joined(self, member: Member) -> None:
+        """See `FleetListener`."""
+        if member.instance.kv_events is not None:
+            self._unnamed.add(member)
+            self._look()
+
+    def left(self, member: Member) -> None:
+        """See `FleetListener`."""
+        self._unnamed.discard(member)
+        if self._members.pop(member, None) is not None and self._listening is not None:
+            self._listening.unsubscribe(member)
+            self._prefixes.remove_event_source(member)
+
+    def stats(self) -> dict[str, KVEventStats]:
+        """Of each engine that publishes, by its id."""
+        found = {member.instance.id: KVEventStats(False, 0, 0, 0, 0) for member in self._unnamed}
+        if self._listening is not None:
+            for member in self._members:
+                found[member.instance.id] = KVEventStats(*self._listening.counts(member))
+        return found
+
+    @property
+    def unplaced_blocks(self) -> int:
+        """Blocks that could not be placed."""
+        return self._prefixes.unplaced_blocks
+
+    def close(self) -> None:
+        """Nobody is listened to any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._listening is not None:
+            self._listening.close()
+
+    def _look(self) -> None:
+        """Listen to those who have said what they serve."""
+        self._timer = None
+        for member in list(self._unnamed):
+            if member.base_model is None:
+                continue
+            self._unnamed.discard(member)
+            self._begin(member, member.base_model)
+        if self._unnamed and not self._closed:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _begin(self, member: Member, model: str) -> None:
+        instance = member.instance
+        listening = self._listening
+        if listening is None:
+            listening = self._listening = KVEventSubscriber(self._ready)
+        self._members[member] = model
+        self._prefixes.add_event_source(member, lambda: listening.request_full_replay(member))
+        listening.subscribe(member, PublisherEndpoint(instance.kv_events or "", instance.kv_events_replay))
+
+    def _ready(self) -> None:
+        """Called in the other thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._enter)
+        except RuntimeError:  # the loop is closed: nobody waits
+            return
+
+    def _enter(self) -> None:
+        """There is something to take, where there was nothing. What still has to be entered goes first."""
+        if not self._further:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Some of what was said; the rest in further turns, never two of them at once."""
+        self._further = False
+        until = perf_counter() + _TURN_S
+        while not self._closed:
+            for member, batch in self._rest:
+                model = self._members.get(member)
+                if model is not None:
+                    self._apply(member, batch, model)
+                if perf_counter() > until:
+                    self._further = True
+                    self._loop.call_soon(self._turn)
+                    return
+            said = None if self._listening is None else self._listening.take_batch()
+            if said is None:
+                return
+            self._rest = _parts(said)
+
+    def _apply(self, member: Member, batch: EventBatch | None, model: str) -> None:
+        try:
+            self._prefixes.apply_events(member, batch, model)
+        except ValueError as error:  # an engine's hashes may be anything
+            _log.warning("a KV event of %s cannot be entered: %s", member.instance.id, error)
+        except Exception:  # noqa: BLE001  a fault of the proxy: what others say is entered all the same
+            _log.exception("a KV event of %s could not be entered", member.instance.id)
+
+
+def _parts(said: ReceivedBatch) -> Iterator[tuple[Member, EventBatch | None]]:
+    """Of a size that can be entered at once."""
+    who, batch = said
+    if not isinstance(who, Member):
+        return
+    if batch is None:
+        yield who, None
+        return
+    for event in batch.events:
+        for part in _pieces(event):
+            yield who, replace(batch, events=(part,))
+
+
+def _pieces(event: KVCacheEvent) -> Iterator[KVCacheEvent]:
+    if isinstance(event, AllBlocksCleared) or event.blocks <= _BLOCKS:
+        yield event
+        return
+    for at in range(0, event.blocks, _BLOCKS):
+        end = at + _BLOCKS
+        hashes = event.hashes[at * event.width : end * event.width]
+        if isinstance(event, BlockRemoved):
+            yield event._replace(hashes=hashes)
+        else:
+            yield _piece(event, hashes, at, end)
+
+
+def _piece(event: BlockStored, hashes: bytes, at: int, end: int) -> BlockStored:
+    front = event.hashes[(at - 1) * event.width : at * event.width] if at else event.parent
+    size = 4 * (event.block_size or 0)
+    return event._replace(
+        hashes=hashes,
+        parent=front,
+        tokens=None if event.tokens is None else event.tokens[at * size : end * size],
+        extras=None if event.extras is None else event.extras[at:end],
+    )

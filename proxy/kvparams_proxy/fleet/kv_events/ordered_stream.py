@@ -1,0 +1,150 @@
+"""What one publisher says, in the order in which it said it: gaps are filled by a replay, or what was said before is
+given up.
+
+The one rule: nothing here waits or knows a socket. Who has the sockets hands in what comes, asks what is wanted, and
+says when time is up.
+"""
+
+from collections.abc import Callable
+from typing import Final, cast
+
+from kvparams.kv_events import AllBlocksCleared, EventBatch, SequenceTracker
+
+__all__ = ["OrderedEventStream", "batch_weight"]
+
+_HELD: Final = 1024
+"""Batches that may wait for a replay: some seconds of a busy engine."""
+_HELD_WEIGHT: Final = 1 << 17
+"""Of these together."""
+_UNIT_BYTES: Final = 256
+"""What weighs as much as a block: about one of 32 tokens with its hash."""
+
+
+def batch_weight(batch: EventBatch | None) -> int:
+    """What a batch weighs in memory, in blocks, about: whatever a publisher has filled it with."""
+    if batch is None:
+        return 1
+    blocks = sum(1 if isinstance(event, AllBlocksCleared) else 1 + event.blocks for event in batch.events)
+    return 1 + blocks + _bytes(batch.events) // _UNIT_BYTES
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, tuple):
+        return sum(8 + _bytes(each) for each in cast("tuple[object, ...]", value) if each is not None)
+    return 8
+
+
+class OrderedEventStream:
+    """See the module."""
+
+    __slots__ = (
+        *("_asked", "_brought", "_held", "_held_weight", "_replays", "_tell", "_tracker"),
+        *("gaps", "restarts", "replay_wanted_from"),
+    )
+
+    def __init__(self, tell: Callable[[EventBatch | None], None], *, replays: bool) -> None:
+        """
+        Args:
+            tell: hears every batch once, in order; None: what was told before holds no longer.
+            replays: whether the publisher can be asked for what it has said.
+        """
+        self._tell = tell
+        self._replays = replays
+        self._tracker = SequenceTracker()
+        self._asked: int | None = None
+        """From which number on a replay is running."""
+        self._brought = False
+        """Whether it has brought anything."""
+        self._held: list[EventBatch] = []
+        """What came meanwhile."""
+        self._held_weight = 0
+        self.replay_wanted_from: int | None = None
+        """A replay from this number on is to be asked for; whoever does so sets it to None. One that runs is off."""
+        self.gaps = 0
+        """How often something was lost that no replay has brought."""
+        self.restarts = 0
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a replay is wanted or runs."""
+        return self._asked is not None
+
+    def on_connected(self) -> None:
+        """The publisher is there, for the first time or again: it may have said something before, or be another one."""
+        if self._replays:
+            self._ask(self._tracker.last)
+
+    def restart(self) -> None:
+        """Whoever keeps the books has forgotten everything."""
+        self._tracker = SequenceTracker()
+        self._held.clear()
+        self._held_weight = 0
+        self._asked = self.replay_wanted_from = None
+        self.on_connected()
+
+    def on_live_batch(self, batch: EventBatch) -> None:
+        """It has said this now."""
+        if self._asked is None:
+            self._take(batch, self._replays)
+            return
+        self._hold(batch)
+        if len(self._held) > _HELD or self._held_weight > _HELD_WEIGHT:
+            self._end()
+
+    def _hold(self, batch: EventBatch) -> None:
+        self._held.append(batch)
+        self._held_weight += batch_weight(batch)
+
+    def on_replayed_batch(self, batch: EventBatch) -> None:
+        """It says this again."""
+        asked = self._asked
+        if asked is None or self.replay_wanted_from is not None:  # of a replay before the one that is wanted now
+            return
+        first, self._brought = not self._brought, True
+        if first and batch.sequence != asked and self._tracker.next:  # what was taken last is not there any more
+            self._give_up(batch.sequence or 0)
+        self._take(batch, False)
+
+    def on_replay_end(self) -> None:
+        """The replay has ended, or takes too long."""
+        if self._asked is not None and self.replay_wanted_from is None:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._brought and self._tracker.next:  # not even what was taken last: another publisher, perhaps
+            self._give_up(0)
+        held, self._held, self._held_weight = self._held, [], 0
+        self._asked = self.replay_wanted_from = None
+        for batch in held:
+            self._take(batch, False)
+
+    def _take(self, batch: EventBatch, may_ask: bool) -> None:
+        number = batch.sequence or 0
+        order = self._tracker.observe(number, batch.mark)
+        if order.finding == "restart":
+            self.restarts += 1
+            self._tell(None)
+            may_ask = self._replays
+            order = self._tracker.observe(number, batch.mark)
+        if order.finding == "gap":
+            if may_ask:
+                self._hold(batch)
+                self._ask(order.replay_from)
+                return
+            self._give_up(number)
+            order = self._tracker.observe(number, batch.mark)
+        if order.finding == "in_order":
+            self._tell(batch)
+
+    def _ask(self, first: int) -> None:
+        self._asked = self.replay_wanted_from = first
+        self._brought = False
+
+    def _give_up(self, goes_on: int) -> None:
+        """What lies before is lost, and so is what was told."""
+        if self._tracker.next or goes_on:
+            self.gaps += 1
+        self._tell(None)
+        self._tracker.resume(goes_on)

@@ -1,0 +1,43 @@
+"""Where nobody hears engines' KV events, says of whom that was declared for nothing.
+
+The one rule: what an operator has declared is done or spoken of, never passed over.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvparams_proxy.fleet.member import Member
+
+__all__ = ["UnusedEventsLogger"]
+
+_log: Final = logging.getLogger(__name__)
+_NAMED: Final = 5
+"""Of a large fleet the first few, and how many."""
+
+
+class UnusedEventsLogger:
+    """A `kvparams_proxy.fleet.fleet.FleetListener`; those who come in one turn of the event loop share a line."""
+
+    def __init__(self, soon: Callable[[Callable[[], None]], object], why: str) -> None:
+        """`soon` calls in the next turn; `why` says what to do, too."""
+        self._soon = soon
+        self._why = why
+        self._ids: list[str] = []
+
+    def joined(self, member: Member) -> None:
+        """See `FleetListener`."""
+        if member.instance.kv_events is None:
+            return
+        if not self._ids:
+            self._soon(self._say)
+        self._ids.append(member.instance.id)
+
+    def left(self, member: Member) -> None:
+        """See `FleetListener`."""
+
+    def _say(self) -> None:
+        ids, self._ids = self._ids, []
+        names = ", ".join(ids[:_NAMED])
+        more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+        _log.warning("kv_events of %s%s: nobody listens, %s", names, more, self._why)

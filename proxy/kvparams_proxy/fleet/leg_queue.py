@@ -1,0 +1,207 @@
+"""Those who wait for room on an instance of one role, and what they are told when there is none.
+
+The one rule: whoever enters hears exactly once how it ended, unless it gives up.
+"""
+
+from collections.abc import Callable, Collection, Generator
+from typing import NamedTuple, Protocol
+
+from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.routing.admission import DrainRate, QueueLimits, retry_after_s
+from kvparams.routing.fair_queue import FairQueue, OverflowReason, Ticket
+from kvparams.routing.pairing import PairKey
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.slow_start import CallLater, CancellableTimer
+
+__all__ = ["LegQueue", "LegWaiter", "QueuedLeg", "unavailable_error"]
+
+
+class LegWaiter(Protocol):
+    """Who waits for an instance, by identity. It hears exactly one of both, unless it gives up; neither may raise."""
+
+    @property
+    def facts(self) -> RequestFacts:
+        """What it wants to run."""
+        ...
+
+    def granted(self, instance: Instance) -> None:
+        """There is room; its load counts from now on."""
+        ...
+
+    def refused(self, error: ProxyError) -> None:
+        """Its deadline has passed, nobody is left to run it, or it had to make room in the queue."""
+        ...
+
+
+class QueuedLeg(NamedTuple):
+    """One leg that waits."""
+
+    waiter: LegWaiter
+    facts: RequestFacts
+    avoid: Collection[str]
+    """See `Fleet.acquire`."""
+    paired_with: PairKey | Role | None = None
+    """See `Fleet.acquire`; None where it does not matter."""
+
+
+class LegQueue:
+    """One role's."""
+
+    def __init__(
+        self,
+        role: Role,
+        limits: QueueLimits,
+        by_tokens: bool,
+        now: Callable[[], float],
+        call_later: CallLater,
+        expired: Callable[[], None],
+    ) -> None:
+        """`by_tokens`: whether shares are counted in tokens or in legs; `expired` is called when some had to go."""
+        self._role = role
+        self._wait_s = limits.wait_s
+        self._waits = limits.waiting > 0
+        self._by_tokens = by_tokens
+        self._now = now
+        self._call_later = call_later
+        self._expired = expired
+        self._queue: FairQueue[QueuedLeg] = FairQueue(limits)
+        self._tickets: dict[LegWaiter, Ticket[QueuedLeg]] = {}
+        self._rate = DrainRate()
+        self._timer: CancellableTimer | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def push(
+        self,
+        waiter: LegWaiter,
+        facts: RequestFacts,
+        avoid: Collection[str],
+        model: str | None,
+        beside: PairKey | Role | None = None,
+    ) -> None:
+        """Wait. `model` stands for all models with the same candidates. If it still waits when all have been served who
+        can be, call `enforce_limits`.
+
+        Raises:
+            ProxyError: 503, because the fleet was closed.
+        """
+        if self._closed:
+            raise _closed()
+        self._tickets[waiter] = self._queue.push(
+            QueuedLeg(waiter, facts, avoid, beside),
+            tenant=facts.tenant,
+            priority=facts.priority,
+            cost=max(1, facts.prompt_tokens) if self._by_tokens else 1,
+            deadline=self._now() + self._wait_s,
+            lane=(model, frozenset(avoid), beside),
+        )
+        if self._timer is None:
+            self._timer = self._call_later(self._wait_s, self._expire)
+
+    def enforce_limits(self, waiter: LegWaiter) -> None:
+        """Hold the bounds after this one has come: it or another may have to go.
+
+        Raises:
+            ProxyError: 429 or 503, because it may not wait.
+        """
+        ticket = self._tickets.get(waiter)
+        over = None if ticket is None else self._queue.evict_overflow(ticket)
+        if over is None:
+            return
+        loser, full = over
+        error = self._full(full, loser.item.facts.tenant)
+        if loser is ticket:
+            del self._tickets[waiter]
+            raise error
+        self._refuse(loser, error)
+
+    def would_refuse(self, facts: RequestFacts) -> ProxyError | None:
+        """What whoever entered now and found no room would be told by `enforce_limits`; None where it might wait."""
+        if self._waits and not self._tickets:
+            return None
+        full = self._queue.would_overflow(facts.tenant, facts.priority)
+        return None if full is None else self._full(full, facts.tenant)
+
+    def cancel(self, waiter: LegWaiter) -> bool:
+        """Give up; whether it waited."""
+        ticket = self._tickets.pop(waiter, None)
+        if ticket is None:
+            return False
+        self._queue.cancel(ticket)
+        return True
+
+    def lane_heads(self) -> list[Ticket[QueuedLeg]]:
+        """Who is next, of those who are in nobody's way."""
+        return self._queue.lane_heads()
+
+    def iter_lane(self, head: Ticket[QueuedLeg]) -> Generator[Ticket[QueuedLeg]]:
+        """Those who wait in one lane, from its head on. Close it before anybody is served."""
+        return self._queue.iter_lane(head.lane)
+
+    def take(self, ticket: Ticket[QueuedLeg]) -> LegWaiter:
+        """It is served."""
+        waiter = self._queue.take(ticket).waiter
+        del self._tickets[waiter]
+        return waiter
+
+    def record_leg_end(self) -> None:
+        """A leg has ended: what is waited for."""
+        self._rate.record_departure(self._now())
+
+    def refuse_where(self, why: Callable[[QueuedLeg], ProxyError | None]) -> None:
+        """Refuse everybody for whom there is an error."""
+        for ticket in self._queue.list_waiting():
+            if ticket.waiting and (error := why(ticket.item)) is not None:
+                self._queue.cancel(ticket)
+                self._refuse(ticket, error)
+
+    def close(self) -> None:
+        """Refuse everybody; no timer is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._closed = True
+        self.refuse_where(lambda item: _closed())
+
+    def _refuse(self, ticket: Ticket[QueuedLeg], error: ProxyError) -> None:
+        """It is out of the queue already; unless it gave up because of what another was told, it hears why."""
+        waiter = ticket.item.waiter
+        if self._tickets.get(waiter) is ticket:
+            del self._tickets[waiter]
+            waiter.refused(error)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._now()
+        message = f"no {self._role} instance had room for this request in {self._wait_s:g} s; try again later"
+        due = self._queue.pop_expired(now)
+        error = unavailable_error(message, "queue_timeout", self._retry_after_s(now))
+        for ticket in due:
+            self._refuse(ticket, error)
+        deadline = self._queue.next_deadline()
+        if deadline is not None and self._timer is None:
+            self._timer = self._call_later(max(0.0, deadline - now), self._expire)
+        self._expired()
+
+    def _full(self, full: OverflowReason, tenant: str) -> ProxyError:
+        now = self._now()
+        if full is OverflowReason.QUEUE:
+            message = f"every {self._role} instance is busy and the queue is full; try again later"
+            return unavailable_error(message, "queue_full", self._retry_after_s(now))
+        message = "too many of your requests are waiting; try again later"
+        ahead = max(1, self._queue.count_waiting(tenant)) * max(1, self._queue.tenant_count)
+        after = retry_after_s(ahead, self._rate.per_s(now))
+        return ProxyError(429, "rate_limit_error", message, code="rate_limited", retry_after_s=after)
+
+    def _retry_after_s(self, now: float) -> int:
+        return retry_after_s(len(self._queue) + 1, self._rate.per_s(now))
+
+
+def unavailable_error(message: str, code: str, retry_after_s: int) -> ProxyError:
+    """A 503."""
+    return ProxyError(503, "service_unavailable", message, code=code, retry_after_s=retry_after_s)
+
+
+def _closed() -> ProxyError:
+    return unavailable_error("the proxy is shutting down", "shutting_down", 1)

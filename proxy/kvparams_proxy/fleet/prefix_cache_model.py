@@ -1,0 +1,433 @@
+"""What engines that compute prompts are believed to have cached, for policies that look at it (`uses_prefixes`).
+
+It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
+believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
+computed both side by side all the same, so what only a running leg brings says nothing about how much fits. What decode
+engines have is learnt from what they have answered, where a plan asks for it.
+
+An engine that publishes KV events (`kvparams_proxy.fleet.kv_events`) is believed to have what it says besides, and what
+it says is gone is gone. What is computed in one place and fetched in another is `remote_cache_model.py`.
+
+The one rule: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
+`kvparams.index.block_hashes`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and
+SGLang name a LoRA by the model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from typing import Final, NamedTuple
+
+from kvparams.index.block_hashes import BlockHasher, BlockHashes
+from kvparams.index.feeds import EventFeed, RoutedRequest, RoutingFeed
+from kvparams.index.prefix_index import PrefixIndex
+from kvparams.instances import Instance, RequestFacts, SchedulingPolicy
+from kvparams.kv_events.model import EventBatch
+from kvparams.routing.ttft_estimate import TTFTEstimate, estimate_ttft
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.prediction_stats import PredictionStats
+from kvparams_proxy.fleet.remote_cache_model import (
+    FetchableTokens,
+    HeldTokens,
+    PeerMemory,
+    RemoteCacheModel,
+    SharedStore,
+)
+
+__all__ = ["BLOCK_TOKENS", "PrefixCacheModel", "RouteExplanation", "RoutingDecision"]
+
+BLOCK_TOKENS: Final = 64
+"""A multiple of the block sizes of vLLM (16), TensorRT-LLM (32) and SGLang (1): a quarter of the work for less than 64
+tokens that are computed again."""
+_MOST_TOKENS: Final = 1 << 17
+"""Of one prompt; what comes behind is not looked at. So many take some 0.5 ms."""
+_BLOCKS: Final = 1 << 20
+"""Of all engines together, some 60 MiB when all are used."""
+_FITS: Final = 1 << 15
+"""Blocks that one engine's cache is believed to hold at first: more than most, since misses correct it at once."""
+_MOST_FITS: Final = 1 << 18
+_NAMES: Final = 1 << 20
+"""Of engines' own blocks, of 16 tokens mostly: some 80 MiB when all are used, and engines publish events."""
+_HOST: Final = 1
+"""The level of an engine's own memory: what it keeps there is as good as cached."""
+_NAMED: Final = 8
+"""Candidates that a decision names."""
+
+
+class RoutingDecision(NamedTuple):
+    """Why a leg went where it did."""
+
+    chosen: Instance
+    prompt_tokens: int
+    """Of the prompt."""
+    expected: TTFTEstimate
+    candidates: Sequence[Instance]
+    cached_tokens: Mapping[Instance, int]
+    """Tokens that instances were believed to have; none where it is not named."""
+    source: Instance | None = None
+    """Whose memory it is to fetch from; None: from its store, or it fetches nothing."""
+
+    def summary(self) -> str:
+        """For people: the chosen one first, then those that were believed to have most."""
+        it = self.expected
+        whose = "" if self.source is None else f"from {self.source.id} "
+        fetch = f"fetch {it.fetched_tokens} {whose}in {1000 * it.fetch_s:.0f} ms, " if it.fetched_tokens else ""
+        named = sorted(self.candidates, key=lambda each: (-self.cached_tokens.get(each, 0), each.id))
+        others = [each for each in named if each is not self.chosen]
+        parts = [
+            f"{self.chosen.id}: {it.cached_tokens} of {self.prompt_tokens} tokens cached, "
+            f"wait {1000 * it.wait_s:.0f} ms, {fetch}compute {1000 * it.compute_s:.0f} ms"
+        ]
+        parts += [f"{each.id}: {self.cached_tokens.get(each, 0)} cached" for each in others[: _NAMED - 1]]
+        if len(others) >= _NAMED:
+            parts.append(f"{len(others) - _NAMED + 1} more")
+        return "; ".join(parts)
+
+
+class RouteExplanation(NamedTuple):
+    """A decision, and what was expected of each candidate."""
+
+    decision: RoutingDecision
+    members: Sequence[Member]
+    expected: Sequence[TTFTEstimate]
+    sources: Sequence[Instance | None]
+    """Whose memory each would fetch from."""
+
+
+class _PromptLookup(NamedTuple):
+    """What is believed of one prompt."""
+
+    facts: RequestFacts
+    hashes: BlockHashes | None
+    """None where there are no token ids."""
+    held: HeldTokens
+    """By stores and peers."""
+
+
+class _PrefillLeg:
+    """One that runs."""
+
+    __slots__ = (
+        "answered",
+        "cached",
+        "decision",
+        "fresh",
+        "hashes",
+        "prompt_tokens",
+        "reach",
+        "routed",
+        "sent",
+        "settled",
+        "told",
+    )
+
+    def __init__(self, decision: RoutingDecision, hashes: BlockHashes | None, reach: FetchableTokens) -> None:
+        self.decision = decision
+        self.hashes = hashes
+        self.reach = reach
+        """What its engine was believed to be able to fetch."""
+        self.routed: RoutedRequest | None = None
+        self.settled = 0
+        """Blocks that were believed to be there, not only to come."""
+        self.fresh = 0
+        """The hash of the first block that it brings; 0 where it brings none."""
+        self.answered = False
+        """Whether it has ended well; then what its engine reports is here, as far as it does."""
+        self.prompt_tokens: int | None = None
+        self.cached: int | None = None
+        self.sent = False
+        """Whether its engine was sent to another one's memory."""
+        self.told: str | None = None
+        """Where its engine lets others read, it says."""
+
+
+class PrefixCacheModel:
+    """All prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
+
+    def __init__(self, now: Callable[[], float], seed: int) -> None:
+        """
+        Args:
+            now: the clock, in seconds.
+            seed: 64 bits that clients do not know.
+        """
+        self._now = now
+        self._chain = BlockHasher(seed, BLOCK_TOKENS)
+        self._index = PrefixIndex(_BLOCKS)
+        self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
+        self._fetching = RemoteCacheModel(self._index, BLOCK_TOKENS, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
+        self._events = EventFeed(self._index, self._chain, _NAMES, namespace=self._namespace, gone=self._gone)
+        self._tellers: dict[Member, Callable[[], None]] = {}
+        self._legs: dict[str, _PrefillLeg] = {}
+        """By transfer id of the request, which has one prefill leg at a time."""
+        self._coming: dict[Instance, dict[int, int]] = {}
+        """By instance, first blocks that running legs bring, and how many bring each."""
+        self._grains: dict[Instance, int] = {}
+        """What every number of cached tokens that an instance has reported is a multiple of."""
+        self.prediction_stats: Final = PredictionStats()
+
+    def __len__(self) -> int:
+        """Legs that run."""
+        return len(self._legs)
+
+    @property
+    def blocks(self) -> int:
+        """That somebody is believed to have."""
+        return len(self._index)
+
+    def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
+        """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `leg_released`."""
+        facts, hashes, held = self._look(members, facts)
+        chosen, decision, reach = self._decide(policy, members, facts, turn, held)
+        instance, expected = chosen.instance, decision.expected
+        leg = self._legs[facts.transfer_id] = _PrefillLeg(decision, hashes, reach)
+        chosen.backlog.begin(facts.transfer_id, expected.compute_s, expected.fetch_s)
+        if hashes is not None:
+            best = max(facts.cached_tokens.get(each.instance, 0) for each in members)
+            self.prediction_stats.record_lookup(facts.prompt_tokens, max(best, *held.values(), 0))
+            self._believe(leg, instance, hashes)
+        return chosen
+
+    def explain(
+        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
+    ) -> RouteExplanation:
+        """What `choose` would do now. Nothing is counted or kept."""
+        facts, _, held = self._look(members, facts)
+        expected = [estimate_ttft(each, facts) for each in members]
+        reaches = [self._fetching.fetchable_tokens(each.instance, held) for each in members]
+        sources = [_whose(one, reach) for one, reach in zip(expected, reaches, strict=True)]
+        return RouteExplanation(self._decide(policy, members, facts, turn, held)[1], members, expected, sources)
+
+    def cached_tokens(self, facts: RequestFacts) -> Mapping[Instance, int]:
+        """Tokens of the prompt that instances are believed to have, of whatever role; none where it is not named."""
+        return self._look((), facts).facts.cached_tokens
+
+    def record_decode(
+        self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None
+    ) -> None:
+        """A decode engine has answered: it has had all of the prompt. Of the two numbers neither is known where it was
+        handed what another one had computed, or where it did not say: a stream need not."""
+        hashes = self._hashes(facts)
+        if hashes is None:
+            return
+        routed = self._feed.record_routed(instance, hashes, self._now())
+        had, grain = self._said(instance, facts.prompt_tokens, prompt_tokens, cached)
+        if had is None or not grain:  # it may never say it
+            return
+        most = (facts.prompt_tokens - 1) // BLOCK_TOKENS
+        believed = min(len(routed.used), most)
+        if abs(believed * BLOCK_TOKENS - had) >= max(grain, BLOCK_TOKENS):
+            self._feed.record_reported(routed._replace(used=routed.used[:believed]), min(had // BLOCK_TOKENS, most))
+
+    def record_first_byte(self, member: Member, facts: RequestFacts) -> None:
+        """A leg that goes on with an answer has its first byte: its prompt is computed."""
+        leg = self._legs.get(facts.transfer_id)
+        if leg is not None:
+            member.backlog.end(
+                facts.transfer_id,
+                max(1, facts.prompt_tokens - leg.decision.expected.cached_tokens),
+                facts.prompt_tokens,
+            )
+
+    def peer_source(self, facts: RequestFacts) -> tuple[Instance, str] | None:
+        """Whose memory the leg that runs for this request should read, and where that is; None where it should fetch
+        nothing, or from a store."""
+        leg = self._legs.get(facts.transfer_id)
+        if leg is None or leg.decision.source is None:
+            return None
+        address = self._fetching.peer_address(leg.decision.source)
+        leg.sent = address is not None
+        return None if address is None else (leg.decision.source, address)
+
+    def record_report(
+        self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None, told: str | None = None
+    ) -> RoutingDecision | None:
+        """The leg that runs for this request has ended well; its engine says so much of it, or nothing, and where it
+        lets others read (`kvparams.peer_reads`). Call `Fleet.release` after this.
+
+        Returns:
+            Why it went there.
+        """
+        leg = self._legs.get(facts.transfer_id)
+        if leg is None:
+            return None
+        leg.answered = True
+        leg.prompt_tokens, leg.cached, leg.told = prompt_tokens, cached, told
+        return leg.decision
+
+    def leg_released(self, member: Member, facts: RequestFacts) -> None:
+        """Its leg is over, however it went."""
+        leg = self._legs.pop(facts.transfer_id, None)
+        if leg is None:
+            return
+        instance, expected = leg.decision.chosen, leg.decision.expected
+        predicted = expected.cached_tokens + expected.fetched_tokens
+        still = member.instance is instance and not member.has_left
+        cached, grain = self._said(instance, facts.prompt_tokens, leg.prompt_tokens, leg.cached, still=still)
+        if leg.answered:
+            found = predicted if cached is None else cached
+            fetched = max(0, min(found, leg.reach.tokens) - expected.cached_tokens)
+            member.backlog.end(facts.transfer_id, max(1, facts.prompt_tokens - found), facts.prompt_tokens, fetched)
+        else:
+            member.backlog.end(facts.transfer_id)
+        if leg.answered and still:
+            self._fetching.record_peer_address(member, leg.told)
+        if leg.routed is None or leg.hashes is None:
+            return
+        self._settle(leg, instance)
+        if not leg.answered:
+            self._feed.record_failed(leg.routed, leg.hashes)
+            return
+        settled = predicted  # what its engine has told of, too
+        if not expected.fetched_tokens and leg.settled < len(leg.routed.used):
+            settled = min(predicted, leg.settled * BLOCK_TOKENS)
+        self.prediction_stats.record_leg(predicted, settled, cached)
+        if cached is not None:
+            self._correct(leg, leg.routed, cached, grain)
+        asked = leg.sent if isinstance(leg.reach.holder, PeerMemory) else expected.fetched_tokens
+        reach = leg.reach if asked else leg.reach._replace(holder=None)
+        self._fetching.record_leg(instance, reach, leg.hashes, self._now(), cached, grain)
+
+    def _said(
+        self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
+    ) -> tuple[int | None, int]:
+        """What an engine says that it had, in tokens of ours, None where it says nothing; and how exactly."""
+        grain = self._grains.get(instance, 0)
+        if cached is None and grain and prompt_tokens is not None:
+            cached = 0  # vLLM 0.32.0 leaves out what is 0
+        elif cached and still:
+            grain = self._grains[instance] = gcd(grain, cached)
+        if prompt_tokens and prompt_tokens != tokens:  # ours are not the engine's own ids
+            grain = max(grain, tokens // 4)
+            cached = None if cached is None else cached * tokens // prompt_tokens
+        return cached, grain
+
+    def forget_instance(self, instance: Instance) -> None:
+        """It has gone, or was started anew: it has nothing."""
+        self._feed.forget_worker(instance)
+        self._fetching.forget_instance(instance)
+        self._grains.pop(instance, None)
+        for member, again in self._tellers.items():
+            if member.instance is instance:
+                self._events.forget_worker(member)
+                again()
+
+    # engines that say what they have
+
+    @property
+    def unplaced_blocks(self) -> int:
+        """Blocks that engines told of and that could not be placed."""
+        return self._events.unplaced
+
+    def add_event_source(self, member: Member, again: Callable[[], None]) -> None:
+        """It will say what it has. `again` is called when it has to say everything again."""
+        self._tellers[member] = again
+
+    def apply_events(self, member: Member, batch: EventBatch | None, model: str) -> None:
+        """It has said so; or, None, what it has said holds no longer."""
+        if batch is None:
+            self._events.forget_worker(member)
+        else:
+            self._events.apply(batch, member, model, self._now())
+
+    def remove_event_source(self, member: Member) -> None:
+        """It will say nothing more."""
+        if self._tellers.pop(member, None) is not None:
+            self._events.forget_worker(member)
+
+    def _gone(self, who: object, hashes: BlockHashes | None) -> None:
+        """An engine has given up blocks, or all it has: whoever believed them there does so no longer."""
+        if isinstance(who, Member) and hashes is None:
+            self._feed.forget_worker(who.instance)
+        elif isinstance(who, Member) and hashes is not None:
+            self._feed.record_removed(who.instance, hashes)
+
+    def _namespace(self, model: str, adapter: str | None, salt: str | None) -> int:
+        return self._chain.namespace(adapter or model, None, salt)
+
+    # what is believed
+
+    def _look(self, members: Sequence[Member], facts: RequestFacts) -> _PromptLookup:
+        hashes = self._hashes(facts)
+        if hashes is None:
+            return _PromptLookup(facts, None, {})
+        cached, held = self._match(hashes, facts.prompt_tokens)
+        return _PromptLookup(
+            self._fetching.annotate_facts(members, facts._replace(cached_tokens=cached), held), hashes, held
+        )
+
+    def _decide(
+        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int, held: HeldTokens
+    ) -> tuple[Member, RoutingDecision, FetchableTokens]:
+        chosen = policy.choose(members, facts, turn)
+        expected, reach = estimate_ttft(chosen, facts), self._fetching.fetchable_tokens(chosen.instance, held)
+        instances, whose = [each.instance for each in members], _whose(expected, reach)
+        return (
+            chosen,
+            RoutingDecision(chosen.instance, facts.prompt_tokens, expected, instances, facts.cached_tokens, whose),
+            reach,
+        )
+
+    def _hashes(self, facts: RequestFacts) -> BlockHashes | None:
+        """None where there are no token ids."""
+        ids = facts.token_ids if facts.routing_ids is None else facts.routing_ids
+        if ids is None:
+            return None
+        namespace = self._namespace(facts.model or "*", None, facts.cache_salt)
+        return self._chain.hashes(ids if len(ids) <= _MOST_TOKENS else ids[:_MOST_TOKENS], namespace)
+
+    def _match(self, hashes: BlockHashes, tokens: int) -> tuple[dict[Instance, int], HeldTokens]:
+        """Tokens that instances have, and whoever they fetch from. The last one of a prompt is always computed."""
+        most = (tokens - 1) // BLOCK_TOKENS
+        cached: dict[Instance, int] = {}
+        held: dict[SharedStore | PeerMemory, int] = {}
+        for who, blocks in self._index.match(hashes).held[_HOST].items():
+            found = BLOCK_TOKENS * min(blocks, most)
+            if isinstance(who, SharedStore | PeerMemory):
+                held[who] = found
+            elif isinstance(who, Instance | Member):
+                instance = who if isinstance(who, Instance) else who.instance
+                cached[instance] = max(found, cached.get(instance, 0))
+        return cached, held
+
+    def _believe(self, leg: _PrefillLeg, instance: Instance, hashes: BlockHashes) -> None:
+        routed = leg.routed = self._feed.record_routed(instance, hashes, self._now())
+        believed = len(routed.used)
+        if believed < len(hashes):
+            leg.fresh = int(hashes[believed])
+        leg.settled = believed
+        coming = self._coming.get(instance)
+        if coming is not None:
+            for number, one in enumerate(hashes[:believed].tolist()):
+                if one in coming:
+                    leg.settled = number
+                    break
+        if leg.fresh:
+            coming = self._coming.setdefault(instance, {})
+            coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
+
+    def _settle(self, leg: _PrefillLeg, instance: Instance) -> None:
+        """What it brings comes no longer: it is there, or will never be."""
+        if not leg.fresh:
+            return
+        coming = self._coming[instance]
+        coming[leg.fresh] -= 1
+        if not coming[leg.fresh]:
+            del coming[leg.fresh]
+            if not coming:
+                del self._coming[instance]
+
+    def _correct(self, leg: _PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
+        """Hold what was believed against what is reported, where that says anything."""
+        most = (leg.decision.prompt_tokens - 1) // BLOCK_TOKENS
+        believed, settled = min(len(routed.used), most), min(leg.settled, most)
+        blocks = min(cached // BLOCK_TOKENS, most)
+        if blocks > believed:
+            if leg.reach.tokens >= cached:  # it was fetched, its cache need not be larger than believed
+                return
+            self._feed.record_reported(routed._replace(used=routed.used[:believed]), blocks)
+        elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
+            self._feed.record_reported(routed._replace(used=routed.used[:settled]), blocks)
+
+
+def _whose(expected: TTFTEstimate, reach: FetchableTokens) -> Instance | None:
+    """The engine that something is fetched from, if it is not from a store."""
+    return reach.holder.instance if expected.fetched_tokens and isinstance(reach.holder, PeerMemory) else None

@@ -1,0 +1,129 @@
+"""What a source wants of one instance, and by which rules what it says is read.
+
+The one rule: an entry is a value. Two are equal exactly if nothing about the instance has changed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Final
+
+from kvparams.instances import Instance, Role
+from kvparams_proxy.fleet.registry.credentials import (
+    NO_CREDENTIAL_SOURCES,
+    NO_CREDENTIALS,
+    CredentialSources,
+    EngineCredentials,
+)
+
+__all__ = ["KV_EVENTS_REQUIREMENT", "InstanceSpec", "LabelSelector", "SpecRules", "spec_of"]
+
+KV_EVENTS_REQUIREMENT: Final = "needs pyzmq and msgspec: pip install 'kvparams[proxy,index,events]'"
+"""What stands behind `kv_events`."""
+
+LabelSelector = Mapping[str, frozenset[str]]
+"""Labels that an instance must have, each with one of these values; nothing is selected by an empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One instance as its source wants it. Equal exactly if nothing about it has changed."""
+
+    id: str
+    url: str
+    role: Role
+    dialect: str
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    drain: bool = False
+    """No new requests go there."""
+    credential_sources: CredentialSources = NO_CREDENTIAL_SOURCES
+    """Where its key and certificates are."""
+    credentials: EngineCredentials = NO_CREDENTIALS
+    """What was read there; see `kvparams_proxy.fleet.registry.credentials.load_access`."""
+    bootstrap: str | None = None
+    """The URL of its bootstrap server, where its connector has one and it is not where the connector says."""
+
+    addresses: tuple[str, ...] = ()
+    """Where it may say that it is, beside the hosts of its URLs."""
+    kv_events: str | None = None
+    """Where it publishes what becomes of its cache (ZMQ)."""
+    kv_events_replay: str | None = None
+    """Where it can be asked for what it published before."""
+    store: str | None = None
+    """Which store its KV goes to and comes from, shared with all that name the same one."""
+    group: str | None = None
+    """The replica it belongs to."""
+    compatibility: str | None = None
+    """Whose KV it understands: of all with an equal one."""
+
+    def make_instance(self) -> Instance:
+        """A new incarnation of it."""
+        return Instance(
+            self.id,
+            token_hex(8),
+            self.role,
+            self.url,
+            self.dialect,
+            self.labels,
+            self.bootstrap,
+            self.addresses,
+            self.kv_events,
+            self.kv_events_replay,
+            self.store,
+            self.group,
+            self.compatibility,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRules:
+    """How entries are read: what is known, and what holds for all that do not say otherwise."""
+
+    connectors: frozenset[str]
+    """The names of the dialects that are spoken here."""
+    connector: str = "nixl"
+    """The dialect of entries that name none."""
+    unusable_connectors: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of other dialects that are registered, why they are not spoken."""
+    bootstrap_connectors: frozenset[str] = frozenset()
+    """The dialects whose prefill engines have a bootstrap server."""
+    store_connectors: frozenset[str] = frozenset()
+    """The dialects whose engines save to a store what they compute, and look it up there."""
+    kv_events_installed: bool = True
+    """Whether what KV events need is installed."""
+    selectors: Mapping[Role, LabelSelector] = field(default_factory=dict[Role, LabelSelector])
+    """The role of an entry that names none."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of every entry; its own come on top."""
+    addresses: tuple[str, ...] = ()
+    """Of entries that name none."""
+    credential_sources: CredentialSources = NO_CREDENTIAL_SOURCES
+    """Of entries that name none."""
+    credentials: EngineCredentials = NO_CREDENTIALS
+    """What was read there."""
+    folder: Path = Path()
+    """Relative paths begin here."""
+    may_name_credentials: bool = True
+    """Whether an entry may say where a key is. Not over the network: the key would be sent to a URL of its choice."""
+
+
+def spec_of(instance: Instance, rules: SpecRules) -> InstanceSpec:
+    """The entry of an instance that was given as such; its key and certificates are those of the rules."""
+    i = instance
+    return InstanceSpec(
+        i.id,
+        i.url,
+        i.role,
+        i.dialect,
+        i.labels,
+        credential_sources=rules.credential_sources,
+        credentials=rules.credentials,
+        bootstrap=i.bootstrap,
+        addresses=i.addresses,
+        kv_events=i.kv_events,
+        kv_events_replay=i.kv_events_replay,
+        store=i.store,
+        group=i.group,
+        compatibility=i.compatibility,
+    )

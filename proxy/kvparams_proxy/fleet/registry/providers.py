@@ -1,0 +1,69 @@
+"""The interface of whoever knows engines: the fleet file now, DNS and Kubernetes next.
+
+A provider knows the complete set of instances of its own source and says it anew whenever it changes. The one rule: a
+provider never touches the fleet, and its trouble is never the proxy's: what it said last stays in force.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from kvparams.instances import Instance
+from kvparams_proxy.fleet.registry.instance_spec import spec_of
+from kvparams_proxy.fleet.registry.registry import Registry
+
+__all__ = ["InstanceProvider", "run_provider", "run_providers"]
+
+_log = logging.getLogger(__name__)
+
+
+class InstanceProvider(Protocol):
+    """One source of instances."""
+
+    @property
+    def source(self) -> str:
+        """Its name, unique in the proxy: `file`, `dns:engines.example`, ..."""
+        ...
+
+    def publish_initial(self, registry: Registry) -> None:
+        """Publish what is known already, if anything is. Does not wait."""
+        ...
+
+    async def watch(self, registry: Registry) -> None:
+        """`registry.publish` the complete set whenever it changes, `registry.refuse` what cannot be used; for ever."""
+        ...
+
+
+@asynccontextmanager
+async def run_providers(
+    registry: Registry, instances: Sequence[Instance], providers: Iterable[InstanceProvider]
+) -> AsyncGenerator[None]:
+    """Fill the fleet: with `instances`, whose source is `flags`, then with what each provider says, as long as the
+    context lasts. Everything known from the start is in the fleet on entry."""
+    if instances:
+        registry.publish("flags", [spec_of(instance, registry.spec_rules) for instance in instances])
+    async with AsyncExitStack() as stack:
+        for provider in providers:
+            await stack.enter_async_context(run_provider(provider, registry))
+        yield
+
+
+@asynccontextmanager
+async def run_provider(provider: InstanceProvider, registry: Registry) -> AsyncGenerator[None]:
+    """Let `provider` speak for as long as the context lasts."""
+    provider.publish_initial(registry)
+    task = asyncio.create_task(provider.watch(registry), name=f"follow {provider.source}")
+    task.add_done_callback(lambda done: _report(provider.source, done))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _report(source: str, task: asyncio.Task[None]) -> None:
+    """Say aloud that a provider has ended, which it never should. The fleet stays as it said last."""
+    if not task.cancelled():
+        _log.error("%s is not followed any more; restart the proxy", source, exc_info=task.exception())

@@ -1,0 +1,55 @@
+"""Legs that run on what is no longer in the fleet: an earlier incarnation of a member, or a member that was removed.
+
+The one rule: an instance is remembered exactly as long as a leg runs on it.
+"""
+
+from kvparams.instances import Instance
+from kvparams_proxy.fleet.member import Member
+
+__all__ = ["RetiredInstances"]
+
+
+class _RemainingLegs:
+    __slots__ = ("left", "member")
+
+    def __init__(self, member: Member, left: int) -> None:
+        self.member = member
+        self.left = left
+
+
+class RetiredInstances:
+    """All of one fleet."""
+
+    def __init__(self) -> None:
+        self._legs: dict[Instance, _RemainingLegs] = {}
+
+    def __len__(self) -> int:
+        return len(self._legs)
+
+    def add(self, member: Member) -> None:
+        """From now on `member.instance` is an earlier one."""
+        legs = member.in_flight - sum(legs.left for legs in self._legs.values() if legs.member is member)
+        if legs:
+            self._legs[member.instance] = _RemainingLegs(member, legs)
+
+    def member(self, instance: Instance) -> Member:
+        """Whose it was.
+
+        Raises:
+            KeyError: no leg runs there.
+        """
+        return self._legs[instance].member
+
+    def release(self, instance: Instance) -> Member:
+        """One leg has ended; whose it was.
+
+        Raises:
+            ValueError: none runs there.
+        """
+        legs = self._legs.get(instance)
+        if legs is None:
+            raise ValueError(f"{instance.id} is released more often than it was acquired")
+        legs.left -= 1
+        if not legs.left:
+            del self._legs[instance]
+        return legs.member

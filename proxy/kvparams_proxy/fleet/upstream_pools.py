@@ -1,0 +1,54 @@
+"""The ways to all engines: a pool, or another `Upstream`, for each member of the fleet, as long as legs run on it."""
+
+from collections.abc import Callable
+
+from kvparams.instances import Instance
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.upstream.interface import Upstream
+
+__all__ = ["UpstreamPools"]
+
+
+class UpstreamPools:
+    """By instance id, as a mapping would be. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+
+    def __init__(self, make: Callable[[Instance], Upstream]) -> None:
+        """`make` opens a pool; it knows how each engine wants to be spoken to."""
+        self._make = make
+        self._now: dict[str, Upstream] = {}
+        self._all: dict[Member, Upstream] = {}
+
+    def __getitem__(self, id: str) -> Upstream:
+        return self._now[id]
+
+    def for_member(self, member: Member) -> Upstream:
+        """That of one that is there, or on which a leg runs: whatever has its name by now."""
+        return self._all[member]
+
+    def get(self, id: str) -> Upstream | None:
+        """That of an instance, or None where it has left."""
+        return self._now.get(id)
+
+    def joined(self, member: Member) -> None:
+        """A member has come; one of the same id may still have legs."""
+        pool = self._make(member.instance)
+        self._now[member.instance.id] = self._all[member] = pool
+
+    def left(self, member: Member) -> None:
+        """A member has gone, and its last leg has ended."""
+        pool = self._all.pop(member, None)
+        if pool is None:
+            return
+        if self._now.get(member.instance.id) is pool:
+            del self._now[member.instance.id]
+        pool.close()
+
+    @property
+    def open_connections(self) -> int:
+        """To all engines, idle ones included."""
+        return sum(pool.open_connections for pool in self._all.values())
+
+    def close(self) -> None:
+        """Close every connection; exchanges that run hear that they were cut off."""
+        for pool in self._all.values():
+            pool.close()

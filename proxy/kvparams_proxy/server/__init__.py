@@ -1,0 +1,1 @@
+"""The HTTP edge of the proxy, and the lifetime of its app."""

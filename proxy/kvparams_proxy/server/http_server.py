@@ -1,0 +1,205 @@
+"""Runs the app on uvloop until it is told to stop, and stops without losing a request.
+
+Shutting down has four steps. A first SIGINT or SIGTERM has `/health` answer 503 while requests are still served, for
+`drain_delay_s`; then the listener closes and requests that run go on for `grace_s`; then what still runs is cut, with
+an error that says so, a line in the log, and its KV given back. A second signal goes straight to the last step.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import uvloop
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.server.connection_gauges import ConnectionGauges
+from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
+from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY, DirectEndpoint
+from kvparams_proxy.server.draining import DrainState
+from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
+from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
+from kvparams_proxy.telemetry.request_record import RefusedRequest
+
+__all__ = ["ProxyServer", "ServerSettings", "listen", "serve"]
+
+_log: Final = logging.getLogger(__name__)
+_GC_THRESHOLDS: Final = (20_000, 20, 50)
+"""A request leaves no cycles behind; the usual 700 would have requests in flight examined again and again."""
+_FLUSH_S: Final = 2.0
+"""For what was written last to reach clients."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How clients are served."""
+
+    connections: ConnectionLimits = field(default_factory=lambda: ConnectionLimits(10_000))
+    drain_delay_s: float = 0.0
+    """For how long requests are still taken after the first signal, while `/health` asks for none."""
+    grace_s: float = 120.0
+    """For how long requests may go on after that."""
+    tls: ssl.SSLContext | None = None
+    """For https; without it clients are spoken to in plain http."""
+    direct: bool = True
+    """False has every request take the way through ASGI."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; port 0 is any free one.
+
+    Raises:
+        OSError: the port is taken, or the host is not one of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog_for(descriptor_limit()))
+
+
+def serve(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
+    """Serves `app` until SIGINT or SIGTERM, and returns which of both came first.
+
+    Args:
+        app: the proxy.
+        listener: see `listen`; closed at the end.
+        settings: how clients are served.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_until_signal(app, listener, settings))
+
+
+async def _until_signal(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
+    loop = asyncio.get_running_loop()
+    server = ProxyServer(app, settings)
+    told: list[signal.Signals] = []
+
+    def tell(number: signal.Signals) -> None:
+        told.append(number)
+        server.stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, tell, number)
+    started = asyncio.ensure_future(_tune_garbage_collection(server))
+    try:
+        await server.run(listener)
+    finally:
+        started.cancel()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return told[0] if told else None
+
+
+async def _tune_garbage_collection(server: "ProxyServer") -> None:
+    """What is there once the server has started stays for good: no collection needs to look at it again."""
+    await server.started.wait()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+class ProxyServer:
+    """Serves one app on one listener."""
+
+    def __init__(self, app: Starlette, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._told = 0
+        self._stopping = asyncio.Event()
+        self._cutting = asyncio.Event()
+        self.started = asyncio.Event()
+        """Set once requests are served."""
+
+    def stop(self) -> None:
+        """Begins to shut down; called again, ends what still runs."""
+        self._told += 1
+        (self._stopping if self._told == 1 else self._cutting).set()
+        if self._told > 1:
+            self._stopping.set()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until `stop` is called, and shuts down."""
+        connections = ClientConnections(asyncio.get_running_loop(), self._settings.connections)
+        try:
+            async with self._app.router.lifespan_context(self._app) as state:
+                await self._serve(listener, connections, state or {})
+                connections.fail_incomplete_requests()
+            # The end of the lifespan has answered what still ran.
+        finally:
+            listener.close()
+            if connections.tasks:  # they write what the end of the lifespan had to say
+                await asyncio.wait(connections.tasks, timeout=_FLUSH_S)
+            connections.close()
+            await _first(_FLUSH_S, connections.wait_empty())
+            connections.abort()
+            await _first(_FLUSH_S, connections.wait_empty())
+
+    async def _serve(self, listener: socket.socket, connections: ClientConnections, state: Mapping[str, Any]) -> None:
+        """Serves until requests have ended, or must."""
+        loop = asyncio.get_running_loop()
+        if (exposition := state.get("exposition")) is not None:
+            exposition.add(ConnectionGauges(connections))
+        service = _service(loop, self._app, state, connections, direct=self._settings.direct)
+        factory = partial(HTTPProtocol, service)
+        tls = self._settings.tls
+        backlog = backlog_for(descriptor_limit())
+        accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=backlog)
+        try:
+            self.started.set()
+            await self._stopping.wait()
+            await self._drain(connections, accepting, state.get("draining"))
+        finally:
+            accepting.close()
+
+    async def _drain(
+        self, connections: ClientConnections, accepting: asyncio.Server, draining: DrainState | None
+    ) -> None:
+        """Lets requests end, within the time there is."""
+        settings = self._settings
+        if draining is not None:
+            draining.is_draining = True
+        _log.info("shutting down; a second signal ends what still runs")
+        connections.drain()
+        await _first(settings.drain_delay_s, self._cutting.wait())
+        accepting.close()
+        connections.close_idle()
+        await _first(settings.grace_s, self._cutting.wait(), connections.wait_empty())
+        if connections:
+            _log.warning("%d connections are cut: the proxy shuts down", len(connections))
+
+
+def _service(
+    loop: asyncio.AbstractEventLoop,
+    app: ASGIApp,
+    state: Mapping[str, Any],
+    connections: ClientConnections,
+    *,
+    direct: bool,
+) -> ServerContext:
+    resources: ExecutionResources | None = state.get("resources")
+
+    def refused(error: ProxyError) -> None:
+        if resources is not None:
+            resources.metrics.refused(RefusedRequest("", b"", error))
+
+    endpoints: Mapping[bytes, DirectEndpoint] = state.get(DIRECT_ENDPOINTS_KEY, {})
+    bodies = next((endpoint.bodies for endpoint in endpoints.values()), None)
+    return ServerContext(loop, app, state, endpoints if direct else {}, connections, refused, bodies)
+
+
+async def _first(longest_s: float, *events: Coroutine[Any, Any, object]) -> None:
+    """Waits until one of `events` is over, or `longest_s` have passed."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

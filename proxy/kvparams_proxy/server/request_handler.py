@@ -1,0 +1,371 @@
+"""From a request on the wire to its execution: who asks, what is asked, and the words when it is refused.
+
+The same for both ways in, uvicorn's transport (`direct_path.py`) and ASGI. The one rule: who may not ask is refused
+before the body is read.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final, NamedTuple, TypeVar, cast
+
+from starlette.types import Receive, Scope, Send
+
+from kvparams.instances import Role
+from kvparams.routing.managers.aggregated import Aggregated
+from kvparams.routing.managers.interface import DisaggregatedRequestManager
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.executor import Execution
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.requests.asgi_body import read_asgi_body
+from kvparams_proxy.requests.authentication import APIKeyAuthenticator, AuthenticatedClient, Unauthorized
+from kvparams_proxy.requests.body import BodyBudget, RequestBody, body_too_large_error, declared_length
+from kvparams_proxy.requests.downstream import ASGIDownstream, Downstream
+from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.requests.forbidden_fields import FORWARDED_HEADERS, is_safe_request_id
+from kvparams_proxy.requests.intake import ParsedRequest, parse_request, parse_request_in_steps
+from kvparams_proxy.telemetry.request_record import RefusedRequest
+from kvparams_proxy.tokenization.service import RoutingTokens
+
+__all__ = ["ASGIRequestHandler", "Admission", "RequestHandler", "require_client"]
+
+T = TypeVar("T")
+_log: Final = logging.getLogger(__name__)
+_BOTH: Final = (Role.AGGREGATED,)
+_HEEDED: Final = FORWARDED_HEADERS | {
+    *(b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"),
+    *(b"content-type", b"content-length"),
+}
+"""Headers that matter."""
+_JSON: Final = b"application/json"
+_NOT_JSON: Final = "the Content-Type must be application/json"
+"""vLLM 0.32.0 asks the same (entrypoints/openai/utils.py, validate_json_request): a page of another site can make a
+browser send any other type without asking first."""
+_UPGRADE: Final = "this server leaves out the body of a request that asks for an upgrade; send it without Upgrade"
+"""uvicorn 0.34 to 0.54 with httptools (uvicorn's issue 2722, httptools' 124)."""
+_SHORT_LENGTH: Final = 6
+"""Digits of a Content-Length that is below any limit worth a look."""
+_MOST_SESSION: Final = 256
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer body has taken milliseconds of this turn already."""
+
+
+class Admission(NamedTuple):
+    """A request that may be read, or why it may not."""
+
+    request_id: str
+    transfer_id: str
+    forwarded: list[bytes]
+    """Header lines for the engines."""
+    authorization: bytes | None
+    """For engines that have no key of their own."""
+    client: AuthenticatedClient | None
+    error: ProxyError | None
+    session_id: str = ""
+    """What the client calls its conversation; no engine hears it."""
+
+
+class RequestHandler:
+    """One endpoint: a `kvparams_proxy.server.direct_path.DirectEndpoint`."""
+
+    def __init__(
+        self,
+        resources: ExecutionResources,
+        modes: ActiveModes,
+        keys: APIKeyAuthenticator | None,
+        endpoint: APIEndpoint,
+        bodies: BodyBudget,
+        alone: Role | None = None,
+    ) -> None:
+        """`bodies`: what the bodies of all requests may take together; `alone`: whose engines answer, where the work is
+        not split."""
+        self._resources = resources
+        self._modes = modes
+        self._alone = None if alone is None else Aggregated(role=alone)
+        self._keys = keys
+        self._endpoint = endpoint
+        self.bodies = bodies
+        self.max_bytes = resources.settings.body.max_bytes
+
+    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> Admission:
+        """Look at the headers, whose names are in lower case."""
+        given: bytes | None = None
+        error: ProxyError | None = None
+        authorization: bytes | None = None
+        forwarded: list[bytes] = []
+        session = ""
+        typed = False
+        for name, value in headers:
+            if name not in _HEEDED:
+                continue
+            if name == b"content-type":
+                typed = value == _JSON or value.partition(b";")[0].strip().lower() == _JSON
+            elif name == b"content-length":
+                if len(value) > _SHORT_LENGTH:
+                    error = self._length_error(value) or error
+            elif name == b"x-request-id":
+                given = value
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                error = ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
+            elif name == b"authorization":
+                if authorization is not None:
+                    error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
+                authorization = value
+            elif name == b"x-session-id":
+                session = value[:_MOST_SESSION].decode("latin-1")
+            elif name in FORWARDED_HEADERS:
+                forwarded.append(b"%b: %b\r\n" % (name, value))
+        if not typed and error is None:
+            error = ProxyError(415, "invalid_request_error", _NOT_JSON)
+        client: AuthenticatedClient | None = None
+        if self._keys is not None:
+            try:
+                client = require_client(self._keys, authorization)
+            except ProxyError as unauthorized:
+                error = unauthorized.with_traceback(None)  # which would hold this very frame
+            authorization = None  # it is a key of ours
+        transfer = self._resources.new_id()
+        request = transfer
+        if given is not None:
+            if is_safe_request_id(given):
+                request = given.decode()
+            else:
+                self._resources.metrics.stripped["request_id"] += 1
+        return Admission(request, transfer, forwarded, authorization, client, error, session)
+
+    def _length_error(self, value: bytes) -> ProxyError | None:
+        """Returns why a request with this Content-Length is refused, or None."""
+        try:
+            return body_too_large_error(self.max_bytes) if declared_length(value) > self.max_bytes else None
+        except ProxyError as error:
+            return error.with_traceback(None)
+
+    def handle(
+        self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
+    ) -> None:
+        """Refuse the request or have it executed, now or later; `done` hears of its end."""
+        if admission.error is not None:  # raised once more, it would hold what it is raised through
+            self.refuse(admission, admission.error, downstream)
+            if done is not None:
+                done()
+            return
+        try:
+            inbound = self.parse_with(parse_request, admission, body)
+            if inbound is None:
+                _LongBodyRead(self, admission, downstream, done).begin(body)
+                return
+            self.execute(admission, inbound, downstream, done)
+        except ProxyError as refused:
+            self.refuse(admission, refused, downstream)
+            if done is not None:
+                done()
+
+    @property
+    def step_runner(self) -> StepRunner:
+        """What does long work."""
+        return self._resources.step_runner
+
+    def parse_with(self, how: Callable[..., T], admission: Admission, body: bytes) -> T:
+        """Read a body with `parse_request` or `parse_request_in_steps`.
+
+        Raises:
+            ProxyError: it is refused.
+        """
+        resources = self._resources
+        return how(
+            self._endpoint.kind,
+            body,
+            admission.request_id,
+            admission.transfer_id,
+            resources.settings.body,
+            admission.client,
+            admission.session_id,
+            keep_document=resources.token_service is not None,
+            keep_streamed=resources.settings.continuation,
+        )
+
+    def execute(
+        self, admission: Admission, inbound: ParsedRequest, downstream: Downstream, done: Callable[[], None] | None
+    ) -> None:
+        """Have a request executed whose body was read.
+
+        Raises:
+            ProxyError: its model is not served here.
+        """
+        resources = self._resources
+        continues = resources.settings.continuation
+        if inbound.was_stripped:
+            resources.metrics.stripped["body"] += 1
+        if (model := inbound.facts.model) is not None and not resources.fleet.may_serve_model(model):
+            message = f"the model {model[:200]!r} is not served here; see /v1/models"
+            unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+            unknown.model = model
+            raise unknown
+        trace, forwarded, authorization = None, admission.forwarded, admission.authorization
+        if resources.tracer is not None:
+            trace, forwarded = resources.tracer.begin(forwarded)
+        upstream = b"".join(forwarded)
+
+        def execute(prompt: RoutingTokens | None) -> None:
+            routed = inbound if prompt is None else _routed(inbound, prompt)
+            if routed.document is not None and not (continues and routed.stream):  # it is not continued
+                routed = routed._replace(document=None)
+            manager = self._manager(routed)
+            execution = Execution(
+                resources, manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
+            )
+            resources.start_batcher.schedule(execution.run)
+
+        if resources.token_service is None:
+            execute(None)
+        else:
+            resources.token_service.find(self._endpoint.kind, inbound, execute)
+
+    def _manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
+        """Who coordinates it from now on. Where one engine does both, it also does what is not split."""
+        manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
+        return manager if self._alone is None or manager.roles == _BOTH else self._alone
+
+    def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
+        """Answer with an error in place of an execution."""
+        self._tell(admission, error)
+        answer = error.body()
+        request_id = admission.request_id.encode()
+        lines = b"content-type: application/json\r\n%bx-request-id: %b\r\n" % (error.headers(), request_id)
+        downstream.head(error.status, lines, len(answer))
+        downstream.body(answer)
+        downstream.end()
+
+    def _tell(self, admission: Admission, error: ProxyError) -> None:
+        """Of a request that nobody executes."""
+        resources = self._resources
+        tenant = "" if admission.client is None else admission.client.tenant
+        trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
+        path = self._endpoint.path.encode()
+        resources.record_dispatcher.refused(
+            RefusedRequest(admission.request_id, path, error, tenant, error.model, trace)
+        )
+
+
+class _LongBodyRead:
+    """A request whose body is being read in steps: a `downstream.Watcher`."""
+
+    __slots__ = ("_admission", "_done", "_downstream", "_generate", "_work")
+
+    def __init__(
+        self, generate: RequestHandler, admission: Admission, downstream: Downstream, done: Callable[[], None] | None
+    ) -> None:
+        self._generate = generate
+        self._admission = admission
+        self._downstream = downstream
+        self._done = done
+        self._work: StepTask | None = None
+
+    def begin(self, body: bytes) -> None:
+        """Read it, now or later. Most are read within the time that is there in any turn of the loop."""
+        generate = self._generate
+        steps = generate.parse_with(parse_request_in_steps, self._admission, body)
+        work = generate.step_runner.run(steps, self._read, self._failed, at_once=len(body) < _COSTLY_BYTES)
+        if not work.is_finished:
+            self._work = work
+            self._downstream.watch(self)
+
+    def _read(self, inbound: ParsedRequest) -> None:
+        self._work = None
+        self._generate.execute(self._admission, inbound, self._downstream, self._done)
+
+    def _failed(self, error: Exception) -> None:
+        self._work = None
+        if isinstance(error, ProxyError):
+            self._generate.refuse(self._admission, error, self._downstream)
+        else:
+            _log.error("a request ended with a fault of the proxy", exc_info=error)
+            self._downstream.drop()
+        if self._done is not None:
+            self._done()
+
+    def client_gone(self) -> None:
+        """See `Watcher`. What is read of the body is dropped."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            if self._done is not None:
+                self._done()
+
+    def client_slow(self) -> None:
+        """See `Watcher`. Nothing is written yet."""
+
+    def client_ready(self) -> None:
+        """See `Watcher`."""
+
+
+class ASGIRequestHandler:
+    """The ASGI app of an endpoint, for servers that offer no shorter way."""
+
+    def __init__(self, path: str) -> None:
+        """It is found under this path in the lifespan's state, however the client has spelled it."""
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generate: RequestHandler = scope["state"]["generate"][self._path]
+        admission = generate.admit(scope["headers"])
+        gathered = RequestBody(generate.max_bytes, generate.bodies)
+        headers = dict(cast("Iterable[tuple[bytes, bytes]]", scope["headers"]))
+        upgrade, length = b"upgrade" in headers, headers.get(b"content-length")
+        body = b""
+        try:
+            if admission.error is None:
+                body = await read_asgi_body(receive, gathered)
+                if upgrade and length is not None and declared_length(length) != len(body):
+                    raise ProxyError(400, "invalid_request_error", _UPGRADE)
+        except ProxyError as error:
+            admission = admission._replace(error=error.with_traceback(None))
+        except ConnectionError:  # the client left while it was sending
+            gathered.release()
+            return
+        try:
+            # What follows an upgrade on its connection is nobody's request: it may be the body that was left out.
+            await self._answer(generate, admission, body, ASGIDownstream(receive, send, closes=upgrade))
+        finally:
+            gathered.release()
+
+    async def _answer(
+        self, generate: RequestHandler, admission: Admission, body: bytes, downstream: ASGIDownstream
+    ) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            generate.handle(admission, body, downstream, partial(_set, done))
+            await done
+            await downstream.finished()
+        finally:
+            downstream.close()
+            if not done.done() or done.cancelled():  # the server has cancelled this task, and what it waited for
+                downstream.drop()
+
+
+def _routed(inbound: ParsedRequest, prompt: RoutingTokens) -> ParsedRequest:
+    """With ids to route by: they also say how long the prompt is."""
+    facts = inbound.facts
+    return inbound._replace(
+        facts=facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
+    )
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def require_client(keys: APIKeyAuthenticator, authorization: bytes | None) -> AuthenticatedClient:
+    """Whose key this is.
+
+    Raises:
+        Unauthorized: nobody's.
+    """
+    client = keys.authenticate(authorization)
+    if client is None:
+        raise Unauthorized(given=authorization is not None)
+    return client

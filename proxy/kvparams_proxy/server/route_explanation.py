@@ -1,0 +1,107 @@
+"""`POST /admin/explain-route`: where a request would go now, and why. The body is what a client would send.
+
+The one rule: no leg is sent and no load is counted; only an engine's `/tokenize` is asked, where prompts get their ids
+there.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvparams.instances import Role
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.requests.asgi_body import read_asgi_body
+from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
+from kvparams_proxy.requests.body import RequestBody
+from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
+from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
+from kvparams_proxy.tokenization.service import RoutingTokens
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefix_cache_model import RouteExplanation
+
+__all__ = ["explain_route"]
+
+
+async def explain_route(request: Request) -> Response:
+    """The answer.
+
+    Raises:
+        ProxyError: as the proxy would answer such a request; 400 where no engine is chosen by what it has cached.
+    """
+    resources: ExecutionResources = request.state.resources
+    path = request.query_params.get("path", "/v1/completions")
+    endpoint = next((each for each in ENDPOINTS if each.path == path and each.role is None), None)
+    if endpoint is None:
+        known = ", ".join(each.path for each in ENDPOINTS if each.role is None)
+        raise ProxyError(400, "invalid_request_error", f"path must be one of {known}", param="path")
+    inbound = await _inbound(resources, endpoint, request)
+    prompt = await _prompt(resources, endpoint, inbound)
+    facts = inbound.facts
+    if prompt is not None:
+        facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
+    role = Role.PREFILL if resources.fleet.has_candidates(Role.PREFILL, facts.model) else Role.AGGREGATED
+    explained = resources.fleet.explain(role, facts)
+    if explained is None or resources.prefix_cache is None:
+        message = f"the policy {resources.settings.policy} does not look at what engines have cached"
+        raise ProxyError(400, "invalid_request_error", message, code="policy")
+    by_client = facts.token_ids is not None or facts.routing_ids is not None
+    found = prompt.source if prompt is not None else "client" if by_client else None
+    document = _document(explained, found)
+    document["accuracy"] = resources.prefix_cache.prediction_stats.accuracy
+    document["alarm"] = resources.prefix_cache.prediction_stats.alarmed
+    return JSONResponse(document)
+
+
+async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request: Request) -> ParsedRequest:
+    limits = resources.settings.body
+    try:
+        body = await read_asgi_body(request.receive, RequestBody(limits.max_bytes))
+    except ConnectionError:
+        raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
+    tenant = request.query_params.get("tenant")
+    client = None if tenant is None else AuthenticatedClient("", tenant, 0, tenant_cache_salt(tenant, None))
+    name = resources.new_id()
+    kept = resources.token_service is not None
+    steps = parse_request_in_steps(endpoint.kind, body, name, name, limits, client, keep_document=kept)
+    return await resources.step_runner.complete(steps)
+
+
+async def _prompt(resources: ExecutionResources, endpoint: APIEndpoint, inbound: ParsedRequest) -> RoutingTokens | None:
+    if resources.token_service is None:
+        return None
+    found: asyncio.Future[RoutingTokens | None] = asyncio.get_running_loop().create_future()
+    resources.token_service.find(
+        endpoint.kind, inbound, lambda prompt: None if found.done() else found.set_result(prompt)
+    )
+    return await found
+
+
+def _document(explained: "RouteExplanation", source: str | None) -> dict[str, object]:
+    decision = explained.decision
+    return {
+        "object": "route",
+        "tokens": decision.prompt_tokens,
+        "ids": source,
+        "chosen": decision.chosen.id,
+        "decision": decision.summary(),
+        "candidates": [
+            {
+                "id": member.instance.id,
+                "cached": one.cached_tokens,
+                "fetched": one.fetched_tokens,
+                "source": None if source is None else source.id,
+                "computed": one.computed_tokens,
+                "wait_s": round(one.wait_s, 6),
+                "fetch_s": round(one.fetch_s, 6),
+                "compute_s": round(one.compute_s, 6),
+                "first_token_s": round(one.ttft_s, 6),
+                "in_flight": member.in_flight,
+                "legs_seen": member.backlog.cost_model.sample_count,
+            }
+            for member, one, source in zip(explained.members, explained.expected, explained.sources, strict=True)
+        ],
+    }

@@ -1,0 +1,154 @@
+"""What is told about one request: gathered while it runs, read once when it is over, by metrics, journal and traces.
+
+The one rule: nothing of what was asked or answered is in it, no address and no key.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+
+from kvparams.instances import Instance, RequestFacts
+from kvparams.routing.request_lifecycle import RequestLifecycle
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.telemetry.tracing import TraceContext
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefix_cache_model import RoutingDecision
+
+__all__ = ["RecordReader", "RefusedRequest", "RequestRecord"]
+
+_MOST_TOKENS: Final = 1 << 40
+"""More than this is no number of tokens, whatever an engine says."""
+
+
+class RequestRecord:
+    """One request's."""
+
+    __slots__ = (
+        "answer_bytes",
+        "cached_tokens",
+        "code",
+        "completion_tokens",
+        "decision",
+        "ended_s",
+        "endpoint",
+        "error_status",
+        "facts",
+        "further_transfers",
+        "lifecycle",
+        "prompt_tokens",
+        "retries",
+        "route",
+        "stream",
+        "stream_events",
+        "trace_context",
+    )
+
+    def __init__(
+        self,
+        facts: RequestFacts,
+        endpoint: bytes,
+        stream: bool,
+        life: RequestLifecycle,
+        route: Sequence[Instance],
+        trace: TraceContext | None,
+    ) -> None:
+        """`route` is the executor's own list, to which it goes on adding."""
+        self.facts = facts
+        self.endpoint = endpoint
+        """The path, as it is served here."""
+        self.stream = stream
+        self.lifecycle = life
+        self.route = route
+        self.trace_context = trace
+        self.further_transfers: list[str] | None = None
+        """Ids of its transfers after the first one."""
+        self.error_status = 0
+        """The HTTP status of an error it was answered with; 0 where there was none."""
+        self.code: str | None = None
+        """Which error it ended with, before its first byte or after."""
+        self.retries = 0
+        self.ended_s = 0.0
+        """When it was over, since 1970."""
+        self.answer_bytes = 0
+        """Of the answer's body."""
+        self.stream_events = 0
+        """Events with content that a client got: about one for each token, whatever the engine says of its tokens."""
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Of the prompt, as whoever computed it says."""
+        self.decision: RoutingDecision | None = None
+        """Why its prefill leg went where it did; None where nobody looked at caches."""
+        self.completion_tokens: int | None = None
+        """As decode says; a stream whose client has not asked for usage does not say it."""
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status of the answer; None where the client left without one."""
+        return self.error_status or (200 if self.lifecycle.answering else None)
+
+    def record_prefill(self, answer: Mapping[str, object]) -> None:
+        """The answer of whoever computed the prompt is here."""
+        usage = answer.get("usage")
+        if isinstance(usage, dict):
+            self.record_usage(cast("dict[str, object]", usage))
+
+    def record_usage(self, usage: Mapping[str, object]) -> None:
+        """Whoever computed the prompt has said what it cost."""
+        self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
+
+    def record_decode(self, usage: Mapping[str, object], *, split: bool) -> None:
+        """Whoever answered has said what the answer cost, once or again and again; the last word counts. Not `split`:
+        it has computed the prompt, too."""
+        self.completion_tokens = _tokens(usage.get("completion_tokens"))
+        if not split:
+            self.record_usage(usage)
+        elif self.prompt_tokens is None:
+            self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
+
+    def record_error(self, error: ProxyError) -> None:
+        """The client is told of an error."""
+        if not self.lifecycle.answering:
+            self.error_status = error.status
+        self.code = error.name
+
+    def add_transfer(self, transfer_id: str) -> str:
+        """A further transfer is begun."""
+        if self.further_transfers is None:
+            self.further_transfers = []
+        self.further_transfers.append(transfer_id)
+        return transfer_id
+
+
+class RefusedRequest(NamedTuple):
+    """A request that was answered with an error before it began to be executed, as far as it is known."""
+
+    request_id: str
+    """Empty where it has none yet."""
+    endpoint: bytes
+    """The path, as it is served here."""
+    error: ProxyError
+    tenant: str = ""
+    """Empty where it is nobody's that is known here."""
+    model: str | None = None
+    """As the client has written it."""
+    trace: TraceContext | None = None
+
+
+class RecordReader(Protocol):
+    """Wants to know of every request that is over."""
+
+    def ended(self, account: RequestRecord) -> None:
+        """One is, some time ago: nothing of its account changes any more. Costs a few microseconds, never raises, never
+        waits."""
+        ...
+
+    def refused(self, refusal: RefusedRequest) -> None:
+        """One was answered with an error before it began to be executed."""
+        ...
+
+
+def _tokens(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < _MOST_TOKENS else None

@@ -1,0 +1,102 @@
+"""Texts that were encoded, as a whole: one that begins like one of them has those ids without a look at its parts.
+
+The one rule: ids are taken up to a cut of the other text, and only if both go on alike for so many characters behind it
+that it is a cut of this one, too (`safe_split_points.py`).
+"""
+
+import threading
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from sys import getsizeof
+from typing import Final, NamedTuple
+
+__all__ = ["EncodedText", "TextPrefixCache"]
+
+_OPENING: Final = 512
+"""Characters by which texts are found. Of those that have them in common, as conversations with one system prompt do,
+the last one is kept: what they have in common is found all the same."""
+
+_COMPARED: Final = 1 << 16
+"""Characters that are compared at a time."""
+
+
+class EncodedText(NamedTuple):
+    """A text and its ids. None of it is ever changed again."""
+
+    text: str
+    split_points: Sequence[int]
+    """Where it was cut, in order."""
+    id_counts: Sequence[int]
+    """How many ids stand before each cut."""
+    ids: "array[int]"
+
+
+class TextPrefixCache:
+    """Those of one tokenizer, for several threads."""
+
+    def __init__(self, max_bytes: int, margin: int) -> None:
+        """
+        Args:
+            max_bytes: of texts and ids together. A text that takes more than an eighth of it is not kept.
+            margin: characters behind a cut on which it depends.
+        """
+        self.max_bytes: Final = max_bytes
+        self._margin = margin
+        self._kept: OrderedDict[tuple[bool, str], EncodedText] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """What is kept now."""
+        return self._bytes
+
+    def find(self, text: str, *, special: bool) -> tuple[EncodedText, int] | None:
+        """A text that begins like this one, and how many of its cuts are in what is alike. `special`: whether ids stand
+        around it."""
+        key = special, text[:_OPENING]
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+        alike = self._alike(found, text)
+        return (found, alike) if alike else None
+
+    def add(self, encoded: EncodedText, *, special: bool) -> None:
+        """Remember it, in place of another one that begins with the same characters."""
+        size = _size(encoded)
+        if len(encoded.text) < _OPENING or not encoded.split_points or size > self.max_bytes // 8:
+            return
+        key = special, encoded.text[:_OPENING]
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self._bytes += size - (0 if before is None else _size(before))
+            self._kept[key] = encoded
+            while self._bytes > self.max_bytes:
+                self._bytes -= _size(self._kept.popitem(last=False)[1])
+
+    def _alike(self, other: EncodedText, text: str) -> int:
+        """How many cuts of the other text lie so far within what both have in common that they are cuts of this one."""
+        return bisect_right(other.split_points, _alike_chars(other.text, text) - self._margin)
+
+
+def _alike_chars(one: str, other: str) -> int:
+    """How many characters both begin with. No operation takes long: other threads wait meanwhile."""
+    most = min(len(one), len(other))
+    at = 0
+    while at < most and one[at : at + _COMPARED] == other[at : at + _COMPARED]:
+        at += _COMPARED
+    step = _COMPARED
+    while step and at < most:
+        if one[at : at + step] == other[at : at + step]:
+            at += step
+        step //= 2
+    return min(at, most)
+
+
+def _size(encoded: EncodedText) -> int:
+    ids = encoded.ids
+    return getsizeof(encoded.text) + ids.itemsize * len(ids) + 64 * len(encoded.split_points) + 1024

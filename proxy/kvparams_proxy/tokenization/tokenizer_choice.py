@@ -1,0 +1,82 @@
+"""Which way the prompts of each model become token ids: what an operator says, and what is made of it.
+
+The one rule: what is named is there when the proxy starts, or it does not start.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+if TYPE_CHECKING:
+    from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
+
+__all__ = ["TokenizationMethod", "TokenizerChoices", "TokenizerError", "load_tokenizers", "parse_tokenizer_choices"]
+
+
+class TokenizationMethod(StrEnum):
+    """How, where it is not by a tokenizer of ours."""
+
+    ENGINE = "engine"
+    BYTES = "bytes"
+
+
+TokenizerChoices = Mapping[str | None, Path | TokenizationMethod]
+"""By model; under None stands the way of all others."""
+_MOST: Final = 256
+_MUST: Final = "must be PATH, engine or bytes, or MODEL=PATH and so on, several separated by commas"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be used."""
+
+
+def parse_tokenizer_choices(value: object, folder: Path) -> TokenizerChoices:
+    """What a flag or the fleet file says: `PATH`, `engine` or `bytes` for every model, `MODEL=...` for one, several
+    separated by commas; in the file also an object, `"*"` for every model. Relative paths begin in `folder`.
+
+    Raises:
+        ValueError: with what it must be.
+    """
+    if isinstance(value, str):
+        pairs = [_pair(text.strip()) for text in value.split(",")]
+    elif isinstance(value, dict):
+        pairs = list(cast("dict[object, object]", value).items())
+    else:
+        raise ValueError(_MUST)
+    found: dict[str | None, Path | TokenizationMethod] = {}
+    for model, way in pairs:
+        if not isinstance(model, str) or not isinstance(way, str) or not model or not way or "\0" in way:
+            raise ValueError(_MUST)
+        name = None if model == "*" else model
+        if name in found:
+            raise ValueError(f"names {model[:64]!r} twice")
+        found[name] = TokenizationMethod(way) if way in tuple(TokenizationMethod) else folder / way
+    if len(found) > _MOST:
+        raise ValueError(f"must name at most {_MOST} models")
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    model, equals, way = text.partition("=")
+    return (model, way) if equals else ("*", text)
+
+
+def load_tokenizers(choices: TokenizerChoices) -> "dict[str | None, LocalTokenizer | TokenizationMethod]":
+    """The tokenizers that are named; models that share one share what it has encoded. Blocks.
+
+    Raises:
+        TokenizerError: one cannot be used, or the extra `tokens` is not installed.
+    """
+    paths = {way for way in choices.values() if isinstance(way, Path)}
+    loaded = _load(paths) if paths else {}
+    return {model: loaded[way] if isinstance(way, Path) else way for model, way in choices.items()}
+
+
+def _load(paths: set[Path]) -> "dict[Path, LocalTokenizer]":
+    try:
+        from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
+    except ImportError as error:
+        message = f"a tokenizer needs more than is installed ({error}): pip install 'kvparams[tokens]'"
+        raise TokenizerError(message) from error
+    return {path: load_local_tokenizer(path) for path in paths}
