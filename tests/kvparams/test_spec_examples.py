@@ -53,7 +53,7 @@ def test_every_request_in_the_text_carries_a_document(text: str) -> None:
     assert read_request(json.loads(text)["kv_transfer_params"]) is not None
 
 
-@pytest.mark.parametrize("text", fences("legacy_params"))
+@pytest.mark.parametrize("text", fences("trio"))
 def test_every_trio_in_the_text_is_valid(text: str) -> None:
     found = legacy_params.read_legacy_params(text)
     written = legacy_params.write_legacy_params(found.to_params("r", "t"), batched=found.batched, native=found.native)

@@ -14,11 +14,9 @@ from kvparams.instances import Role
 
 SOURCES = {
     "raises.py": "raise RuntimeError('built for another kvparams')\n",
-    "descriptions.py": "DIALECT = 'no table'\n",
+    "words.py": "DIALECT = 'no table'\n",
 }
-POINTS = (
-    "[kvparams.dialects.interface]\nacme = raises:DIALECT\nacme-words = words:DIALECT\nacme-gone = nowhere:DIALECT\n"
-)
+POINTS = "[kvparams.dialects]\nacme = raises:DIALECT\nacme-words = words:DIALECT\nacme-gone = nowhere:DIALECT\n"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
@@ -89,8 +89,11 @@ def spoken(dice: Random) -> dict[str, Any]:
 
 @given(SEEDS)
 def test_a_long_answer_is_corrected_as_a_short_one_is(seed: int) -> None:
+    """As long as there is no more of the engine's own than a short answer may have."""
     dice = Random(seed)
-    raw = json.dumps(spoken(dice), ensure_ascii=dice.random() < 0.5).encode()
+    document = spoken(dice)
+    assume(sum(min(len(json.dumps(document.get(name, ""))), 16_384) for name in ("data", "nvext", "odd")) < 28_000)
+    raw = json.dumps(document, ensure_ascii=dice.random() < 0.5).encode()
     details = dice.choice([{"cached_tokens": 1}, None])
     read = drained(EngineResponse(raw).parse_in_steps("req", EngineAddresses(["http://engine-7.example:8000"])))
 

@@ -243,7 +243,9 @@ def privacy_changes(
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
-    strange: Collection[str] = () if PUBLIC_MEMBERS.issuperset(document) else document.keys() - PUBLIC_MEMBERS
+    strange: Collection[str] = ()
+    if not PUBLIC_MEMBERS.issuperset(document):
+        strange = [name for name in document if name not in PUBLIC_MEMBERS]
     left_bytes = _SEARCHED
     spans: Mapping[str, MemberSpan] | None = None
     if strange and allowance is not None:
