@@ -42,7 +42,7 @@ async def leave(port: int, phase: str, number: int, draw: random.Random) -> None
         "content-type: application/json",
         f"content-length: {len(raw)}",
     )
-    head = "\r\n".join((*lines, f"content-length: {len(raw)}", "", "")).encode()
+    head = "\r\n".join((*lines, "", "")).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(30):

@@ -109,7 +109,7 @@ class TokenService:
         """Prompts that went by bytes since this did not work."""
 
     def find(self, kind: EndpointKind, inbound: ParsedRequest, found: RoutingTokensCallback) -> None:
-        """Tell `found_counts` once, now or later: None where nobody has said how, or there is not one prompt of
+        """Tell `found` once, now or later: None where nobody has said how, or there is not one prompt of
         text."""
         facts = inbound.facts
         ids = facts.routing_ids if facts.token_ids is None else facts.token_ids

@@ -50,7 +50,7 @@ class Registry:
     ) -> None:
         """`fleet` is empty and is changed by nobody else. `local`: the id of the instance beside this proxy, if it is a
         sidecar. Nobody else is taken for its role, so that all sidecars can follow one file of the whole fleet.
-        `switch_modes` hears of modes that a source wants from now on; of none, that it does not mind."""
+        `switch` hears of modes that a source wants from now on; of none, that it does not mind."""
         self.fleet: Final = fleet
         self.switch_modes: Final = switch
         self._local = local
