@@ -102,7 +102,7 @@ class Rig:
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
-        return user, head % (b"application/json", len(raw)) + raw
+        return user, head % len(raw) + raw
 
     async def leave(self, phase: str) -> float | None:
         """Ask, leave in this phase, and wait until an engine hears of it; how long that took, in seconds."""
