@@ -75,7 +75,7 @@ class PageAuthKeys:
             method: how pages are sealed. Both kinds are opened.
 
         Raises:
-            SealError: a key is not one, or the method cannot be had here.
+            PageAuthError: a key is not one, or the method cannot be had here.
         """
         found = tuple(keys)
         if not 1 <= len(found) <= _MAX_KEYS:
@@ -100,7 +100,7 @@ class PageAuthKeys:
         `openssl rand -hex 32` makes a line.
 
         Raises:
-            SealError: with the number of the line, never its content.
+            PageAuthError: with the number of the line, never its content.
         """
         if len(text) > _MAX_CHARS:
             raise PageAuthError(f"the key file is longer than {_MAX_CHARS} characters")
@@ -166,7 +166,7 @@ class TenantPageAuthKeys:
         """The tag over `covered`, one part after the other.
 
         Raises:
-            SealError: the method cannot be had here.
+            PageAuthError: the method cannot be had here.
             KeyError: there is no such key, or no such method.
         """
         page_key = _derive(self._keys[key_id], _SEAL_DOMAIN + flags.to_bytes(4, "little") + salt)

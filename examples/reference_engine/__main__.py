@@ -121,7 +121,7 @@ def _gate(arguments: argparse.Namespace) -> RequestVerifier | None:
     """Lets only signed documents in, where keys are given.
 
     Raises:
-        KeyringError: they cannot be used.
+        SigningKeyringError: they cannot be used.
         ValueError: nobody says which pool this engine belongs to.
     """
     keys, audience = cast("str | None", arguments.verify_with), cast("str | None", arguments.audience)

@@ -82,7 +82,7 @@ def named_table(name: str | None) -> DialectTable | None:
     """The table of that name; None for our own document, and where nothing is said.
 
     Raises:
-        Unreadable: there is no such dialect; the known ones are listed.
+        UnreadableInput: there is no such dialect; the known ones are listed.
         PluginError: it cannot be loaded, or has no table.
     """
     if name is None or name == OUR_FORMAT:

@@ -65,7 +65,7 @@ def load_json_file(file: str) -> Mapping[str, object]:
     """The JSON object in the file; `-` is standard input.
 
     Raises:
-        Unreadable: the file cannot be read.
+        UnreadableInput: the file cannot be read.
         InvalidParams: what it holds is no JSON object, or JSON that the protocol refuses.
     """
     try:
@@ -169,7 +169,7 @@ def recognize_message(
         found: what stood in the file.
 
     Raises:
-        Unrecognised, Ambiguous: see `kvparams.dialects.detection.sniff`.
+        UnrecognizedDialect, AmbiguousDialect: see `kvparams.dialects.detection.sniff`.
     """
     guessed: list[str] = []
     message, carrier = lift_message(message)

@@ -102,8 +102,8 @@ def detect_dialect(message: DialectMessage, tables: Iterable[DialectTable], phas
         phase: which leg it is, where that is known.
 
     Raises:
-        Unrecognised: none has these keys, or with these values.
-        Ambiguous: several have.
+        UnrecognizedDialect: none has these keys, or with these values.
+        AmbiguousDialect: several have.
     """
     message = unpack_message(message)
     closest = _closest(message, tables, phase)

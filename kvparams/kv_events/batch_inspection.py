@@ -112,7 +112,7 @@ def event_type(raw: Raw, found: ContainerHead) -> str:
     """The type that an event names.
 
     Raises:
-        Fault: it names none, or has more members than are looked at.
+        EventFault: it names none, or has more members than are looked at.
     """
     is_array, count = found
     if count > _MAX_MEMBERS:
@@ -141,7 +141,7 @@ def check_members(raw: Raw, name: str, found: ContainerHead) -> None:
     """The first member that is missing or wrong in an event of a known type.
 
     Raises:
-        Fault: with that member; without one where no member can be blamed.
+        EventFault: with that member; without one where no member can be blamed.
     """
     is_array, _ = found
     types = _TYPES[name]

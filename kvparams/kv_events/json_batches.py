@@ -67,7 +67,7 @@ def event_rank(rank: int | None, default: int, member: str) -> int:
     """The rank, where an event has one.
 
     Raises:
-        Fault: out of range.
+        EventFault: out of range.
     """
     return default if rank is None else check_bounds(rank, _MAX_RANK, member)
 

@@ -49,7 +49,7 @@ def pack_hashes(hashes: Sequence[EngineBlockHash], member: str = "block_hashes")
     hexadecimal; of one width. `hashes` holds one or more.
 
     Raises:
-        Fault: one is out of range, they have several widths, or there are too many.
+        EventFault: one is out of range, they have several widths, or there are too many.
     """
     if len(hashes) > MAX_TOKENS:
         raise EventFault(member, "length", f"more than {MAX_TOKENS} blocks")
@@ -77,7 +77,7 @@ def pack_hash(value: EngineBlockHash | None, width: int, member: str) -> bytes |
     """One hash of `width` bytes, or None.
 
     Raises:
-        Fault: it has another width, or is out of range.
+        EventFault: it has another width, or is out of range.
     """
     if value is None:
         return None
@@ -110,7 +110,7 @@ def pack_tokens(ids: Sequence[int], member: str = "token_ids") -> bytes:
     """The ids as little-endian u32.
 
     Raises:
-        Fault: an id has more than 32 bits or a sign, or there are too many.
+        EventFault: an id has more than 32 bits or a sign, or there are too many.
     """
     if len(ids) > MAX_TOKENS:
         raise EventFault(member, "length", f"more than {MAX_TOKENS} token ids")
@@ -124,7 +124,7 @@ def pack_pairs(pairs: Sequence[object], member: str = "token_ids") -> tuple[byte
     """Of SGLang's pairs, each a token and the one behind it: the tokens, and the one behind the last.
 
     Raises:
-        Fault: they are not such pairs, in one chain.
+        EventFault: they are not such pairs, in one chain.
     """
     if len(pairs) > MAX_TOKENS:
         raise EventFault(member, "length", f"more than {MAX_TOKENS} token ids")
@@ -141,7 +141,7 @@ def check_bounds(value: int, high: int, member: str) -> int:
     """`value`, which lies between 0 and `high`.
 
     Raises:
-        Fault: it does not.
+        EventFault: it does not.
     """
     if not 0 <= value <= high:
         raise EventFault(member, "range", f"not between 0 and {high}")
@@ -152,7 +152,7 @@ def check_int64(value: int, member: str) -> int:
     """`value`, which has 64 bits, with a sign or without: JSON has longer ones.
 
     Raises:
-        Fault: it has more.
+        EventFault: it has more.
     """
     if not _LOWEST <= value <= _MASK:
         raise EventFault(member, "range", "an integer has 64 bits")
@@ -163,7 +163,7 @@ def check_label(value: str | None, member: str) -> str | None:
     """A name of reasonable length; an empty one is none.
 
     Raises:
-        Fault: it is longer.
+        EventFault: it is longer.
     """
     if value is not None and len(value) > _MAX_LABEL:
         raise EventFault(member, "length", f"longer than {_MAX_LABEL} characters")
@@ -179,7 +179,7 @@ def block_location(
     whatever it is stored on.
 
     Raises:
-        Fault: a name is too long, or the group out of range.
+        EventFault: a name is too long, or the group out of range.
     """
     native = check_label(medium, "medium")
     found = "device" if native is None else MEDIA.get(native.lower(), "other")

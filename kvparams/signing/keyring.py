@@ -48,7 +48,7 @@ class SigningKey:
             not_after: from when on it signs no more.
 
         Raises:
-            KeyringError: one of them is something else.
+            SigningKeyringError: one of them is something else.
         """
         if _KID.fullmatch(kid) is None:
             raise SigningKeyringError("`kid` must be 1 to 128 letters, digits and ._~-")
@@ -99,7 +99,7 @@ class SigningKeyring:
         """1 to 16 keys, each with a name of its own.
 
         Raises:
-            KeyringError: there are more, or none, or two of one name.
+            SigningKeyringError: there are more, or none, or two of one name.
         """
         found = tuple(keys)
         if not 1 <= len(found) <= _MAX_KEYS:
@@ -113,7 +113,7 @@ class SigningKeyring:
         """Read what `text` has written.
 
         Raises:
-            KeyringError: it is something else; the message names the place, never what stands there.
+            SigningKeyringError: it is something else; the message names the place, never what stands there.
         """
         try:
             document, _ = load_object(text.encode() if isinstance(text, str) else text, _LIMITS)

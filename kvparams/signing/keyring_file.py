@@ -23,7 +23,8 @@ def read_keyring(path: Path) -> SigningKeyring:
     """The keys in a file.
 
     Raises:
-        KeyringError: it cannot be read, others may read or write it, or it is no keyring; the message holds no key.
+        SigningKeyringError: it cannot be read, others may read or write it, or it is no keyring; the message holds no
+            key.
     """
     return _read(path)[0]
 
@@ -35,7 +36,7 @@ class WatchedKeyring:
         """Read it.
 
         Raises:
-            KeyringError: see `read_keyring`.
+            SigningKeyringError: see `read_keyring`.
         """
         self._path = path
         self.keyring, self._state = _read(path)
@@ -45,7 +46,7 @@ class WatchedKeyring:
         """Read it again if it has changed; whether it has.
 
         Raises:
-            KeyringError: it cannot be used; the keys stay as they were, and this state is not tried again.
+            SigningKeyringError: it cannot be used; the keys stay as they were, and this state is not tried again.
         """
         try:
             state: FileState | None = file_state(self._path.stat())
@@ -72,7 +73,7 @@ def create_keyring(path: Path, keyring: SigningKeyring) -> None:
     """Write a file that is not there yet, for its owner only.
 
     Raises:
-        KeyringError: it is there, or cannot be written.
+        SigningKeyringError: it is there, or cannot be written.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER)
@@ -90,7 +91,7 @@ def change_keyring(path: Path) -> Generator[list[SigningKeyring]]:
     that whoever reads meanwhile sees the old state or the new one.
 
     Raises:
-        KeyringError: as for `read_keyring`, or it cannot be written.
+        SigningKeyringError: as for `read_keyring`, or it cannot be written.
     """
     path = path.resolve()  # a link stays one
     try:

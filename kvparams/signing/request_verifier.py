@@ -44,7 +44,7 @@ class RequestVerifier:
             skew_s: by how much its clock and a proxy's may differ.
 
         Raises:
-            KeyringError: the keys cannot be used.
+            SigningKeyringError: the keys cannot be used.
         """
         self._keys = WatchedKeyring(keys)
         self._audience = audience

@@ -100,7 +100,7 @@ def verify_params(
         skew_s: by how much two clocks may differ.
 
     Raises:
-        Untrusted: it must not be acted on.
+        UntrustedParams: it must not be acted on.
         InvalidParams: it breaks the protocol.
     """
     if isinstance(kv_transfer_params, str) and kv_transfer_params.strip(" \t\r\n") != "null":

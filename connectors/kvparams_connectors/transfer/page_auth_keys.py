@@ -19,7 +19,7 @@ def read_page_auth_keys(path: Path, method: PageAuthMethod = "aes-256-gmac") -> 
     """The keys in a file: one a line, 64 hexadecimal digits, the sealing one first.
 
     Raises:
-        SealError: it cannot be read, others may write it, or it holds something else; the message holds no key.
+        PageAuthError: it cannot be read, others may write it, or it holds something else; the message holds no key.
     """
     try:
         with path.open("rb") as file:

@@ -35,7 +35,7 @@ class ReloadingSigner:
         """Read the keys. `now` is in seconds since 1970.
 
         Raises:
-            KeyringError: they cannot be used.
+            SigningKeyringError: they cannot be used.
             ValueError: the audience is not one.
         """
         self._keys = WatchedKeyring(signing.keys_file)

@@ -75,7 +75,7 @@ class ResponseCorrector:
         Raises:
             JSONTextError: it is not a JSON object.
             UpstreamError: it has no choices, and should have some.
-            UpstreamRefusal: it is an error, whatever its status said.
+            UpstreamErrorResponse: it is an error, whatever its status said.
         """
         document = load_response(raw)
         if (error := embedded_error(document)) is not None:
@@ -136,7 +136,7 @@ class ResponseCorrector:
         Raises:
             JSONTextError: an event that needs correction is not JSON.
             UpstreamError: examining the events would take too long.
-            UpstreamRefusal: one is an error; `before` it are the events that are none.
+            UpstreamErrorResponse: one is an error; `before` it are the events that are none.
         """
         # Nearly always. `in` would make and drop an exception for each word (CPython 3.11, Objects/bytes_methods.c).
         if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
@@ -259,7 +259,7 @@ def require_no_error(events: bytes) -> None:
     Raises:
         JSONTextError: one that should be is no JSON object.
         UpstreamError: there are too many of them.
-        UpstreamRefusal: one is an error.
+        UpstreamErrorResponse: one is an error.
     """
     for number, event in enumerate(split_events(events)):
         if number > MAX_EVENTS_PER_TURN:

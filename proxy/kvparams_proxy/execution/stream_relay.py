@@ -272,7 +272,7 @@ class StreamRelay:
         Raises:
             JSONTextError: an event is not what it should be.
             UpstreamError: examining the events would take too long.
-            UpstreamRefusal: the engine says in the stream that it has failed.
+            UpstreamErrorResponse: the engine says in the stream that it has failed.
         """
         lists: list[bytes] | None = None
         whole = None
@@ -327,7 +327,7 @@ class StreamRelay:
         Raises:
             JSONTextError: one is not what it should be.
             UpstreamError: they are too many or too long.
-            UpstreamRefusal: one is an error.
+            UpstreamErrorResponse: one is an error.
         """
         if _says_something(events):
             self._heard = True

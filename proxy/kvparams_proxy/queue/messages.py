@@ -199,7 +199,7 @@ def validated_head(head: ResultHead) -> ResultHead:
     """The same, if it may be sent. One that is too long could take all that goes with it in one letter along.
 
     Raises:
-        Malformed: nobody would read it.
+        MalformedMessage: nobody would read it.
     """
     return _head(_said(head))
 
@@ -208,7 +208,7 @@ def read_results(raw: bytes) -> Iterator[ResultMessage | MalformedMessage]:
     """All that one letter holds, in order; `MalformedMessage` stands for what is none though it is known where it ends.
 
     Raises:
-        Malformed: where the next one ends cannot be read; nothing after it is.
+        MalformedMessage: where the next one ends cannot be read; nothing after it is.
     """
     at = 0
     while True:

@@ -57,7 +57,7 @@ class APIKeyRecord:
     """One client key, as it is kept.
 
     Raises:
-        KeysError: a value is not one that the file may hold.
+        APIKeysError: a value is not one that the file may hold.
     """
 
     id: str
@@ -87,7 +87,7 @@ def create_api_key(
     """A key and what is kept of it. The key itself is nowhere else: whoever loses it makes another.
 
     Raises:
-        KeysError: see `APIKeyRecord`.
+        APIKeysError: see `APIKeyRecord`.
     """
     id = token_hex(6)
     key = f"kvp_{id}_{token_urlsafe(32)}"
@@ -103,7 +103,7 @@ def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
     """The keys in a file, by id, and which state of it they are.
 
     Raises:
-        KeysError: it cannot be read, others than its owner and group may write to it, or a line is wrong.
+        APIKeysError: it cannot be read, others than its owner and group may write to it, or a line is wrong.
     """
     try:
         with path.open("rb") as file:
@@ -137,7 +137,7 @@ def edit_api_keys(path: Path) -> Generator[dict[str, APIKeyRecord]]:
     reads it meanwhile sees the old state or the new one. A file that is not there yet is made, for its owner only.
 
     Raises:
-        KeysError: as for `read_api_keys`, or it cannot be written.
+        APIKeysError: as for `read_api_keys`, or it cannot be written.
     """
     path = path.resolve()  # a link stays one
     try:

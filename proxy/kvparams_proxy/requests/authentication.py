@@ -73,7 +73,7 @@ class APIKeyAuthenticator:
         """Read the keys in `path`. `now` is in seconds since 1970.
 
         Raises:
-            KeysError: the file cannot be used; see `read_api_keys`.
+            APIKeysError: the file cannot be used; see `read_api_keys`.
         """
         self._path = path
         self._now = now
@@ -103,7 +103,7 @@ class APIKeyAuthenticator:
         called in a thread of its own: the keys change all at once.
 
         Raises:
-            KeysError: it cannot be used; the keys stay as they were. The same state of the file is not tried again.
+            APIKeysError: it cannot be used; the keys stay as they were. The same state of the file is not tried again.
         """
         seen = self._look()
         if seen == self._seen:

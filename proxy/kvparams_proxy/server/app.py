@@ -99,8 +99,8 @@ def create_app(settings: Settings, reach: UpstreamFactory | None = None) -> Star
         PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
             `tracing` is not installed.
         ValueError: an option of a mode is wrong, or the modes are not for every request.
-        KeysError: the file of client keys cannot be used.
-        KeyringError: that of signing keys cannot.
+        APIKeysError: the file of client keys cannot be used.
+        SigningKeyringError: that of signing keys cannot.
     """
     policy = cast("type[SchedulingPolicy]", plugins.load_plugin("policies", settings.policy))
     dialects = known_dialects()

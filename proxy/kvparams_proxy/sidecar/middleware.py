@@ -63,7 +63,7 @@ class DisaggregatedServerMixin:
 
         Raises:
             ValueError: the settings name no instance that this is beside, or one that does the work alone.
-            PluginError, KeysError, KeyringError: see `create_app`.
+            PluginError, APIKeysError, SigningKeyringError: see `create_app`.
         """
         if settings.local is None:
             raise ValueError("the settings do not say which instance this app is: Settings(..., beside=ID)")

@@ -63,8 +63,8 @@ class ChatTemplate:
         """The prompt of a chat request.
 
         Raises:
-            NotText: it cannot be rendered here.
-            TooMuch: it would be longer than `max_chars`, or take too long.
+            UnsupportedChatError: it cannot be rendered here.
+            RenderLimitError: it would be longer than `max_chars`, or take too long.
             jinja2.TemplateError: the template refuses it.
         """
         messages = template_messages(document.get("messages"), self._format, developer=self._developer)

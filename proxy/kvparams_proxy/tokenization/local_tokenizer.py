@@ -114,8 +114,8 @@ class LocalTokenizer:
         """That of a chat request's prompt.
 
         Raises:
-            NotText: it cannot be rendered here.
-            TooMuch: it is longer than `max_chars`.
+            UnsupportedChatError: it cannot be rendered here.
+            RenderLimitError: it is longer than `max_chars`.
             jinja2.TemplateError: the template refuses it.
         """
         name = "tool_use" if document.get("tools") is not None and "tool_use" in self._templates else "default"
@@ -129,7 +129,7 @@ class LocalTokenizer:
         """That of a completion request with one prompt of text.
 
         Raises:
-            NotText: it has none, or a longer one than `max_chars`.
+            UnsupportedChatError: it has none, or a longer one than `max_chars`.
         """
         prompt = document.get("prompt")
         if isinstance(prompt, list) and len(cast("list[object]", prompt)) == 1:

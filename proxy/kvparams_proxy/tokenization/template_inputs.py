@@ -46,7 +46,7 @@ def template_messages(messages: object, form: ContentFormat, *, developer: bool)
     """The messages that a template gets. `developer`: whether it knows that role; else it is `system`.
 
     Raises:
-        NotText: they cannot be said as text here.
+        UnsupportedChatError: they cannot be said as text here.
     """
     if not isinstance(messages, list):
         raise UnsupportedChatError("the messages are no list")
@@ -60,7 +60,7 @@ def template_variables(document: Mapping[str, object], declared: Collection[str]
     """What else a template gets, of a chat request; `declared` are the names that it reads.
 
     Raises:
-        NotText: the client wants another template, or says what the engine refuses.
+        UnsupportedChatError: the client wants another template, or says what the engine refuses.
     """
     given = document.get("chat_template_kwargs")
     if given is not None and not isinstance(given, dict):

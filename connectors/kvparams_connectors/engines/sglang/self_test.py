@@ -32,7 +32,7 @@ def run_self_test(pool: HostKVCache, pages: HostPages, traffic: HiCachePagePipel
         False if there was no free page, or the store did not take or give it: neither is the path's fault.
 
     Raises:
-        SelfTestError: what came back is not what went in, or is not what SGLang calls that page.
+        HiCacheSelfTestError: what came back is not what went in, or is not what SGLang calls that page.
     """
     indices = pool.alloc(pool.page_size)
     if indices is None:

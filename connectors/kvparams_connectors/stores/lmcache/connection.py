@@ -59,7 +59,7 @@ class LMCacheConnection(DeadlineSocket):
         """The next reply that is owed. What it announces must be received next: see `value` and `skip`.
 
         Raises:
-            ProtocolError: it is none.
+            LMCacheProtocolError: it is none.
             TimeoutError: the deadline passed.
             OSError: the connection is gone.
         """
@@ -93,7 +93,7 @@ class LMCacheConnection(DeadlineSocket):
             targets: flat bytes, writable, `nbytes` at least.
 
         Raises:
-            BrokenOff: the connection ended before it began.
+            TruncatedReply: the connection ended before it began.
             TimeoutError: the deadline passed.
             OSError: the connection is gone.
         """

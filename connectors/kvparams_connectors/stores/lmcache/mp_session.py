@@ -65,7 +65,7 @@ class LMCacheMPSession:
         """A client that is registered, and the server's memory.
 
         Raises:
-            NoAnswer: the server did not answer by `deadline`, on the clock of `time.monotonic`.
+            NoReplyError: the server did not answer by `deadline`, on the clock of `time.monotonic`.
             StoreError: it shares no memory with this machine.
         """
         if self._link is None:
@@ -115,7 +115,7 @@ class LMCacheMPSession:
         """End visits.
 
         Raises:
-            NoAnswer: the server did not answer; `mark_unanswered` remembers what is owed.
+            NoReplyError: the server did not answer; `mark_unanswered` remembers what is owed.
         """
         self._spoiled += [visit.key for visit in end_leases(link, visits, self.instance, deadline)]
 

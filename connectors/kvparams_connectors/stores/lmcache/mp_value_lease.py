@@ -57,7 +57,7 @@ def look_up(link: LMCacheMPClient, visits: Sequence[ValueLease], deadline: float
     """Look up all of them; what is found is locked until `end_leases`.
 
     Raises:
-        NoAnswer: the deadline is over; each visit knows what it may hold.
+        NoReplyError: the deadline is over; each visit knows what it may hold.
     """
     for visit in visits:
         visit.holds = LeaseState.PERHAPS
@@ -83,7 +83,7 @@ def begin_read(link: LMCacheMPClient, visits: Sequence[ValueLease], instance: in
     """Have the values of found visits laid open; for each what `SharedPoolMemory.slot` reads, None where it has gone.
 
     Raises:
-        NoAnswer: the deadline is over.
+        NoReplyError: the deadline is over.
     """
     asked: list[Any] = []
     for visit in visits:
@@ -105,7 +105,7 @@ def end_leases(link: LMCacheMPClient, visits: Sequence[ValueLease], instance: in
         Those whose room was published with nothing in it; their values must be deleted.
 
     Raises:
-        NoAnswer: the deadline is over; those that still hold something know it.
+        NoReplyError: the deadline is over; those that still hold something know it.
     """
     given: list[tuple[ValueLease, Any]] = []
     for visit in visits:

@@ -75,7 +75,7 @@ def probe_cluster(
         deadline: on the clock of `time.monotonic`.
 
     Raises:
-        ClientClosedError: the client was closed.
+        MooncakeClosedError: the client was closed.
     """
     name = f"kvparams-doctor-{token_hex(8)}"
     key = settings.prefix + name

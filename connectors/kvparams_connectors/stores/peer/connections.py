@@ -77,7 +77,7 @@ class PeerConnections:
 
         Raises:
             PermissionError: the place is not allowed; nothing was sent to anybody.
-            RefusedError: the two do not trust each other.
+            HandshakeRefused: the two do not trust each other.
             TimeoutError: the deadline, or the time for connecting, has passed.
             OSError: it cannot be reached, or is no peer.
         """

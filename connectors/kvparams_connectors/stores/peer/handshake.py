@@ -36,7 +36,7 @@ def connect_handshake(channel: PeerChannel, secret: bytes) -> bytes:
     """The reader's part; the other side's run.
 
     Raises:
-        RefusedError: only one of the two has a secret, or they are not the same.
+        HandshakeRefused: only one of the two has a secret, or they are not the same.
         OSError: it is no peer of ours, or it is gone.
     """
     ours = secrets.token_bytes(16)

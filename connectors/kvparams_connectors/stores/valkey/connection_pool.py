@@ -43,7 +43,7 @@ def connect(node: ValkeyNode, access: ValkeyAccess, deadline: float) -> ValkeyCo
 
     Raises:
         TimeoutError: the deadline, or the time for connecting, has passed.
-        Refused: it does not let us in.
+        ValkeyRefusedError: it does not let us in.
         OSError: it cannot be reached.
     """
     until = min(deadline, time.monotonic() + access.connect_s)

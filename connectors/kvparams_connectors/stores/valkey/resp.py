@@ -103,7 +103,7 @@ class ReplyReader:
         """A reply of one line: an integer, a simple string, an error, or None for the null reply.
 
         Raises:
-            ProtocolError: it is something else.
+            RESPProtocolError: it is something else.
             ConnectionError: the stream ended.
         """
         line = self._line(_SCRATCH)
@@ -142,7 +142,7 @@ class ReplyReader:
             it was received and thrown away.
 
         Raises:
-            ProtocolError: the reply is no value.
+            RESPProtocolError: the reply is no value.
             ConnectionError: the stream ended.
         """
         room = sum(buffer.nbytes for buffer in buffers)
