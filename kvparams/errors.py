@@ -5,11 +5,11 @@
     ├── InvalidParams           a document breaks the protocol; every problem is listed
     │   └── UnsupportedVersion  it declares a version that this SDK does not speak
     ├── LossyTranslation        a dialect cannot say all of a document (kvparams.dialects.translation)
-    ├── Ambiguous               several dialects write such a message: say which (kvparams.dialects.detection)
-    ├── Unrecognised            none does (kvparams.dialects.detection)
+    ├── AmbiguousDialect        several dialects write such a message: say which (kvparams.dialects.detection)
+    ├── UnrecognizedDialect     none does (kvparams.dialects.detection)
     ├── InvalidEvents           a message is no batch of KV events (kvparams.kv_events)
     ├── NotCanonical            a value cannot be signed (kvparams.signing)
-    ├── Untrusted               a signature is missing or wrong (kvparams.signing)
+    ├── UntrustedParams         a signature is missing or wrong (kvparams.signing)
     └── PluginError             a name is not registered, or what is registered does not load
 
 The one rule: callers tell errors apart by class and by `Problem.kind`, never by message.
