@@ -19,7 +19,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check fast lint test soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check fast lint test soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -39,6 +39,7 @@ help:
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
 	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@echo "make bench-store  speed of the stores, against memcpy"
+	@echo "make docs         the pages of docs/ as a site, in .cache/site/index.html"
 	@echo "make lint         ruff and types alone"
 	@echo "make clean        removes .venv and caches"
 
@@ -104,6 +105,17 @@ test-sglang: install-sglang servers
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D)/httptools httptools==0.6.4
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D)/uvicorn uvicorn==0.34.0
 	@touch $@
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(PIP) install 'mkdocs-material>=9.5,<10' $(OR_SAY)
+	@touch $@
+
+# Generated pages are as the code says, every link leads somewhere, and nothing is fetched from elsewhere.
+docs: $(READY) .venv-docs/.ready
+	$(BIN)/python docs/_generate.py --check
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "open .cache/site/index.html"
 
 # The real stores that the tests start.
 servers:

@@ -133,7 +133,7 @@ class PageAuthKeys:
         )
 
     def __repr__(self) -> str:
-        return f"SealKeys({len(self._keys)} keys, {self._method})"
+        return f"PageAuthKeys({len(self._keys)} keys, {self._method})"
 
 
 class TenantPageAuthKeys:
@@ -188,7 +188,7 @@ class TenantPageAuthKeys:
         return token_bytes(SALT_BYTES)
 
     def __repr__(self) -> str:
-        return f"PageKeys({len(self._keys)} keys)"
+        return f"TenantPageAuthKeys({len(self._keys)} keys)"
 
 
 def _derive(key: bytes, context: bytes) -> bytes:

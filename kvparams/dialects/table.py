@@ -198,7 +198,7 @@ class DialectTable:
             row.check(f"{self.name}, row {row.name!r}")
 
     def __repr__(self) -> str:
-        return f"Table({self.name!r})"
+        return f"DialectTable({self.name!r})"
 
     @property
     def fits(self) -> str:

@@ -147,7 +147,7 @@ class SigningKeyring:
         return len(self._keys)
 
     def __repr__(self) -> str:
-        return f"Keyring({', '.join(self._keys)})"
+        return f"SigningKeyring({', '.join(self._keys)})"
 
 
 def _key(member: object, number: int) -> SigningKey:

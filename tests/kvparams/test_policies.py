@@ -25,7 +25,7 @@ from kvparams.routing.policies.session_affinity import SessionAffinity
 from kvparams.routing.policies.two_choices import TwoChoices
 from kvparams.routing.ttft_estimate import estimate_ttft
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+EXAMPLES = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 POLICIES: dict[str, type[SchedulingPolicy]] = {
     "cache_aware": CacheAware,
     "least_load": LeastLoad,
@@ -320,8 +320,8 @@ def test_random_is_even_and_two_choices_are_more_even() -> None:
 
 
 def test_a_third_party_registers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's example, installed as a distribution of somebody else."""
-    example = re.search(r"```python\n(from collections.*?class MostCached.*?)```", README, re.DOTALL)
+    """The example of docs/extending.md, installed as a distribution of somebody else."""
+    example = re.search(r"```python\n(from collections.*?class MostCached.*?)```", EXAMPLES, re.DOTALL)
     assert example is not None
     (tmp_path / "their_policies.py").write_text(example.group(1))
     info = tmp_path / "their_policies-1.0.dist-info"

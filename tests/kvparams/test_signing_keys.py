@@ -106,7 +106,7 @@ def test_nothing_shows_a_secret() -> None:
     signer = Signer(ring, "pool", lambda: NOW)
     for thing in (ring, key, signer, [key], {"key": key}):
         assert SECRET.hex() not in f"{thing!r} {thing}"
-    assert repr(ring) == "Keyring(a, b)"
+    assert repr(ring) == "SigningKeyring(a, b)"
     assert SECRET.hex() not in json.dumps(signer.sign(parse(SMALL)))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvparams.cli import main
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+EXAMPLES = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 DOCUMENT: dict[str, Any] = {
     "version": "1.0",
     "request_id": "r",
@@ -91,8 +91,8 @@ def test_json_that_is_refused_is_wrong_and_not_unreadable(tmp_path: Path, capsys
 def test_a_third_party_registers_a_dialect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explain: Callable[..., list[str]]
 ) -> None:
-    """README's example, installed as a distribution of somebody else."""
-    example = re.search(r"```python\n(from kvparams\.dialects\.table.*?)```", README, re.DOTALL)
+    """The example of docs/extending.md, installed as a distribution of somebody else."""
+    example = re.search(r"```python\n(from kvparams\.dialects\.table.*?)```", EXAMPLES, re.DOTALL)
     assert example is not None
     (tmp_path / "their_dialect.py").write_text(example.group(1))
     info = tmp_path / "their_dialect-1.0.dist-info"

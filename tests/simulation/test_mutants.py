@@ -20,8 +20,9 @@ def test_every_equivalent_is_a_mutant_and_has_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, object]], None]) -> None:
     count = effort(6_000, 12_000)
     noticed: dict[str, list[object] | None] = {}
