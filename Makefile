@@ -8,7 +8,7 @@ READY := .venv/.ready
 # Two tests at a time; those of a group in one process (tests/conftest.py). Fast ones often wait: three of them.
 TWO := -n 2 --dist loadgroup
 THREE := -n 3 --dist loadgroup
-# What fails beside others runs once more, alone: a busy processor is no fault. The output shows both.
+# What fails runs once more, with nothing beside it: a busy machine is no fault. The output shows both runs.
 ALONE := --last-failed --last-failed-no-failures none
 # The vLLM whose connector interface is known best; another one (0.28.0) has an environment of its own.
 VLLM ?= 0.32.0

@@ -5,10 +5,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -17,11 +15,11 @@ from kvparams.cli import main
 from kvparams_proxy.config.fleet_document import parse_fleet_document
 from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
+from tests.proxy.steps import drained
 
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 BLOCK = re.compile(r"^( *)```([a-z]+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-T = TypeVar("T")
 
 
 def blocks(*languages: str) -> list[object]:
@@ -50,12 +48,17 @@ def commands(block: str) -> list[list[str]]:
     return [words for one in joined if (words := shlex.split(one.removeprefix("$ "), comments=True))]
 
 
-def finish(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
+def check_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Checks a command of ours: it is registered, and its help names each of its options."""
+    assert words[1] in plugins.plugin_names("commands"), words[1]
+    asked = [word for word in words[1:3] if re.fullmatch(r"[a-z][a-z-]*", word)]
+    helped = ""
+    for tried in (asked, asked[:1]):
+        with pytest.raises(SystemExit):
+            main([*tried, "--help"])
+        helped += capsys.readouterr().out
+    for option in (word.partition("=")[0] for word in words[2:] if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", helped), f"{words[1]} {option}"
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -72,25 +75,21 @@ def test_commands_and_their_options_exist(code: str, capsys: pytest.CaptureFixtu
             for target in (word for word in words[1:] if "=" not in word and not word.startswith("-")):
                 assert re.search(rf"^(?:[a-z- ]* )?{target}(?: [a-z- ]*)?:", makefile, re.MULTILINE), target
         if words[0] == "kvparams" and len(words) > 1 and not words[1].startswith("-"):
-            assert words[1] in plugins.plugin_names("commands"), words[1]
-            asked = [word for word in words[1:3] if re.fullmatch(r"[a-z][a-z-]*", word)]
-            helped = ""
-            for tried in (asked, asked[:1]):
-                with pytest.raises(SystemExit):
-                    main([*tried, "--help"])
-                helped += capsys.readouterr().out
-            for word in words[2:]:
-                if word.startswith("--"):
-                    option = word.partition("=")[0]
-                    assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", helped), f"{words[1]} {option}"
+            check_command(words, capsys)
         for word in words:
             if word.startswith(("{", "[")) and word.endswith(("}", "]")):
                 json.loads(word)
 
 
+@pytest.mark.parametrize("command", ["kvparams proxy --no-such-option", "kvparams no-such-command --help"])
+def test_the_check_notices_what_does_not_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        check_command(command.split(), capsys)
+
+
 @pytest.mark.parametrize("code", blocks("yaml"))
 def test_fleet_files_are_valid(code: str) -> None:
-    assert finish(parse_fleet_document(code, default_spec_rules(), partial(check_proxy_section, Path())))
+    assert drained(parse_fleet_document(code, default_spec_rules(), partial(check_proxy_section, Path())))
 
 
 @pytest.mark.parametrize("code", blocks("json"))

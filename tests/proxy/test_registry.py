@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import pytest
 import trustme
@@ -36,10 +35,11 @@ from kvparams_proxy.fleet.registry.reconcile import rollout_steps
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.secret import Secret
 
+from .steps import drained
+
 RULES = SpecRules(frozenset(("nixl", "store")))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 CHECK = partial(check_proxy_section, Path())
-T = TypeVar("T")
 
 
 class NoTimer:
@@ -50,17 +50,9 @@ def a_fleet() -> Fleet:
     return Fleet((), {role: RoundRobin() for role in Role}, lambda: 0.0, lambda delay_s, callback: NoTimer())
 
 
-def finish(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return cast("T", end.value)
-
-
 def problems_of(text: str, rules: SpecRules = RULES) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        finish(parse_fleet_document(text, rules, CHECK))
+        drained(parse_fleet_document(text, rules, CHECK))
     return caught.value.problems
 
 
@@ -104,14 +96,14 @@ def fleet_text(*ids: str, url: str = "http://h", role: str = "prefill", more: st
 )
 def test_yaml_that_is_not_plain_is_refused_in_words(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="line") as caught:
-        finish(read_yaml(text))
+        drained(read_yaml(text))
     assert said in str(caught.value)
 
 
 def test_a_bomb_of_aliases_is_refused_before_it_grows() -> None:
     layers = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     with pytest.raises(ConfigError, match="anchors"):
-        finish(read_yaml("a0: &a0 lol\n" + layers))
+        drained(read_yaml("a0: &a0 lol\n" + layers))
 
 
 PLAIN = st.recursive(
@@ -129,7 +121,7 @@ class NoAliases(yaml.SafeDumper):
 @given(st.dictionaries(st.text(max_size=10), PLAIN, max_size=4), st.sampled_from([None, True, False]))
 def test_plain_documents_are_read_as_they_were_written(document: dict[str, object], flow: bool | None) -> None:
     text = yaml.dump(document, Dumper=NoAliases, default_flow_style=flow)
-    assert finish(read_yaml(text)) == document
+    assert drained(read_yaml(text)) == document
 
 
 STALLS = {
@@ -176,7 +168,7 @@ def test_no_step_of_reading_a_file_takes_long(name: str) -> None:
 
 def test_comments_may_be_as_long_as_anybody_writes() -> None:
     text = "# what an operator has to say\n" * 5_000 + "a: 1  # more\n\n\n" + "  # and more\n" * 5_000 + "b: 2\n"
-    assert finish(read_yaml(text)) == {"a": 1, "b": 2}
+    assert drained(read_yaml(text)) == {"a": 1, "b": 2}
 
 
 @given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"?,% \n\r\t0.~\x85\u2028\ufeff"), max_size=60))
@@ -198,7 +190,7 @@ def test_the_bounded_scanner_finds_what_the_other_one_finds(text: str) -> None:
 @given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"?,% \n\t0.~"), max_size=60))
 def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
     try:
-        found = finish(read_yaml(text))
+        found = drained(read_yaml(text))
     except ConfigError:
         return
     assert found is None or isinstance(found, str | bool | int | float | list | dict)
@@ -276,7 +268,7 @@ def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object
 def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> None:
     common = "instances:\n- {id: a, url: 'http://h:1', "
     text = f"{common}role: prefill, kv_events: 'tcp://h:5557', kv_events_replay: 'tcp://[::1]:5558'}}"
-    [entry] = finish(parse_fleet_document(text, RULES, CHECK)).entries
+    [entry] = drained(parse_fleet_document(text, RULES, CHECK)).entries
     assert (entry.make_instance().kv_events, entry.make_instance().kv_events_replay) == (
         "tcp://h:5557",
         "tcp://[::1]:5558",
@@ -286,12 +278,12 @@ def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> N
     [said] = problems_of(f"{common}role: prefill, kv_events_replay: 'tcp://h:5557'}}")
     assert "kv_events: is missing" in said
     files = f"{common}role: prefill, kv_events: 'ipc:///run/events'}}"
-    assert finish(parse_fleet_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
+    assert drained(parse_fleet_document(files, RULES, CHECK)).entries[0].kv_events == "ipc:///run/events"
     [said] = problems_of(files, replace(RULES, may_name_credentials=False))
     assert "tcp://host:port" in said
     [said] = problems_of(files, replace(RULES, kv_events_installed=False))
     assert "instances[0].kv_events: needs pyzmq" in said
-    assert finish(
+    assert drained(
         parse_fleet_document(f"{common}role: prefill}}", replace(RULES, kv_events_installed=False), CHECK)
     ).entries
 
@@ -319,7 +311,7 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     text = "instances:\n" + "".join(
         f"- {{id: {id}, url: 'http://{id}', role: prefill, {said}}}\n" for id, said in members.items()
     )
-    entries = finish(parse_fleet_document(text, rules, CHECK)).entries
+    entries = drained(parse_fleet_document(text, rules, CHECK)).entries
     assert [entry.make_instance().store for entry in entries] == ["store", "other", None, None, "other"]
     assert default_spec_rules().store_connectors == {"content", "store", "store-drop"}
 
@@ -386,7 +378,7 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
       - {id: two, url: "http://h:2", labels: {model: d, zone: z}}
       - {id: three, url: "http://h:3", labels: {model: d}, role: prefill}
     """.replace("\n    ", "\n")
-    document = finish(parse_fleet_document(text, RULES, CHECK))
+    document = drained(parse_fleet_document(text, RULES, CHECK))
     assert [entry.role for entry in document.entries] == [Role.PREFILL, Role.DECODE, Role.PREFILL]
     assert document.entries[0].labels == {"zone": "a", "model": "p2"}
     assert document.entries[0].make_instance().labels == {"zone": "a", "model": "p2"}
@@ -399,12 +391,12 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
 def test_flags_go_before_the_file() -> None:
     rules = SpecRules(RULES.connectors, selectors={Role.PREFILL: {"model": frozenset("x")}})
     text = "roles: {prefill: {model: y}, decode: {model: z}}\n"
-    document = finish(parse_fleet_document(text, rules, CHECK))
+    document = drained(parse_fleet_document(text, rules, CHECK))
     assert document.rules.selectors == {Role.PREFILL: {"model": frozenset("x")}, Role.DECODE: {"model": frozenset("z")}}
 
 
 def test_the_example_is_a_fleet() -> None:
-    document = finish(parse_fleet_document(EXAMPLE.read_text(), SpecRules(frozenset(("nixl",))), CHECK))
+    document = drained(parse_fleet_document(EXAMPLE.read_text(), SpecRules(frozenset(("nixl",))), CHECK))
     assert [(entry.id, entry.role, entry.drain) for entry in document.entries] == [
         ("p0", Role.PREFILL, False),
         ("p1", Role.PREFILL, False),
@@ -434,7 +426,7 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
         commented = f"  # {name}:"
         assert commented in text, name
         text = text.replace(commented, f"  {name}:")
-    document = finish(parse_fleet_document(text, SpecRules(frozenset(("nixl",))), CHECK))
+    document = drained(parse_fleet_document(text, SpecRules(frozenset(("nixl",))), CHECK))
     assert document.settings["client-keys"] == Path("keys.jsonl")
     assert document.rules.credential_sources.tls is not None
     assert document.rules.credential_sources.tls.server_name == "engines"
@@ -742,10 +734,10 @@ async def test_flags_come_first_and_the_file_after_them(followed: Followed) -> N
 
 def test_documents_compare_by_what_they_say() -> None:
     """What is the same version is the same value: nothing in it is compared by identity."""
-    first, again = (finish(parse_fleet_document(fleet_text("a", "b"), RULES, CHECK)) for _ in range(2))
+    first, again = (drained(parse_fleet_document(fleet_text("a", "b"), RULES, CHECK)) for _ in range(2))
     assert first == again
     assert isinstance(first, FleetDocument)
-    other: Any = finish(parse_fleet_document(fleet_text("a", "c"), RULES, CHECK))
+    other: Any = drained(parse_fleet_document(fleet_text("a", "c"), RULES, CHECK))
     assert first != other
 
 

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 
 from . import queue_mutants
-from .mutants import EQUIVALENT, mutants, noticed, noticing_seeds
+from .mutants import EQUIVALENT, mutants, noticed
 from .replaced import prepare
 from .world import run
 
@@ -49,10 +49,8 @@ def _traces(first: int, count: int) -> None:
 
 def _mutants(part: int, of: int, count: int) -> None:
     found: dict[str, object] = {}
-    known = noticing_seeds()
     for mutant in mutants()[part::of]:
-        seeds = range(count // 20 if mutant.name in EQUIVALENT else count)
-        found[mutant.name] = noticed(mutant, [known[mutant.name], *seeds] if mutant.name in known else seeds)
+        found[mutant.name] = noticed(mutant, range(count // 20 if mutant.name in EQUIVALENT else count))
     _say(json.dumps(found))
 
 

@@ -10,18 +10,15 @@ The one rule: a mutant that nothing can notice stands in `EQUIVALENT`, with the 
 import ast
 import importlib
 import inspect
-import json
 import signal
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, cast
 
 __all__ = [
     "EQUIVALENT",
     "MODULES",
-    "NOTICING_SEEDS",
     "RELEASES",
     "Mutant",
     "check_control",
@@ -31,7 +28,6 @@ __all__ = [
     "in_time",
     "mutants",
     "noticed",
-    "noticing_seeds",
 ]
 
 MODULES = (
@@ -310,8 +306,6 @@ EQUIVALENT: dict[str, str] = {
     "slow_start:SlowStart.close: self._timer = None": "it is closed once, and begins nothing afterwards",
 }
 """Mutants that change nothing one could see, and why; or what the simulation cannot see, and why not."""
-NOTICING_SEEDS = Path(__file__).with_name("noticing_seeds.json")
-"""A run of `make soak` writes it."""
 _LONGEST_S = 5.0
 """Of the processor, for one seed; a mutant may well go round in circles."""
 
@@ -344,12 +338,7 @@ def mutants() -> list[Mutant]:
     return [mutant for module in MODULES for mutant in _find(module)]
 
 
-def noticing_seeds() -> dict[str, int]:
-    """Returns, by the names of mutants, seeds that have noticed them: they are tried first."""
-    return json.loads(NOTICING_SEEDS.read_bytes())
-
-
-def noticed(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, str] | None:
+def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     """The first seed in which the mutant is noticed, and how; None if in none. Other modes are not tried."""
     from .scenario import SPLIT
 
@@ -359,7 +348,7 @@ def noticed(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, str] | None:
     return found
 
 
-def first_wrong(seeds: Iterable[int], modes: Mapping[str, int]) -> tuple[int, str] | None:
+def first_wrong(seeds: range, modes: Mapping[str, int]) -> tuple[int, str] | None:
     """Returns the first seed in whose run something is wrong, and what; None if in none."""
     for seed in seeds:
         if wrong := in_time(seed, modes):

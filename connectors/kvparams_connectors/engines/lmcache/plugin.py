@@ -75,7 +75,7 @@ class KVParamsAdapter(ConnectorAdapter):
         return kind == "plugin" and name.split(".", 1)[0] == PLUGIN
 
     def create_connector(self, context: ConnectorContext) -> "KVParamsRemoteConnector":
-        """Raises StoreError or SealError; LMCache logs that and goes on without a remote store."""
+        """Raises StoreError or PageAuthError; LMCache logs that and goes on without a remote store."""
         if context.config is None or context.metadata is None:
             raise StoreError("LMCache plugin: LMCache gave no configuration or no metadata")
         settings = PluginSettings.of(context.config.extra_config, context.plugin_name or PLUGIN)

@@ -72,7 +72,7 @@ class PluginSettings:
         )
 
     def read_seals(self) -> PageAuthKeys | None:
-        """The keys of authenticated pages. Raises SealError if they cannot be read."""
+        """The keys of authenticated pages. Raises PageAuthError if they cannot be read."""
         return None if self.seal_keys is None else read_page_auth_keys(self.seal_keys)
 
 

@@ -109,7 +109,7 @@ class KVParamsHiCache(HiCacheStorage):
     """See the module. `extra_info` says which pages come before; SGLang's hashes say that already."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
-        """Raises StoreError, SealError or PluginError: see `settings.py`; SGLang does not start then."""
+        """Raises StoreError, PageAuthError or PluginError: see `settings.py`; SGLang does not start then."""
         settings = SGLangSettings.of(storage_config.extra_config)
         if not (storage_config.extra_config or {}).get("interface_v1"):
             _LOGGER.warning('%s: without "interface_v1": 1 SGLang copies every page once more', WHERE)

@@ -98,5 +98,5 @@ class SGLangSettings:
         return self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * stored_bytes)
 
     def read_seals(self) -> TenantPageAuthKeys | None:
-        """The tenant's keys of authenticated pages. Raises SealError if they cannot be read."""
+        """The tenant's keys of authenticated pages. Raises PageAuthError if they cannot be read."""
         return None if self.seal_keys is None else read_page_auth_keys(self.seal_keys).for_tenant(self.tenant)

@@ -137,7 +137,7 @@ class KVParamsTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **settings: object,
     ) -> None:
-        """Raises StoreError or SealError, which end the engine before it serves."""
+        """Raises StoreError or PageAuthError, which end the engine before it serves."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         forward_logs(logging.getLogger("vllm"))
         told = TierSettings.of(settings)
