@@ -40,7 +40,7 @@ def test_every_release_is_missed(effort: Effort, record: Callable[[dict[str, obj
 @pytest.mark.timeout(600)
 def test_whatever_is_done_wrong_behind_a_broker_is_noticed(record: Callable[[dict[str, object]], None]) -> None:
     noticed: dict[str, list[object] | None] = {}
-    for part in simulate(*(("queue", part, CORES, 300) for part in range(CORES))):
+    for part in simulate(*(("queue", part, CORES, 1_000) for part in range(CORES))):
         noticed.update(part)
     assert set(noticed) == {wrong.what for wrong in WRONGS}
     assert not [what for what, how in noticed.items() if how is None]
