@@ -20,8 +20,9 @@ from kvparams_proxy.secret import secret_from_file
 from .acting import Actor
 from .conftest import Proxy, running
 from .stage import BODY, COMPLETIONS
+from .steps import drained
 from .test_command import asked, problems
-from .test_registry import CHECK, finish
+from .test_registry import CHECK
 
 
 class Bootstrap:
@@ -194,7 +195,7 @@ def test_where_it_is_is_one_setting() -> None:
       - {id: q, url: "http://h:2", role: prefill}
       - {id: d, url: "http://h:3", role: decode}
     """.replace("\n    ", "\n")
-    entries = finish(parse_fleet_document(text, rules, CHECK)).entries
+    entries = drained(parse_fleet_document(text, rules, CHECK)).entries
     assert [entry.bootstrap for entry in entries] == ["http://h:8999", None, None]
     assert [entry.make_instance().bootstrap for entry in entries] == ["http://h:8999", None, None]
 
@@ -210,7 +211,7 @@ def test_where_it_is_is_one_setting() -> None:
 def test_a_bootstrap_server_that_nobody_would_ask_is_refused(entry: str, said: str) -> None:
     rules = replace(default_spec_rules(), connector="mooncake")
     with pytest.raises(ConfigError, match=said) as caught:
-        finish(parse_fleet_document(f"instances: [{entry}]", rules, CHECK))
+        drained(parse_fleet_document(f"instances: [{entry}]", rules, CHECK))
     assert caught.value.problems[0].startswith("instances[0].bootstrap: ")
 
 
