@@ -19,11 +19,11 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check fast lint test soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check unit fast lint test test-long soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
-	@echo "make install-lmcache  LMCache into .venv-lmcache; make check and make test do it"
+	@echo "make install-lmcache  LMCache into .venv-lmcache; make test does it"
 	@echo "make test-vllm    our connector in real vLLM engines without a GPU (25 min; 3.8 GB into .venv-vllm)"
 	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
@@ -32,8 +32,9 @@ help:
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
-	@echo "make check        lint, types and the fast tests (3 min)"
-	@echo "make test         all but those two and what only make soak runs (25 min at most); CI runs all three"
+	@echo "make check        lint, types, unit and contract tests (2 min)"
+	@echo "make test         the above and what runs servers, seconds each (10 min)"
+	@echo "make test-long    more examples, long simulations, faults, measurements (CI runs all four)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
@@ -74,8 +75,8 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints.txt
 
 # Two files at a time, each with its engines.
 test-vllm: $(READY) install-vllm install-lmcache servers .cache/sources/.ready
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm --cache-clear -n 2 --dist loadfile || $(VLLM_VENV)/bin/python -m pytest tests/vllm $(ALONE)
-	$(BIN)/pytest tests/kvparams/test_dialect_sources.py
+	$(VLLM_VENV)/bin/python -m pytest tests/interop/vllm --cache-clear -n 2 --dist loadfile || $(VLLM_VENV)/bin/python -m pytest tests/interop/vllm $(ALONE)
+	$(BIN)/pytest tests/contract/test_dialect_sources.py
 
 # SGLang's package without its GPU libraries: host pools and controllers run on a CPU.
 install-sglang: .venv-sglang/.ready
@@ -92,7 +93,7 @@ install-sglang: .venv-sglang/.ready
 	@touch $@
 
 test-sglang: install-sglang servers
-	.venv-sglang/bin/python -m pytest tests/sglang
+	.venv-sglang/bin/python -m pytest tests/interop/sglang
 
 # Dynamo's Python sources, which a test reads. They are not installed: Dynamo hooks itself into pytest and vLLM.
 .cache/sources/.ready: | $(READY)
@@ -135,14 +136,22 @@ lint: $(READY)
 	$(BIN)/basedpyright
 
 # Types are checked while tests wait.
-check: $(READY) servers install-lmcache
+check: $(READY)
+	$(MAKE) -j 2 lint unit
+
+# What opens no socket and starts no process, and what holds the project to its own documents.
+unit: $(READY)
+	$(BIN)/pytest tests/unit tests/contract -m "not slow" --cache-clear $(TWO) || $(BIN)/pytest tests/unit tests/contract -m "not slow" $(ALONE)
+
+# Everything that takes seconds at most.
+test: $(READY) servers install-lmcache
 	$(MAKE) -j 2 lint fast
 
 fast: $(READY)
 	$(BIN)/pytest -m "not slow" --cache-clear $(THREE) || $(BIN)/pytest -m "not slow" $(ALONE)
 
-# Then what was looked for with few examples, with more; what takes long; and what measures or fills the machine, alone.
-test: check .cache/sources/.ready .cache/oldest/.ready
+# More examples of what Hypothesis looked for; what takes long; and what measures or fills the machine, alone.
+test-long: $(READY) servers install-lmcache .cache/sources/.ready .cache/oldest/.ready
 	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=thorough $(TWO)
 	$(BIN)/pytest -m "slow and not alone" --cache-clear $(TWO) || $(BIN)/pytest -m "slow and not alone" $(ALONE)
 	$(BIN)/pytest -m "slow and alone" --cache-clear || $(BIN)/pytest -m "slow and alone" $(ALONE)

@@ -26,8 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks.lmcache_process import lmcache_environment, lmcache_python
-from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, Side, in_turns
 from kvparams.keys import KVShard
@@ -35,6 +33,8 @@ from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import PutOp, ResultCode, open_store
 from kvparams_connectors.stores.lmcache.wire import LMCacheNames
+from tests.support.lmcache_process import lmcache_environment, lmcache_python
+from tests.support.processes import Processes, free_ports
 
 __all__ = ["main"]
 

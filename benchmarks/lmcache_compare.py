@@ -33,8 +33,6 @@ from typing import Any, cast
 import torch
 import valkey
 
-from benchmarks.lmcache_process import ChunkShape, LMCacheWorker, Spec
-from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import Side, in_turns, processor
 from kvparams.keys import Geometry, KVShard, Namespace
@@ -45,6 +43,8 @@ from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
 from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheSpec
 from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreConnector, SequencePlan
 from kvparams_connectors.transfer.layout import PagedKVLayout
+from tests.support.lmcache_process import ChunkShape, LMCacheWorker, Spec
+from tests.support.processes import Processes, free_ports
 
 __all__ = ["main"]
 

@@ -26,10 +26,10 @@ from typing import Final, NamedTuple, cast
 
 from benchmarks.load_process import Ask, closed
 from benchmarks.modes_engines import MODEL, Engines, reference, vllm
-from benchmarks.processes import tree_usage
 from benchmarks.sides import processor
 from demo.client import ask, new_client
 from demo.processes import Processes, Server, free_port
+from tests.support.processes import tree_usage
 
 __all__ = ["Row", "Way", "main", "table"]
 

@@ -36,12 +36,12 @@ from typing import Final, Literal
 import httpx
 
 from benchmarks.latency import percentile
-from benchmarks.processes import tree_usage
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.sides import processor
 from demo.client import ask_stream, new_client, scrape
 from demo.processes import Processes, Server
 from demo.stores import start_store
+from tests.support.processes import tree_usage
 
 __all__ = ["KINDS", "WAYS", "Row", "main", "summed", "table"]
 

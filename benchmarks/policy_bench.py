@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks import stub_engine
 from benchmarks.load_process import Ask, LoadError, closed
-from benchmarks.processes import Processes, StartError, free_ports, http_get, tree_usage
+from tests.support import stub_engine
+from tests.support.processes import Processes, StartError, free_ports, http_get, tree_usage
 
 __all__ = ["main"]
 

@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks import floor_relay, stub_engine
+from benchmarks import floor_relay
 from benchmarks.load_process import Ask, LoadError, closed, open_at
-from benchmarks.processes import Processes, StartError, free_ports, http_get, tree_usage
 from benchmarks.proxy_plot import write_plot
 from benchmarks.proxy_report import ClosedRow, OpenRow, Results, table
 from benchmarks.scenarios import SCENARIOS, Scenario
+from tests.support import stub_engine
+from tests.support.processes import Processes, StartError, free_ports, http_get, tree_usage
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from benchmarks.load_process import Ask
-from benchmarks.processes import StartError, http_get
+from tests.support.processes import StartError, http_get
 
 __all__ = [
     "DECODE_PORTS",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from benchmarks.load_process import LoadError
-from benchmarks.processes import require_free
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.rig import ENGINE_PORTS, OURS, Counted, Rig, name_of
+from tests.support.processes import require_free
 
 __all__ = ["ClosedResult", "Row", "closed_table", "compare_closed", "problems", "run_closed"]
 

@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.load_process import LoadError
-from benchmarks.processes import Processes, StartError
 from benchmarks.rig import OTHER, SCENARIOS, Rig, name_of
 from benchmarks.rig_closed import closed_table, compare_closed, problems, run_closed
 from benchmarks.rig_open import compare_open, open_table, run_open
+from tests.support.processes import Processes, StartError
 
 __all__ = ["main"]
 

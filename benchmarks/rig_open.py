@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.load_process import LoadError, open_at
-from benchmarks.processes import Processes, require_free, tree_usage
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.rig import DECODE_PORTS, ENGINE_PORTS, OURS, Rig, name_of
+from tests.support.processes import Processes, require_free, tree_usage
 
 __all__ = ["OpenFigures", "OpenResult", "compare_open", "open_table", "run_open"]
 

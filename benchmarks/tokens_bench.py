@@ -31,9 +31,7 @@ from typing import Final, cast
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
-from benchmarks import stub_engine
 from benchmarks.load_process import Ask, closed
-from benchmarks.processes import Processes, free_ports, tree_usage
 from kvparams.jsontext.document import DEFAULT_LIMITS
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
@@ -41,6 +39,8 @@ from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
 from kvparams_proxy.tokenization.pseudo_tokens import pseudo_tokens
 from kvparams_proxy.tokenization.service import RoutingTokens, TokenService
 from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
+from tests.support import stub_engine
+from tests.support.processes import Processes, free_ports, tree_usage
 
 __all__ = ["main"]
 

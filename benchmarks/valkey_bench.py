@@ -28,13 +28,13 @@ from typing import Any, cast
 
 import valkey
 
-from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, in_turns
 from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import PutOp, open_store
+from tests.support.processes import Processes, free_ports
 
 __all__ = ["main"]
 

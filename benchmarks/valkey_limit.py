@@ -30,7 +30,6 @@ import valkey
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.lmcache_compare import Connector
-from benchmarks.processes import Processes, free_ports
 from benchmarks.ratios import median_interval
 from benchmarks.sides import OurStore, processor
 from kvparams.keys import Geometry, KVShard
@@ -39,6 +38,7 @@ from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import open_store
 from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheSpec
 from kvparams_connectors.transfer.layout import PagedKVLayout
+from tests.support.processes import Processes, free_ports
 
 __all__ = ["main"]
 

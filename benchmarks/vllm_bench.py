@@ -38,8 +38,8 @@ import torch
 
 from benchmarks.ratios import Interval, median_interval
 from demo.processes import Processes, Server
-from tests.vllm.engines import counters, start_engine, transfer_config
-from tests.vllm.tiny_model import TINY, Shape, make_model
+from tests.interop.vllm.engines import counters, start_engine, transfer_config
+from tests.interop.vllm.tiny_model import TINY, Shape, make_model
 
 __all__ = ["Rounds", "body_of", "engine_cpu_s", "in_rounds", "main", "timed", "together"]
 

@@ -25,8 +25,8 @@ import httpx
 from demo.processes import Processes
 from kvparams_connectors.engines.vllm.connector import KVParamsConnector, VLLMConnectorMetadata
 from kvparams_connectors.engines.vllm.connector_stats import WorkerMetadata
-from tests.vllm.engines import counters, start_engine, transfer_config
-from tests.vllm.tiny_model import make_model
+from tests.interop.vllm.engines import counters, start_engine, transfer_config
+from tests.interop.vllm.tiny_model import make_model
 
 __all__ = ["TimedConnector", "main"]
 

@@ -35,8 +35,8 @@ import httpx
 from benchmarks.ratios import Interval, median_interval
 from benchmarks.vllm_bench import Rounds, body_of, in_rounds, timed
 from demo.processes import Processes, Server, free_port
-from tests.vllm.engines import counters, start_engine, transfer_config
-from tests.vllm.tiny_model import make_model
+from tests.interop.vllm.engines import counters, start_engine, transfer_config
+from tests.interop.vllm.tiny_model import make_model
 
 __all__ = ["Turn", "main", "streamed", "turn"]
 

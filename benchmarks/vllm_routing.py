@@ -33,8 +33,8 @@ from benchmarks.ratios import Interval, median_interval
 from benchmarks.vllm_bench import Rounds, body_of, in_rounds
 from benchmarks.vllm_moving import streamed
 from demo.processes import Processes, Server, free_port
-from tests.vllm.engines import counters, start_engine
-from tests.vllm.tiny_model import make_model
+from tests.interop.vllm.engines import counters, start_engine
+from tests.interop.vllm.tiny_model import make_model
 
 __all__ = ["main"]
 

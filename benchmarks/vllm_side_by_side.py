@@ -6,9 +6,10 @@ Each side is an engine of its own without a prefix cache; all run at the same ti
 order that changes from round to round. `bare` has no connector. A side that does not start is told with its error.
 
 - mooncake-store: vLLM's MooncakeStoreConnector, over TCP; where it asks CUDA for a device it is answered
-  (tests/vllm/without_gpu.py). ours-mooncake: ours with a store on a cluster like it.
+  (tests/interop/vllm/without_gpu.py). ours-mooncake: ours with a store on a cluster like it.
 - offloading: vLLM's OffloadingConnector; vLLM refuses it on a CPU, so it runs with the stand-ins of
-  tests/vllm/offloading_on_cpu.py, which copy while the engine waits. `offloading-plain` is what vLLM says without them.
+  tests/interop/vllm/offloading_on_cpu.py, which copy while the engine waits. `offloading-plain` is what vLLM says
+  without them.
 - lmcache: vLLM's LMCacheConnectorV1 with memory of the host; it needs the package lmcache beside vLLM.
 - hit: 1,500 stored tokens and one of its own, one token asked for; its ratio to computing them on `bare`.
 - throughput: 16 requests, 8 at a time, of 600 tokens each; every second round meets the first 512 of the one before,
@@ -35,10 +36,10 @@ import httpx
 from benchmarks.ratios import median_interval
 from benchmarks.vllm_bench import body_of, in_rounds, timed, together
 from demo.processes import ProcessError, Processes, Server
-from tests.connectors.mooncake_cluster import Cluster
-from tests.vllm.engines import counters, start_engine, transfer_config
-from tests.vllm.own_connectors import mooncake_store
-from tests.vllm.tiny_model import make_model
+from tests.interop.vllm.engines import counters, start_engine, transfer_config
+from tests.interop.vllm.own_connectors import mooncake_store
+from tests.interop.vllm.tiny_model import make_model
+from tests.support.connectors.mooncake_cluster import Cluster
 
 __all__ = ["main"]
 
@@ -61,7 +62,7 @@ class _Side:
 
 
 def _offloading(*, stand_ins: bool) -> str:
-    more = {"spec_name": "OnCPU", "spec_module_path": "tests.vllm.offloading_on_cpu"} if stand_ins else {}
+    more = {"spec_name": "OnCPU", "spec_module_path": "tests.interop.vllm.offloading_on_cpu"} if stand_ins else {}
     extra = {"cpu_bytes_to_use": 256 << 20, **more}
     told = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "offloading"}
     return json.dumps({**told, "kv_connector_extra_config": extra})

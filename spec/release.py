@@ -133,7 +133,7 @@ def main(words: list[str]) -> int:
         print(f"nothing is released: {error}", file=sys.stderr)
         return 1
     print(f"spec/{words[0]} is released; {len(changed)} files name it now. Look, test, and commit.")
-    print(f'Add to SEALS in tests/test_spec_released.py: "{words[0]}": "{seal(root / "spec" / words[0])}",')
+    print(f'Add to SEALS in tests/contract/test_spec_released.py: "{words[0]}": "{seal(root / "spec" / words[0])}",')
     return 0
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "soak.jsonl"
 
-# No example is judged by the clock. `make check` looks for what has just been broken; `make test` looks longer, with
+# No example is judged by the clock. `make test` finds what has just been broken; `make test-long` looks longer, with
 # `--hypothesis-profile=thorough`. Who needs more examples than others says so in multiples of these. Both draw the same
 # examples each time, so that what was seen to pass, passes; `make soak` draws others, and more, to find what is new.
 settings.register_profile("quick", deadline=None, max_examples=25, derandomize=True)
@@ -26,25 +26,25 @@ settings.load_profile("quick")
 
 
 _TOGETHER = {
-    "tests/connectors/lm_server/": "lmcache",
-    "tests/connectors/test_mooncake.py": "mooncake",
-    "tests/connectors/test_peer_mooncake.py": "transfer engines",
-    "tests/connectors/test_valkey_cluster.py": "cluster",
-    "tests/differential/": "differential",
-    "tests/modes/test_real_engines.py": "modes",
-    "tests/queue/test_end_to_end.py": "broker",
-    "tests/queue/test_lost.py": "broker",
-    "tests/queue/test_way.py": "broker",
-    "tests/reference_engine/test_api.py": "engines",
-    "tests/reference_engine/test_demo.py": "engines",
-    "tests/reference_engine/test_fields.py": "engines",
-    "tests/reference_engine/test_handover.py": "engines",
-    "tests/reference_engine/test_openapi_of_legs.py": "engines",
-    "tests/reference_engine/test_thousand_prompts.py": "engines",
-    "tests/reference_engine/test_transfers.py": "engines",
-    "tests/sidecar/test_places.py": "places",
-    "tests/sidecar/test_sidecar_command.py": "places",
-    "tests/versions/": "versions",
+    "tests/interop/connectors/lm_server/": "lmcache",
+    "tests/interop/connectors/test_mooncake.py": "mooncake",
+    "tests/interop/connectors/test_peer_mooncake.py": "transfer engines",
+    "tests/interop/connectors/test_valkey_cluster.py": "cluster",
+    "tests/system/differential/": "differential",
+    "tests/system/modes/test_real_engines.py": "modes",
+    "tests/system/queue/test_end_to_end.py": "broker",
+    "tests/system/queue/test_lost.py": "broker",
+    "tests/system/queue/test_queue_mode.py": "broker",
+    "tests/system/reference_engine/test_api.py": "engines",
+    "tests/system/reference_engine/test_demo.py": "engines",
+    "tests/system/reference_engine/test_fields.py": "engines",
+    "tests/system/reference_engine/test_handover.py": "engines",
+    "tests/system/reference_engine/test_openapi_of_legs.py": "engines",
+    "tests/system/reference_engine/test_thousand_prompts.py": "engines",
+    "tests/system/reference_engine/test_transfers.py": "engines",
+    "tests/system/sidecar/test_sidecar_places.py": "places",
+    "tests/system/sidecar/test_sidecar_command.py": "places",
+    "tests/system/versions/": "versions",
 }
 """Where a test's path begins so, its fixture's servers take seconds to start: all of a group run in one worker."""
 

@@ -23,7 +23,6 @@ from typing import Final
 
 import uvloop
 
-from benchmarks.processes import Processes, StartError, free_ports
 from benchmarks.replay.__main__ import SAMPLE
 from benchmarks.replay.arrivals import arrive
 from benchmarks.replay.beliefs import BySelf
@@ -33,10 +32,11 @@ from benchmarks.replay.ours import Ours
 from benchmarks.replay.parts import speed_for
 from benchmarks.replay.trace import BLOCK, Request, load
 from benchmarks.replay.world import Cost, World
-from benchmarks.stub_answers import Ask
-from benchmarks.stub_engine import StubEngines
 from kvparams.instances import RoundRobin
 from kvparams.routing.policies.cache_aware import CacheAware
+from tests.support.processes import Processes, StartError, free_ports
+from tests.support.stub_answers import Ask
+from tests.support.stub_engine import StubEngines
 
 __all__ = ["Found", "main", "modelled", "through_proxy"]
 
@@ -58,7 +58,7 @@ class Found:
 
 
 class _Worker:
-    """A `benchmarks.stub_connection.Work`: a prefill worker of the model."""
+    """A `tests.support.stub_connection.Work`: a prefill worker of the model."""
 
     def __init__(self, blocks: int, cost: Cost, faster: float) -> None:
         self._cache = BlockCache(blocks)

@@ -2,7 +2,7 @@
 
 Work on a stream is done in the order in which it was put there; streams know nothing of each other but by events. The
 one rule: nothing here decides anything; what must wait for what is `staging`'s matter, so that it can be tested without
-a GPU (tests/connectors/simulated_device.py runs it in every order that the events allow).
+a GPU (tests/support/connectors/simulated_device.py runs it in every order that the events allow).
 """
 
 from collections.abc import Callable

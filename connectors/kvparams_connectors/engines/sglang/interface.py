@@ -1,7 +1,7 @@
 """What is used of SGLang 0.5.23, with the file that each part stands in. Paths are below `sglang/srt`.
 
 The one rule: nothing of SGLang is used that does not stand here or in `backend.py` and `tally.py`;
-`tests/sglang/test_sglang_contract.py` holds it against the SGLang that is installed.
+`tests/interop/sglang/test_sglang_contract.py` holds it against the SGLang that is installed.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """What is used of vLLM 0.28 to 0.32, with the file that each part stands in.
 
-The one rule: nothing of vLLM is used that does not stand here; `tests/vllm/test_vllm_contract.py` holds it against the
-vLLM that is installed.
+Nothing of vLLM is used that is not declared here; `tests/interop/vllm/test_vllm_contract.py` checks it against the
+installed vLLM.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,58 @@
+"""Mooncake masters that are not well when a store is opened: nobody in this process waits for them."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvparams_connectors.store import PutOp, ResultCode
+from kvparams_connectors.store_url import StoreUnreachable
+from kvparams_connectors.stores.guard.store import open_guarded
+from tests.support.connectors.mooncake_cluster import Cluster, until
+
+
+class Ticking:
+    """A thread that wants the interpreter every few milliseconds, and knows how long it had to wait for it."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tick)
+        self.longest_s = 0.0
+
+    def __enter__(self) -> "Ticking":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _tick(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(0.005):
+            now = time.monotonic()
+            self.longest_s = max(self.longest_s, now - before)
+            before = now
+
+
+@pytest.mark.slow
+def test_a_master_that_is_stopped_holds_up_no_thread_and_is_used_when_it_goes_on(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "64MiB") as cluster:
+        url = cluster.url(connect_ms=500)
+        cluster.master.send(signal.SIGSTOP)
+        try:
+            with Ticking() as ticking:
+                with pytest.raises(StoreUnreachable, match="does not answer"):
+                    cluster.open(connect_ms=500)
+                store = open_guarded(url)
+                ops = [PutOp("key", (memoryview(b"content"),))]
+                until(lambda: store.put(ops).result()[0].code is ResultCode.UNAVAILABLE, 5.0)
+            assert ticking.longest_s < 1.5
+        finally:
+            cluster.master.send(signal.SIGCONT)
+        try:
+            until(lambda: store.put(ops).result()[0].code in (ResultCode.OK, ResultCode.EXISTS), 30.0)
+        finally:
+            store.close()

@@ -1,0 +1,93 @@
+"""What the proxy reads from SGLang's own bootstrap server, and SGLang's own request class from the proxy's legs.
+
+Engines themselves do not run in this mode without a GPU: who really meets in these rooms is SGLang's matter.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from kvparams.dialects.interface import HandoffMissing
+from kvparams.dialects.sglang import SGLANG, SGLangBootstrap
+from kvparams.instances import RequestFacts
+from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.plan import Leg, LegResult
+from tests.support.kvparams.planning import Table
+from tests.support.processes import free_ports
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RANK: dict[str, object] = {
+    **{f"attn_{kind}_size": 1 for kind in ("tp", "cp", "dp")},
+    **{f"attn_{kind}_rank": 0 for kind in ("tp", "cp", "dp")},
+    "pp_size": 1,
+    "pp_rank": 0,
+    "system_dp_size": 1,
+    "system_dp_rank": 0,
+    "rank_ip": "127.0.0.1",
+    "rank_port": 20_000,
+    "page_size": 16,
+    "kv_cache_dtype": "auto",
+}
+"""How a prefill engine of one rank registers there."""
+
+
+def ask(url: str, document: object = None) -> bytes:
+    """GET, or PUT of a document, as soon as it listens."""
+    body = None if document is None else json.dumps(document).encode()
+    request = urllib.request.Request(url, body, method="GET" if body is None else "PUT")
+    give_up = time.monotonic() + 20
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            return b"%d" % error.code
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.05)
+
+
+def test_its_bootstrap_server_is_understood() -> None:
+    """Not before every rank has registered."""
+    common = import_module("sglang.srt.disaggregation.common.conn")
+    (port,) = free_ports(1)
+    server = common.CommonKVBootstrapServer("127.0.0.1", port)
+    url, bootstrap = f"http://127.0.0.1:{port}", SGLangBootstrap()
+    try:
+        early = ask(url + bootstrap.path)
+        assert early == b"503"
+        with pytest.raises(HandoffMissing):
+            bootstrap.parse_info(url, json.loads(early))
+        assert ask(url + "/route", RANK) == b"OK"
+        answer = json.loads(ask(url + bootstrap.path))
+        assert bootstrap.parse_info(url, answer) == {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_its_request_class_reads_both_legs_alike(prompts: int) -> None:
+    """The same room, as a number that SGLang takes, for each prompt one of its own."""
+    io_struct = import_module("sglang.srt.managers.io_struct")
+    table = Table(SGLANG)
+    table.found = SGLangBootstrap().parse_info("http://10.0.0.7:8998", {"dp_size": 1})
+    facts = RequestFacts("req", "tra", "m", prompts, 1, None, None)
+    legs: list[Leg] = table.run(ConcurrentLegs().legs(facts, table), lambda leg: LegResult({}))
+    room: Any = SGLANG.decode_keys({}, "tra", table.found)["bootstrap_room"]
+    assert len(legs) == 2
+    for leg in legs:
+        told = {name: json.loads(value) for name, value in leg.changes.items() if value and "bootstrap" in name}
+        text = "who is there" if prompts == 1 else ["who is there"] * prompts
+        asked = io_struct.GenerateReqInput(text=text, **told)
+        asked.normalize_batch_and_arguments()
+        rooms = [room + number for number in range(prompts)]
+        assert asked.bootstrap_room == (room if prompts == 1 else rooms)
+        assert asked.bootstrap_host == ("10.0.0.7" if prompts == 1 else ["10.0.0.7"] * prompts)
+        assert asked.bootstrap_port == (8998 if prompts == 1 else [8998] * prompts)
+        assert not leg.changes.keys() & {"max_tokens", "n", "min_tokens"}, "both have the client's own"

@@ -1,0 +1,136 @@
+"""Clients that leave, at every moment of a request: engines work for nobody, hold nothing for anybody, nothing grows.
+
+Real engines, which say themselves what is in flight and how much of their KV is in use.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.chaos.backings import FileBacking
+from tests.system.chaos.cluster import Cluster
+from tests.system.chaos.ways import WAYS, Way
+
+PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 20
+IN_TIME_S = 2.0
+PHASES = ("body", "early", "late", "late", "stream", "end")
+ROOM = 2
+"""Answers on one engine; so some wait for room, and leave there too. Half of it where there are two fronts."""
+DROPS = replace(WAYS[0], name="prefill_then_decode, store-drop", connector="store-drop")
+TRIED = (*WAYS[:1], DROPS, *(pytest.param(way, marks=pytest.mark.soak) for way in WAYS[1:]))
+
+
+async def leave(port: int, phase: str, number: int, draw: random.Random) -> None:
+    """Ask for a stream and leave: in the middle of the request's body; before the first byte of the answer (early, with
+    a long new prompt, or late, with a short one); in the stream; behind its last event."""
+    prompt = f"{number} {PROMPT}" if phase == "early" else PROMPT[draw.randrange(1500) :][:60]
+    tokens = 4 if phase == "end" else 64
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    if phase in ("early", "late") and draw.random() < 0.3:
+        body["stream"] = False
+    raw = json.dumps(body).encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(raw)}",
+    )
+    head = "\r\n".join((*lines, "", "")).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(30):
+            writer.write(head + (raw[: draw.randrange(len(raw))] if phase == "body" else raw))
+            if phase in ("stream", "end"):
+                status = await reader.readline()
+                assert b" 200 " in status, (status, await reader.read(4096))
+            if phase == "stream":
+                await reader.readuntil(b"data: ")
+            elif phase == "end":
+                await reader.readuntil(b"[DONE]\n\n")
+            if phase != "end":
+                await asyncio.sleep(draw.random() * (0.03 if phase in ("body", "early") else 0.25))
+    finally:
+        writer.transport.abort()
+
+
+async def settled(cluster: Cluster) -> float:
+    """How long it takes until nothing is in flight or in use."""
+    began_s = time.monotonic()
+    async with asyncio.timeout(20):
+        while await cluster.busy():  # noqa: ASYNC110  other processes say nothing when they are done
+            await asyncio.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+async def left_from(cluster: Cluster) -> dict[str, float]:
+    """From which state requests went to their end."""
+    seen = await cluster.counted()
+    name = 'kvparams_proxy_transitions_total{{from="{}",to="done"}}'
+    return {state: seen.get(name.format(state), 0.0) for state in cluster.way.states}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", TRIED, ids=str)
+async def test_who_leaves_leaves_nothing_behind(
+    tmp_path: Path,
+    store: Path,
+    way: Way,
+    effort: Callable[[int, int], int],
+    record: Callable[[dict[str, object]], None],
+) -> None:
+    draw = random.Random(11)
+    at_once, rounds, samples = effort(24, 48), effort(12, 208), effort(3, 8)
+    room = ROOM if way.beside is None else ROOM // 2
+    async with Cluster.running(
+        tmp_path, FileBacking(store), engines=2, way=way, extra=("--step-ms", "5"), room=room
+    ) as cluster:
+        plan = [PHASES[number % len(PHASES)] for number in range(at_once)]
+        number = 0
+        after_s: list[float] = []
+        held = [cluster.usage()]
+        ports = [int(server.url.rpartition(":")[2]) for server in cluster.fronts.values()]
+        for turn in range(rounds + 1):  # the first one is not counted: what is made once has been made then
+            some = range(number, number + at_once)
+            await asyncio.gather(*(leave(draw.choice(ports), plan[at % at_once], at, draw) for at in some))
+            number += at_once
+            after_s.append(await settled(cluster))
+            if turn % (rounds // samples) == 0:
+                held.append(cluster.usage())
+        left = await left_from(cluster)
+        seen = await cluster.counted()
+        ends = {
+            end: seen.get(f'kvparams_proxy_requests_total{{outcome="{end}"}}', 0.0) for end in ("ok", "gone", "failed")
+        }
+        engines = await cluster.engine_metrics()
+        dropped = sum(found["reference_engine:pages_released_total"] for found in engines)
+        aborted = sum(found.get('reference_engine:requests_total{finish="abort"}', 0.0) for found in engines)
+    record(
+        {
+            "left": number,
+            "from": left,
+            **ends,
+            "aborted": aborted,
+            "pages_dropped": dropped,
+            "idle_after_s": round(max(after_s), 2),
+            "rss_kib": [one.rss_kib for one in held],
+            "descriptors": [one.descriptors for one in held],
+        }
+    )
+    assert max(after_s) < IN_TIME_S
+    assert all(left.values()), left  # the control: they left from everywhere
+    assert ends["gone"] > number / 3
+    assert aborted > number / 8
+    assert (dropped > 0) is (way is DROPS)
+    first, last = held[1], held[-1]
+    if not way.inside:  # an engine takes memory for what it computes
+        assert last.rss_kib - first.rss_kib < 16_384 * len(ports)
+    assert last.descriptors <= held[0].descriptors + 4 * at_once  # connections kept for the next request

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of stores and connectors."""
+
+from tests.support.connectors.fixtures import opened
+
+__all__ = ["opened"]

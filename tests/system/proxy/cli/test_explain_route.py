@@ -1,0 +1,102 @@
+"""`kvparams explain-route` and what it asks: where a request would go, and nothing happens."""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvparams.jsontext.document import JSONLimits
+from kvparams_proxy.cli.explain_route_command import COMMAND
+from kvparams_proxy.secret import Secret
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
+from tests.support.proxy.fixtures import Proxy, StartProxy
+from tests.support.stub_engine import StubEngines
+
+PROMPT = Random(5).choices(range(1000), k=641)
+ADMIN = {"authorization": "Bearer secret"}
+
+
+def urls(stub: StubEngines) -> tuple[list[str], list[str]]:
+    return tuple([engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode"))  # pyright: ignore[reportReturnType]
+
+
+@pytest.fixture
+async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
+    return await proxy(
+        *urls(stub), policy="cache_aware", admin_token=Secret("secret"), tokenizers={None: TokenizationMethod.BYTES}
+    )
+
+
+async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
+    answer = await running.client.post(f"/admin/explain-route{path}", json=body, headers=ADMIN | headers)
+    assert answer.status_code == expect, answer.text
+    return answer.json() if expect == 200 else answer.json()["error"]["message"]
+
+
+async def test_it_says_where_the_next_one_goes_and_counts_nothing(aware: Proxy) -> None:
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    first = await explain(aware, body)
+    assert (first["tokens"], first["ids"], first["alarm"]) == (641, "client", False)
+    assert {one["id"] for one in first["candidates"]} == {"prefill-0", "prefill-1"}
+    assert all(one["cached"] == 0 and one["legs_seen"] == 0 for one in first["candidates"])
+    answer = await aware.client.post("/v1/completions", json=body)
+    assert answer.headers["x-kvparams-prefill"] == first["chosen"]
+    for _ in range(3):
+        again = await explain(aware, body)
+        assert again["chosen"] == first["chosen"]
+        assert "640 of 641 tokens cached" in again["decision"]
+        assert all(one["in_flight"] == 0 and one["wait_s"] == 0 for one in again["candidates"])
+    assert await aware.metric("kvparams_proxy_prefix_cache_queries_total") == 641
+    assert await aware.metric("kvparams_proxy_prefix_cache_alarm") == 0
+    other = await explain(aware, body, "?tenant=acme")
+    assert all(one["cached"] == 0 for one in other["candidates"]), "a tenant's prompts are its own"
+
+
+async def test_text_and_chats_are_explained_as_they_are_routed(aware: Proxy) -> None:
+    chat = {"model": "stub", "messages": [{"role": "user", "content": "who is there? " * 200}]}
+    assert (await explain(aware, chat, "?path=/v1/chat/completions"))["ids"] == "bytes"
+    answer = await aware.client.post("/v1/chat/completions", json=chat)
+    found = await explain(aware, chat, "?path=/v1/chat/completions")
+    assert found["chosen"] == answer.headers["x-kvparams-prefill"]
+    assert max(one["cached"] for one in found["candidates"]) > 0
+
+
+async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: StubEngines, proxy: StartProxy) -> None:
+    assert "path must be" in await explain(aware, {}, "?path=/v1/embeddings", 400)
+    assert "not JSON" not in await explain(aware, {"model": "stub", "prompt": 5}, "", 400)
+    await explain(aware, {}, "", 401, authorization="Bearer wrong")
+    blind = await proxy(
+        *urls(stub), policy="least_load", admin_token=Secret("secret"), body=JSONLimits(max_bytes=100_000)
+    )
+    assert "least_load does not look" in await explain(blind, {"model": "stub", "prompt": PROMPT}, "", 400)
+    assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
+
+
+async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "body").write_text(json.dumps({"model": "stub", "prompt": PROMPT}))
+
+    async def run(*arguments: str) -> tuple[int, str]:
+        parser = argparse.ArgumentParser()
+        COMMAND.add_arguments(parser)
+        known = (str(aware.client.base_url), "--admin-token-file", str(tmp_path / "token"))
+        parsed = parser.parse_args([*known, *arguments])
+        status = await asyncio.to_thread(COMMAND.run, parsed)
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    status, said = await run("--request", str(tmp_path / "body"))
+    assert status == 0, said
+    assert "-> prefill-" in said.replace("->prefill", "-> prefill")
+    assert "641 tokens, ids by client" in said
+    status, said = await run("--prompt", "Who is there?", "--model", "stub", "--json")
+    assert (status, json.loads(said)["ids"]) == (0, "bytes")
+    status, said = await run("--prompt", "x", "--path", "/nowhere")
+    assert (status, "path must be" in said) == (1, True)
+    assert (await run())[0] == 2
+    (tmp_path / "token").write_text("wrong")
+    assert (await run("--prompt", "x"))[0] == 1

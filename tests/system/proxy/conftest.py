@@ -1,0 +1,14 @@
+"""Fixtures of the tests of the proxy."""
+
+from tests.support.proxy.fixtures import (
+    direct,
+    proxy,
+    pytest_asyncio_loop_factories,
+    scripted,
+    stack,
+    stage,
+    stub,
+    stubbed,
+)
+
+__all__ = ["direct", "proxy", "pytest_asyncio_loop_factories", "scripted", "stack", "stage", "stub", "stubbed"]

@@ -1,0 +1,136 @@
+"""What the simulation stands on: a clock that jumps, and connections as strict as uvloop's."""
+
+import asyncio
+
+import pytest
+
+from tests.system.simulation.network import Network, Socket
+from tests.system.simulation.virtual_loop import Stuck, VirtualLoop
+
+
+class _Protocol(asyncio.Protocol):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def data_received(self, data: bytes) -> None:
+        self.heard.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.heard.append(exc)
+
+    def pause_writing(self) -> None:
+        self.heard.append("pause")
+
+    def resume_writing(self) -> None:
+        self.heard.append("resume")
+
+
+class _Peer:
+    """The same for the other end."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def received(self, data: bytes) -> None:
+        self.heard.append(data)
+
+    def closed(self) -> None:
+        self.heard.append("closed")
+
+
+@pytest.fixture
+def loop() -> VirtualLoop:
+    return VirtualLoop()
+
+
+@pytest.fixture
+def connection(loop: VirtualLoop) -> tuple[Socket, _Protocol, _Peer]:
+    protocol, peer = _Protocol(), _Peer()
+    socket = Network(loop, lambda: 0.0).open(protocol)
+    socket.peer = peer
+    return socket, protocol, peer
+
+
+def test_the_clock_jumps_and_order_is_kept(loop: VirtualLoop) -> None:
+    heard: list[object] = []
+    begin = loop.time()
+    loop.call_later(3600.0, lambda: heard.append(loop.time() - begin))
+    loop.call_later(1.0, heard.append, "timer")
+    loop.call_later(0.5, heard.append, "cancelled").cancel()
+    loop.call_soon(heard.append, "soon")
+    loop.run_until(begin + 2.0)
+    assert heard == ["soon", "timer"]
+    loop.run_until(begin + 4000.0)
+    assert heard == ["soon", "timer", 3600.0]
+    assert loop.left() == []
+
+
+def test_a_moment_without_an_end_is_noticed(loop: VirtualLoop) -> None:
+    def again() -> None:
+        loop.call_soon(again)
+
+    again()
+    with pytest.raises(Stuck):
+        loop.run_until(loop.time() + 1.0)
+
+
+def test_what_raises_is_kept(loop: VirtualLoop) -> None:
+    loop.call_soon(lambda: 1 // 0)
+    loop.run_until(loop.time())
+    assert "ZeroDivisionError" in loop.faults[0]
+
+
+def test_what_is_written_before_the_end_arrives(loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]) -> None:
+    socket, protocol, peer = connection
+    socket.write(b"all")
+    socket.close()
+    loop.run_until(loop.time())
+    assert peer.heard == [b"all", "closed"]
+    assert protocol.heard == [None]
+
+
+@pytest.mark.parametrize("what", ["write", "pause_reading", "resume_reading"])
+def test_after_the_end_it_raises_as_uvloop_does(
+    what: str, loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
+) -> None:
+    socket, protocol, _ = connection
+    socket.reset()
+    loop.run_until(loop.time())
+    assert isinstance(protocol.heard[0], ConnectionResetError)
+    arguments = (b"late",) if what == "write" else ()
+    with pytest.raises(RuntimeError):
+        getattr(socket, what)(*arguments)
+
+
+def test_a_slow_peer_pauses_the_writer_and_nothing_is_lost(
+    loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
+) -> None:
+    socket, protocol, peer = connection
+    socket.high_water = 3
+    socket.stop_taking()
+    socket.write(b"abc")
+    assert protocol.heard == []
+    socket.write(b"d")
+    assert protocol.heard == ["pause"]
+    loop.run_until(loop.time() + 1.0)
+    assert peer.heard == []
+    socket.take()
+    loop.run_until(loop.time())
+    assert (protocol.heard, b"".join(one for one in peer.heard if isinstance(one, bytes))) == (
+        ["pause", "resume"],
+        b"abcd",
+    )
+
+
+def test_while_nobody_reads_nothing_is_heard(loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]) -> None:
+    socket, protocol, _ = connection
+    socket.pause_reading()
+    socket.arrive(b"data")
+    socket.end()
+    loop.run_until(loop.time())
+    assert protocol.heard == []
+    socket.resume_reading()
+    loop.run_until(loop.time())
+    assert protocol.heard == [b"data", None]
