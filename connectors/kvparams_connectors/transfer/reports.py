@@ -67,6 +67,19 @@ class SaveReport:
     nbytes: int = 0
     """Bytes stored by this job, headers included."""
 
+    def __add__(self, other: "SaveReport") -> "SaveReport":
+        """Joins the reports of different pages."""
+        failed = {
+            code: self.failed.get(code, 0) + other.failed.get(code, 0) for code in {**self.failed, **other.failed}
+        }
+        return SaveReport(
+            self.saved + other.saved,
+            self.existing + other.existing,
+            self.dropped + other.dropped,
+            failed,
+            self.nbytes + other.nbytes,
+        )
+
     @property
     def complete(self) -> bool:
         """Whether every page is stored, by this job or before."""

@@ -23,9 +23,10 @@ from kvparams_connectors.engines.lmcache.interface import (
 )
 from kvparams_connectors.engines.lmcache.settings import PLUGIN, PluginSettings
 from kvparams_connectors.engines.log_forwarding import forward_logs
-from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.store import KVStore
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.page_pipeline import STORED_CODES
 
 if TYPE_CHECKING:  # LMCache's own classes, as far as they matter here; they come with the extra `lmcache`
 
@@ -53,7 +54,6 @@ else:
 __all__ = ["KVParamsAdapter", "KVParamsRemoteConnector", "chunk_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 
 # LMCache calls one of the methods below `list`.
 _Chunks = list[LMCacheChunk]
@@ -180,9 +180,9 @@ class KVParamsRemoteConnector(RemoteConnector):
                 for chunk, memory in zip(self._chunks(keys), memory_objs, strict=True)
             ]
         )
-        failed = sorted({code.value for code in codes if code not in _STORED})
+        failed = sorted({code.value for code in codes if code not in STORED_CODES})
         if failed:
-            number = sum(code not in _STORED for code in codes)
+            number = sum(code not in STORED_CODES for code in codes)
             raise StoreError(f"{number} of {len(codes)} chunks are not stored: {', '.join(failed)}")
 
     def _bytes(self, memory: MemoryObj) -> memoryview:

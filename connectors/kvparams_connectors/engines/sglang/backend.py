@@ -22,10 +22,10 @@ from kvparams_connectors.engines.sglang.page_pipeline import HiCachePagePipeline
 from kvparams_connectors.engines.sglang.self_test import run_self_test
 from kvparams_connectors.engines.sglang.settings import WHERE, SGLangSettings
 from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats
-from kvparams_connectors.store import ResultCode
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.transfer.cache_layouts import LayoutError
+from kvparams_connectors.transfer.page_pipeline import STORED_CODES
 
 if TYPE_CHECKING:  # SGLang's own class, as far as it matters here
 
@@ -40,7 +40,6 @@ else:
 __all__ = ["KVParamsHiCache", "page_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 _KV: Final = "kv"
 """`PoolName.KV`."""
 
@@ -209,7 +208,7 @@ class KVParamsHiCache(HiCacheStorage):
     def _put(self, keys: Sequence[str], places: Sequence[PageBuffers]) -> list[bool]:
         if not self._writes:
             return [True] * len(keys)
-        return [code in _STORED for code in self._traffic.put(keys, places)]
+        return [code in STORED_CODES for code in self._traffic.put(keys, places)]
 
     def _blank(self) -> torch.Tensor:
         pool = self._pool
