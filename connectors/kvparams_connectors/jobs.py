@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final, Generic, TypeVar, cast
 
-__all__ = ["Job", "WorkerPool"]
+__all__ = ["Job", "WorkerPool", "finished_job"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -231,6 +231,13 @@ class Job(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
+
+
+def finished_job(value: T, deadline_s: float = 0.0) -> Job[T]:
+    """Returns a job that has ended with `value`; its deadline is so many seconds from now."""
+    job = Job(time.monotonic() + deadline_s, value)
+    job.finish(value)
+    return job
 
 
 class WorkerPool:

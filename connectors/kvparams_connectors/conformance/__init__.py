@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
     raise ImportError("the conformance suite needs pytest: pip install 'kvparams[conformance]'") from error
 
 # A failed assertion shows what was expected and what came, as in a test's own file; said before they are imported.
-for _module in ("levels", "integrity", "faults_level", "engine_order", "performance", "steps"):
+for _module in ("levels", "concurrency", "integrity", "faults_level", "engine_order", "performance", "steps"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from kvparams_connectors.conformance.faults import Fault, FaultyStore, Operation  # noqa: E402

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
+from kvparams_connectors.stores.progress import progress_step_bytes
 
 __all__ = [
     "SKEW",

@@ -13,7 +13,7 @@ from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES, PageRefusal
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.engines.lmcache.chunk_keys import LMCacheChunk
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
 from kvparams_connectors.transfer.page_pipeline import PORTION_BYTES, PagePipeline, is_answer
 from kvparams_connectors.transfer.page_portions import PagePortion, begin_portion
@@ -183,10 +183,7 @@ def _keep(part: Sequence[ChunkBuffer], job: Job[Results]) -> Job[Results]:
 
 
 def _refuse(part: Sequence[ChunkBuffer], _: Sequence[Slot]) -> Job[Results]:
-    results = [Result(ResultCode.UNAVAILABLE)] * len(part)
-    job: Job[Results] = Job(0.0, results)
-    job.finish(results)
-    return job
+    return finished_job([Result(ResultCode.UNAVAILABLE)] * len(part))
 
 
 def _cut(cargo: Sequence[ChunkBuffer]) -> Iterator[Sequence[ChunkBuffer]]:

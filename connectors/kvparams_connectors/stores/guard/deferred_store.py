@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.jobs import Job, WorkerPool, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
@@ -153,7 +153,4 @@ class DeferredStore(KVStore):
 
 
 def _unavailable(number: int) -> Job[Results]:
-    results = [Result(ResultCode.UNAVAILABLE)] * number
-    job = Job(time.monotonic(), results)
-    job.finish(results)
-    return job
+    return finished_job([Result(ResultCode.UNAVAILABLE)] * number)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvparams_connectors.advice import Advice, advice_from_store
 from kvparams_connectors.deadline_timer import DeadlineTimer
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
@@ -170,12 +170,12 @@ class GuardedStore(KVStore):
         if given_up:
             self._say(given_up=True)
         if flight is None:
-            return _ended([Result(ResultCode.UNAVAILABLE)] * len(keys), deadline_s)
+            return finished_job([Result(ResultCode.UNAVAILABLE)] * len(keys), deadline_s)
         try:
             job = call(ops, deadline_s)
         except Exception:  # it must not raise, but a guard that trusts is none
             _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-            job = _ended([Result(ResultCode.INTERNAL)] * len(keys), deadline_s)
+            job = finished_job([Result(ResultCode.INTERNAL)] * len(keys), deadline_s)
         # Before it is done: whoever hears that a put has ended finds what it has put.
         job.add_before_done_callback(lambda results: self._settled(flight, results))
         self._alarm.schedule(flight.deadline)
@@ -217,7 +217,7 @@ class GuardedStore(KVStore):
                 self._probe = self._inner.exists([_PROBE_KEY], self._limits.probe_s)
             except Exception:
                 _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-                self._probe = _ended([Result(ResultCode.INTERNAL)], 0.0)
+                self._probe = finished_job([Result(ResultCode.INTERNAL)], 0.0)
             self._probe.add_settled_callback(lambda: self._alarm.schedule(0.0))
         with self._lock:
             following = self._health.next_time()
@@ -238,12 +238,6 @@ def _answered(probe: Job[Results]) -> bool:
         return all(result.code not in _NO_ANSWER for result in probe.result(0))
     except Exception:  # noqa: BLE001 - whatever it is, it is no answer
         return False
-
-
-def _ended(results: Results, deadline_s: float) -> Job[Results]:
-    job = Job(time.monotonic() + deadline_s, results)
-    job.finish(results)
-    return job
 
 
 def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:

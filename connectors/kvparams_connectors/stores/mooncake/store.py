@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     BlockingStore,
@@ -140,10 +140,7 @@ class MooncakeStore(BlockingStore):
         if not self._client.stalls.is_open(time.monotonic()):
             return None
         self._probe()
-        refused = [Result(ResultCode.UNAVAILABLE)] * count
-        job = Job(time.monotonic() + deadline_s, refused)
-        job.finish(refused)
-        return job
+        return finished_job([Result(ResultCode.UNAVAILABLE)] * count, deadline_s)
 
     # ---- the work
 

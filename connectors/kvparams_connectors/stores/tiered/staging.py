@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import KVStore, PutOp, Result, ResultCode, Results
 from kvparams_connectors.stores.extents import Extent, ExtentAllocator, copy_in, units_for
 
@@ -207,6 +207,5 @@ def submit_to_tier(
         job = call(ops, deadline_s)
     except Exception:
         _LOGGER.exception("a tier raised where it should have answered")
-        job = Job[Results](0.0, [Result(ResultCode.INTERNAL)] * len(ops))
-        job.finish([Result(ResultCode.INTERNAL)] * len(ops))
+        job = finished_job([Result(ResultCode.INTERNAL)] * len(ops))
     job.add_settled_callback(follow)

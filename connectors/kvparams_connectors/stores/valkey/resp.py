@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
+from kvparams_connectors.stores.progress import progress_step_bytes
 
 __all__ = [
     "ErrorReply",
