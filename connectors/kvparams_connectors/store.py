@@ -57,7 +57,7 @@ DEFAULT_DEADLINE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do and how much it takes; the conformance suite holds it to this."""
+    """Describes what a store can do and how much it takes; the conformance suite holds it to this."""
 
     persistent: bool
     """Values outlive the process that stored them."""
@@ -94,7 +94,7 @@ class KVStore(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """Returns what this store can do."""
 
     @abstractmethod
     def register(self, arena: "Arena") -> None:
@@ -113,7 +113,8 @@ class KVStore(ABC):
         """OK with the value's size, if the store tells it (`Result.has_size`), or MISS."""
 
     def exists_nowait(self, keys: Sequence[str]) -> Results | None:
-        """What `exists` would answer, for callers that cannot afford to wait for another thread; None: ask `exists`.
+        """Returns what `exists` would answer, for callers that cannot afford to wait for another thread; None: ask
+        `exists`.
 
         Only where the answer lies in this process's memory: no lock is taken that anybody holds while he works, nobody
         is asked, and what is wrong is None.
@@ -130,7 +131,8 @@ class KVStore(ABC):
 
     @property
     def address(self) -> str | None:
-        """Where other processes can read what this one has put, `host:port`; None where a shared store has it."""
+        """Returns where other processes can read what this one has put, `host:port`; None where a shared store has
+        it."""
         return None
 
     def hint_location(self, keys: Sequence[str], source: str) -> None:  # noqa: B027 - most stores have nothing to do here
@@ -188,19 +190,24 @@ class BlockingStore(KVStore):
         """Let go of everything; called once, when no worker is running any more."""
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         work = self.put_blocking if self.calls_before_read else self._put_gone
         return self._submit(ops, [is_valid_put(op) for op in ops], work, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Reads values; see `KVStore.get`."""
         return self._submit(ops, [is_valid_get(op) for op in ops], self.get_blocking, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Looks keys up; see `KVStore.exists`."""
         return self._submit(keys, are_valid_keys(keys), self.exists_blocking, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Deletes keys; see `KVStore.delete`."""
         return self._submit(keys, are_valid_keys(keys), self.delete_blocking, deadline_s)
 
     def close(self) -> None:
+        """Waits, within bounds, for what was submitted, and lets go of everything."""
         ended = self._lane.close()
         with self._closing:
             first, self._released = ended and not self._released, self._released or ended
@@ -242,7 +249,7 @@ class BlockingStore(KVStore):
 
 
 class StoreFactory(Protocol):
-    """What is registered in the entry-point group `kvparams.stores` under a URL's scheme."""
+    """Describes what is registered in the entry-point group `kvparams.stores` under a URL's scheme."""
 
     def __call__(self, url: StoreURL) -> KVStore:
         """Open the store that `url` names; raises StoreError."""

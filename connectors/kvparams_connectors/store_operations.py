@@ -1,4 +1,4 @@
-"""What is asked of a store, what it answers, and which operations every store takes.
+"""Defines what is asked of a store, what it answers, and which operations every store takes.
 
 A batch never raises for one of its keys: every key has its own result from a closed set.
 """
@@ -28,7 +28,7 @@ _LETTERS: Final = f"{string.ascii_letters}{string.digits}._-".encode()
 
 
 class ResultCode(Enum):
-    """What became of one key of a batch."""
+    """Describes what became of one key of a batch."""
 
     OK = "ok"
     EXISTS = "exists"
@@ -55,7 +55,7 @@ class ResultCode(Enum):
 
 
 class Result(NamedTuple):
-    """What became of one key."""
+    """Describes what became of one key."""
 
     code: ResultCode
     nbytes: int = 0
@@ -118,7 +118,7 @@ class GetOp:
 
 
 def is_valid_key(key: str) -> bool:
-    """Whether every store takes this key."""
+    """Returns whether every store takes this key."""
     return _KEY.fullmatch(key) is not None
 
 
@@ -133,7 +133,7 @@ def are_valid_keys(keys: Sequence[str]) -> list[bool]:
 
 
 def is_valid_put(op: PutOp) -> bool:
-    """Whether every store takes this operation."""
+    """Returns whether every store takes this operation."""
     try:
         return is_valid_key(op.key) and all(buffer.c_contiguous for buffer in op.buffers)
     except ValueError:  # a buffer was released
@@ -141,7 +141,7 @@ def is_valid_put(op: PutOp) -> bool:
 
 
 def is_valid_get(op: GetOp) -> bool:
-    """Whether every store takes this operation."""
+    """Returns whether every store takes this operation."""
     try:
         return is_valid_key(op.key) and all(buffer.c_contiguous and not buffer.readonly for buffer in op.buffers)
     except ValueError:  # a buffer was released

@@ -1,4 +1,5 @@
-"""What every store must do, as tests that any store's author can run. They need `pip install 'kvparams[conformance]'`.
+"""Defines what every store must do, as tests that any store's author can run. They need `pip install
+'kvparams[conformance]'`.
 
     $ pytest -p kvparams_connectors.conformance --kvstore=my_package.my_module:factory
 
@@ -34,8 +35,8 @@ connectors/STORES.md writes a store from nothing. Who has fixtures of their own 
 
     $ pytest test_my_store.py
 
-`kvparams_connectors.conformance.model` has more, for stores that promise exact eviction. The one rule: the suite knows
-nothing but `KVStore`; what a store can do it reads from its capabilities.
+`kvparams_connectors.conformance.model` has more, for stores that promise exact eviction. The suite knows nothing but
+`KVStore`; what a store can do it reads from its capabilities.
 """
 
 try:

@@ -1,6 +1,6 @@
 """The tests of the levels bytes and limits, and all levels together.
 
-The one rule: a test puts what it needs itself and checks bytes, not only result codes.
+A test puts what it needs itself and checks bytes, not only result codes.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _SIZES: Final = (0, 1, 255, 256, 4095, 4096, 4097, 65_535, 65_536, 65_537, 300_0
 
 
 class BytesLevel(ConformanceLevel):
-    """What goes in comes out, under its own key, and every key of a batch has its own result."""
+    """A value comes out as it went in, under its own key, and every key of a batch has its own result."""
 
     @pytest.mark.parametrize("size", _SIZES)
     def test_a_value_comes_back_as_it_was_put(self, store: KVStore, size: int) -> None:
@@ -207,7 +207,7 @@ class BytesLevel(ConformanceLevel):
 
 
 class LimitsLevel(ConformanceLevel):
-    """What does not fit is said, and hurts nothing else."""
+    """The store says what does not fit, and nothing else is hurt."""
 
     def test_the_longest_and_oddest_keys_work(self, store: KVStore) -> None:
         keys = ["k" * 128, "k" * 127, "A.b_c-9", ".", "-", "0", "..", "Key", "key"]

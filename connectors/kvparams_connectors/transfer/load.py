@@ -2,8 +2,8 @@
 
 Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
 
-The one rule: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits
-any more; whatever was written before is a good prefix.
+Invariant: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits any
+more; whatever was written before is a good prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class _VerifiedPage:
 
 @dataclass(frozen=True, slots=True)
 class _PortionVerdict:
-    """What became of the pages of a portion."""
+    """Describes what became of the pages of a portion."""
 
     good: list[_VerifiedPage]
     """In order, without a gap."""
@@ -199,7 +199,7 @@ class LoadOperation:
     def _check(
         self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
     ) -> ResultCode | RefusedPage | None:
-        """Why a page is not used; None: all of its parts are good."""
+        """Returns why a page is not used; None: all of its parts are good."""
         for part, slot, result in zip(parts, slots, results, strict=True):
             seen = arrivals[part].verified if part in arrivals else None
             if seen is not None and result == Result(ResultCode.OK, seen[0]):

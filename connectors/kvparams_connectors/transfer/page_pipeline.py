@@ -144,5 +144,5 @@ class PagePipeline:
 
 
 def is_answer(results: Results) -> bool:
-    """Whether a store has answered for every key, if only that it does not have it."""
+    """Returns whether a store has answered for every key, if only that it does not have it."""
     return all(result.code not in _NO_ANSWER for result in results)

@@ -1,7 +1,7 @@
 """One save: pages are copied out of the blocks in portions; while one is copied, those before it are sealed and put.
 
-The one rule: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine
-launches afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
+Invariant: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine launches
+afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
 """
 
 import threading
@@ -132,7 +132,7 @@ class SaveOperation:
             self._close()
 
     def _stored_already(self, parts: Sequence[int]) -> bool:
-        """Whether it is known by now that all these parts are stored; never waits."""
+        """Returns whether it is known by now that all these parts are stored; never waits."""
         if self._known is None and self._found.done():
             self._known = self._found.result(0)
         return self._known is not None and all(self._is_stored(part, self._known) for part in parts)
@@ -199,7 +199,8 @@ class SaveOperation:
         return ResultCode.OK
 
     def _op(self, part: int, slot: Slot, payload_checksum: int | None) -> PutOp:
-        """What is put for a part: sealed now if nothing of the payload has to be read for that, or a tag is needed."""
+        """Returns what is put for a part: sealed now if nothing of the payload has to be read for that, or a tag is
+        needed."""
         key, identity = self._plan.keys[part], self._identity[part]
         page = slot.view[: identity.stored_bytes]
         if payload_checksum is None:

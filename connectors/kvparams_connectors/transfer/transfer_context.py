@@ -1,6 +1,6 @@
-"""What every save and every load of one connector works with.
+"""Holds what every save and every load of one connector works with.
 
-The one rule: it is put together once, when the connector is made.
+It is put together once, when the connector is made.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,6 @@ class TransferContext:
     page_auth: PageAuthKeys | None
 
     def pages_of(self, plan: SequencePlan) -> PagePipeline:
-        """What seals and verifies the pages of a sequence, with the keys of its tenant."""
+        """Returns what seals and verifies the pages of a sequence, with the keys of its tenant."""
         keys = None if self.page_auth is None else self.page_auth.for_tenant(plan.namespace.cache_salt)
         return PagePipeline(self.store, keys, self.settings.deadline_s, verifies=self.settings.verify)

@@ -1,6 +1,6 @@
 """Chunks on their way between LMCache's memory and a store: sealed in front, verified where they arrive.
 
-Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. The one rule:
+Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. Invariant:
 whoever owns a chunk's memory keeps it until the store's job has settled, whatever became of the wait.
 """
 
@@ -28,8 +28,13 @@ _PROBE_KEY: Final = "kvparams-probe"
 class RefCounted(Protocol):
     """Memory that counts who needs it."""
 
-    def ref_count_up(self) -> None: ...
-    def ref_count_down(self) -> None: ...
+    def ref_count_up(self) -> None:
+        """Counts one more user."""
+        ...
+
+    def ref_count_down(self) -> None:
+        """Counts one user less; the last one frees the memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,8 @@ class LMCacheChunkPipeline:
         return self._refused
 
     def lookup(self, chunks: Sequence[LMCacheChunk]) -> Job[int]:
-        """How many of the chunks are stored, counted until the first that is not. One of a size that it cannot have
-        counts as not stored."""
+        """Returns how many of the chunks are stored, counted until the first that is not. One of a size that it cannot
+        have counts as not stored."""
 
         def leading(results: Results) -> int:
             for number, (chunk, found) in enumerate(zip(chunks, results, strict=True)):
@@ -81,7 +86,7 @@ class LMCacheChunkPipeline:
         return self._store.exists([chunk.key for chunk in chunks], self._lookup_s).then(leading)
 
     def ping(self) -> Job[bool]:
-        """Whether the store answers."""
+        """Returns whether the store answers."""
         return self._store.exists([_PROBE_KEY], self._lookup_s).then(is_answer)
 
     def remove(self, chunk: LMCacheChunk) -> Job[bool]:
@@ -154,7 +159,7 @@ class LMCacheChunkPipeline:
             yield portion
 
     def _judge(self, one: ChunkBuffer, header: Slot, result: Result) -> int | None:
-        """How many tokens the chunk that came has; None if there is none, or it is not what was asked for."""
+        """Returns how many tokens the chunk that came has; None if there is none, or it is not what was asked for."""
         if result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
             return None
         tokens = one.chunk.layout.tokens(result.nbytes - HEADER_BYTES)

@@ -1,9 +1,9 @@
 """`KVParamsHiCache`: what SGLang's HiCache makes of `--hicache-storage-backend dynamic`; `settings.py` says how.
 
-SGLang's controller asks `batch_exists` what is stored, has `batch_get_v1` read pages into its host pool before a
-prompt is computed, and `batch_set_v1` write what was computed (srt/managers/cache_controller.py of 0.5.23), each on a
-thread of its own. The one rule: what cannot be kept safely is refused when SGLang attaches the backend, not while it
-serves; once it serves, nothing that a store does reaches a request but as a miss.
+SGLang's controller asks `batch_exists` what is stored, has `batch_get_v1` read pages into its host pool before a prompt
+is computed, and `batch_set_v1` write what was computed (srt/managers/cache_controller.py of 0.5.23), each on a thread
+of its own. What cannot be kept safely is refused when SGLang attaches the backend, not while it serves; once it serves,
+nothing that a store does reaches a request but as a miss.
 """
 
 import logging
@@ -51,7 +51,7 @@ def page_layout_of(
     payload_bytes: int,
     told: Mapping[str, object] | None,
 ) -> HiCachePageLayout:
-    """What the pages of this rank are.
+    """Returns what the pages of this rank are.
 
     Args:
         config: what SGLang gave the backend.
@@ -161,10 +161,11 @@ class KVParamsHiCache(HiCacheStorage):
     # ---- what is stored
 
     def exists(self, key: str) -> bool:
+        """Returns whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
-        """How many of the pages are stored, counted until the first that is not."""
+        """Returns how many of the pages are stored, counted until the first that is not."""
         return self._traffic.lookup(keys)
 
     # ---- pages of the host pool

@@ -2,7 +2,7 @@
 
 Pages of few pieces are written from the pool where they lie; of many pieces, gathered first. What is read lands in
 memory of ours, is verified there, and only then copied into the pool: SGLang takes a page back as soon as a call has
-returned, and a store that is late would write into somebody else's. The one rule: memory of the pool is written by the
+returned, and a store that is late would write into somebody else's. Invariant: memory of the pool is written by the
 thread that SGLang waits for, and by nobody else.
 """
 
@@ -75,7 +75,8 @@ class HiCachePagePipeline:
         self._portion = min(_PORTION_PAGES, max(1, PORTION_BYTES // self._stored_bytes))
 
     def lookup(self, names: Sequence[str]) -> int:
-        """How many of these pages are stored, counted until the first that is not. One of another size is not."""
+        """Returns how many of these pages are stored, counted until the first that is not. One of another size is
+        not."""
         results = self._store.exists([self._form.page(name).key for name in names], self._lookup_s).result()
         for number, found in enumerate(results):
             if not found.matches_size(self._stored_bytes):

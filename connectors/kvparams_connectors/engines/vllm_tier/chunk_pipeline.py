@@ -1,8 +1,8 @@
 """Chunks on their way between vLLM's host memory and a store: sealed before they go, verified where they arrive.
 
 They go through an arena of ours, for vLLM gives a chunk's memory to others as soon as a job is reported: a store that
-is stuck keeps a slot of ours, never memory of vLLM's. The one rule: when a job is done nothing touches vLLM's memory
-any more, whatever the store still does (`Job.guarded_section`).
+is stuck keeps a slot of ours, never memory of vLLM's. Invariant: when a job is done nothing touches vLLM's memory any
+more, whatever the store still does (`Job.guarded_section`).
 """
 
 import logging
@@ -49,7 +49,7 @@ _SAVE_THREADS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ChunkTransferResult:
-    """What became of a job."""
+    """Describes what became of a job."""
 
     done: tuple[bytes, ...] = ()
     """Loaded: verified, and in their rows. Saved: stored by us or there already."""
@@ -120,7 +120,7 @@ class OffloadChunkPipeline:
 
     @property
     def free_slots(self) -> int:
-        """How many more chunks could be on their way."""
+        """Returns how many more chunks could be on their way."""
         return self._arena.free_slots
 
     def load(self, rows: HostRows, chunks: ChunkRows) -> Job[ChunkTransferResult]:

@@ -1,6 +1,6 @@
 """The store inside one process: a bounded piece of memory. A scan does not drive out what is used again and again.
 
-The one rule: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
+Invariant: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
 """
 
 import threading
@@ -104,9 +104,11 @@ class MemoryStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._capabilities
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         results = [Result(ResultCode.TIMEOUT)] * len(ops)
         left = list(range(len(ops)))
         while left:  # once, and again for a key whose other writer gave up
@@ -188,13 +190,15 @@ class MemoryStore(BlockingStore):
         return ResultCode.OK
 
     def _place(self, value: StoredValue, buffers: Sequence[memoryview]) -> CopyPairs | None:
-        """Where its bytes are, inside and outside; None: the caller released a buffer that it had leased to us."""
+        """Returns where its bytes are, inside and outside; None: the caller released a buffer that it had leased to
+        us."""
         try:
             return copy_pairs(self._memory, self._unit_bytes, value.runs, buffers, value.nbytes)
         except ValueError:
             return None
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         keys = [op.key for op in ops]
         with self._changed:
             found = [self._values.get(key) for key in keys]
@@ -238,6 +242,7 @@ class MemoryStore(BlockingStore):
         return Result(ResultCode.OK, nbytes)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         with self._changed:
             values = [self._values.get(key) for key in keys]
             self._values.use(keys)
@@ -246,6 +251,7 @@ class MemoryStore(BlockingStore):
             ]
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         results: Results = []
         with self._changed:
             for key in keys:
@@ -291,7 +297,7 @@ class MemoryStore(BlockingStore):
 
     @property
     def pinned_count(self) -> int:
-        """How many values are being copied or held at the moment, deleted ones among them."""
+        """Returns how many values are being copied or held at the moment, deleted ones among them."""
         return self._values.pinned
 
     @property
@@ -300,6 +306,7 @@ class MemoryStore(BlockingStore):
         return self._memory
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         self._values.clear()
         self._memory = np.empty(0, dtype=np.uint8)
 
