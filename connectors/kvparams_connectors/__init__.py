@@ -1,8 +1,8 @@
 """Stores on one side, engines on the other, the connector between.
 
-The one rule: importing this package opens nothing and imports neither numpy nor torch, so that the author of a store
-needs neither; `kvparams_connectors.arena` and the stores that are shipped import numpy,
-`kvparams_connectors.transfer.connector` torch as well.
+Importing this package opens nothing and imports neither numpy nor torch, so that the author of a store needs neither;
+`kvparams_connectors.arena` and the stores that are shipped import numpy, `kvparams_connectors.transfer.connector` torch
+as well.
 """
 
 from kvparams_connectors.jobs import Job

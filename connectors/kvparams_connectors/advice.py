@@ -1,7 +1,7 @@
-"""What a store has to say about itself to whoever runs `kvparams doctor`.
+"""Defines what a store has to say about itself to whoever runs `kvparams doctor`.
 
-A store that knows of settings that will hurt has a method `advice() -> list[Advice]`; most have none. The one rule:
-each piece of advice says what was found and what to do about it, and never anything secret.
+A store that knows of settings that will hurt has a method `advice() -> list[Advice]`; most have none. Each piece of
+advice says what was found and what to do about it, and never anything secret.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class StoreAdvisor(Protocol):
 
 
 def advice_from_store(store: KVStore) -> list[Advice]:
-    """What the store says; a store without the method says nothing, and one that raises is a warning itself."""
+    """Returns what the store says; a store without the method says nothing, and one that raises is a warning itself."""
     if not isinstance(store, StoreAdvisor):
         return []
     try:

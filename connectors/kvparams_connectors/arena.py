@@ -1,6 +1,6 @@
 """Page-sized buffers, allocated once, touched once, leased and given back.
 
-Fresh memory is the dominant cost of moving pages, so the steady path allocates none. The one rule: a slot is given back
+Fresh memory is the dominant cost of moving pages, so the steady path allocates none. Invariant: a slot is given back
 only when nobody can touch it any more; tie that to `Job.add_settled_callback`, never to the end of a wait.
 """
 
@@ -65,7 +65,7 @@ class Arena:
 
     @property
     def free_slots(self) -> int:
-        """How many slots are not leased."""
+        """Returns how many slots are not leased."""
         with self._changed:
             return len(self._free)
 

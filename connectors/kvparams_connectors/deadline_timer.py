@@ -1,6 +1,6 @@
 """One thread that calls back at a time: deadlines are noticed even if nothing else happens.
 
-The one rule: it is set to the earliest time that matters and asks its owner for the next one; an owner with a thousand
+Invariant: it is set to the earliest time that matters and asks its owner for the next one; an owner with a thousand
 deadlines has one alarm, not a thousand timers.
 """
 

@@ -1,7 +1,7 @@
 """Work that was submitted, and the threads that do it.
 
-A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing. The
-one rule: a deadline abandons the wait, never the buffers. When the deadline passes, whoever waits gets the job's
+A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing.
+Invariant: a deadline abandons the wait, never the buffers. When the deadline passes, whoever waits gets the job's
 time-out result; the work itself may still be running, and only `settled` says that it touches nothing any more.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final, Generic, TypeVar, cast
 
-__all__ = ["Job", "WorkerPool"]
+__all__ = ["Job", "WorkerPool", "finished_job"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,12 +48,12 @@ class Job(Generic[T]):
     # ---- for those who wait
 
     def done(self) -> bool:
-        """Whether there is a result to read; never blocks."""
+        """Returns whether there is a result to read; never blocks."""
         with self._changed:
             return self._resolved()
 
     def settled(self) -> bool:
-        """Whether the work has truly ended; never blocks."""
+        """Returns whether the work has truly ended; never blocks."""
         with self._changed:
             return self._settled
 
@@ -219,7 +219,7 @@ class Job(Generic[T]):
             wake()
 
     def _resolved(self) -> bool:
-        """Whether there is a result, after looking at the clock. The lock is held."""
+        """Returns whether there is a result, after looking at the clock. The lock is held."""
         if self._value is not _PENDING or self._error is not None:
             return True
         if self._in_section or time.monotonic() < self.deadline:
@@ -231,6 +231,13 @@ class Job(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
+
+
+def finished_job(value: T, deadline_s: float = 0.0) -> Job[T]:
+    """Returns a job that has ended with `value`; its deadline is so many seconds from now."""
+    job = Job(time.monotonic() + deadline_s, value)
+    job.finish(value)
+    return job
 
 
 class WorkerPool:

@@ -1,6 +1,6 @@
 """Log lines that strangers can cause, written seldom.
 
-The one rule: whoever is outside decides how often something happens, never how much is logged.
+Whoever is outside decides how often something happens, never how much is logged.
 """
 
 import threading
@@ -21,7 +21,7 @@ class LogRateLimiter:
         self._next = 0.0
 
     def is_due(self) -> bool:
-        """Whether it may be written now; then not again for a while."""
+        """Returns whether it may be written now; then not again for a while."""
         now = time.monotonic()
         with self._lock:
             if now < self._next:

@@ -1,6 +1,6 @@
-"""What `kvparams store bench` measured, as a picture.
+"""Draws what `kvparams store bench` measured.
 
-The one rule: matplotlib is imported only here, and only when somebody asks for a picture.
+Matplotlib is imported only here, and only when somebody asks for a picture.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The floor that every store over a network has: a bare TCP connection to another process of this machine.
 
-The other process answers `P size payload` with one byte when it has everything, and `G size` with `size` bytes. The one
-rule: it reads into and sends from one buffer that was touched before, so that nothing but the socket is measured.
+The other process answers `P size payload` with one byte when it has everything, and `G size` with `size` bytes. It
+reads into and sends from one buffer that was touched before, so that nothing but the socket is measured.
 
     python -m kvparams_connectors.cli.loopback_peer PORT    the other process; it ends with its connection
 """

@@ -1,7 +1,7 @@
-"""What `kvparams doctor` says of a running proxy: whether what it expects of prefix caches comes true.
+"""Reports what `kvparams doctor` says of a running proxy: whether what it expects of prefix caches comes true.
 
-It is read from the proxy's own `/metrics`. The one rule: only the proxy knows what it expected; nothing is sent to it
-that an engine would have to answer.
+It is read from the proxy's own `/metrics`. Only the proxy knows what it expected; nothing is sent to it that an engine
+would have to answer.
 """
 
 import re
@@ -28,7 +28,7 @@ _WHY: Final = (
 
 
 def is_proxy(url: str) -> bool:
-    """Whether it is a proxy's; no store is reached so."""
+    """Returns whether it is a proxy's; no store is reached so."""
     return url.startswith(("http://", "https://"))
 
 

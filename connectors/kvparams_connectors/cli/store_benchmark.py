@@ -1,7 +1,7 @@
-"""How fast a store moves sealed pages, beside memory and a bare socket, all in turns in one run.
+"""Measures how fast a store moves sealed pages, beside memory and a bare socket, all in turns in one run.
 
-The one rule: every pass moves the same bytes, from and into memory that was touched before, and every page that is read
-is verified; a store that loses pages is not measured but said to be.
+Every pass moves the same bytes, from and into memory that was touched before, and every page that is read is verified;
+a store that loses pages is not measured but said to be.
 """
 
 import threading
@@ -36,7 +36,7 @@ _PART: Final = KVShard(0, 1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkPlan:
-    """What is measured once."""
+    """Describes what is measured once."""
 
     page_bytes: int
     """Header included."""

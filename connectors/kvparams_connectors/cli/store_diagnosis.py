@@ -1,7 +1,8 @@
-"""What `kvparams doctor` looks at: this machine, and each store from opening it to a page that comes back whole.
+"""Examines what `kvparams doctor` looks at: this machine, and each store from opening it to a page that comes back
+whole.
 
-The one rule: every line says what was found and what to do; the first error of a store ends its examination, because
-what follows would only say the same again.
+Every line says what was found and what to do; the first error of a store ends its examination, because what follows
+would only say the same again.
 """
 
 import os
@@ -63,7 +64,7 @@ def examine_machine() -> Iterator[Advice]:
 
 
 def examine_huge_pages(setting: Path) -> Iterator[Advice]:
-    """What the kernel's setting of transparent huge pages means; nothing where there is none.
+    """Returns what the kernel's setting of transparent huge pages means; nothing where there is none.
 
     Source: https://valkey.io/topics/latency/ (`always` costs latency and memory whenever the server forks).
     """

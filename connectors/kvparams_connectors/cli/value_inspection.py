@@ -1,6 +1,6 @@
-"""What one stored value says about itself: for `kvparams store inspect`.
+"""Reads what one stored value says about itself, for `kvparams store inspect`.
 
-The one rule: everything but the content. A page is somebody's prompt.
+It shows everything but the content, for a page is somebody's prompt.
 """
 
 import re
@@ -92,7 +92,7 @@ def _checked(value: memoryview, claim: HeaderClaim, keys: TenantPageAuthKeys | N
 
 
 def _key_problems(key: str, claim: HeaderClaim) -> list[str]:
-    """Whether the page is the one that its key names."""
+    """Returns whether the page is the one that its key names."""
     match = _KEY.fullmatch(key)
     if match is None:
         return ["the key is not the key of a page"]

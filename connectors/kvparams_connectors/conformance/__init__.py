@@ -1,4 +1,5 @@
-"""What every store must do, as tests that any store's author can run. They need `pip install 'kvparams[conformance]'`.
+"""Defines what every store must do, as tests that any store's author can run. They need `pip install
+'kvparams[conformance]'`.
 
     $ pytest -p kvparams_connectors.conformance --kvstore=my_package.my_module:factory
 
@@ -34,8 +35,8 @@ connectors/STORES.md writes a store from nothing. Who has fixtures of their own 
 
     $ pytest test_my_store.py
 
-`kvparams_connectors.conformance.model` has more, for stores that promise exact eviction. The one rule: the suite knows
-nothing but `KVStore`; what a store can do it reads from its capabilities.
+`kvparams_connectors.conformance.model` has more, for stores that promise exact eviction. The suite knows nothing but
+`KVStore`; what a store can do it reads from its capabilities.
 """
 
 try:
@@ -44,7 +45,7 @@ except ModuleNotFoundError as error:
     raise ImportError("the conformance suite needs pytest: pip install 'kvparams[conformance]'") from error
 
 # A failed assertion shows what was expected and what came, as in a test's own file; said before they are imported.
-for _module in ("levels", "integrity", "faults_level", "engine_order", "performance", "steps"):
+for _module in ("levels", "concurrency", "integrity", "faults_level", "engine_order", "performance", "steps"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from kvparams_connectors.conformance.faults import Fault, FaultyStore, Operation  # noqa: E402

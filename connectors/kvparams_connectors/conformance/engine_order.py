@@ -1,7 +1,7 @@
 """The tests of the level engine order: the calls as engines make them, in their order.
 
 A prefill engine saves the pages of a prompt in portions; a decode engine asks how far they reach, reads them, and the
-last one is deleted when the transfer is over. The one rule: whatever comes back is verified as an engine would.
+last one is deleted when the transfer is over. Whatever comes back is verified as an engine would.
 """
 
 import threading
@@ -28,7 +28,7 @@ _PAUSE_S: Final = 0.002
 
 
 def verify_read(target: memoryview, result: Result, identity: PageIdentity) -> PageRefusal | None:
-    """What an engine makes of a page: it looks at the bytes that were read, and at no others."""
+    """Returns what an engine makes of a page: it looks at the bytes that were read, and at no others."""
     return verify(target[: result.nbytes], identity)
 
 

@@ -1,6 +1,6 @@
 """A store that goes wrong on purpose, wrapped around one that works.
 
-The one rule: it goes wrong exactly where it is told to, so that a test can say what must follow.
+It goes wrong exactly where it is told to, so that a test can say what must follow.
 """
 
 import threading
@@ -25,7 +25,7 @@ Operation = Literal["put", "get", "exists", "delete"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one key of one operation."""
+    """Describes what goes wrong with one key of one operation."""
 
     kind: Literal["flip", "truncate", "swap", "reorder", "drop", "fail", "delay", "late", "after"]
     """
@@ -70,12 +70,15 @@ class FaultyStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._inner.capabilities
 
     def register(self, arena: "Arena") -> None:
+        """Passes on which memory most buffers come from."""
         self._inner.register(arena)
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         faults = self._faults("put", [op.key for op in ops])
         done = [index for index, fault in enumerate(faults) if fault is None or fault.kind != "drop"]
         results = [Result(ResultCode.OK, _nbytes(op.buffers)) for op in ops]
@@ -91,6 +94,7 @@ class FaultyStore(BlockingStore):
         return _failed(faults, results)
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         faults = self._faults("get", [op.key for op in ops])
         # Without `arrived`: what is changed below would have been looked at before.
         asked = [GetOp(op.key, op.buffers) for op in ops]
@@ -120,6 +124,7 @@ class FaultyStore(BlockingStore):
         return _failed(faults, results)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         faults = self._faults("exists", keys)
         results = _done(self._inner.exists(keys, _LATEST_S))
         for index, fault in enumerate(faults):
@@ -130,6 +135,7 @@ class FaultyStore(BlockingStore):
         return _failed(faults, results)
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         faults = self._faults("delete", keys)
         kept = [fault is not None and fault.kind == "drop" for fault in faults]
         there = _done(self._inner.exists(keys, _LATEST_S))
@@ -167,7 +173,7 @@ def _failed(faults: Sequence[Fault | None], results: Results) -> Results:
 
 
 def _damaged(op: PutOp, fault: Fault | None) -> PutOp:
-    """What is stored in place of `op`."""
+    """Returns what is stored in place of `op`."""
     if fault is None or fault.kind not in ("flip", "truncate"):
         return op
     content = bytearray(b"".join(buffer.cast("B") for buffer in op.buffers))

@@ -1,7 +1,6 @@
 """The tests of the level faults: what a deadline, a close or a writer that goes away leave behind.
 
-The one rule: a fault may cost a value, never make a wrong one; and once a job is settled, its buffers belong to the
-caller again.
+A fault may cost a value, never make a wrong one; and once a job is settled, its buffers belong to the caller again.
 """
 
 import threading

@@ -1,6 +1,6 @@
-"""What the tests of all levels do again and again, and the fixtures that they ask for.
+"""Holds the steps that the tests of all levels repeat, and the fixtures that they ask for.
 
-The one rule: a step waits no longer than `DEADLINE_S`, so that a store that hangs fails a test instead of a night.
+A step waits no longer than `DEADLINE_S`, so that a store that hangs fails a test instead of a night.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,8 @@ Opener = Callable[[], KVStore]
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What a store says of its own speed: shares of the speed at which memory is copied page by page, in the same run.
+    """Describes what a store says of its own speed: shares of the speed at which memory is copied page by page, in the
+    same run.
 
     Be generous: they are there to notice a store that has become ten times slower, on any machine.
     """
@@ -46,7 +47,7 @@ class Floors:
 
 
 class ConformanceLevel:
-    """What every level asks for; whoever runs the suite says how the store is opened."""
+    """Describes what every level asks for; whoever runs the suite says how the store is opened."""
 
     at_least: ClassVar[Floors] = Floors()
     """What a store says of its own speed; a subclass may declare it."""

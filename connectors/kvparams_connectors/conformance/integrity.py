@@ -1,6 +1,6 @@
 """The tests of the level integrity: what is read is exactly what was put, whatever it looks like.
 
-The one rule: every test compares whole values; a store that mixes up, shortens or lengthens one fails here.
+Every test compares whole values; a store that mixes up, shortens or lengthens one fails here.
 """
 
 from random import Random

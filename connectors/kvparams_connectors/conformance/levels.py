@@ -1,17 +1,15 @@
-"""The tests of the levels bytes and concurrency, and all levels together.
+"""The tests of the levels bytes and limits, and all levels together.
 
-The one rule: a test puts what it needs itself and checks bytes, not only result codes.
+A test puts what it needs itself and checks bytes, not only result codes.
 """
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
-from random import Random
 from typing import Final
 
 import pytest
 
+from kvparams_connectors.conformance.concurrency import ConcurrencyLevel
 from kvparams_connectors.conformance.engine_order import EngineOrderLevel
 from kvparams_connectors.conformance.faults_level import FaultsLevel
 from kvparams_connectors.conformance.helpers import (
@@ -28,13 +26,13 @@ from kvparams_connectors.conformance.integrity import IntegrityLevel
 from kvparams_connectors.conformance.performance import PerformanceLevel
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
 
-__all__ = ["BytesLevel", "ConcurrencyLevel", "LimitsLevel", "StoreConformance"]
+__all__ = ["BytesLevel", "LimitsLevel", "StoreConformance"]
 
 _SIZES: Final = (0, 1, 255, 256, 4095, 4096, 4097, 65_535, 65_536, 65_537, 300_001)
 
 
 class BytesLevel(ConformanceLevel):
-    """What goes in comes out, under its own key, and every key of a batch has its own result."""
+    """A value comes out as it went in, under its own key, and every key of a batch has its own result."""
 
     @pytest.mark.parametrize("size", _SIZES)
     def test_a_value_comes_back_as_it_was_put(self, store: KVStore, size: int) -> None:
@@ -209,7 +207,7 @@ class BytesLevel(ConformanceLevel):
 
 
 class LimitsLevel(ConformanceLevel):
-    """What does not fit is said, and hurts nothing else."""
+    """The store says what does not fit, and nothing else is hurt."""
 
     def test_the_longest_and_oddest_keys_work(self, store: KVStore) -> None:
         keys = ["k" * 128, "k" * 127, "A.b_c-9", ".", "-", "0", "..", "Key", "key"]
@@ -289,87 +287,6 @@ class LimitsLevel(ConformanceLevel):
         if store.capabilities.exact_lru:
             assert present == sorted(present, reverse=True)
             assert present[0]
-
-
-class ConcurrencyLevel(ConformanceLevel):
-    """Several threads, deadlines, and the end."""
-
-    def test_several_threads_never_see_a_wrong_byte(self, opener: Opener) -> None:
-        """Readers and writers of the same few keys, while there is room for half of them."""
-        stores = [opener()]
-        if stores[0].capabilities.shared:
-            stores.append(opener())
-        size = max(1, stores[0].capabilities.max_value_bytes // 8)
-        contents = {f"key-{number}": bytes(make_value(number, size - number)) for number in range(16)}
-        wrong: list[str] = []
-        hits: list[str] = []
-
-        def work(seed: int) -> None:
-            random = Random(seed)
-            store = stores[seed % len(stores)]
-            target = memoryview(bytearray(size))
-            for _ in range(60):
-                key = random.choice(list(contents))
-                action = random.random()
-                if action < 0.05:
-                    store.delete([key], DEADLINE_S).result()
-                elif action < 0.5:
-                    put_one(store, key, memoryview(contents[key]))
-                else:
-                    result = store.get([GetOp(key, (target,))], DEADLINE_S).result()[0]
-                    if result.code is ResultCode.OK:
-                        hits.append(key)
-                        if bytes(target[: result.nbytes]) != contents[key]:
-                            wrong.append(key)
-                    elif result.code is not ResultCode.MISS:
-                        wrong.append(f"{key}: {result}")
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        assert hits  # the control: something was compared at all
-
-    def test_of_many_writers_of_one_value_all_are_told_that_it_is_there(self, opener: Opener) -> None:
-        stores = [opener()]
-        if stores[0].capabilities.shared:
-            stores.append(opener())
-        content = make_value("same", 500_000)
-        for number in range(10):
-            ops = [PutOp(f"key-{number}", (content,))]
-            jobs = [stores[writer % len(stores)].put(ops, DEADLINE_S) for writer in range(4)]
-            found = sorted(job.result()[0].code.name for job in jobs)
-            if stores[0].capabilities.one_winner:
-                assert found == ["EXISTS", "EXISTS", "EXISTS", "OK"]
-            assert set(found) <= {"EXISTS", "OK"}
-            assert "OK" in found
-            assert get_one(stores[-1], f"key-{number}", 500_000)[1] == bytes(content)
-
-    def test_a_deadline_that_has_passed_is_a_time_out_for_every_key(self, store: KVStore) -> None:
-        job = store.put([PutOp("a", (make_value("a", 10),)), PutOp("b", (make_value("b", 10),))], 0.0)
-        assert job.done()
-        assert result_codes(job.result()) == [ResultCode.TIMEOUT, ResultCode.TIMEOUT]
-        assert job.wait_settled(DEADLINE_S)
-        assert put_one(store, "a", make_value("a", 10)).code in (ResultCode.OK, ResultCode.EXISTS)
-
-    def test_a_closed_store_is_unavailable_at_once(self, store: KVStore) -> None:
-        put_one(store, "key", make_value("key", 10))
-        store.close()
-        store.close()
-        before = time.monotonic()
-        assert put_one(store, "key", make_value("key", 10)).code is ResultCode.UNAVAILABLE
-        assert get_one(store, "key", 10)[0].code is ResultCode.UNAVAILABLE
-        assert result_codes(store.exists(["key"], DEADLINE_S).result()) == [ResultCode.UNAVAILABLE]
-        assert result_codes(store.delete(["key"], DEADLINE_S).result()) == [ResultCode.UNAVAILABLE]
-        assert time.monotonic() - before < DEADLINE_S
-
-    def test_closing_waits_for_what_was_submitted(self, store: KVStore) -> None:
-        jobs = [store.put([PutOp(f"key-{number}", (make_value(number, 100_000),))], DEADLINE_S) for number in range(20)]
-        store.close()
-        assert all(job.settled() for job in jobs)
-        assert {result.code for job in jobs for result in job.result()} == {ResultCode.OK}
 
 
 class StoreConformance(

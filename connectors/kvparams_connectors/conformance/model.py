@@ -12,8 +12,8 @@ Others are held to `StoreConformance` alone, which leaves eviction coarse. It ne
 
     TestMyStore = MyMachine.TestCase
 
-The one rule: the model is exact. It says for every key whether it is there, so a store that loses a value too early, or
-keeps one that it should have given up, fails as surely as one that returns a wrong byte.
+The model is exact. It says for every key whether it is there, so a store that loses a value too early, or keeps one
+that it should have given up, fails as surely as one that returns a wrong byte.
 """
 
 from collections import OrderedDict
@@ -56,6 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError("a subclass of StoreMachine says how its store is opened")
 
     def teardown(self) -> None:
+        """Closes the store."""
         self.store.close()
 
     @rule(keys=_BATCH, sizes=st.lists(st.integers(0, 20 * 4096), min_size=5, max_size=5))
@@ -105,7 +106,8 @@ class StoreMachine(RuleBasedStateMachine):
         return Result(ResultCode.OK, len(self.model[key])) if key in self.model else Result(ResultCode.MISS)
 
     def _put(self, key: str, value: bytes, batch: set[str]) -> Result:
-        """What the store must say; `batch` has been put or found before in the same batch and is not evicted."""
+        """Returns what the store must say; `batch` has been put or found before in the same batch and is not
+        evicted."""
         if key in self.model:
             return Result(ResultCode.EXISTS)
         if self._units(value) > self.units:
@@ -141,7 +143,7 @@ def _compare(operation: str, keys: Sequence[str], got: Results, expected: Result
 
 
 def _difference(got: bytes, expected: bytes) -> str | None:
-    """Where values of equal length differ first, if they do; a value may be too long to be shown."""
+    """Returns where values of equal length differ first, if they do; a value may be too long to be shown."""
     if got == expected:
         return None
     at = next(at for at, (have, want) in enumerate(zip(got, expected, strict=True)) if have != want)

@@ -1,6 +1,6 @@
 """The test of the level performance: how fast the store moves pages, beside memory in the same run.
 
-The one rule: speed is reported, and fails only where a store falls below its own floor in every single round.
+Speed is reported, and fails only where a store falls below its own floor in every single round.
 """
 
 import time

@@ -1,6 +1,6 @@
 """The suite as a pytest plugin: `pytest -p kvparams_connectors.conformance --kvstore=pkg.mod:factory`.
 
-The one rule: without `--kvstore` it changes nothing at all, so that it may stand in a project's own options.
+Without `--kvstore` it changes nothing at all, so that it may stand in a project's own options.
 """
 
 import importlib
@@ -41,7 +41,7 @@ _LEVELS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class NamedStore:
-    """What `--kvstore` names."""
+    """Describes what `--kvstore` names."""
 
     factory: Factory
     floors: Floors

@@ -1,6 +1,6 @@
-"""What `pytest -p kvparams_connectors.conformance --kvstore=pkg.mod:factory` runs: one class for each level.
+"""Defines what `pytest -p kvparams_connectors.conformance --kvstore=pkg.mod:factory` runs: one class for each level.
 
-The one rule: nothing here but which tests there are; `plugin.py` opens the store that was named.
+It says only which tests there are; `plugin.py` opens the store that was named.
 """
 
 from collections.abc import Iterator

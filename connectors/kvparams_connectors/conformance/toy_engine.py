@@ -1,6 +1,6 @@
 """A toy of an engine: paged tensors, a block table, a connector. For tests of connectors and stores.
 
-The one rule: everything is random but repeatable; the same seed gives the same tokens, blocks and KV.
+Everything is random but repeatable; the same seed gives the same tokens, blocks and KV.
 """
 
 from collections.abc import Generator, Sequence

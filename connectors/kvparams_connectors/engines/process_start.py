@@ -1,6 +1,6 @@
-"""When this process began: nothing that an earlier one has accepted may be accepted again.
+"""Determines when this process began: nothing that an earlier one has accepted may be accepted again.
 
-The one rule: where it cannot be known it is now, which refuses more and never less.
+Where it cannot be known it is now, which refuses more and never less.
 """
 
 import os

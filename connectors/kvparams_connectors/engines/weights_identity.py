@@ -1,8 +1,8 @@
-"""What tells the weights of a model from others of the same name.
+"""Determines what tells the weights of a model from others of the same name.
 
-The one rule: where that cannot be known the engine is refused, for pages of other weights would be taken for its own.
-Reading all of the weights would take minutes, so of each file its size, its ends and samples in between are read: files
-of different training differ in each of them.
+Where that cannot be known the engine is refused, for pages of other weights would be taken for its own. Reading all of
+the weights would take minutes, so of each file its size, its ends and samples in between are read: files of different
+training differ in each of them.
 """
 
 import json
@@ -29,7 +29,7 @@ def model_name(model: str) -> str:
 
 
 def revision_of(weights: str, quantization: str | None, config: Mapping[str, object]) -> str:
-    """What stands in the keys: the weights, and what the engine was told to make of them.
+    """Returns what stands in the keys: the weights, and what the engine was told to make of them.
 
     Args:
         weights: a digest, a commit, or what the operator says.

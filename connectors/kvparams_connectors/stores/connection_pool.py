@@ -1,6 +1,6 @@
 """Connections to servers, opened when needed and kept while they are in a known state.
 
-The one rule: a connection is taken by one thread at a time, and one that is not reusable when it comes back is closed.
+A connection is taken by one thread at a time, and one that is not reusable when it comes back is closed.
 """
 
 import threading
@@ -17,7 +17,7 @@ class PoolableConnection(Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether nothing is owed or unread, and the peer is still there."""
+        """Returns whether nothing is owed or unread, and the peer is still there."""
         ...
 
     def set_deadline(self, deadline: float) -> None:

@@ -1,6 +1,6 @@
 """A connected socket whose every wait ends at a deadline: what stores that speak a server's protocol themselves share.
 
-The one rule: a stream is used by one thread at a time, and one that has raised is closed, never used again.
+Invariant: a stream is used by one thread at a time, and one that has raised is closed, never used again.
 """
 
 import select
@@ -47,7 +47,7 @@ def tcp_socket(host: str, port: int, until: float) -> socket.socket:
 
 
 def _addresses(host: str, port: int, until: float) -> Sequence[_ResolvedAddress]:
-    """Where a host can be reached. Nothing bounds a look-up but a thread that is left to it."""
+    """Returns where a host can be reached. Nothing bounds a look-up but a thread that is left to it."""
     with suppress(socket.gaierror):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     found: list[Sequence[_ResolvedAddress]] = []
@@ -182,7 +182,7 @@ class DeadlineSocket:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the peer has neither said anything that was not received nor gone away."""
+        """Returns whether the peer has neither said anything that was not received nor gone away."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return False
         poll = select.poll()

@@ -1,7 +1,7 @@
 """Room for values of any size in one piece of memory: equal units, handed out as runs of neighbours.
 
-Units instead of size classes: no page size can starve another, and any page may be evicted for any other. The one rule:
-a value's bytes lie in its runs in order, each run full but the last.
+Units instead of size classes: no page size can starve another, and any page may be evicted for any other. Invariant: a
+value's bytes lie in its runs in order, each run full but the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
+from kvparams_connectors.stores.progress import progress_step_bytes
 
 __all__ = [
     "SKEW",
@@ -53,7 +53,7 @@ class Extent(NamedTuple):
 
 
 class ExtentAllocator:
-    """Which units are free. It does not lock; whoever owns it does."""
+    """Describes which units are free. It does not lock; whoever owns it does."""
 
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
         """Args:
@@ -103,14 +103,15 @@ class ExtentAllocator:
 
 
 def units_for(nbytes: int, unit_bytes: int) -> int:
-    """How many units a value of `nbytes` takes; at least one, so that units bound the number of values too."""
+    """Returns how many units a value of `nbytes` takes; at least one, so that units bound the number of values too."""
     return max(1, -(-nbytes // unit_bytes))
 
 
 def copy_pairs(
     memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
 ) -> CopyPairs:
-    """Where the first `nbytes` bytes of `buffers` lie in the units of `runs`. Raises ValueError if one was released."""
+    """Returns where the first `nbytes` bytes of `buffers` lie in the units of `runs`. Raises ValueError if one was
+    released."""
     if len(runs) == len(buffers) == 1 and nbytes:
         start = runs[0].first * unit_bytes
         return [(memory[start : start + nbytes], np.frombuffer(buffers[0], np.uint8, nbytes))]

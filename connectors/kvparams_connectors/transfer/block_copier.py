@@ -1,10 +1,10 @@
-"""How KV gets from an engine's blocks into slots of the arena, and back.
+"""Copies KV from an engine's blocks into slots of the arena, and back.
 
 On the CPU blocks are copied to slots at once. On a device a save is a snapshot: on the engine's own stream the blocks
 are gathered into a bounce buffer, so that the engine may launch work that overwrites them as soon as the call returns;
 behind that, on a stream of its own, the buffer goes to pinned memory. A load takes the way back on a third stream,
-after what the engine had launched when it asked. The one rule: nobody reads what an event has not said to be written,
-and nobody writes what an event has not said to be read.
+after what the engine had launched when it asked. Invariant: nobody reads what an event has not said to be written, and
+nobody writes what an event has not said to be read.
 """
 
 import threading
@@ -63,11 +63,11 @@ class BlockCopier(Protocol):
         ...
 
     def free_copies(self) -> int:
-        """How many copies `gather` takes now without making the engine's stream wait."""
+        """Returns how many copies `gather` takes now without making the engine's stream wait."""
         ...
 
     def fence(self) -> DeviceEvent | None:
-        """What the calling thread's stream has been given so far; for `scatter`."""
+        """Returns what the calling thread's stream has been given so far; for `scatter`."""
         ...
 
     def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
@@ -94,18 +94,22 @@ class HostBlockCopier:
     def gather(
         self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
     ) -> DeviceEvent | None:
+        """Copies pages out of blocks; see `BlockCopier.gather`."""
         for index, copy in enumerate(copies):
             self._layout.gather(block_ids, copy.start_token, copy.tokens, copy.payload, copy.unit)
             there(index)
         return None
 
     def free_copies(self) -> int:
+        """Returns how many copies have room now; see `BlockCopier.free_copies`."""
         return 1 << 30
 
     def fence(self) -> DeviceEvent | None:
+        """Returns an event of the stream of the engine, or None; see `BlockCopier.fence`."""
         return None
 
     def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
+        """Copies pages into blocks; see `BlockCopier.scatter`."""
         for copy in copies:
             self._layout.scatter(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit)
 
@@ -134,12 +138,14 @@ class StagedBlockCopier:
         self._saving, self._loading = threading.Lock(), threading.Lock()
 
     def free_copies(self) -> int:
+        """Returns how many copies have room now; see `BlockCopier.free_copies`."""
         with self._saving:
             return sum(event is None or event.is_done() for event in self._copied)
 
     def gather(
         self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
     ) -> DeviceEvent | None:
+        """Copies pages out of blocks; see `BlockCopier.gather`."""
         layout = self._layout
         pieces = [layout.pieces(block_ids, copy.start_token, copy.tokens) for copy in copies]
         engine = self._device.current_stream()
@@ -173,9 +179,11 @@ class StagedBlockCopier:
         return copied
 
     def fence(self) -> DeviceEvent | None:
+        """Returns an event of the stream of the engine, or None; see `BlockCopier.fence`."""
         return self._device.current_stream().record()
 
     def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
+        """Copies pages into blocks; see `BlockCopier.scatter`."""
         layout, stream = self._layout, self._to_device
         pieces = [layout.pieces(block_ids, copy.start_token, copy.tokens) for copy in copies]
         with self._loading:

@@ -1,9 +1,9 @@
-"""How engines lay out the KV cache of one layer: the known forms, and which one a tensor is.
+"""Defines how engines lay out the KV cache of one layer: the known forms, and which one a tensor is.
 
 A form names the dimensions of a tensor by letters: S (K then V), B (blocks), N (tokens of a block), H (KV heads), D
 (elements of a head), C (the elements of K and behind them those of V; of MLA its latent). Strides are always read from
-the tensor, so the physical order may be any. The one rule: a tensor that fits no form, or several that mean different
-things, is refused; then whoever knows the engine names the form.
+the tensor, so the physical order may be any. A tensor that fits no form, or several that mean different things, is
+refused; then whoever knows the engine names the form.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What an engine says about its KV cache; the tensors must agree."""
+    """Describes what an engine says about its KV cache; the tensors must agree."""
 
     block_size: int
     """Tokens per block."""
@@ -93,7 +93,7 @@ _WINDOWS: Final = {"SlidingWindowSpec": False}
 
 
 def read_cache_spec(spec: object, *, cache_dtype: str | None = None, windows: bool = False) -> CacheSpec:
-    """What one of vLLM's cache specs says (vllm/v1/kv_cache_interface.py, 0.32).
+    """Returns what one of vLLM's cache specs says (vllm/v1/kv_cache_interface.py, 0.32).
 
     Args:
         spec: a `FullAttentionSpec` or an `MLAAttentionSpec`; with `windows` a `SlidingWindowSpec`, too.
@@ -200,7 +200,7 @@ def _transposed(tensor: torch.Tensor, form: CacheLayout, spec: CacheSpec) -> tup
 
 
 def _sizes(form: CacheLayout, spec: CacheSpec) -> Sequence[int | None]:
-    """What the tensor's shape must be; None where anything goes."""
+    """Returns what the tensor's shape must be; None where anything goes."""
     known = {"S": 2, "B": None, "N": spec.block_size, "H": spec.kv_heads, "D": spec.k_dim, "C": spec.k_dim + spec.v_dim}
     return [known[letter] for letter in form.dims]
 

@@ -1,8 +1,8 @@
 """From token ids and paged tensors to jobs of a store: longest stored prefix, save, load, release.
 
 A save copies the KV out of the blocks before it returns, so the engine may reuse them at once. A load reads pages in
-order into leased slots and stops at the first that is missing or not what was asked for. The one rule: a page is
-verified in its slot before any of it is written to a block, and no block is written once the wait for the load is over.
+order into leased slots and stops at the first that is missing or not what was asked for. Invariant: a page is verified
+in its slot before any of it is written to a block, and no block is written once the wait for the load is over.
 """
 
 import threading
@@ -95,7 +95,7 @@ class KVStoreConnector:
         return make_plan(self._namespace, self._layout.shard, token_ids, params, extras, self._units, known)
 
     def lookup(self, plan: SequencePlan) -> Job[PrefixHit]:
-        """How much of the sequence is stored without a gap; see `find_stored_prefix`."""
+        """Returns how much of the sequence is stored without a gap; see `find_stored_prefix`."""
         self._locate(plan)
         found = self._store.exists(plan.keys, self._settings.deadline_s)
         return found.then(lambda results: find_stored_prefix(plan, results))

@@ -1,8 +1,9 @@
-"""What moving KV needs of a device: streams, events, memory. Behind it everything is the same for CUDA and for a test.
+"""Defines what moving KV needs of a device: streams, events, memory. Behind it everything is the same for CUDA and for
+a test.
 
-Work on a stream is done in the order in which it was put there; streams know nothing of each other but by events. The
-one rule: nothing here decides anything; what must wait for what is `staging`'s matter, so that it can be tested without
-a GPU (tests/support/connectors/simulated_device.py runs it in every order that the events allow).
+Work on a stream is done in the order in which it was put there; streams know nothing of each other but by events.
+Nothing here decides anything; what must wait for what is `staging`'s matter, so that it can be tested without a GPU
+(tests/support/connectors/simulated_device.py runs it in every order that the events allow).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ class DeviceEvent(Protocol):
     """A place in a stream."""
 
     def is_done(self) -> bool:
-        """Whether all that was put on the stream before it has been done; never blocks."""
+        """Returns whether all that was put on the stream before it has been done; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -99,14 +100,18 @@ class CudaDevice:
         self._device = device
 
     def current_stream(self) -> DeviceStream:
+        """Returns the stream of the calling thread."""
         return _CudaStream(torch.cuda.current_stream(self._device))
 
     def new_stream(self) -> DeviceStream:
+        """Makes a stream."""
         return _CudaStream(torch.cuda.Stream(self._device))
 
     def host_memory(self, nbytes: int) -> memoryview:
+        """Allocates pinned memory of the machine."""
         # The view keeps the tensor alive, and with it the registration of its pages.
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocates memory of the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

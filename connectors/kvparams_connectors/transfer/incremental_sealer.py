@@ -1,6 +1,6 @@
 """A page, sealed while others go: its checksum is computed bit by bit whenever the store has nothing better to do.
 
-The one rule: nobody writes to the payload from the first look at it until the page is stored.
+Invariant: nobody writes to the payload from the first look at it until the page is stored.
 """
 
 from collections.abc import Callable

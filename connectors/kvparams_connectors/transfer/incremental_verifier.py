@@ -1,7 +1,7 @@
 """A page, verified while it comes: its checksum is computed bit by bit, each while it is in the processor's caches.
 
-The one rule: only bytes of which the store has said that they lie there for good are taken, and what it said nothing
-of is taken at the end; so the verdict is always about what lies in the slot.
+Invariant: only bytes of which the store has said that they lie there for good are taken, and what it said nothing of is
+taken at the end; so the verdict is always about what lies in the slot.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from xxhash import xxh3_64
 
 from kvparams.pages import HEADER_BYTES, PageRefusal
 
-__all__ = ["IncrementalVerifier", "progress_step_bytes"]
+__all__ = ["IncrementalVerifier"]
 
 _Hash = xxh3_64
 
@@ -51,12 +51,3 @@ class IncrementalVerifier:
             checksum = self._hash.intdigest() if self._hashed == nbytes else None
         self.verified = nbytes, self._judge(nbytes, checksum)
         self._hash = None
-
-
-def progress_step_bytes(nbytes: int, about: int) -> int:
-    """How much of a value of `nbytes` comes before whoever wants to look at it is told (`GetOp.on_progress`).
-
-    About so much, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
-    kernel's buffers with it, so that of a mebibyte little is left in a cache of two.
-    """
-    return -(-nbytes // max(1, nbytes // about)) if nbytes else 1

@@ -1,7 +1,7 @@
 """An engine's paged KV tensors, and the way between their blocks and the canonical payload of a page's parts.
 
-The payload is `[layer][K, V][head][token][dim]` without gaps, whatever the engine's strides and block size are. The one
-rule: tensors whose meaning is not certain are refused at start, in words; a guess would be stored under a valid key.
+The payload is `[layer][K, V][head][token][dim]` without gaps, whatever the engine's strides and block size are. Tensors
+whose meaning is not certain are refused at start, in words; a guess would be stored under a valid key.
 """
 
 from collections.abc import Sequence
@@ -212,7 +212,8 @@ class PagedKVLayout:
         host_scatter(self.spans(unit), pieces, len(page), start_token - page.start, payload)
 
     def pieces(self, block_ids: Sequence[int], start_token: int, tokens: int) -> BlockRanges:
-        """Where `tokens` tokens from position `start_token` on stand: `(block, first token in it, how many)`, in order.
+        """Returns where `tokens` tokens from position `start_token` on stand: `(block, first token in it, how many)`,
+        in order.
 
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist.
@@ -233,7 +234,7 @@ class PagedKVLayout:
         return pieces
 
     def spans(self, unit: KVShard | None = None) -> list[LayerSlice]:
-        """What of the tensors a unit's payload holds."""
+        """Returns what of the tensors a unit's payload holds."""
         part = unit or self.shard
         found = self._spans.get(part)
         if found is None:  # two threads may make it, and it is the same

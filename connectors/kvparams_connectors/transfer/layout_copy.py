@@ -1,7 +1,7 @@
 """Copying between strided views of an engine's blocks and a page's payload.
 
 Two ways that must agree: numpy for tensors on the CPU (it copies any strides at once, lets go of the interpreter lock,
-allocates nothing), torch for those on a device. The one rule: nothing is interpreted here; bits are moved.
+allocates nothing), torch for those on a device. Nothing is interpreted here; bits are moved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,7 +161,8 @@ def device_scatter(
 def _launches(
     span: LayerSlice, pages: Sequence[BlockRanges], places: torch.Tensor, skip: int
 ) -> Iterator[tuple[torch.Tensor | tuple[int, int, int], torch.Tensor]]:
-    """What to copy together, as few launches as may be: a piece of a block, or several whole blocks; and its place.
+    """Returns what to copy together, as few launches as may be: a piece of a block, or several whole blocks; and its
+    place.
 
     Whole blocks of one page go together, or, where that is more, the blocks that have the same place in every page.
     """

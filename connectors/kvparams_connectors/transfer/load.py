@@ -2,21 +2,23 @@
 
 Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
 
-The one rule: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits
-any more; whatever was written before is a good prefix.
+Invariant: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits any
+more; whatever was written before is a good prefix.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, PageRefusal
+from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.jobs import Job, WorkerPool
 from kvparams_connectors.store import GetOp, Result, ResultCode, Results
 from kvparams_connectors.transfer.block_copier import PageCopy
 from kvparams_connectors.transfer.devices import DeviceEvent
 from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
+from kvparams_connectors.transfer.page_portions import transfer_portions
 from kvparams_connectors.transfer.reports import LoadReport, RefusedPage
 from kvparams_connectors.transfer.sequence_plan import SequencePlan
 from kvparams_connectors.transfer.transfer_context import TransferContext
@@ -40,25 +42,12 @@ class _VerifiedPage:
 
 @dataclass(frozen=True, slots=True)
 class _PortionVerdict:
-    """What became of the pages of a portion."""
+    """Describes what became of the pages of a portion."""
 
     good: list[_VerifiedPage]
     """In order, without a gap."""
     end: ResultCode | RefusedPage | None = None
     """Why there are no more; None if all are good."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadPortion:
-    """Pages that were asked for together."""
-
-    slots: list[Slot]
-    verdict: Job[_PortionVerdict]
-    """Settled when neither the store nor the verification uses the slots any more."""
-
-    def give_back(self) -> None:
-        """Give the slots back as soon as nobody uses them."""
-        self.verdict.add_settled_callback(lambda: [slot.release() for slot in self.slots])
 
 
 class LoadOperation:
@@ -89,67 +78,56 @@ class LoadOperation:
         self._end_token = end_token
         self._fence = fence
         self._wanted = pages_in_range(plan, start_token, end_token)
+        self._unasked = len(self._wanted)
+        """Pages that the store has not been asked for."""
+        self._portions = 0
         self._report = LoadReport(start_token, start_token)
+        self._pipeline = gear.pages_of(plan)
 
     def run(self, job: Job[LoadReport]) -> LoadReport:
         """Do it; runs in a worker thread."""
-        waiting: list[_LoadPortion] = []
-        portions = 0
-        try:
-            while (self._wanted or waiting) and self._report.failure is None and not self._report.refused:
-                while self._wanted and len(waiting) < _PORTIONS:
-                    # Wait for slots only if nothing else can be done meanwhile.
-                    portion = self._request(job, patient=not waiting)
-                    if portion is None:
-                        break
-                    waiting.append(portion)
-                    portions += 1
-                if not waiting:
+        each = len(self._plan.units)
+        portions = transfer_portions(
+            self._wanted,
+            self._gear.arena,
+            lambda pages, slots: self._request(job, pages, slots),
+            portion_items=self._gear.settings.load_portion(each * self._gear.arena.slot_bytes),
+            ahead=_PORTIONS,
+            remaining_s=job.remaining_s,
+            slots_per_item=each,
+        )
+        with closing(portions):
+            for portion in portions:
+                self._use(job, portion.job.result())
+                if self._report.failure is not None or self._report.refused:
+                    break
+            else:
+                if self._unasked:
                     return replace(self._report, failure=ResultCode.TIMEOUT)
-                self._use(job, waiting[0])
-                waiting.pop(0).give_back()
-        finally:
-            for portion in waiting:
-                portion.give_back()
-        if portions > 1:  # the store saw the head used before the tail; say it the other way round, once for all
+        if self._portions > 1:  # the store saw the head used before the tail; say it the other way round, once for all
             self._gear.store.exists(self._plan.keys, self._gear.settings.deadline_s)
         return self._report
 
-    def _request(self, job: Job[LoadReport], *, patient: bool) -> _LoadPortion | None:
-        """Ask the store for the next pages; None if no slots come free."""
-        each = len(self._plan.units)
-        portion = self._gear.settings.load_portion(each * self._gear.arena.slot_bytes)
-        pages = min(portion, len(self._wanted))
-        slots = self._gear.arena.lease_many(each, pages * each, job.remaining_s() if patient else 0.0)
-        if not slots:
-            return None
-        for slot in slots[len(slots) // each * each :]:  # not enough for one more page
-            slot.release()
-        slots = slots[: len(slots) // each * each]
-        pages = len(slots) // each
-        taken, self._wanted = self._wanted[:pages], self._wanted[pages:]
-        parts = [part for page in taken for part in self._plan.parts(page)]
-        # The whole slot, so that a value longer than its page is seen as such.
+    def _request(self, job: Job[LoadReport], pages: Sequence[int], slots: Sequence[Slot]) -> Job[_PortionVerdict]:
+        """Ask the store for pages, and have what comes verified."""
+        self._portions += 1
+        self._unasked -= len(pages)
+        parts = [part for page in pages for part in self._plan.parts(page)]
         arrivals: _Verifiers = {}
         ops = [self._get(part, slot, arrivals) for part, slot in zip(parts, slots, strict=True)]
         get = self._gear.store.get(ops, job.remaining_s())
         verdict = Job(job.deadline, _PortionVerdict([], ResultCode.TIMEOUT))
         get.add_settled_callback(lambda: self._verify(parts, slots, arrivals, get, verdict))
-        return _LoadPortion(slots, verdict)
+        return verdict
 
     def _get(self, part: int, slot: Slot, arrivals: _Verifiers) -> GetOp:
-        """The question for a part. Where that is quick, it is verified while it comes, in the store's thread. What the
-        store says nothing of is verified later, and so are sealed pages, whose tags take as long as the way from the
-        store."""
-        gear, key, identity = self._gear, self._plan.keys[part], self._plan.identity(part)
-        if gear.page_auth is not None or not gear.settings.verify:
-            return GetOp(key, (slot.view,), caller_verifies=gear.settings.verify)
-
-        def judge(nbytes: int, payload_checksum: int | None) -> PageRefusal | None:
-            return gear.verify(slot, Result(ResultCode.OK, nbytes), self._plan, identity, payload_checksum)
-
-        arrival = arrivals[part] = IncrementalVerifier(slot.view, judge)
-        return GetOp(key, (slot.view,), arrival.on_complete, arrival.on_progress, caller_verifies=True)
+        """The question for a part: the whole slot, so that a value longer than its page is seen as such."""
+        op, verifier = self._pipeline.get_verified_on_arrival(
+            self._plan.keys[part], self._plan.identity(part), slot.view
+        )
+        if verifier is not None:
+            arrivals[part] = verifier
+        return op
 
     def _verify(
         self,
@@ -205,37 +183,31 @@ class LoadOperation:
             )
         return _PortionVerdict(good)
 
-    def _use(self, job: Job[LoadReport], portion: _LoadPortion) -> None:
+    def _use(self, job: Job[LoadReport], verdict: _PortionVerdict) -> None:
         """Write the good pages of a portion to the blocks, and say why there are no more."""
-        verdict = portion.verdict.result()
         step = max(1, self._gear.copier.batch_size // len(self._plan.units))
         for first in range(0, len(verdict.good), step):
             self._write(job, verdict.good[first : first + step])
             if self._report.failure is not None:
                 return
         if isinstance(verdict.end, RefusedPage):
-            self._put_away(verdict.end)
+            self._pipeline.discard(verdict.end.key, verdict.end.reason)
             self._report = replace(self._report, refused=(verdict.end,))
         elif verdict.end is not None:
             self._report = replace(self._report, failure=verdict.end)
 
-    def _put_away(self, refused: RefusedPage) -> None:
-        """A damaged page is nobody's: it goes. One that others can read, who have its key or version, stays theirs."""
-        if refused.reason not in REASONS_USABLE_BY_OTHERS:
-            self._gear.store.discard([refused.key], self._gear.settings.deadline_s)
-
     def _check(
         self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
     ) -> ResultCode | RefusedPage | None:
-        """Why a page is not used; None: all of its parts are good."""
+        """Returns why a page is not used; None: all of its parts are good."""
         for part, slot, result in zip(parts, slots, results, strict=True):
-            if result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
-                return result.code
             seen = arrivals[part].verified if part in arrivals else None
             if seen is not None and result == Result(ResultCode.OK, seen[0]):
                 refusal = seen[1]
             else:
-                refusal = self._gear.verify(slot, result, self._plan, self._plan.identity(part))
+                refusal = self._pipeline.why_unusable(result, self._plan.identity(part), (slot.view,))
+            if isinstance(refusal, ResultCode):
+                return refusal
             if refusal is not None:
                 return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
         return None

@@ -1,7 +1,7 @@
-"""Whether a load is worth its time: the measured rate of loads against the rate of recomputing.
+"""Determines whether a load is worth its time: the measured rate of loads against the rate of recomputing.
 
-Pure. The one rule: where nothing has been measured, a load goes ahead; and of those that look too slow one in 16 does,
-for what was measured once need not be true for ever.
+Pure. Where nothing has been measured, a load goes ahead; and of those that look too slow one in 16 does, for what was
+measured once need not be true for ever.
 """
 
 import threading
@@ -44,7 +44,7 @@ class LoadRate:
             self._rate = rate if self._rate is None else (1 - _WEIGHT) * self._rate + _WEIGHT * rate
 
     def is_worth_loading(self, nbytes: int, tokens: int) -> bool:
-        """Whether to load `nbytes` bytes rather than to compute `tokens` tokens."""
+        """Returns whether to load `nbytes` bytes rather than to compute `tokens` tokens."""
         with self._lock:
             if self._recompute is None or self._rate is None or nbytes * self._recompute <= tokens * self._rate:
                 self._skipped = 0

@@ -1,6 +1,6 @@
 """The key file of authenticated pages, read from disk; what stands in it is `kvparams.page_auth`.
 
-The one rule: a file that others may write is refused, because whoever writes it can poison the store.
+A file that others may write is refused, because whoever writes it can poison the store.
 """
 
 import os

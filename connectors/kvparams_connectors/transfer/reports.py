@@ -1,6 +1,6 @@
-"""What a connector's jobs say when they are done, and its counters.
+"""Defines what a connector's jobs say when they are done, and its counters.
 
-The one rule: a report says what happened to every page that was asked for; nothing is dropped in silence.
+A report says what happened to every page that was asked for; nothing is dropped in silence.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class RefusedPage:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What reached the blocks: the tokens [start_token, end_token), and not one more."""
+    """Describes what reached the blocks: the tokens [start_token, end_token), and not one more."""
 
     start_token: int
     end_token: int
@@ -54,7 +54,8 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What became of the pages of a save. A page whose parts fared differently counts as failed, else as saved."""
+    """Describes what became of the pages of a save. A page whose parts fared differently counts as failed, else as
+    saved."""
 
     saved: int = 0
     """Pages stored by this job."""
@@ -67,15 +68,28 @@ class SaveReport:
     nbytes: int = 0
     """Bytes stored by this job, headers included."""
 
+    def __add__(self, other: "SaveReport") -> "SaveReport":
+        """Joins the reports of different pages."""
+        failed = {
+            code: self.failed.get(code, 0) + other.failed.get(code, 0) for code in {**self.failed, **other.failed}
+        }
+        return SaveReport(
+            self.saved + other.saved,
+            self.existing + other.existing,
+            self.dropped + other.dropped,
+            failed,
+            self.nbytes + other.nbytes,
+        )
+
     @property
     def complete(self) -> bool:
-        """Whether every page is stored, by this job or before."""
+        """Returns whether every page is stored, by this job or before."""
         return not self.dropped and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReport:
-    """How many keys were deleted."""
+    """Describes how many keys were deleted."""
 
     deleted: int = 0
 

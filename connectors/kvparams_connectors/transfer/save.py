@@ -1,7 +1,7 @@
 """One save: pages are copied out of the blocks in portions; while one is copied, those before it are sealed and put.
 
-The one rule: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine
-launches afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
+Invariant: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine launches
+afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
 """
 
 import threading
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,7 +19,8 @@ from kvparams_connectors.jobs import Job, WorkerPool
 from kvparams_connectors.store import PutOp, Result, ResultCode, Results
 from kvparams_connectors.transfer.block_copier import PageCopy
 from kvparams_connectors.transfer.devices import DeviceEvent
-from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
+from kvparams_connectors.transfer.page_pipeline import STORED_CODES
+from kvparams_connectors.transfer.page_portions import release_slots
 from kvparams_connectors.transfer.reports import SaveReport
 from kvparams_connectors.transfer.sequence_plan import SequencePlan
 from kvparams_connectors.transfer.transfer_context import TransferContext
@@ -47,8 +48,8 @@ class _SavePortion:
         """Give back the slots that the store was not given, once nothing is copied to them any more."""
         if self.held and self.copied is not None:
             self.copied.wait()
-        while self.held:
-            self.held.popitem()[1].release()
+        release_slots(self.held.values())
+        self.held.clear()
 
 
 class SaveOperation:
@@ -78,6 +79,7 @@ class SaveOperation:
         """What `start` has seen of that."""
         self._offset = {part: number for number, part in enumerate(parts)}
         self._identity = {part: plan.identity(part) for part in parts}
+        self._pipeline = gear.pages_of(plan)
         self._lock = threading.Lock()
         self._report = SaveReport()
         self._undecided = len(pages)
@@ -130,7 +132,7 @@ class SaveOperation:
             self._close()
 
     def _stored_already(self, parts: Sequence[int]) -> bool:
-        """Whether it is known by now that all these parts are stored; never waits."""
+        """Returns whether it is known by now that all these parts are stored; never waits."""
         if self._known is None and self._found.done():
             self._known = self._found.result(0)
         return self._known is not None and all(self._is_stored(part, self._known) for part in parts)
@@ -188,8 +190,7 @@ class SaveOperation:
         portion.given = True
 
         def settled() -> None:
-            for slot in slots:
-                slot.release()
+            release_slots(slots)
             with suppress(Exception):  # a defect of the store: the parts have no result, so the report says INTERNAL
                 portion.results.update(zip(parts, put.result(0), strict=True))
             self._account(portion, ResultCode.INTERNAL)
@@ -198,14 +199,13 @@ class SaveOperation:
         return ResultCode.OK
 
     def _op(self, part: int, slot: Slot, payload_checksum: int | None) -> PutOp:
-        """What is put for a part: sealed now, or by the store right before it goes, if the payload has to be read for
-        that. A page with a tag is sealed now, for that may take as long as the way to the store."""
-        gear, key, identity = self._gear, self._plan.keys[part], self._identity[part]
-        if payload_checksum is None and gear.page_auth is None:
-            page = slot.view[: identity.stored_bytes]
-            departure = IncrementalSealer(page, lambda checksum: gear.seal(slot, self._plan, identity, checksum))
-            return PutOp(key, (page,), departure.finish, departure.advance)
-        return PutOp(key, (gear.seal(slot, self._plan, identity, payload_checksum),))
+        """Returns what is put for a part: sealed now if nothing of the payload has to be read for that, or a tag is
+        needed."""
+        key, identity = self._plan.keys[part], self._identity[part]
+        page = slot.view[: identity.stored_bytes]
+        if payload_checksum is None:
+            return self._pipeline.put_sealed_when_read(key, identity, page)
+        return self._pipeline.sealed_put(key, identity, (page,), payload_checksum)
 
     def _settled(self, portion: _SavePortion, put: Job[ResultCode]) -> None:
         """The lane is through with a portion."""
@@ -224,7 +224,7 @@ class SaveOperation:
         failures: Counter[ResultCode] = Counter()
         for page in portion.pages:
             results = [portion.results.get(part, Result(missing)) for part in self._parts([page])]
-            failed = next((one.code for one in results if one.code not in (ResultCode.OK, ResultCode.EXISTS)), None)
+            failed = next((one.code for one in results if one.code not in STORED_CODES), None)
             nbytes += sum(one.nbytes for one in results if one.code is ResultCode.OK)
             if failed is not None:
                 failures[failed] += 1
@@ -238,24 +238,12 @@ class SaveOperation:
     def _decide(self, pages: int, seen: SaveReport) -> None:
         """Add so many pages to the report, and to what it says should the deadline pass now."""
         with self._lock:
-            report = self._report
-            failed = dict(report.failed)
-            for code, count in seen.failed.items():
-                failed[code] = failed.get(code, 0) + count
-            self._report = replace(
-                report,
-                saved=report.saved + seen.saved,
-                existing=report.existing + seen.existing,
-                dropped=report.dropped + seen.dropped,
-                failed=failed,
-                nbytes=report.nbytes + seen.nbytes,
-            )
+            self._report += seen
             self._undecided -= pages
-            late = dict(failed)
+            late = self._report
             if self._undecided:
-                late[ResultCode.TIMEOUT] = late.get(ResultCode.TIMEOUT, 0) + self._undecided
-            partial = replace(self._report, failed=late)
-        self.job.set_partial_result(partial)
+                late += SaveReport(failed={ResultCode.TIMEOUT: self._undecided})
+        self.job.set_partial_result(late)
 
     def _close(self) -> None:
         """One of those that keep the job open has ended; the last one ends the job."""

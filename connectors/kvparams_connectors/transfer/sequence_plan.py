@@ -1,8 +1,8 @@
-"""What a sequence is to a store: its pages, their parts and the parts' keys.
+"""Defines what a sequence is to a store: its pages, their parts and the parts' keys.
 
 A part of a page is what it holds of one unit of the grid (`shard_grid.py`); an engine without a grid has one part per
-page. Pure: nothing is asked or moved. The one rule: keys are derived from token ids, here; what a request says about
-keys is a promise or a limit, never an address.
+page. Pure: nothing is asked or moved. Invariant: keys are derived from token ids, here; what a request says about keys
+is a promise or a limit, never an address.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class SequencePlan:
         return [HEADER_BYTES + self.namespace.payload_bytes(tokens, unit) for unit in self.units]
 
     def identity(self, index: int) -> PageIdentity:
-        """What the header of the part `index` must say."""
+        """Returns what the header of the part `index` must say."""
         page, unit = divmod(index, len(self.units))
         return page_identity(self.namespace, self.pages[page], self.units[unit])
 
@@ -109,7 +109,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class PagePresence:
-    """Which pages of a sequence are there, whole."""
+    """Describes which pages of a sequence are there, whole."""
 
     pages: list[bool]
     nbytes: list[int]

@@ -1,9 +1,10 @@
-"""How the stored pages of one model are cut: into units of layers x KV heads that do not depend on who stores them.
+"""Defines how the stored pages of one model are cut: into units of layers x KV heads that do not depend on who stores
+them.
 
 A page is stored in parts, one for each unit, and a part's key names its unit (the spec's section 10). An engine under
 tensor or pipeline parallelism holds a rectangle of the model; it stores the units that lie inside and loads those that
 it touches. Engines of any parallelism thus share a store if they use one grid. Engines of different grids share
-nothing, and take no harm: their keys differ. Pure. The one rule: the grid is counted over the whole model, from layer 0
+nothing, and take no harm: their keys differ. Pure. Invariant: the grid is counted over the whole model, from layer 0
 and head 0 on, never from what one rank holds.
 """
 
@@ -76,7 +77,7 @@ class ShardGrid:
 
 
 def _share(what: str, count: int, size: int) -> int:
-    """How many of `count` heads one of `size` ranks holds."""
+    """Returns how many of `count` heads one of `size` ranks holds."""
     if size >= 1 and count % size == 0:
         return count // size
     if size >= 1 and size % count == 0:

@@ -261,7 +261,7 @@ def test_a_chunk_whose_memory_is_gone_keeps_no_header(store: KVStore, monkeypatc
 
 
 def test_large_batches_go_in_portions(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvparams_connectors.engines.lmcache.chunk_pipeline._PORTION_BYTES", 40_000)
+    monkeypatch.setattr("kvparams_connectors.engines.lmcache.chunk_pipeline.PORTION_BYTES", 40_000)
     late = threading.Event()
 
     def judge(operation: Operation, key: str) -> Fault | None:

@@ -1,8 +1,8 @@
-"""What a chunk of LMCache is as a page of ours: its key in the store, its identity, the sizes that it may have.
+"""Defines what a chunk of LMCache is as a page of ours: its key in the store, its identity, the sizes that it may have.
 
 LMCache names a chunk by model, world size, rank, a 64-bit hash of its tokens and the dtype (`CacheEngineKey`,
 lmcache/utils.py of 0.5.6). Not in there: the revision of the weights, tokens in a chunk, shape and order of the
-elements. All of them are in the namespace here. The one rule: whatever changes the bytes of a chunk, and is known here,
+elements. All of them are in the namespace here. Invariant: whatever changes the bytes of a chunk, and is known here,
 changes its key; nothing in this file knows LMCache's classes.
 """
 
@@ -23,7 +23,7 @@ _CHUNK_DOMAIN: Final = b"kvparams lmcache chunk 1\n"
 
 @dataclass(frozen=True)
 class LMCacheChunkLayout:
-    """How the chunks of one engine lie in memory."""
+    """Describes how the chunks of one engine lie in memory."""
 
     order: str
     """LMCache's name of it (`MemoryFormat`): `KV_2LTD`, `KV_MLA_FMT`."""
@@ -59,7 +59,7 @@ class LMCacheChunkLayout:
         return self.chunk_tokens * self.token_bytes
 
     def tokens(self, payload_bytes: int) -> int | None:
-        """How many tokens a chunk of so many bytes has; None if no chunk has that size."""
+        """Returns how many tokens a chunk of so many bytes has; None if no chunk has that size."""
         tokens, rest = divmod(payload_bytes, self.token_bytes)
         return tokens if not rest and 1 <= tokens <= self.chunk_tokens else None
 
@@ -85,7 +85,8 @@ class LMCacheChunk:
         return f"lmc1.{self.layout.digest.hex()[:16]}.{self.digest.hex()}"
 
     def identity(self, tokens: int) -> PageIdentity:
-        """What its header says if it has so many tokens. LMCache cuts heads by rank, so the ranks stand for them."""
+        """Returns what its header says if it has so many tokens. LMCache cuts heads by rank, so the ranks stand for
+        them."""
         return PageIdentity(
             self.layout.digest,
             self.digest,
@@ -95,5 +96,5 @@ class LMCacheChunk:
         )
 
     def fits_size(self, stored_bytes: int) -> bool:
-        """Whether a stored value of this size can be it."""
+        """Returns whether a stored value of this size can be it."""
         return self.layout.tokens(stored_bytes - HEADER_BYTES) is not None

@@ -1,39 +1,40 @@
 """Chunks on their way between LMCache's memory and a store: sealed in front, verified where they arrive.
 
-Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. The one rule:
+Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. Invariant:
 whoever owns a chunk's memory keeps it until the store's job has settled, whatever became of the wait.
 """
 
 import asyncio
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from kvparams.page_auth import PageAuthKeys
-from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, seal_detached, verify_detached
+from kvparams.pages import HEADER_BYTES, PageRefusal
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.engines.lmcache.chunk_keys import LMCacheChunk
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.transfer.page_pipeline import PORTION_BYTES, PagePipeline, is_answer
+from kvparams_connectors.transfer.page_portions import PagePortion, begin_portion
 
 __all__ = ["ChunkBuffer", "LMCacheChunkPipeline", "RefCounted"]
 
-_LOGGER: Final = logging.getLogger(__name__)
-
 _HEADERS: Final = 4096
 """Chunks that may be on their way at a time; what comes on top is not stored, or not found."""
-_PORTION_BYTES: Final = 8 << 20
-"""So much is given to the store at a time, and the next is sealed, or the last verified, meanwhile."""
-_NO_ANSWER: Final = frozenset({ResultCode.UNAVAILABLE, ResultCode.TIMEOUT, ResultCode.DENIED, ResultCode.INTERNAL})
 _PROBE_KEY: Final = "kvparams-probe"
 
 
 class RefCounted(Protocol):
     """Memory that counts who needs it."""
 
-    def ref_count_up(self) -> None: ...
-    def ref_count_down(self) -> None: ...
+    def ref_count_up(self) -> None:
+        """Counts one more user."""
+        ...
+
+    def ref_count_down(self) -> None:
+        """Counts one user less; the last one frees the memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class LMCacheChunkPipeline:
         self._store = store
         self._deadline_s = deadline_s
         self._lookup_s = lookup_s
-        self._keys = None if seals is None else seals.for_tenant(None)
+        keys = None if seals is None else seals.for_tenant(None)
+        self._pipeline = PagePipeline(store, keys, deadline_s, "LMCache chunk")
         self._headers = Arena(_HEADERS * HEADER_BYTES, HEADER_BYTES)
         self._refused = 0
 
@@ -72,8 +74,8 @@ class LMCacheChunkPipeline:
         return self._refused
 
     def lookup(self, chunks: Sequence[LMCacheChunk]) -> Job[int]:
-        """How many of the chunks are stored, counted until the first that is not. One of a size that it cannot have
-        counts as not stored."""
+        """Returns how many of the chunks are stored, counted until the first that is not. One of a size that it cannot
+        have counts as not stored."""
 
         def leading(results: Results) -> int:
             for number, (chunk, found) in enumerate(zip(chunks, results, strict=True)):
@@ -84,10 +86,8 @@ class LMCacheChunkPipeline:
         return self._store.exists([chunk.key for chunk in chunks], self._lookup_s).then(leading)
 
     def ping(self) -> Job[bool]:
-        """Whether the store answers."""
-        return self._store.exists([_PROBE_KEY], self._lookup_s).then(
-            lambda results: all(result.code not in _NO_ANSWER for result in results)
-        )
+        """Returns whether the store answers."""
+        return self._store.exists([_PROBE_KEY], self._lookup_s).then(is_answer)
 
     def remove(self, chunk: LMCacheChunk) -> Job[bool]:
         """Delete a chunk; whether it was there."""
@@ -98,112 +98,105 @@ class LMCacheChunkPipeline:
 
         Returns when the store has said so or the deadline is over.
         """
-        jobs: list[tuple[int, Job[Results]]] = []
-        for part in _portions(cargo):
-            headers = self._headers.lease_many(len(part), len(part))
-            if not headers:
-                jobs.append((len(part), _ended(ResultCode.UNAVAILABLE, len(part))))
-                continue
-            try:
-                ops = [self._sealed(one, header) for one, header in zip(part, headers, strict=True)]
-            except BaseException:
-                _give_back(headers)
-                raise
-            jobs.append((len(part), self._held(part, headers, self._store.put(ops, self._deadline_s))))
+
+        def begin(part: Sequence[ChunkBuffer], headers: Sequence[Slot]) -> Job[Results]:
+            ops: list[PutOp] = []
+            for one, header in zip(part, headers, strict=True):
+                tokens = one.chunk.layout.tokens(one.memory.nbytes)
+                ops.append(
+                    PutOp("", ())  # a key that no store takes: this one is INVALID, the others go on
+                    if tokens is None
+                    else self._pipeline.sealed_put(one.chunk.key, one.chunk.identity(tokens), (header.view, one.memory))
+                )
+            return _keep(part, self._store.put(ops, self._deadline_s))
+
+        portions: list[PagePortion[ChunkBuffer, Results]] = []
+        for portion in self._portions(cargo, begin):
+            portion.give_back()
+            portions.append(portion)
             await asyncio.sleep(0)  # LMCache's loop has other work, and the store sends meanwhile
-        return [result.code for _, job in jobs for result in await job]
+        return [result.code for portion in portions for result in await portion.job]
 
     async def get(self, cargo: Sequence[ChunkBuffer]) -> list[int | None]:
         """Read chunks into their memory and verify them there: how many tokens each has, or None where it is missing,
         damaged or late. Memory of a chunk that is None holds anything."""
-        jobs: list[tuple[Sequence[ChunkBuffer], list[Slot], Job[Results]]] = []
-        for part in _portions(cargo):
-            headers = self._headers.lease_many(len(part), len(part))
-            if not headers:
-                jobs.append((part, [], _ended(ResultCode.UNAVAILABLE, len(part))))
-                continue
+
+        def begin(part: Sequence[ChunkBuffer], headers: Sequence[Slot]) -> Job[Results]:
             ops = [GetOp(one.chunk.key, (header.view, one.memory)) for one, header in zip(part, headers, strict=True)]
-            # The headers are needed until they have been looked at as well.
-            job = self._store.get(ops, self._deadline_s)
-            jobs.append((part, headers, self._held(part, [], job)))
+            return _keep(part, self._store.get(ops, self._deadline_s))
+
+        portions: list[PagePortion[ChunkBuffer, Results]] = []
         found: list[int | None] = []
         try:
-            for part, headers, job in jobs:
-                results = await job
+            portions.extend(self._portions(cargo, begin))
+            for portion in portions:
+                results = await portion.job
                 found += (
                     [
                         self._judge(one, header, result)
-                        for one, header, result in zip(part, headers, results, strict=True)
+                        for one, header, result in zip(portion.items, portion.slots, results, strict=True)
                     ]
-                    if headers
-                    else [None] * len(part)
+                    if portion.slots
+                    else [None] * len(results)
                 )
                 await asyncio.sleep(0)
-        finally:  # also when LMCache has cancelled us
-            for _, headers, job in jobs:
-                job.add_settled_callback(lambda headers=headers: _give_back(headers))
+        finally:  # the headers are needed until they have been looked at; also when LMCache has cancelled us
+            for portion in portions:
+                portion.give_back()
         return found
 
-    def _sealed(self, one: ChunkBuffer, header: Slot) -> PutOp:
-        tokens = one.chunk.layout.tokens(one.memory.nbytes)
-        if tokens is None:  # a key that no store takes: this one is INVALID, the others go on
-            return PutOp("", ())
-        seal_detached(header.view, one.memory, one.chunk.identity(tokens), self._keys)
-        return PutOp(one.chunk.key, (header.view, one.memory))
-
-    def _held(self, part: Sequence[ChunkBuffer], headers: Sequence[Slot], job: Job[Results]) -> Job[Results]:
-        """Keep the memory of a job until the store has let go of it."""
-        for one in part:
-            one.owner.ref_count_up()
-
-        def let_go() -> None:
-            _give_back(headers)
-            for one in part:
-                one.owner.ref_count_down()
-
-        job.add_settled_callback(let_go)
-        return job
+    def _portions(
+        self,
+        cargo: Sequence[ChunkBuffer],
+        begin: Callable[[Sequence[ChunkBuffer], Sequence[Slot]], Job[Results]],
+    ) -> Iterator[PagePortion[ChunkBuffer, Results]]:
+        """Give chunks to the store, each portion with headers for all of its chunks; without any if there are too few
+        left. Never waits: that would stop the loop on which what holds the headers is to end."""
+        for part in _cut(cargo):
+            headers = self._headers.lease_many(len(part), len(part))
+            portion = begin_portion(part, headers, begin if headers else _refuse)
+            assert portion is not None
+            yield portion
 
     def _judge(self, one: ChunkBuffer, header: Slot, result: Result) -> int | None:
-        """How many tokens the chunk that came has; None if there is none, or it is not what was asked for."""
+        """Returns how many tokens the chunk that came has; None if there is none, or it is not what was asked for."""
         if result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
             return None
-        nbytes = result.nbytes - HEADER_BYTES
-        tokens = one.chunk.layout.tokens(nbytes)
-        if tokens is None or result.code is ResultCode.TOO_LARGE:
-            reason, message = "torn", f"{result.nbytes} bytes are none that it can have"
+        tokens = one.chunk.layout.tokens(result.nbytes - HEADER_BYTES)
+        if tokens is None:
+            why = PageRefusal("torn", f"{result.nbytes} bytes are none that it can have")
         else:
-            refusal = verify_detached(header.view, one.memory[:nbytes], one.chunk.identity(tokens), self._keys)
-            if refusal is None:
-                return tokens
-            reason, message = refusal.reason, refusal.message
+            why = self._pipeline.why_unusable(result, one.chunk.identity(tokens), (header.view, one.memory))
+        if not isinstance(why, PageRefusal):
+            return tokens
         self._refused += 1
-        _LOGGER.warning("LMCache chunk %s was not used: %s: %s", one.chunk.key, reason, message)
-        if reason not in REASONS_USABLE_BY_OTHERS:
-            self._store.discard([one.chunk.key], self._deadline_s)
+        self._pipeline.refuse(one.chunk.key, why)
         return None
 
 
-def _give_back(headers: Sequence[Slot]) -> None:
-    for header in headers:
-        header.release()
+def _keep(part: Sequence[ChunkBuffer], job: Job[Results]) -> Job[Results]:
+    """Keep the memory of a job until the store has let go of it."""
+    for one in part:
+        one.owner.ref_count_up()
 
+    def let_go() -> None:
+        for one in part:
+            one.owner.ref_count_down()
 
-def _ended(code: ResultCode, number: int) -> Job[Results]:
-    job: Job[Results] = Job(0.0, [Result(code)] * number)
-    job.finish([Result(code)] * number)
+    job.add_settled_callback(let_go)
     return job
 
 
-_C = TypeVar("_C", bound=ChunkBuffer)
+def _refuse(part: Sequence[ChunkBuffer], _: Sequence[Slot]) -> Job[Results]:
+    return finished_job([Result(ResultCode.UNAVAILABLE)] * len(part))
 
 
-def _portions(cargo: Sequence[_C]) -> Iterator[Sequence[_C]]:
-    """Pieces of about `_PORTION_BYTES`, at least one chunk each."""
+def _cut(cargo: Sequence[ChunkBuffer]) -> Iterator[Sequence[ChunkBuffer]]:
+    """Pieces of about `PORTION_BYTES`, at least one chunk each."""
     start = nbytes = 0
     for end, one in enumerate(cargo):
         nbytes += one.memory.nbytes
-        if nbytes > _PORTION_BYTES and end > start:
+        if nbytes > PORTION_BYTES and end > start:
             yield cargo[start:end]
             start, nbytes = end, one.memory.nbytes
     if start < len(cargo):

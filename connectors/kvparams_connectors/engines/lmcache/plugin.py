@@ -2,7 +2,7 @@
 
 Every chunk is stored behind a header of ours with a checksum, and verified before LMCache sees it: a flipped byte is a
 miss. This runs on the event loop of LMCache's storage manager, which its puts and gets share, so nothing here blocks
-it. The one rule: what LMCache cannot be told safely is refused when the plugin is made, not while it serves.
+it. What LMCache cannot be told safely is refused when the plugin is made, not while it serves.
 """
 
 import asyncio
@@ -23,9 +23,10 @@ from kvparams_connectors.engines.lmcache.interface import (
 )
 from kvparams_connectors.engines.lmcache.settings import PLUGIN, PluginSettings
 from kvparams_connectors.engines.log_forwarding import forward_logs
-from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.store import KVStore
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
+from kvparams_connectors.transfer.page_pipeline import STORED_CODES
 
 if TYPE_CHECKING:  # LMCache's own classes, as far as they matter here; they come with the extra `lmcache`
 
@@ -53,7 +54,6 @@ else:
 __all__ = ["KVParamsAdapter", "KVParamsRemoteConnector", "chunk_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 
 # LMCache calls one of the methods below `list`.
 _Chunks = list[LMCacheChunk]
@@ -63,14 +63,14 @@ _Texts = list[str]
 
 
 class KVParamsAdapter(ConnectorAdapter):
-    """What LMCache makes from `module_path` and `class_name`."""
+    """Describes what LMCache makes from `module_path` and `class_name`."""
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{PLUGIN}")
         forward_logs(init_logger("lmcache.kvparams"))
 
     def can_parse(self, url: str) -> bool:
-        """Whether a plugin is ours: `plugin://kvparams` or `plugin://kvparams.ANYTHING`."""
+        """Returns whether a plugin is ours: `plugin://kvparams` or `plugin://kvparams.ANYTHING`."""
         kind, _, name = url.partition("://")
         return kind == "plugin" and name.split(".", 1)[0] == PLUGIN
 
@@ -99,7 +99,7 @@ def _refuse(config: LMCacheEngineConfig) -> None:
 
 
 def chunk_layout_of(metadata: LMCacheMetadata, order: str, revision: str) -> LMCacheChunkLayout:
-    """How the chunks of an engine lie in memory, as LMCache knows it at this moment."""
+    """Returns how the chunks of an engine lie in memory, as LMCache knows it at this moment."""
     shapes, dtypes = metadata.get_shapes(1), metadata.get_dtypes()
     return LMCacheChunkLayout(
         order,
@@ -144,28 +144,34 @@ class KVParamsRemoteConnector(RemoteConnector):
     # ---- what is there
 
     async def exists(self, key: CacheEngineKey) -> bool:
+        """Returns whether a chunk is stored."""
         return bool(await self.traffic.lookup(self._chunks([key])))
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
+        """Returns whether a chunk is stored; waits."""
         return bool(self.batched_contains([key]))
 
     def support_batched_contains(self) -> bool:
+        """Returns True: `batched_contains` is there."""
         return True
 
     def batched_contains(self, keys: Sequence[CacheEngineKey]) -> int:
-        """How many chunks are there, counted until the first that is not. Waits; LMCache calls it from its own threads,
-        the loop's never."""
+        """Returns how many chunks are there, counted until the first that is not. Waits; LMCache calls it from its own
+        threads, the loop's never."""
         return self.traffic.lookup(self._chunks(keys)).result()
 
     async def batched_async_contains(self, lookup_id: str, keys: Sequence[CacheEngineKey], pin: bool = False) -> int:
+        """Returns how many chunks are stored, counted until the first that is not."""
         return await self.traffic.lookup(self._chunks(keys))
 
     # ---- put
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Stores a chunk; see `batched_put`."""
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
+        """Returns True: `batched_put` is there."""
         return True
 
     async def batched_put(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
@@ -180,9 +186,9 @@ class KVParamsRemoteConnector(RemoteConnector):
                 for chunk, memory in zip(self._chunks(keys), memory_objs, strict=True)
             ]
         )
-        failed = sorted({code.value for code in codes if code not in _STORED})
+        failed = sorted({code.value for code in codes if code not in STORED_CODES})
         if failed:
-            number = sum(code not in _STORED for code in codes)
+            number = sum(code not in STORED_CODES for code in codes)
             raise StoreError(f"{number} of {len(codes)} chunks are not stored: {', '.join(failed)}")
 
     def _bytes(self, memory: MemoryObj) -> memoryview:
@@ -201,9 +207,11 @@ class KVParamsRemoteConnector(RemoteConnector):
     # ---- get
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        """Returns a chunk, or None; see `batched_get`."""
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
+        """Returns True: `batched_get` is there."""
         return True
 
     async def batched_get(self, keys: Sequence[CacheEngineKey]) -> _Found:
@@ -267,6 +275,7 @@ class KVParamsRemoteConnector(RemoteConnector):
     # ---- the rest
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
+        """Deletes a chunk, and returns whether it was there."""
         return self.traffic.remove(self._chunks([key])[0]).result()
 
     async def list(self) -> _Texts:
@@ -274,6 +283,7 @@ class KVParamsRemoteConnector(RemoteConnector):
         raise NotImplementedError
 
     def support_ping(self) -> bool:
+        """Returns True: `ping` is there."""
         return True
 
     async def ping(self) -> int:
@@ -281,6 +291,7 @@ class KVParamsRemoteConnector(RemoteConnector):
         return 0 if await self.traffic.ping() else -1
 
     async def close(self) -> None:
+        """Closes the store without stopping the loop."""
         await asyncio.to_thread(self._store.close)
 
     def _form(self) -> LMCacheChunkLayout:

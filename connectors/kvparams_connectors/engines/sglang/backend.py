@@ -1,9 +1,9 @@
 """`KVParamsHiCache`: what SGLang's HiCache makes of `--hicache-storage-backend dynamic`; `settings.py` says how.
 
-SGLang's controller asks `batch_exists` what is stored, has `batch_get_v1` read pages into its host pool before a
-prompt is computed, and `batch_set_v1` write what was computed (srt/managers/cache_controller.py of 0.5.23), each on a
-thread of its own. The one rule: what cannot be kept safely is refused when SGLang attaches the backend, not while it
-serves; once it serves, nothing that a store does reaches a request but as a miss.
+SGLang's controller asks `batch_exists` what is stored, has `batch_get_v1` read pages into its host pool before a prompt
+is computed, and `batch_set_v1` write what was computed (srt/managers/cache_controller.py of 0.5.23), each on a thread
+of its own. What cannot be kept safely is refused when SGLang attaches the backend, not while it serves; once it serves,
+nothing that a store does reaches a request but as a miss.
 """
 
 import logging
@@ -22,10 +22,10 @@ from kvparams_connectors.engines.sglang.page_pipeline import HiCachePagePipeline
 from kvparams_connectors.engines.sglang.self_test import run_self_test
 from kvparams_connectors.engines.sglang.settings import WHERE, SGLangSettings
 from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats
-from kvparams_connectors.store import ResultCode
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.transfer.cache_layouts import LayoutError
+from kvparams_connectors.transfer.page_pipeline import STORED_CODES
 
 if TYPE_CHECKING:  # SGLang's own class, as far as it matters here
 
@@ -40,7 +40,6 @@ else:
 __all__ = ["KVParamsHiCache", "page_layout_of"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
 _KV: Final = "kv"
 """`PoolName.KV`."""
 
@@ -52,7 +51,7 @@ def page_layout_of(
     payload_bytes: int,
     told: Mapping[str, object] | None,
 ) -> HiCachePageLayout:
-    """What the pages of this rank are.
+    """Returns what the pages of this rank are.
 
     Args:
         config: what SGLang gave the backend.
@@ -162,10 +161,11 @@ class KVParamsHiCache(HiCacheStorage):
     # ---- what is stored
 
     def exists(self, key: str) -> bool:
+        """Returns whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
-        """How many of the pages are stored, counted until the first that is not."""
+        """Returns how many of the pages are stored, counted until the first that is not."""
         return self._traffic.lookup(keys)
 
     # ---- pages of the host pool
@@ -209,7 +209,7 @@ class KVParamsHiCache(HiCacheStorage):
     def _put(self, keys: Sequence[str], places: Sequence[PageBuffers]) -> list[bool]:
         if not self._writes:
             return [True] * len(keys)
-        return [code in _STORED for code in self._traffic.put(keys, places)]
+        return [code in STORED_CODES for code in self._traffic.put(keys, places)]
 
     def _blank(self) -> torch.Tensor:
         pool = self._pool

@@ -1,7 +1,7 @@
 """The memory of SGLang's host pool, page by page: stretches of it, never a copy.
 
-The one rule: what SGLang says about a page's memory is believed only if it lies inside the pool's own tensors and
-follows one step from page to page; anything else is refused before a byte is moved.
+Invariant: what SGLang says about a page's memory is believed only if it lies inside the pool's own tensors and follows
+one step from page to page; anything else is refused before a byte is moved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class HostPages:
             )
 
     def places(self, indices: torch.Tensor, expected: int) -> list[PageBuffers]:
-        """Where the pages of these tokens lie.
+        """Returns where the pages of these tokens lie.
 
         Raises:
             ValueError: they are not whole pages of this pool, as many as are expected.
@@ -115,7 +115,7 @@ class HostPages:
         ]
 
     def _learn(self, pool: HostKVCache) -> list[_PagePiece]:
-        """Where the pieces are, from what SGLang says of the first, the second and the last page."""
+        """Returns where the pieces are, from what SGLang says of the first, the second and the last page."""
         first, last = self._placed(pool, 0), self._placed(pool, self.pages - 1)
         second = self._placed(pool, min(1, self.pages - 1))
         pieces: list[_PagePiece] = []

@@ -1,7 +1,7 @@
-"""Which model and which weights a server of SGLang runs, from the configuration that it has published.
+"""Determines which model and which weights a server of SGLang runs, from the configuration that it has published.
 
-What HiCache tells a backend of the model is only what the server calls it. The one rule: where the weights cannot be
-known the server is refused, for pages of other weights would be taken for its own.
+What HiCache tells a backend of the model is only what the server calls it. Where the weights cannot be known the server
+is refused, for pages of other weights would be taken for its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ ModelIdentity = tuple[str, str]
 
 
 def published_config() -> Mapping[str, object] | None:
-    """What this process's SGLang was started with, as far as it matters here; None if it has published nothing.
+    """Returns what this process's SGLang was started with, as far as it matters here; None if it has published nothing.
 
     Of LoRA adapters only those of the command line are told (`adapters`: names and paths): SGLang names their pages by
     name and path (`LoRARef.deterministic_id`, srt/lora/lora_registry.py), those that are loaded later at random.
@@ -95,7 +95,7 @@ def _name(path: str) -> str:
 
 
 def _hubs(folder: Path) -> str | None:
-    """What the hub calls the model whose folder of its cache this is."""
+    """Returns what the hub calls the model whose folder of its cache this is."""
     parts = folder.absolute().parts
     if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")

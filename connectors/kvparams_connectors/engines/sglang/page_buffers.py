@@ -1,6 +1,6 @@
-"""Where a page lies in memory: some stretches of bytes, in their order.
+"""Describes where a page lies in memory: some stretches of bytes, in their order.
 
-The one rule: the order of the stretches is the order of the bytes in the store.
+The order of the stretches is the order of the bytes in the store.
 """
 
 from collections.abc import Sequence

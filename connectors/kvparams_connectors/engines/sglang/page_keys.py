@@ -1,9 +1,9 @@
-"""What a page of HiCache is as a page of ours: its key in the store, its identity, its size.
+"""Defines what a page of HiCache is as a page of ours: its key in the store, its identity, its size.
 
 SGLang names a page by a SHA-256 chain over its tokens, the request's salt and adapter (`get_storage_hash_str`,
 srt/mem_cache/utils.py of 0.5.23); nothing of the model is in it, and every backend adds what it thinks of. All that
-changes the bytes is in the form here. The one rule: whatever changes the bytes of a page changes its key; nothing in
-this file knows SGLang's classes.
+changes the bytes is in the form here. Invariant: whatever changes the bytes of a page changes its key; nothing in this
+file knows SGLang's classes.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ AttentionKind = Literal["mha", "mla"]
 
 @dataclass(frozen=True)
 class HiCachePageLayout:
-    """What all pages of one rank have in common."""
+    """Describes what all pages of one rank have in common."""
 
     model: str
     revision: str

@@ -2,43 +2,39 @@
 
 Pages of few pieces are written from the pool where they lie; of many pieces, gathered first. What is read lands in
 memory of ours, is verified there, and only then copied into the pool: SGLang takes a page back as soon as a call has
-returned, and a store that is late would write into somebody else's. The one rule: memory of the pool is written by the
+returned, and a store that is late would write into somebody else's. Invariant: memory of the pool is written by the
 thread that SGLang waits for, and by nobody else.
 """
 
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Final
 
 from kvparams.page_auth import TenantPageAuthKeys
-from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, seal, seal_detached, verify
+from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.engines.sglang.page_buffers import PageBuffers, gather_page, scatter_page
 from kvparams_connectors.engines.sglang.page_keys import HiCachePageLayout, HiCacheStoredPage
-from kvparams_connectors.engines.sglang.transfer_batch import (
-    BatchPortion,
-    BeginPortion,
-    PageTransferItem,
-    TransferBatch,
-)
 from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats, TransferSample
 from kvparams_connectors.jobs import Job
-from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
+from kvparams_connectors.transfer.page_pipeline import PORTION_BYTES, STORED_CODES, PagePipeline, is_answer
+from kvparams_connectors.transfer.page_portions import PagePortion, transfer_portions
 
 __all__ = ["HiCachePagePipeline"]
 
-_LOGGER: Final = logging.getLogger(__name__)
-
 _HEADERS: Final = 1024
-_PORTION_BYTES: Final = 8 << 20
-"""So much is given to the store at a time; the next is sealed, or the last verified, meanwhile."""
 _PORTION_PAGES: Final = 64
+_AHEAD: Final = 3
+"""Portions on their way at a time."""
 _FEW_PIECES: Final = 8
 """A page of more is gathered: a store takes them one by one."""
-_STORED: Final = frozenset({ResultCode.OK, ResultCode.EXISTS})
-_NO_ANSWER: Final = frozenset({ResultCode.UNAVAILABLE, ResultCode.TIMEOUT, ResultCode.DENIED, ResultCode.INTERNAL})
+
+
+_Placed = tuple[HiCacheStoredPage, PageBuffers]
+"""A page, and where it lies."""
+_Begin = Callable[[Sequence[_Placed], Sequence[Slot], float], Job[Results] | None]
 
 
 class HiCachePagePipeline:
@@ -71,16 +67,16 @@ class HiCachePagePipeline:
         self._tally = tally
         self._deadline_s = deadline_s
         self._lookup_s = lookup_s
-        self._keys = keys
-        self._verified = verified
+        self._pipeline = PagePipeline(store, keys, deadline_s, "HiCache page", verified)
         self._stored_bytes = HEADER_BYTES + form.payload_bytes
         self._arena = Arena(arena_bytes, self._stored_bytes)
         store.register(self._arena)
         self._headers = Arena(_HEADERS * HEADER_BYTES, HEADER_BYTES)
-        self._portion = min(_PORTION_PAGES, max(1, _PORTION_BYTES // self._stored_bytes))
+        self._portion = min(_PORTION_PAGES, max(1, PORTION_BYTES // self._stored_bytes))
 
     def lookup(self, names: Sequence[str]) -> int:
-        """How many of these pages are stored, counted until the first that is not. One of another size is not."""
+        """Returns how many of these pages are stored, counted until the first that is not. One of another size is
+        not."""
         results = self._store.exists([self._form.page(name).key for name in names], self._lookup_s).result()
         for number, found in enumerate(results):
             if not found.matches_size(self._stored_bytes):
@@ -108,48 +104,53 @@ class HiCachePagePipeline:
         """
         began = time.monotonic()
         in_place = all(len(place) <= _FEW_PIECES for place in places)
-        arena, begin = (self._headers, self._seal_in_place) if in_place else (self._arena, self._seal_gathered)
+        arena, seal = (self._headers, self._seal_in_place) if in_place else (self._arena, self._seal_gathered)
         codes: list[ResultCode] = []
         moved = 0
-        with closing(self._flights(names, places, arena, begin, began)) as flights:
-            for portion in flights:
+        answers = True
+
+        def begin(cargo: Sequence[_Placed], slots: Sequence[Slot], left_s: float) -> Job[Results] | None:
+            if not answers:
+                return None
+            return self._store.put(seal(cargo, slots), left_s)
+
+        with closing(self._portions(names, places, arena, began, begin)) as portions:
+            for portion in portions:
                 results = portion.job.result()
                 if in_place:
                     self._take_back(portion, results)
                 codes += [result.code for result in results]
                 moved += sum(result.nbytes for result in results if result.code is ResultCode.OK)
-                if any(result.code in _NO_ANSWER for result in results):
-                    flights.stop_beginning()
+                answers = answers and is_answer(results)
         codes += [ResultCode.UNAVAILABLE] * (len(names) - len(codes))
-        saved = sum(code in _STORED for code in codes)
+        saved = sum(code in STORED_CODES for code in codes)
         self._tally.add("pages_saved", saved)
-        for code in set(codes) - _STORED:
+        for code in set(codes) - STORED_CODES:
             self._tally.add(f"store_failures.{code.value}", codes.count(code))
         if saved:
             self._tally.wrote(TransferSample(saved, moved, time.monotonic() - began))
         return codes
 
-    def _seal_in_place(self, cargo: Sequence[PageTransferItem], slots: Sequence[Slot], left_s: float) -> Job[Results]:
+    def _seal_in_place(self, cargo: Sequence[_Placed], slots: Sequence[Slot]) -> list[PutOp]:
         ops: list[PutOp] = []
-        for one, slot in zip(cargo, slots, strict=True):
-            pieces = [stretch.data for stretch in one.place]
-            seal_detached(slot.view, pieces, one.page.identity, self._keys)
-            ops.append(PutOp(one.page.key, (slot.view, *pieces)))
-        return self._store.put(ops, left_s)
+        for (page, place), slot in zip(cargo, slots, strict=True):
+            buffers = (slot.view, *[stretch.data for stretch in place])
+            ops.append(self._pipeline.sealed_put(page.key, page.identity, buffers))
+        return ops
 
-    def _seal_gathered(self, cargo: Sequence[PageTransferItem], slots: Sequence[Slot], left_s: float) -> Job[Results]:
-        for one, slot in zip(cargo, slots, strict=True):
-            gather_page(one.place, slot.view[HEADER_BYTES:])
-            seal(slot.view, one.page.identity, self._keys)
-        ops = [PutOp(one.page.key, (slot.view,)) for one, slot in zip(cargo, slots, strict=True)]
-        return self._store.put(ops, left_s)
+    def _seal_gathered(self, cargo: Sequence[_Placed], slots: Sequence[Slot]) -> list[PutOp]:
+        ops: list[PutOp] = []
+        for (page, place), slot in zip(cargo, slots, strict=True):
+            gather_page(place, slot.view[HEADER_BYTES:])
+            ops.append(self._pipeline.sealed_put(page.key, page.identity, (slot.view,)))
+        return ops
 
-    def _take_back(self, portion: BatchPortion, results: Results) -> None:
+    def _take_back(self, portion: PagePortion[_Placed, Results], results: Results) -> None:
         """A store that still reads when SGLang has its memory back may store a mixture. No reader would use it, but it
         would keep the good page out; so it is deleted."""
         late = [
-            one.page.key
-            for one, result in zip(portion.cargo, results, strict=True)
+            page.key
+            for (page, _), result in zip(portion.items, results, strict=True)
             if result.code is ResultCode.TIMEOUT
         ]
         if late:
@@ -170,51 +171,49 @@ class HiCachePagePipeline:
         """
         began = time.monotonic()
         loaded = 0
-        with closing(self._flights(names, places, self._arena, self._ask, began)) as flights:
-            for portion in flights:
+        with closing(self._portions(names, places, self._arena, began, self._request)) as portions:
+            for portion in portions:
                 arrived = self._arrived(portion)
                 loaded += arrived
-                if arrived < len(portion.cargo):
+                if arrived < len(portion.items):
                     break
         self._tally.add("pages_loaded", loaded)
         if loaded:
             self._tally.read(TransferSample(loaded, loaded * self._stored_bytes, time.monotonic() - began))
         return loaded
 
-    def _ask(self, cargo: Sequence[PageTransferItem], slots: Sequence[Slot], left_s: float) -> Job[Results]:
-        ops = [GetOp(one.page.key, (slot.view,)) for one, slot in zip(cargo, slots, strict=True)]
+    def _request(self, cargo: Sequence[_Placed], slots: Sequence[Slot], left_s: float) -> Job[Results]:
+        ops = [GetOp(page.key, (slot.view,)) for (page, _), slot in zip(cargo, slots, strict=True)]
         return self._store.get(ops, left_s)
 
-    def _arrived(self, portion: BatchPortion) -> int:
+    def _arrived(self, portion: PagePortion[_Placed, Results]) -> int:
         """Verify and copy; how many until the first that is not good."""
-        results = portion.job.result()
-        for number, (one, slot, result) in enumerate(zip(portion.cargo, portion.slots, results, strict=True)):
-            if not self._good(one.page, slot, result):
+        for number, ((page, place), slot, result) in enumerate(
+            zip(portion.items, portion.slots, portion.job.result(), strict=True)
+        ):
+            why = self._pipeline.why_unusable(result, page.identity, (slot.view,))
+            if isinstance(why, ResultCode):
+                if why is not ResultCode.MISS:
+                    self._tally.add(f"store_failures.{why.value}")
                 return number
-            scatter_page(slot.view[HEADER_BYTES:], one.place)
-        return len(portion.cargo)
+            if why is not None:
+                self._tally.add(f"pages_refused.{why.reason}")
+                self._pipeline.refuse(page.key, why)
+                return number
+            scatter_page(slot.view[HEADER_BYTES:], place)
+        return len(portion.items)
 
-    def _good(self, page: HiCacheStoredPage, slot: Slot, result: Result) -> bool:
-        """Whether a slot holds the page that was asked for."""
-        if result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
-            if result.code is not ResultCode.MISS:
-                self._tally.add(f"store_failures.{result.code.value}")
-            return False
-        if result.code is ResultCode.TOO_LARGE or result.nbytes != self._stored_bytes:
-            reason, message = "torn", f"{result.nbytes} bytes instead of {self._stored_bytes}"
-        else:
-            refusal = verify(slot.view, page.identity, self._keys) if self._verified else None
-            if refusal is None:
-                return True
-            reason, message = refusal.reason, refusal.message
-        self._tally.add(f"pages_refused.{reason}")
-        _LOGGER.warning("HiCache page %s was not used: %s: %s", page.key, reason, message)
-        if reason not in REASONS_USABLE_BY_OTHERS:
-            self._store.discard([page.key], self._deadline_s)
-        return False
+    def _portions(
+        self, names: Sequence[str], places: Sequence[PageBuffers], arena: Arena, began: float, begin: _Begin
+    ) -> Generator[PagePortion[_Placed, Results]]:
+        def remaining_s() -> float:
+            return max(0.0, began + self._deadline_s - time.monotonic())
 
-    def _flights(
-        self, names: Sequence[str], places: Sequence[PageBuffers], arena: Arena, begin: BeginPortion, began: float
-    ) -> TransferBatch:
-        cargo = [PageTransferItem(self._form.page(name), place) for name, place in zip(names, places, strict=True)]
-        return TransferBatch(cargo, arena, begin, portion=self._portion, give_up=began + self._deadline_s)
+        return transfer_portions(
+            [(self._form.page(name), place) for name, place in zip(names, places, strict=True)],
+            arena,
+            lambda cargo, slots: begin(cargo, slots, remaining_s()),
+            portion_items=self._portion,
+            ahead=_AHEAD,
+            remaining_s=remaining_s,
+        )

@@ -1,7 +1,7 @@
 """One page through the whole path before the server serves: pool, store, verification, pool.
 
-The one rule: a page that comes back other than it went in stops the server; a store that does not answer does not, for
-it may come back, and until then everything is computed.
+A page that comes back other than it went in stops the server; a store that does not answer does not, for it may come
+back, and until then everything is computed.
 """
 
 import logging

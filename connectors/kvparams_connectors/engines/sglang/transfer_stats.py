@@ -1,8 +1,8 @@
-"""What the backend counts, and the part of it that SGLang asks for.
+"""Counts what the backend does, and hands SGLang the part that it asks for.
 
 SGLang has four histograms for a storage backend (`StorageMetrics`, srt/observability/metrics_collector.py of 0.5.23:
 pages and bandwidth of each read and each write) and no place for anything else, so the rest is for the log and for
-whoever holds the backend. The one rule: what is handed to SGLang is handed out once, and bounded if nobody asks.
+whoever holds the backend. What is handed to SGLang is handed out once, and bounded if nobody asks.
 """
 
 import threading
@@ -60,7 +60,7 @@ class HiCacheStats:
             self._writes.append(transfer)
 
     def for_sglang(self) -> object:
-        """What is new, as SGLang wants it."""
+        """Returns what is new, as SGLang wants it."""
         metrics: Any = import_module("sglang.srt.observability.metrics_collector").StorageMetrics()
         with self._lock:
             reads, writes = list(self._reads), list(self._writes)

@@ -2,7 +2,7 @@
 
 vLLM writes into a block of somebody else as soon as nobody uses it: its request has ended or was preempted, and what it
 held of a prefix is evicted. So does `BlockPool.touch` keep it (vllm/v1/core/block_pool.py, 0.28 and 0.32), which counts
-users. The one rule: blocks are held before the engine can let go of them, in the step that orders the save, and let go
+users. Invariant: blocks are held before the engine can let go of them, in the step that orders the save, and let go
 once, when the last worker has said that they are copied.
 """
 
@@ -22,7 +22,7 @@ class _BlockPin:
 
 
 class BlockPins:
-    """What is held. Used by the scheduler's thread alone."""
+    """Describes what is held. Used by the scheduler's thread alone."""
 
     def __init__(self, pool: BlockPool, workers: int) -> None:
         """`workers`: how many copy a part of each block."""
@@ -55,6 +55,6 @@ class BlockPins:
 
     @property
     def blocks_other_requests(self) -> bool:
-        """Whether blocks will be free for others when what is held is copied."""
+        """Returns whether blocks will be free for others when what is held is copied."""
         blocks = self._pool.blocks
         return any(blocks[block].ref_cnt == 1 for hold in self._held.values() for block in hold.block_ids)

@@ -1,8 +1,8 @@
-"""Which blocks a request has: vLLM's own word where it gives it, else kept along its orders.
+"""Determines which blocks a request has: vLLM's own word where it gives it, else kept along its orders.
 
 vLLM 0.32 gives connectors its cache manager. 0.28 does not; there the scheduler's output says what is new
 (vllm/v1/core/sched/output.py): all blocks of a request that is new or was preempted, what is added to those of others.
-The one rule: where vLLM can be asked, nothing is remembered.
+Where vLLM can be asked, nothing is remembered.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the KV of one of vLLM's requests depends on besides its token ids, and whether a key can say it.
+"""Defines what the KV of one of vLLM's requests depends on besides its token ids, and whether a key can say it.
 
 Invariant: only hashes that vLLM has computed from the content enter a key. vLLM takes a client's name of an image for
 such a hash, and tells a connector nothing of where a hash comes from; so somebody who knows has to vouch for it.
@@ -41,8 +41,8 @@ def why_not_cacheable(request: VLLMRequest, *, hashes_trusted: bool) -> str | No
 
 
 def _says_content(identifier: str, lora: LoRARequest | None) -> bool:
-    """Whether it looks like what vLLM's hasher makes (vllm/multimodal/hasher.py). A client's `uuid` comes as it is, so
-    it may look like that too; and vLLM hashes it with `mm_processor_kwargs` where there are any.
+    """Returns whether it looks like what vLLM's hasher makes (vllm/multimodal/hasher.py). A client's `uuid` comes as it
+    is, so it may look like that too; and vLLM hashes it with `mm_processor_kwargs` where there are any.
 
     With an adapter for the encoder, too, its name stands before (vllm/v1/engine/input_processor.py).
     """

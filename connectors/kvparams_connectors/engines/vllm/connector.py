@@ -1,7 +1,7 @@
 """`KVParamsConnector`: what vLLM loads, by module path or as a plugin; `settings.py` says how to configure it.
 
-vLLM makes one in its scheduler and one in each worker, and each is one half. The one rule: nothing happens here; each
-hook is a line that asks a half.
+vLLM makes one in its scheduler and one in each worker, and each is one half. Nothing happens here; each hook is a line
+that asks a half.
 """
 
 import logging
@@ -78,7 +78,7 @@ class VLLMConnectorMetadata(KVConnectorMetadata):
 
 
 class _VLLMProcess:
-    """What vLLM knows of the process."""
+    """Describes what vLLM knows of the process."""
 
     def tensor_rank(self) -> int:
         state: Any = import_module("vllm.distributed.parallel_state")
@@ -123,46 +123,58 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Tells the scheduler half where blocks of requests are looked up."""
         self._planner.bind(kv_cache_manager)
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Tells the scheduler half which pool holds the blocks."""
         self._planner.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: VLLMRequest) -> None:
+        """Tells the scheduler half of a request."""
         self._planner.new_request(request)
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many more tokens are stored, and whether they are loaded meanwhile."""
         return self._planner.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Tells the scheduler half which blocks a request has."""
         self._planner.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> VLLMConnectorMetadata:
+        """Returns the orders of a step."""
         return VLLMConnectorMetadata(self._planner.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """Tells the scheduler half what workers have done."""
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerMetadata):
             self._planner.update_from_workers(news.loads, news.copied)
 
     def has_pending_push_work(self) -> bool:
+        """Returns whether a save waits for a step."""
         return self._scheduler is not None and self._scheduler.has_pinned_blocks
 
     def has_pending_block_frees(self) -> bool:
+        """Returns whether blocks are held for a save."""
         return self._scheduler is not None and self._scheduler.blocks_other_requests
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether blocks stay, and what the answer says."""
         return False, self._answer(request)
 
     def request_finished_all_groups(
         self, request: VLLMRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether blocks stay, and what the answer says, where layers have groups."""
         return False, self._answer(request)
 
     def _answer(self, request: VLLMRequest) -> dict[str, Any] | None:
-        """What the answer says. Of several of ours under MultiConnector the first says it: where two say something
-        under one name, vLLM's engine ends (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py, 0.32)."""
+        """Returns what the answer says. Of several of ours under MultiConnector the first says it: where two say
+        something under one name, vLLM's engine ends (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py,
+        0.32)."""
         says = self._planner.request_finished(request)
         if says is None or hasattr(request, _ANSWERED):
             return None
@@ -188,9 +200,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Gives the worker half the tensors of its layers."""
         self._mover.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins the loads of a step."""
         self._mover.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -200,9 +214,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: a page is saved when all layers are computed."""
 
     def wait_for_save(self) -> None:
+        """Begins the saves of a step."""
         self._mover.save(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Returns the requests whose transfers have ended."""
         return None, self._mover.take_finished() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -212,9 +228,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return _TRANSFER_RESULTS(finished_recving=received or set(), failed_recving=self._mover.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks that could not be loaded."""
         return self._mover.bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Returns what this worker tells the scheduler."""
         mover = self._mover
         return (
             WorkerMetadata(mover.load_samples, mover.copied_pins) if mover.load_samples or mover.copied_pins else None
@@ -223,20 +241,24 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- in both
 
     def get_kv_connector_stats(self) -> TransferCounts | None:
+        """Returns the counts since the last call, or None."""
         now = self._planner.counts() if self._scheduler is not None else self._mover.counts()
         return None if now is None else count_changes(self._reported, now)
 
     def shutdown(self) -> None:
+        """Ends both halves."""
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: Mapping[str, Any] | None = None) -> TransferCounts:
+        """Returns counts that vLLM has carried here."""
         return TransferCounts(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> TransferCountsMetrics:
+        """Returns what shows the counts in /metrics."""
         return TransferCountsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

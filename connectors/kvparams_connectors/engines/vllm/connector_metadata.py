@@ -1,6 +1,6 @@
-"""What the scheduler's half tells the workers' half in one step: loads to begin, saves to make.
+"""Defines what the scheduler's half tells the workers' half in one step: loads to begin, saves to make.
 
-The one rule: an order stands alone. It names its tokens, blocks and what else the KV depends on, so that a worker
+Invariant: an order stands alone. It names its tokens, blocks and what else the KV depends on, so that a worker
 remembers nothing of a request, and an id that is used again means nothing.
 """
 

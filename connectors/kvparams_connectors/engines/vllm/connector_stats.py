@@ -1,7 +1,7 @@
-"""What the connector counts, on its way to vLLM's log and its /metrics.
+"""Carries what the connector counts to vLLM's log and its /metrics.
 
-vLLM carries a dictionary from each half, adds them up by `aggregate`, and hands the sum to `TransferCountsMetrics`. The
-one rule: every number is a change since the last report, so that sums over ranks and steps stay true.
+vLLM carries a dictionary from each half, adds them up by `aggregate`, and hands the sum to `TransferCountsMetrics`.
+Every number is a change since the last report, so that sums over ranks and steps stay true.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _PREFIX: Final = "vllm:kvparams_"
 
 
 def count_changes(reported: dict[str, int], now: Mapping[str, int]) -> "TransferCounts | None":
-    """What is new; `reported` is brought up to now."""
+    """Returns what is new; `reported` is brought up to now."""
     new = {name: count - reported.get(name, 0) for name, count in now.items() if count != reported.get(name, 0)}
     reported.update(now)
     return TransferCounts(data=new) if new else None
@@ -65,12 +65,12 @@ class TransferCounts(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Returns whether nothing happened."""
         return not self.data
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler after a step."""
+    """Describes what a worker tells the scheduler after a step."""
 
     def __init__(self, loads: list[tuple[int, float]], copied: list[int]) -> None:
         """Args:

@@ -1,6 +1,6 @@
-"""Which numbers are reported, and under which names. Pure.
+"""Determines which numbers are reported, and under which names. Pure.
 
-The one rule: a name means one thing, in both halves.
+A name means one thing, in both halves.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""What one sequence is to a store where layers have groups: a plan for each, and up to where it is held.
+"""Defines what one sequence is to a store where layers have groups: a plan for each, and up to where it is held.
 
-The one rule: tokens are held only up to a page's end where an engine can go on: with every page up to there of the
-layers that look at all tokens, and with those pages of the layers with a window that the window reaches from there.
+Tokens are held only up to a page's end where an engine can go on: with every page up to there of the layers that look
+at all tokens, and with those pages of the layers with a window that the window reaches from there.
 """
 
 from collections.abc import Collection, Sequence
@@ -50,7 +50,7 @@ class GroupedPlan:
 
     @property
     def source(self) -> str | None:
-        """Where the producer's pages can be read."""
+        """Returns where the producer's pages can be read."""
         return self.plans[0].source
 
     def needed(self, group: int, pages: int) -> range:

@@ -1,7 +1,7 @@
-"""What is used of vLLM 0.28 to 0.32, with the file that each part stands in.
+"""Defines what is used of vLLM 0.28 to 0.32, with the file that each part stands in.
 
-Nothing of vLLM is used that is not declared here; `tests/interop/vllm/test_vllm_contract.py` checks it against the
-installed vLLM.
+Nothing of vLLM is used that does not stand here; `tests/interop/vllm/test_vllm_contract.py` holds it against the vLLM that is
+installed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,40 +92,66 @@ class VllmConfig(Protocol):
     """vllm/config/vllm.py, `VllmConfig`."""
 
     @property
-    def model_config(self) -> _ModelConfig: ...
+    def model_config(self) -> _ModelConfig:
+        """Returns the configuration of the model."""
+        ...
+
     @property
-    def parallel_config(self) -> _ParallelConfig: ...
+    def parallel_config(self) -> _ParallelConfig:
+        """Returns the configuration of parallelism."""
+        ...
+
     @property
-    def cache_config(self) -> _CacheConfig: ...
+    def cache_config(self) -> _CacheConfig:
+        """Returns the configuration of the cache."""
+        ...
+
     @property
-    def kv_transfer_config(self) -> _KVTransferConfig | None: ...
+    def kv_transfer_config(self) -> _KVTransferConfig | None:
+        """Returns the configuration of KV transfer, if there is one."""
+        ...
 
 
 class KVCacheGroupSpec(Protocol):
     """vllm/v1/kv_cache_interface.py, `KVCacheGroupSpec`."""
 
     @property
-    def layer_names(self) -> list[str]: ...
+    def layer_names(self) -> list[str]:
+        """Returns the names of the layers."""
+        ...
+
     @property
-    def kv_cache_spec(self) -> object: ...
+    def kv_cache_spec(self) -> object:
+        """Returns what the layers keep of a token."""
+        ...
 
 
 class KVCacheConfig(Protocol):
     """vllm/v1/kv_cache_interface.py, `KVCacheConfig`."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Returns the number of blocks."""
+        ...
+
     @property
-    def kv_cache_groups(self) -> Sequence[KVCacheGroupSpec]: ...
+    def kv_cache_groups(self) -> Sequence[KVCacheGroupSpec]:
+        """Returns the groups of layers."""
+        ...
 
 
 class LoRARequest(Protocol):
     """vllm/lora/request.py, `LoRARequest`."""
 
     @property
-    def lora_name(self) -> str: ...
+    def lora_name(self) -> str:
+        """Returns the name of the adapter."""
+        ...
+
     @property
-    def lora_path(self) -> str: ...
+    def lora_path(self) -> str:
+        """Returns where the adapter lies."""
+        ...
 
 
 class _PlaceholderRange(Protocol):
@@ -151,41 +177,87 @@ class VLLMRequest(Protocol):
     """vllm/v1/request.py."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """Returns the id of the request."""
+        ...
+
     @property
-    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
+    def kv_transfer_params(self) -> Mapping[str, object] | None:
+        """Returns what the request says of KV transfer."""
+        ...
+
     @property
-    def prompt_token_ids(self) -> list[int] | None: ...
+    def prompt_token_ids(self) -> list[int] | None:
+        """Returns the token ids of the prompt, if there are any."""
+        ...
+
     @property
-    def prompt_embeds(self) -> object: ...
+    def prompt_embeds(self) -> object:
+        """Returns the embeddings of the prompt, if there are any."""
+        ...
+
     @property
-    def prompt_is_token_ids(self) -> object: ...
+    def prompt_is_token_ids(self) -> object:
+        """Returns which positions are token ids, if some are not."""
+        ...
+
     @property
-    def pooling_params(self) -> object: ...
+    def pooling_params(self) -> object:
+        """Returns the parameters of pooling, if it pools."""
+        ...
+
     @property
-    def resumable(self) -> bool: ...
+    def resumable(self) -> bool:
+        """Returns whether its prompt may grow."""
+        ...
+
     @property
-    def skip_reading_prefix_cache(self) -> bool: ...
+    def skip_reading_prefix_cache(self) -> bool:
+        """Returns whether no cache may be read for it."""
+        ...
+
     @property
-    def all_token_ids(self) -> Sequence[int]: ...
+    def all_token_ids(self) -> Sequence[int]:
+        """Returns the token ids of prompt and answer."""
+        ...
+
     @property
-    def cache_salt(self) -> str | None: ...
+    def cache_salt(self) -> str | None:
+        """Returns the cache salt, if it has one."""
+        ...
+
     @property
-    def lora_request(self) -> LoRARequest | None: ...
+    def lora_request(self) -> LoRARequest | None:
+        """Returns the adapter, if it has one."""
+        ...
+
     @property
-    def mm_features(self) -> Sequence[_MultiModalFeature]: ...
+    def mm_features(self) -> Sequence[_MultiModalFeature]:
+        """Returns images and other media of the prompt."""
+        ...
+
     @property
-    def num_computed_tokens(self) -> int: ...
+    def num_computed_tokens(self) -> int:
+        """Returns how many tokens are computed."""
+        ...
+
     @property
-    def num_preemptions(self) -> int: ...
+    def num_preemptions(self) -> int:
+        """Returns how often it was preempted."""
+        ...
+
     @property
-    def arrival_time(self) -> float: ...
+    def arrival_time(self) -> float:
+        """Returns when it arrived, in seconds since 1970."""
+        ...
 
 
 class KVCacheBlocks(Protocol):
     """vllm/v1/core/kv_cache_manager.py, `KVCacheBlocks`."""
 
-    def get_block_ids(self) -> tuple[list[int], ...]: ...
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Returns the ids of its blocks, group by group."""
+        ...
 
 
 class KVCacheBlock(Protocol):
@@ -198,19 +270,35 @@ class BlockPool(Protocol):
     """vllm/v1/core/block_pool.py."""
 
     @property
-    def blocks(self) -> Sequence[KVCacheBlock]: ...
+    def blocks(self) -> Sequence[KVCacheBlock]:
+        """Returns all blocks."""
+        ...
+
     @property
-    def cached_block_hash_to_block(self) -> object: ...
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+    def cached_block_hash_to_block(self) -> object:
+        """Returns the blocks of the prefix cache by hash."""
+        ...
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Counts one more user of blocks."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
+        """Counts one user less of blocks."""
+        ...
 
 
 class KVCacheManager(Protocol):
     """vllm/v1/core/kv_cache_manager.py."""
 
     @property
-    def block_pool(self) -> BlockPool: ...
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
+    def block_pool(self) -> BlockPool:
+        """Returns the pool of blocks."""
+        ...
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Returns the ids of its blocks, group by group."""
+        ...
 
 
 class _NewRequestData(Protocol):
@@ -241,8 +329,16 @@ class SchedulerOutput(Protocol):
     """vllm/v1/core/sched/output.py."""
 
     @property
-    def scheduled_new_reqs(self) -> Sequence[_NewRequestData]: ...
+    def scheduled_new_reqs(self) -> Sequence[_NewRequestData]:
+        """Returns requests that are scheduled for the first time."""
+        ...
+
     @property
-    def scheduled_cached_reqs(self) -> _CachedRequestData: ...
+    def scheduled_cached_reqs(self) -> _CachedRequestData:
+        """Returns requests that were scheduled before."""
+        ...
+
     @property
-    def num_scheduled_tokens(self) -> dict[str, int]: ...
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Returns the tokens of each request in this step."""
+        ...

@@ -1,8 +1,8 @@
 """Groups of layers: what vLLM's cache is made of, and what of it is known here.
 
 vLLM gives each group of layers block tables of its own (vllm/v1/core/kv_cache_utils.py, 0.32). A group with a sliding
-window keeps only the blocks that its window still reaches; before these its table has block 0, which holds nothing. The
-one rule: a group whose blocks cannot be told from its table is refused at start, in a sentence that says what to do.
+window keeps only the blocks that its window still reaches; before these its table has block 0, which holds nothing. A
+group whose blocks cannot be told from its table is refused at start, in a sentence that says what to do.
 """
 
 import re
@@ -83,7 +83,7 @@ def read_groups(
 
 
 def group_revision(revision: str, groups: Sequence[LayerGroup], group: LayerGroup) -> str:
-    """What stands in the keys of a group's pages for the weights. Pages of other layers never match."""
+    """Returns what stands in the keys of a group's pages for the weights. Pages of other layers never match."""
     if len(groups) == 1:
         return revision
     layers = sorted(layer_index(name) for name in group.names)

@@ -1,7 +1,7 @@
 """The scheduler's own handle on the store: it asks what is there, and reads or writes no page.
 
-The one rule: it must see what the workers see. A store that keeps values in the process that opened it cannot be asked
-from here, but for peer memory, which says at a known place what it has.
+It must see what the workers see. A store that keeps values in the process that opened it cannot be asked from here, but
+for peer memory, which says at a known place what it has.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """Registered under the entry point group `vllm.general_plugins`: makes `"kv_connector": "KVParamsConnector"` enough.
 
-vLLM calls it in every process, some of them more than once. The one rule: it imports nothing heavy, and a second call
-changes nothing.
+vLLM calls it in every process, some of them more than once. It imports nothing heavy, and a second call changes
+nothing.
 """
 
 from importlib import import_module

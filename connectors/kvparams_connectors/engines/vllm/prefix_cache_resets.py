@@ -1,4 +1,4 @@
-"""Whether vLLM has reset its prefix cache, seen from its block pool.
+"""Determines whether vLLM has reset its prefix cache, seen from its block pool.
 
 After new weights whoever operates vLLM resets its caches, but `POST /reset_prefix_cache` tells the connector only with
 `reset_external=true` (vllm/v1/core/sched/scheduler.py, `reset_prefix_cache`, 0.28 and 0.32). The pool, however, then

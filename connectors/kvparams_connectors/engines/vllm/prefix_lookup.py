@@ -1,6 +1,6 @@
 """The scheduler's question to the store: how much of a sequence is there, of all ranks.
 
-The one rule: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
+Invariant: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Which part of a model an engine's rank holds, and what its pages are called.
+"""Determines which part of a model an engine's rank holds, and what its pages are called.
 
-The one rule: what is not understood is refused before the engine serves, in a sentence that says what to do. A page of
+Invariant: what is not understood is refused before the engine serves, in a sentence that says what to do. A page of
 half a model, or of two ranks under one name, would be found and used by others.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["ParallelRanks", "RankShard", "check_layer_range", "rank_shard"]
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """How the engine is divided; this rank's place in it."""
+    """Describes how the engine is divided; this rank's place in it."""
 
     tensor: int = 1
     tensor_rank: int = 0
@@ -26,7 +26,7 @@ class ParallelRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What engines that share pages agree on, and this rank's part."""
+    """Describes what engines that share pages agree on, and this rank's part."""
 
     namespace: Namespace
     shard: KVShard

@@ -1,6 +1,6 @@
-"""What vLLM's configuration says about the KV, in our terms: the same in the scheduler and in every worker.
+"""Defines what vLLM's configuration says about the KV, in our terms: the same in the scheduler and in every worker.
 
-The one rule: both halves read it here, from what both are given, so that they cannot disagree on a key.
+Invariant: both halves read it here, from what both are given, so that they cannot disagree on a key.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What one request's `kv_transfer_params` say, and what its answer's will.
+"""Defines what one request's `kv_transfer_params` say, and what its answer's will.
 
-The one rule: nothing a request says raises in the engine's loop, where one bad request would end all of them. What is
+Invariant: nothing a request says raises in the engine's loop, where one bad request would end all of them. What is
 wrong or in doubt is said in the log, and the store is left alone.
 """
 
@@ -40,12 +40,12 @@ class RequestParams:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether another engine will ask for what this one computes."""
+        """Returns whether another engine will ask for what this one computes."""
         return self.params is not None and self.params.phase == "prefill"
 
     @property
     def is_decode(self) -> bool:
-        """Whether the KV is promised to be stored."""
+        """Returns whether the KV is promised to be stored."""
         return self.params is not None and self.params.phase == "decode"
 
 
@@ -58,7 +58,7 @@ def read_request_params(
     lora: str | None,
     admit: VerifyParams | None = None,
 ) -> RequestParams:
-    """What a request says about its KV.
+    """Returns what a request says about its KV.
 
     Args:
         kv_transfer_params: of the request.

@@ -1,7 +1,7 @@
 """One request in the book: what it brought, what was asked of the store for it, and which life of the weights it is of.
 
 vLLM may be given other weights while it runs, and then has its caches reset; what the engine computes from there on has
-another name, a life. The one rule: what a request began in one life is never stored under the name of another.
+another name, a life. Invariant: what a request began in one life is never stored under the name of another.
 """
 
 from collections.abc import Sequence as Tokens
@@ -67,7 +67,7 @@ class RequestState:
 
     @property
     def extras(self) -> tuple[ExtraKey, ...]:
-        """What its KV depends on besides token ids, the weights' life included."""
+        """Returns what its KV depends on besides token ids, the weights' life included."""
         return self._extras + self._life
 
     def renew(self, life: tuple[ExtraKey, ...]) -> None:

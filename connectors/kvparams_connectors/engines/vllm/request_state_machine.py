@@ -1,9 +1,9 @@
-"""What one request still wants of the store: decided from numbers alone.
+"""Decides from numbers alone what one request still wants of the store.
 
 A request waits, has an offer made, may load, computes, and ends; preempted, it waits again for a new offer. Pure.
 
-The one rule: an offer that was taken up is never made again before the request is preempted. What of it could not
-be loaded is computed; offered once more, it would fail for ever.
+Invariant: an offer that was taken up is never made again before the request is preempted. What of it could not be
+loaded is computed; offered once more, it would fail for ever.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["LoadRange", "RequestStage", "RequestStateMachine", "SaveRange"]
 
 
 class RequestStage(Enum):
-    """Where a request stands, as the store sees it."""
+    """Describes where a request stands, as the store sees it."""
 
     WAITING = "waiting"
     """Nothing is in its blocks, and an offer may be made."""
@@ -68,7 +68,7 @@ class RequestStateMachine:
         self._claim: LoadRange | None = None
 
     def offer_tokens(self, found: int, local: int, total: int) -> int:
-        """How many tokens behind the `local` ones to offer; nothing changes if the engine does not take it up.
+        """Returns how many tokens behind the `local` ones to offer; nothing changes if the engine does not take it up.
 
         Args:
             found: so many are stored.
@@ -134,7 +134,7 @@ class RequestStateMachine:
         return span
 
     def record_preemption(self, preemptions: int) -> bool:
-        """How often the engine took the request's blocks away, by its count; whether that is news."""
+        """Returns how often the engine took the request's blocks away, by its count; whether that is news."""
         if preemptions == self.preemptions or self.stage is RequestStage.ENDED:
             return False
         self.preemptions = preemptions

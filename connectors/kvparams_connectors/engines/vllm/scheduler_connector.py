@@ -1,6 +1,6 @@
 """vLLM's scheduler and our book of requests: this file only says one in the other's words.
 
-The one rule: no decision is made here.
+No decision is made here.
 """
 
 import logging
@@ -52,7 +52,7 @@ _LOOKUP_WAIT_S: Final = 0.0004
 
 
 class SchedulerConnector:
-    """What the connector does in vLLM's scheduler."""
+    """Describes what the connector does in vLLM's scheduler."""
 
     def __init__(
         self, config: VllmConfig, cache: KVCacheConfig, settings: VLLMSettings, *, tells_failures: bool = True
@@ -113,12 +113,12 @@ class SchedulerConnector:
 
     @property
     def has_pinned_blocks(self) -> bool:
-        """Whether blocks are held: the engine must go on, to hear that they are copied."""
+        """Returns whether blocks are held: the engine must go on, to hear that they are copied."""
         return bool(self._holds)
 
     @property
     def blocks_other_requests(self) -> bool:
-        """Whether blocks that others could use are held."""
+        """Returns whether blocks that others could use are held."""
         return bool(self._holds) and self._holds.blocks_other_requests
 
     def update_from_workers(self, loads: Iterable[tuple[int, float]], copied: Iterable[int]) -> None:
@@ -140,7 +140,7 @@ class SchedulerConnector:
             _LOGGER.exception("the store is not used for request %s", request.request_id)
 
     def _read(self, request: VLLMRequest) -> tuple[RequestParams, tuple[ExtraKey, ...]]:
-        """What the request says, and what its KV depends on besides token ids."""
+        """Returns what the request says, and what its KV depends on besides token ids."""
         lora = request.lora_request
         handoff = read_request_params(
             request.kv_transfer_params,

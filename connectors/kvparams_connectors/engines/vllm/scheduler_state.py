@@ -1,6 +1,6 @@
 """The scheduler's half, without an engine: all requests, what is looked up for them, and the orders of each step.
 
-The one rule: nothing here waits or raises for one request; a request of which the store knows nothing good is computed.
+Invariant: nothing here waits or raises for one request; a request of which the store knows nothing good is computed.
 """
 
 import logging
@@ -38,16 +38,24 @@ class PrefixLookup(Protocol):
 
     def plan(
         self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[ExtraKey], known: PageChains = ()
-    ) -> GroupedPlan: ...
+    ) -> GroupedPlan:
+        """Returns the pages of a sequence."""
+        ...
+
     def pages(
         self, token_ids: Tokens[int], shared: KVTransferParams | None, extras: Tokens[ExtraKey], known: PageChains
-    ) -> PageChains: ...
-    def look_up(self, plan: GroupedPlan) -> Job[PrefixHit]: ...
+    ) -> PageChains:
+        """Returns the pages that are known of a sequence."""
+        ...
+
+    def look_up(self, plan: GroupedPlan) -> Job[PrefixHit]:
+        """Asks the store how much of a sequence it has."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """What holds for all requests."""
+    """Describes what holds for all requests."""
 
     page_tokens: int
     loads: bool
@@ -145,7 +153,7 @@ class SchedulerState:
         _LOGGER.log(level, "the store is not used for request %s: %s", request_id, why)
 
     def get_matched_tokens(self, request_id: str, local: int, token_ids: Tokens[int], preemptions: int) -> int | None:
-        """How many tokens behind the `local` ones the store has; None: ask again."""
+        """Returns how many tokens behind the `local` ones the store has; None: ask again."""
         entry = self._entries.get(request_id)
         if entry is None or entry.disabled_reason or not self._rules.loads:
             return 0
@@ -293,7 +301,7 @@ class SchedulerState:
         return None
 
     def _comes(self, lookup: Job[PrefixHit]) -> bool:
-        """Whether the answer comes within what is left of the step's patience."""
+        """Returns whether the answer comes within what is left of the step's patience."""
         if self._wait_s <= 0:
             return False
         since = self._clock()

@@ -1,7 +1,7 @@
 """One page through the whole path before the engine serves: gather, put, get, verify, scatter.
 
-The one rule: a page that comes back other than it went in stops the engine; a store that does not answer does not, for
-it may come back, and until then everything is computed.
+A page that comes back other than it went in stops the engine; a store that does not answer does not, for it may come
+back, and until then everything is computed.
 """
 
 import logging
@@ -56,16 +56,7 @@ def run_self_test(
     if count >= len(tensors[0]):
         raise SelfTestError(f"the cache has {len(tensors[0])} blocks, and a page of {page_tokens} tokens takes {count}")
     blocks = list(range(len(tensors[0]) - 1, len(tensors[0]) - 1 - count, -1))  # backwards: no order is assumed
-    salt = os.urandom(16).hex()  # pages that nobody else asks for
-    params = KVTransferParams(
-        version=PROTOCOL_VERSION,
-        request_id="self-test",
-        transfer=Transfer(id=salt, attempt=1),
-        phase="prefill",
-        mode="store",
-        isolation=Isolation(cache_salt=f"self-test {salt}"),
-    )
-    plan = connector.plan(list(range(tokens)), params)
+    plan = connector.plan(list(range(tokens)), _unshared_params())
     before = [_random(tensor, blocks) for tensor in tensors]
     try:
         saved = connector.save(plan, blocks, 0, tokens, required=True).result(deadline_s)
@@ -88,6 +79,19 @@ def run_self_test(
         for tensor in tensors:
             tensor[blocks] = 0
         store.delete(plan.keys, deadline_s).result(deadline_s)
+
+
+def _unshared_params() -> KVTransferParams:
+    """Params of pages that nobody else asks for."""
+    salt = os.urandom(16).hex()
+    return KVTransferParams(
+        version=PROTOCOL_VERSION,
+        request_id="self-test",
+        transfer=Transfer(id=salt, attempt=1),
+        phase="prefill",
+        mode="store",
+        isolation=Isolation(cache_salt=f"self-test {salt}"),
+    )
 
 
 def _random(tensor: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """From tokens to the orders of each group of layers.
 
-The one rule: block 0 of a group with a window holds nothing: it is neither saved nor filled, nor is what stands before.
+Block 0 of a group with a window holds nothing: it is neither saved nor filled, nor is what stands before.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def load_specs(
     block_tokens: int,
     windows: Tokens[int | None],
 ) -> list[LoadSpec]:
-    """What fills all blocks that the engine has for the tokens of a claim."""
+    """Returns what fills all blocks that the engine has for the tokens of a claim."""
     orders: list[LoadSpec] = []
     for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
         start = claim.start if window is None else max(claim.start, _behind_nulls(table) * block_tokens)
@@ -48,7 +48,7 @@ def save_specs(
     hold: Callable[[Tokens[int]], int] | None,
     gaps: set[tuple[int, int]],
 ) -> list[SaveSpec]:
-    """What saves the pages of a span, as far as the engine still has their blocks.
+    """Returns what saves the pages of a span, as far as the engine still has their blocks.
 
     Args:
         sequence: up to the span's end.

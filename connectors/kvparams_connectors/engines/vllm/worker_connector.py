@@ -1,7 +1,7 @@
 """vLLM's worker and our transfers: its tensors become a layout, its steps begin loads and make saves.
 
-The one rule: until the tensors are known and understood there is no connector, and an engine whose tensors are not
-understood does not start.
+Until the tensors are known and understood there is no connector, and an engine whose tensors are not understood does
+not start.
 """
 
 import logging
@@ -32,14 +32,19 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class WorkerPlatform(Protocol):
-    """What only vLLM knows of the process."""
+    """Describes what only vLLM knows of the process."""
 
-    def tensor_rank(self) -> int: ...
-    def cpu_kernel(self, config: VllmConfig, block_size: int, head_size: int) -> str: ...
+    def tensor_rank(self) -> int:
+        """Returns the rank of tensor parallelism."""
+        ...
+
+    def cpu_kernel(self, config: VllmConfig, block_size: int, head_size: int) -> str:
+        """Returns the name of the attention kernel, on a CPU."""
+        ...
 
 
 class WorkerConnector:
-    """What the connector does in one of vLLM's workers."""
+    """Describes what the connector does in one of vLLM's workers."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The workers' half, without an engine: orders become jobs of the store connector, and each load is reported once.
 
-Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. The one rule: what went
-wrong is a load that did not reach its end or a save that stored nothing, never an exception; a load's bad blocks are
-named in the same report as the request, so the engine neither uses nor keeps them.
+Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. Invariant: what went wrong
+is a load that did not reach its end or a save that stored nothing, never an exception; a load's bad blocks are named in
+the same report as the request, so the engine neither uses nor keeps them.
 """
 
 import logging
@@ -28,26 +28,36 @@ T = TypeVar("T")
 
 
 class PageConnector(Protocol):
-    """What of `KVStoreConnector` is used here."""
+    """Describes what of `KVStoreConnector` is used here."""
 
     def plan(
         self, token_ids: Tokens[int], params: KVTransferParams | None, extras: Tokens[ExtraKey], known: Tokens[Page]
-    ) -> SequencePlan: ...
-    def load(self, plan: SequencePlan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]: ...
+    ) -> SequencePlan:
+        """Returns the pages of a sequence."""
+        ...
+
+    def load(self, plan: SequencePlan, block_ids: Tokens[int], start_token: int, end_token: int) -> Job[LoadReport]:
+        """Begins to load pages."""
+        ...
+
     def save(
         self, plan: SequencePlan, block_ids: Tokens[int], start_token: int, end_token: int, *, required: bool = False
-    ) -> Job[SaveReport]: ...
+    ) -> Job[SaveReport]:
+        """Begins to save pages."""
+        ...
 
 
 class BackgroundExecutor(Protocol):
     """Does what can wait, not in the engine's thread: `jobs.WorkerPool`."""
 
-    def submit(self, work: Callable[[Job[T]], T], deadline_s: float, *, timed_out: T, refused: T) -> Job[T]: ...
+    def submit(self, work: Callable[[Job[T]], T], deadline_s: float, *, timed_out: T, refused: T) -> Job[T]:
+        """Does work in a thread; see `WorkerPool.submit`."""
+        ...
 
 
 @dataclass(slots=True)
 class FinishedTransfers:
-    """What has ended since the last report."""
+    """Describes what has ended since the last report."""
 
     request_ids: set[str] = field(default_factory=set[str])
     bad_blocks: set[int] = field(default_factory=set[int])
@@ -107,7 +117,7 @@ class WorkerTransfers:
         return len(self._running) + self._copying
 
     def ended(self) -> int:
-        """How many transfers have ended since the start. While it stays the same no counter has changed."""
+        """Returns how many transfers have ended since the start. While it stays the same no counter has changed."""
         while self._saving and self._saving[0].done():
             self._saving.popleft()
             self._ended += 1
@@ -161,7 +171,7 @@ class WorkerTransfers:
                 _LOGGER.exception("a save failed")
 
     def finished(self) -> FinishedTransfers:
-        """What has ended, each once."""
+        """Returns what has ended, each once."""
         seen = FinishedTransfers()
         self._hear(seen)
         if not self._running:

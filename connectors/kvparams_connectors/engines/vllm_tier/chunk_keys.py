@@ -1,9 +1,9 @@
-"""What an offloaded chunk of vLLM is as a page of ours: its key in the store, its identity.
+"""Defines what an offloaded chunk of vLLM is as a page of ours: its key in the store, its identity.
 
 vLLM names a chunk by the hash of its tokens and all before them (LoRA name, images, cache salt and prompt embeddings
 included) and its group of layers (`OffloadKey`, vllm/v1/kv_offload/base.py of 0.32). Not in there: the model, its
-weights, how the bytes lie. All of them are in the digest of the form here. The one rule: whatever changes the bytes of
-a chunk, and is known here, changes its key; nothing in this file knows vLLM's classes.
+weights, how the bytes lie. All of them are in the digest of the form here. Invariant: whatever changes the bytes of a
+chunk, and is known here, changes its key; nothing in this file knows vLLM's classes.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class OffloadLayerGroup:
 
 @dataclass(frozen=True)
 class OffloadChunkLayout:
-    """How the chunks of one engine lie in memory, and of which model they are."""
+    """Describes how the chunks of one engine lie in memory, and of which model they are."""
 
     vllm: str
     """Its version: how a chunk lies in memory has no other name, and no version promises it to the next."""
@@ -107,7 +107,7 @@ class OffloadChunkLayout:
         return hashlib.sha256(_FORM_DOMAIN + b"".join(struct.pack("<I", len(text)) + text for text in encoded)).digest()
 
     def is_known_key(self, key: bytes) -> bool:
-        """Whether a key of vLLM's can be one of these chunks."""
+        """Returns whether a key of vLLM's can be one of these chunks."""
         return len(key) == KEY_BYTES and int.from_bytes(key[-4:], "big") in self._groups
 
     @cached_property
@@ -124,7 +124,7 @@ class OffloadChunkLayout:
         return [start + key.hex() for key in keys]
 
     def identity(self, key: bytes) -> PageIdentity:
-        """What its header says. Workers stand for heads: vLLM cuts by rank."""
+        """Returns what its header says. Workers stand for heads: vLLM cuts by rank."""
         group = self._groups[int.from_bytes(key[-4:], "big")]
         return PageIdentity(
             self.digest,

@@ -1,8 +1,8 @@
 """From vLLM's configuration to the form of its chunks.
 
 A tier is told less than a connector: not which revision of the weights vLLM has loaded, not which attention backend
-runs. The one rule: where that cannot be seen, and nobody has said it, the engine is refused in a sentence that says
-what to do; chunks of other weights or of another order of bytes would be taken for its own.
+runs. Where that cannot be seen, and nobody has said it, the engine is refused in a sentence that says what to do;
+chunks of other weights or of another order of bytes would be taken for its own.
 """
 
 import json

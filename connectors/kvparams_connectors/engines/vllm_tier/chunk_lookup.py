@@ -1,7 +1,7 @@
-"""What is stored of the chunks that requests ask for: asked in batches, answered when the store has.
+"""Asks in batches which chunks of requests are stored, and answers when the store has.
 
-vLLM asks chunk by chunk, in its scheduler, and comes back in a later step where it was told to. The one rule: a request
-is told one thing about a chunk, and after a load that failed it is told no: else it would load the same one for ever.
+vLLM asks chunk by chunk, in its scheduler, and comes back in a later step where it was told to. A request is told one
+thing about a chunk, and after a load that failed it is told no: else it would load the same one for ever.
 """
 
 import logging
@@ -41,11 +41,11 @@ class ChunkLookup:
 
     @property
     def size(self) -> int:
-        """How much is kept; nothing, when all requests have ended and the store has answered."""
+        """Returns how much is kept; nothing, when all requests have ended and the store has answered."""
         return len(self._askers) + len(self._unsent) + len(self._jobs) + len(self._told)
 
     def is_stored(self, key: bytes, request: str) -> bool | None:
-        """Whether a chunk is stored; None: not known yet, ask again in a later step."""
+        """Returns whether a chunk is stored; None: not known yet, ask again in a later step."""
         if self._jobs and not self._heard:
             self._hear()
         told = self._told.get(request)

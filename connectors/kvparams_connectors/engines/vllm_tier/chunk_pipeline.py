@@ -1,15 +1,16 @@
 """Chunks on their way between vLLM's host memory and a store: sealed before they go, verified where they arrive.
 
 They go through an arena of ours, for vLLM gives a chunk's memory to others as soon as a job is reported: a store that
-is stuck keeps a slot of ours, never memory of vLLM's. The one rule: when a job is done nothing touches vLLM's memory
-any more, whatever the store still does (`Job.guarded_section`).
+is stuck keeps a slot of ours, never memory of vLLM's. Invariant: when a job is done nothing touches vLLM's memory any
+more, whatever the store still does (`Job.guarded_section`).
 """
 
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvparams.page_auth import PageAuthKeys
-from kvparams.pages import HEADER_BYTES, REASONS_USABLE_BY_OTHERS, seal, verify
+from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.engines.vllm_tier.chunk_keys import OffloadChunkLayout
 from kvparams_connectors.jobs import Job, WorkerPool
-from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
+from kvparams_connectors.store import GetOp, KVStore, Result, ResultCode, Results
 from kvparams_connectors.store_url import StoreError
+from kvparams_connectors.transfer.page_pipeline import PORTION_BYTES, PagePipeline
+from kvparams_connectors.transfer.page_portions import transfer_portions
 
 __all__ = ["NO_ROOM", "ChunkRows", "ChunkTransferResult", "HostRows", "OffloadChunkPipeline"]
 
@@ -38,17 +41,15 @@ NO_ROOM: Final = "no_room"
 
 _ARENA_BYTES: Final = 64 << 20
 _ARENA_CHUNKS: Final = 8
-_PORTION_BYTES: Final = 8 << 20
-"""So much is given to the store at a time, and the next is sealed, or the last verified, meanwhile."""
-_FLYING: Final = 2
-"""Portions of a job at a time."""
+_AHEAD: Final = 2
+"""Portions of a job on their way at a time."""
 _LOAD_THREADS: Final = 4
 _SAVE_THREADS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTransferResult:
-    """What became of a job."""
+    """Describes what became of a job."""
 
     done: tuple[bytes, ...] = ()
     """Loaded: verified, and in their rows. Saved: stored by us or there already."""
@@ -83,19 +84,6 @@ class _ResultBuilder:
         return ChunkTransferResult(done, self.nbytes, self.existing, self.gone, refused, failures, took)
 
 
-@dataclass(slots=True)
-class _ChunksInFlight:
-    """Chunks that the store has been given, and their slots."""
-
-    chunks: ChunkRows
-    slots: list[Slot]
-    job: Job[Results]
-
-    def land(self) -> None:
-        """The slots go back when the store has let go of them."""
-        self.job.add_settled_callback(lambda: _give_back(self.slots))
-
-
 class OffloadChunkPipeline:
     """One engine's way to a store."""
 
@@ -120,11 +108,11 @@ class OffloadChunkPipeline:
         self._store = store
         self._form = form
         self._deadline_s = deadline_s
-        self._verify = verify
-        self._keys = None if seals is None else seals.for_tenant(None)
+        keys = None if seals is None else seals.for_tenant(None)
+        self._pipeline = PagePipeline(store, keys, deadline_s, "chunk", verify)
         stored = form.stored_bytes
         self._arena = Arena(arena_bytes or max(_ARENA_BYTES, _ARENA_CHUNKS * (stored + 64)), stored)
-        self._portion = max(1, _PORTION_BYTES // stored)
+        self._portion = max(1, PORTION_BYTES // stored)
         self._loads = WorkerPool("kvparams-tier-load", threads=_LOAD_THREADS)
         self._saves = WorkerPool("kvparams-tier-save", threads=_SAVE_THREADS)
         self._closed = False
@@ -132,7 +120,7 @@ class OffloadChunkPipeline:
 
     @property
     def free_slots(self) -> int:
-        """How many more chunks could be on their way."""
+        """Returns how many more chunks could be on their way."""
         return self._arena.free_slots
 
     def load(self, rows: HostRows, chunks: ChunkRows) -> Job[ChunkTransferResult]:
@@ -199,24 +187,28 @@ class OffloadChunkPipeline:
     def _load(
         self, job: Job[ChunkTransferResult], form: OffloadChunkLayout, rows: HostRows, chunks: ChunkRows
     ) -> ChunkTransferResult:
-        def begin(part: ChunkRows, slots: list[Slot]) -> Job[Results] | None:
+        def begin(part: ChunkRows, slots: Sequence[Slot]) -> Job[Results]:
             ops = [GetOp(form.name(key), (slot.view,)) for (key, _), slot in zip(part, slots, strict=True)]
             return self._store.get(ops, job.remaining_s())
 
         def end(count: _ResultBuilder, chunk: tuple[bytes, int], slot: Slot, result: Result) -> None:
             key, row = chunk
-            if result.code is ResultCode.MISS:
+            why = self._pipeline.why_unusable(result, form.identity(key), (slot.view,))
+            if why is ResultCode.MISS:
                 count.gone += 1
-            elif result.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
-                count.failures[result.code.value] += 1
-            elif self._good(count, form, key, slot, result):
+            elif isinstance(why, ResultCode):
+                count.failures[why.value] += 1
+            elif why is not None:
+                count.refused[why.reason] += 1
+                self._pipeline.refuse(form.name(key), why)
+            else:
                 with job.guarded_section() as wanted:
                     if wanted and not self._closed:
                         np.copyto(rows[row, : form.payload_bytes], _payload(slot))
                         count.done.append(key)
                         count.nbytes += form.payload_bytes
 
-        return self._fly(job, chunks, begin, end, _ResultBuilder())
+        return self._transfer(job, chunks, begin, end, _ResultBuilder())
 
     def _save(
         self, job: Job[ChunkTransferResult], form: OffloadChunkLayout, rows: HostRows, chunks: ChunkRows
@@ -231,16 +223,16 @@ class OffloadChunkPipeline:
             else:
                 absent.append(chunk)
 
-        def begin(part: ChunkRows, slots: list[Slot]) -> Job[Results] | None:
+        def begin(part: ChunkRows, slots: Sequence[Slot]) -> Job[Results] | None:
             for (_, row), slot in zip(part, slots, strict=True):
                 with job.guarded_section() as wanted:
                     if not wanted or self._closed:
                         return None
                     np.copyto(_payload(slot), rows[row, : form.payload_bytes])
-            ops: list[PutOp] = []
-            for (key, _), slot in zip(part, slots, strict=True):
-                seal(slot.view, form.identity(key), self._keys)
-                ops.append(PutOp(form.name(key), (slot.view,)))
+            ops = [
+                self._pipeline.sealed_put(form.name(key), form.identity(key), (slot.view,))
+                for (key, _), slot in zip(part, slots, strict=True)
+            ]
             return self._store.put(ops, job.remaining_s())
 
         def end(count: _ResultBuilder, chunk: tuple[bytes, int], slot: Slot, result: Result) -> None:
@@ -253,91 +245,38 @@ class OffloadChunkPipeline:
                 return
             count.done.append(chunk[0])
 
-        return self._fly(job, absent, begin, end, count)
+        return self._transfer(job, absent, begin, end, count)
 
-    def _fly(
+    def _transfer(
         self,
         job: Job[ChunkTransferResult],
         chunks: ChunkRows,
-        begin: Callable[[ChunkRows, list[Slot]], Job[Results] | None],
+        begin: Callable[[ChunkRows, Sequence[Slot]], Job[Results] | None],
         end: Callable[[_ResultBuilder, tuple[bytes, int], Slot, Result], None],
         count: _ResultBuilder,
     ) -> ChunkTransferResult:
-        """Portion by portion; `begin` gives one to the store, or None if the wait is over, and `end` looks at a chunk.
-
-        Slots are waited for only while none is held: two jobs that hold some would wait for each other.
-        """
-        waiting: deque[ChunkRows] = deque(
-            chunks[start : start + self._portion] for start in range(0, len(chunks), self._portion)
-        )
-        flying: deque[_ChunksInFlight] = deque()
+        """Portion by portion; `begin` gives one to the store, or None if the wait is over, `end` looks at a chunk."""
+        left = len(chunks)
         job.set_partial_result(count.moved())
-        try:
-            while (waiting or flying) and not job.done():
-                if waiting and len(flying) < _FLYING:
-                    part = waiting[0]
-                    slots = self._arena.lease_many(1, len(part), 0.0 if flying else job.remaining_s())
-                    if slots:
-                        waiting[0] = part[len(slots) :]
-                        if not waiting[0]:
-                            waiting.popleft()
-                        if (flight := _begun(part[: len(slots)], slots, begin)) is None:
-                            break
-                        flying.append(flight)
-                        continue
-                    if not flying:
-                        break
-                flight = flying.popleft()
-                try:
-                    for chunk, slot, result in zip(flight.chunks, flight.slots, flight.job.result(), strict=True):
-                        end(count, chunk, slot, result)
-                finally:
-                    flight.land()
+        with closing(
+            transfer_portions(
+                chunks,
+                self._arena,
+                begin,
+                portion_items=self._portion,
+                ahead=_AHEAD,
+                remaining_s=job.remaining_s,
+            )
+        ) as portions:
+            for portion in portions:
+                left -= len(portion.items)
+                for chunk, slot, result in zip(portion.items, portion.slots, portion.job.result(), strict=True):
+                    end(count, chunk, slot, result)
                 job.set_partial_result(count.moved())
-        finally:
-            for flight in flying:
-                flight.land()
-        left = sum(len(part) for part in waiting)
         if left and not job.done():
             count.failures[NO_ROOM] += left
         return count.moved()
 
-    def _good(self, count: _ResultBuilder, form: OffloadChunkLayout, key: bytes, slot: Slot, result: Result) -> bool:
-        """Whether what came is the chunk that was asked for; another one is discarded where that is ours to do."""
-        if result.code is ResultCode.TOO_LARGE or result.nbytes != form.stored_bytes:
-            reason, message = "torn", f"{result.nbytes} of {form.stored_bytes} bytes"
-        elif not self._verify:
-            return True
-        else:
-            refusal = verify(slot.view, form.identity(key), self._keys)
-            if refusal is None:
-                return True
-            reason, message = refusal.reason, refusal.message
-        count.refused[reason] += 1
-        _LOGGER.warning("chunk %s was not used: %s: %s", form.name(key), reason, message)
-        if reason not in REASONS_USABLE_BY_OTHERS:
-            self._store.discard([form.name(key)], self._deadline_s)
-        return False
-
-
-def _begun(
-    part: ChunkRows, slots: list[Slot], begin: Callable[[ChunkRows, list[Slot]], Job[Results] | None]
-) -> _ChunksInFlight | None:
-    try:
-        job = begin(part, slots)
-    except BaseException:
-        _give_back(slots)
-        raise
-    if job is None:
-        _give_back(slots)
-        return None
-    return _ChunksInFlight(part, slots, job)
-
 
 def _payload(slot: Slot) -> npt.NDArray[np.uint8]:
     return np.frombuffer(slot.view, np.uint8)[HEADER_BYTES:]
-
-
-def _give_back(slots: Sequence[Slot]) -> None:
-    for slot in slots:
-        slot.release()

@@ -1,7 +1,7 @@
-"""What is used of vLLM 0.32's offloading, with the file that each part stands in.
+"""Defines what is used of vLLM 0.32's offloading, with the file that each part stands in.
 
-The one rule: nothing of vLLM is used that does not stand here or in `interface_check.py`, which holds it against the
-vLLM that is installed.
+Nothing of vLLM is used that does not stand here or in `interface_check.py`, which holds it against the vLLM that is
+installed.
 """
 
 from collections.abc import Collection, Sequence
@@ -58,28 +58,53 @@ class OffloadingConfig(Protocol):
     """Of the same file, `OffloadingConfig`. `worker_kv_bytes_per_block` is of all layers."""
 
     @property
-    def groups(self) -> Sequence[_OffloadingGroupConfig]: ...
+    def groups(self) -> Sequence[_OffloadingGroupConfig]:
+        """Returns the groups of layers."""
+        ...
+
     @property
-    def worker_kv_bytes_per_block(self) -> int: ...
+    def worker_kv_bytes_per_block(self) -> int:
+        """Returns the bytes of a block on each worker."""
+        ...
+
     @property
-    def model(self) -> _OffloadingModelConfig: ...
+    def model(self) -> _OffloadingModelConfig:
+        """Returns what is known of the model."""
+        ...
+
     @property
-    def cache(self) -> _OffloadingCacheConfig: ...
+    def cache(self) -> _OffloadingCacheConfig:
+        """Returns the configuration of the cache."""
+        ...
+
     @property
-    def parallel(self) -> _OffloadingParallelConfig: ...
+    def parallel(self) -> _OffloadingParallelConfig:
+        """Returns the configuration of parallelism."""
+        ...
+
     @property
-    def canonical_layout(self) -> bool: ...
+    def canonical_layout(self) -> bool:
+        """Returns whether vLLM puts the parts of workers together."""
+        ...
+
     @property
-    def kv_cache_layout(self) -> str | None: ...
+    def kv_cache_layout(self) -> str | None:
+        """Returns the name of the order of the elements."""
+        ...
 
 
 class OffloadingSpec(Protocol):
     """vllm/v1/kv_offload/base.py, `OffloadingSpec`. `replicated_layout`: workers hold the same, and it is kept once."""
 
     @property
-    def config(self) -> OffloadingConfig: ...
+    def config(self) -> OffloadingConfig:
+        """Returns the configuration of offloading."""
+        ...
+
     @property
-    def replicated_layout(self) -> bool: ...
+    def replicated_layout(self) -> bool:
+        """Returns whether all workers hold the same."""
+        ...
 
 
 class TransferJob(Protocol):
@@ -87,15 +112,25 @@ class TransferJob(Protocol):
     the job is reported."""
 
     @property
-    def job_id(self) -> int: ...
+    def job_id(self) -> int:
+        """Returns the id of the job."""
+        ...
+
     @property
-    def keys(self) -> Collection[bytes]: ...
+    def keys(self) -> Collection[bytes]:
+        """Returns the keys of the chunks."""
+        ...
+
     @property
-    def chunk_ids(self) -> Sequence[int]: ...
+    def chunk_ids(self) -> Sequence[int]:
+        """Returns the row of each chunk."""
+        ...
 
 
 class ReqContext(Protocol):
     """vllm/v1/kv_offload/base.py, `ReqContext`."""
 
     @property
-    def req_id(self) -> str: ...
+    def req_id(self) -> str:
+        """Returns the id of the request."""
+        ...

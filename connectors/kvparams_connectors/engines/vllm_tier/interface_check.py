@@ -1,8 +1,8 @@
-"""Whether the vLLM that is installed speaks to a tier as the one that is known here. It calls its own interface
-experimental, and has changed it with every version.
+"""Determines whether the vLLM that is installed speaks to a tier as the one that is known here. It calls its own
+interface experimental, and has changed it with every version.
 
-The one rule: what differs is refused before anything is served, by name; a field that means something else would be
-somebody else's KV.
+What differs is refused before anything is served, by name; a field that means something else would be somebody else's
+KV.
 """
 
 import inspect
@@ -58,7 +58,7 @@ MEMBER_NAMES: Final[Mapping[str, Sequence[str]]] = {
 
 
 def find_differences(base: Any, others: Mapping[str, Any]) -> list[str]:
-    """What is other than it is known here; nothing, if the interface is.
+    """Returns what is other than it is known here; nothing, if the interface is.
 
     Args:
         base: vLLM's `SecondaryTierManager`.

@@ -1,6 +1,6 @@
 """`KVParamsTier`: what vLLM's TieringOffloadingSpec loads by module path; `settings.py` says how to configure it.
 
-vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. The one rule: nothing here waits for a
+vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. Invariant: nothing here waits for a
 store, but where vLLM says that it may: when it starts, drains and ends.
 """
 
@@ -182,20 +182,24 @@ class KVParamsTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> Any:
+        """Returns whether a chunk is stored, or that it is not known yet."""
         there = self._asking.is_stored(key, req_context.req_id)
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
 
     def on_schedule_end(self, context: object) -> None:
+        """Asks the store for what this step has looked up."""
         self._asking.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forgets what a request has looked up."""
         self._asking.forget(req_context.req_id)
 
     # ---- jobs
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begins to store chunks."""
         chunks = [
             (key, int(row))
             for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)
@@ -217,12 +221,14 @@ class KVParamsTier(SecondaryTierManager):
         self._transfers[job_metadata.job_id] = _TierJob(keys, self._moving.save(self._rows, chunks), load=False)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begins to load chunks."""
         assert self._rows is not None
         chunks = [(key, int(row)) for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)]
         keys = tuple(job_metadata.keys)
         self._transfers[job_metadata.job_id] = _TierJob(keys, self._moving.load(self._rows, chunks), load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Returns the jobs that have ended since the last call."""
         results = [JobResult(job_id, success=False) for job_id in self._nameless]
         self._nameless.clear()
         done = [(job_id, transfer) for job_id, transfer in self._transfers.items() if transfer.job.done()]
@@ -265,6 +271,7 @@ class KVParamsTier(SecondaryTierManager):
         self._asking.restart(self._form)
 
     def shutdown(self) -> None:
+        """Waits, within bounds, for jobs and closes the store."""
         self._moving.close()
         self._store.close()
         self._rows = None
@@ -278,6 +285,7 @@ class KVParamsTier(SecondaryTierManager):
         return {**{name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}, **labelled}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        """Returns the counts since the last call, or None."""
         self._tally.add("lookups_failed", self._asking.failed)
         self._asking.failed = 0
         stats = OffloadingConnectorStats()

@@ -1,6 +1,6 @@
-"""Which numbers the tier reports, and under which names. Pure.
+"""Determines which numbers the tier reports, and under which names. Pure.
 
-The one rule: every number is a change since the last report, so that vLLM's sums over steps stay true.
+Every number is a change since the last report, so that vLLM's sums over steps stay true.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ FAILED: Final = (_PREFIX + "store_failures", "code", "Chunks that the store did 
 
 
 class TierStats:
-    """What has come up since the last report."""
+    """Describes what has come up since the last report."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()

@@ -8,8 +8,8 @@
     records     256 bytes per slot: key, size, owner, runs of units, checksum
     data        units of equal size
 
-The one rule: every block of the file is allocated before it is mapped, so that a full disk is an error at creation and
-never a SIGBUS in the middle of a copy.
+Every block of the file is allocated before it is mapped, so that a full disk is an error at creation and never a SIGBUS
+in the middle of a copy.
 """
 
 import errno
@@ -62,7 +62,7 @@ class FileGeometry(NamedTuple):
         return 1 << max(0, (self.units - 1).bit_length() - 1)
 
     def offsets(self) -> list[int]:
-        """Where buckets, words, ticks, free, records and data start, and where the data ends."""
+        """Returns where buckets, words, ticks, free, records and data start, and where the data ends."""
         sizes = (self.buckets * WAYS * 8, self.units * 8, self.units * 8, self.units, self.units * RECORD_BYTES)
         at = [_PAGE]
         for size in sizes:
@@ -154,7 +154,7 @@ def _check_file(path: Path, fd: int) -> None:
 
 
 def _read(path: Path, fd: int, size_bytes: int | None, unit_bytes: int | None) -> FileGeometry | None:
-    """What an existing file says; None if it is empty or was never finished."""
+    """Returns what an existing file says; None if it is empty or was never finished."""
     raw = os.pread(fd, _FIXED.size + 4, 0)
     if not raw:
         return None

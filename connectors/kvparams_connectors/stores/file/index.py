@@ -3,7 +3,7 @@
 A slot goes FREE → WRITING → READY → FREE. Finding and reading take no lock: look at the slot's word, read, and look
 again; if the word has changed meanwhile, what was read means nothing. Everything else happens under the file's lock.
 Records are the truth; buckets, ticks and free units follow from them and are made anew after a process has died with
-the lock. The one rule: a slot's word changes before its units are given to anybody else.
+the lock. Invariant: a slot's word changes before its units are given to anybody else.
 """
 
 import struct
@@ -50,7 +50,7 @@ class IndexEntry(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether its writer has published it."""
+        """Returns whether its writer has published it."""
         return self.word & 3 == _READY
 
 
@@ -86,15 +86,15 @@ class FileIndex:
 
     @property
     def repairs(self) -> int:
-        """How often the index was made anew since the file was created."""
+        """Returns how often the index was made anew since the file was created."""
         return self._file.counters[_REPAIRS]
 
     def is_being_written(self, entry: IndexEntry) -> bool:
-        """Whether a value that was being written still is, by somebody who lives."""
+        """Returns whether a value that was being written still is, by somebody who lives."""
         return self.is_unchanged(entry) and self._alive(entry)
 
     def is_published(self, entry: IndexEntry) -> bool:
-        """Whether a value that was being written is READY now."""
+        """Returns whether a value that was being written is READY now."""
         return self._words[entry.slot] == entry.word & ~3 | _READY
 
     def leave(self) -> None:
@@ -109,7 +109,7 @@ class FileIndex:
         return entry if entry is not None and entry.is_ready else None
 
     def is_unchanged(self, entry: IndexEntry) -> bool:
-        """Whether the slot still is what it was when `entry` was found."""
+        """Returns whether the slot still is what it was when `entry` was found."""
         return self._words[entry.slot] == entry.word
 
     def touch(self, entries: Sequence[IndexEntry | None]) -> None:
@@ -214,7 +214,7 @@ class FileIndex:
         return None
 
     def _two_buckets(self, digest: int) -> tuple[int, ...]:
-        """Where the one or two buckets start in which an entry with this hash may stand."""
+        """Returns where the one or two buckets start in which an entry with this hash may stand."""
         first, second = digest & self._mask, (digest >> 12 ^ 1) & self._mask
         return (first * WAYS,) if first == second else (first * WAYS, second * WAYS)
 
@@ -256,7 +256,7 @@ class FileIndex:
         return key.rstrip(b"\0"), IndexEntry(slot, word, nbytes, owner, seat, tuple(runs))
 
     def _alive(self, entry: IndexEntry) -> bool:
-        """Whether whoever writes the value still lives."""
+        """Returns whether whoever writes the value still lives."""
         if entry.owner == self._owner:
             return True
         return self._file.owners[entry.seat] == entry.owner and self._member.is_taken(entry.seat)

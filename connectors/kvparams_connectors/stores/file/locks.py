@@ -1,8 +1,8 @@
 """Locks between processes that end with the process, however it ends.
 
 `FileLock` excludes everybody else for a moment; `ProcessSeat` says who of the processes that use a file is still alive.
-The one rule: both are locks of the kernel on the open file, so kill -9 gives them back; no process number is trusted,
-which would mean something else in another container.
+Both are locks of the kernel on the open file, so kill -9 gives them back; no process number is trusted, which would
+mean something else in another container.
 """
 
 import fcntl
@@ -86,7 +86,7 @@ class ProcessSeat:
         raise OSError(f"all {seats} seats are taken")
 
     def is_taken(self, seat: int) -> bool:
-        """Whether somebody else holds `seat`."""
+        """Returns whether somebody else holds `seat`."""
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, seat))
         return _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
 

@@ -1,6 +1,6 @@
-"""What `kvparams doctor` says of a `file` store: where its file lies.
+"""Says for `kvparams doctor` where the file of a `file` store lies.
 
-The one rule: it reads the mount table and asks the file system; it opens nothing.
+It reads the mount table and asks the file system; it opens nothing.
 """
 
 import os
@@ -30,7 +30,7 @@ def file_system_of(path: Path, mounts: str) -> str:
 
 
 def file_advice(path: Path) -> list[Advice]:
-    """Whether this is a good place for the file."""
+    """Returns whether this is a good place for the file."""
     try:
         kind = file_system_of(path.resolve(), _MOUNTS.read_text())
         status = os.statvfs(path)

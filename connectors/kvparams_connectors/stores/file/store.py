@@ -1,8 +1,8 @@
 """The embedded store between the processes of one machine: a mapped file, no server.
 
 Any number of processes open the same path. Put it on tmpfs (`/dev/shm`) for speed; a file on disk outlives its users
-but not a restart of the machine, after which it starts empty. The one rule: the store is the file that has the path
-now. Where that was removed or replaced, its users go on together with the new one, and none goes on alone with the old.
+but not a restart of the machine, after which it starts empty. Invariant: the store is the file that has the path now.
+Where that was removed or replaced, its users go on together with the new one, and none goes on alone with the old.
 """
 
 import logging
@@ -78,12 +78,13 @@ class FileStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         largest = self._shape.units * self._shape.unit_bytes
         return Capabilities(persistent=True, shared=True, max_value_bytes=largest)
 
     @property
     def repairs(self) -> int:
-        """How often the index was made anew because a process had died while it changed it."""
+        """Returns how often the index was made anew because a process had died while it changed it."""
         return self._values.repairs if self._values is not None else 0
 
     def advice(self) -> list[Advice]:
@@ -91,18 +92,22 @@ class FileStore(BlockingStore):
         return file_advice(self._path)
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         with self._using(deadline) as values:
             return values.put(ops, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(ops)
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         with self._using(deadline) as values:
             return values.get(ops, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(ops)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         with self._using(deadline) as values:
             return values.exists(keys) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(keys)
 
     def exists_nowait(self, keys: Sequence[str]) -> Results | None:
+        """Looks keys up without waiting, or returns None; see `KVStore.exists_nowait`."""
         with self._closing:  # held for a moment only, by whoever closes
             if self._released or not self._changing.acquire(blocking=False):
                 return None
@@ -115,16 +120,19 @@ class FileStore(BlockingStore):
                 self._changing.release()
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         with self._using(deadline) as values:
             return values.delete(keys, deadline) if values is not None else [Result(ResultCode.UNAVAILABLE)] * len(keys)
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         if self._values is not None:
             self._values.close()
 
     @contextmanager
     def _using(self, deadline: float) -> Generator[FileValues | None]:
-        """What the path names now, for one batch, which goes on with it to its end; None: no store could be opened."""
+        """Returns what the path names now, for one batch, which goes on with it to its end; None: no store could be
+        opened."""
         with self._changing:
             if self._values is None or not self._values.path_is_current():
                 self._open_anew(deadline)

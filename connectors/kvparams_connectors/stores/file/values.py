@@ -1,6 +1,6 @@
 """The values in one mapped file: put, got, looked up and deleted by one process among several.
 
-The one rule: no lock is held while bytes are copied; a value becomes visible in one step when it is whole, and a reader
+Invariant: no lock is held while bytes are copied; a value becomes visible in one step when it is whole, and a reader
 that was overtaken by eviction reports a miss.
 """
 
@@ -57,7 +57,7 @@ class FileValues:
         return self._index.repairs
 
     def path_is_current(self) -> bool:
-        """Whether its path still names this file."""
+        """Returns whether its path still names this file."""
         try:
             status = os.lstat(self._path)
         except OSError:

@@ -1,8 +1,8 @@
 """A store that nobody could reach when the engine began: it is opened later, in the background.
 
 An engine that starts, or restarts, while its store is away computes everything itself until the store is there, as it
-does when the store goes away later. The one rule: nobody waits for the opening; until it is done every operation is
-UNAVAILABLE, at once.
+does when the store goes away later. Nobody waits for the opening; until it is done every operation is UNAVAILABLE, at
+once.
 """
 
 import logging
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvparams_connectors.jobs import Job, WorkerPool
+from kvparams_connectors.jobs import Job, WorkerPool, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
@@ -66,6 +66,7 @@ class DeferredStore(KVStore):
         return _EXPECTED if self._store is None else self._store.capabilities
 
     def register(self, arena: "Arena") -> None:
+        """Passes on which memory most buffers come from."""
         with self._lock:
             self._arena = arena
             store = self._store
@@ -73,38 +74,47 @@ class DeferredStore(KVStore):
             store.register(arena)
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         store = self._there()
         return _unavailable(len(ops)) if store is None else store.put(ops, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Reads values; see `KVStore.get`."""
         store = self._there()
         return _unavailable(len(ops)) if store is None else store.get(ops, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Looks keys up; see `KVStore.exists`."""
         store = self._there()
         return _unavailable(len(keys)) if store is None else store.exists(keys, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Deletes keys; see `KVStore.delete`."""
         store = self._there()
         return _unavailable(len(keys)) if store is None else store.delete(keys, deadline_s)
 
     @property
     def address(self) -> str | None:
+        """Returns where other processes can read, or None; see `KVStore.address`."""
         return None if self._store is None else self._store.address
 
     def hint_location(self, keys: Sequence[str], source: str) -> None:
+        """Passes a hint on; see `KVStore.hint_location`."""
         if self._store is not None:
             self._store.hint_location(keys, source)
 
     def quarantine(self, keys: Sequence[str]) -> None:
+        """Keeps damaged values from being found again; see `KVStore.quarantine`."""
         if self._store is not None:
             self._store.quarantine(keys)
 
     def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Quarantines and deletes damaged values; see `KVStore.discard`."""
         store = self._there()
         return _unavailable(len(keys)) if store is None else store.discard(keys, deadline_s)
 
     def close(self) -> None:
+        """Waits, within bounds, for what was submitted, and lets go of everything."""
         with self._lock:
             self._closed = True
         self._lane.close()
@@ -153,7 +163,4 @@ class DeferredStore(KVStore):
 
 
 def _unavailable(number: int) -> Job[Results]:
-    results = [Result(ResultCode.UNAVAILABLE)] * number
-    job = Job(time.monotonic(), results)
-    job.finish(results)
-    return job
+    return finished_job([Result(ResultCode.UNAVAILABLE)] * number)

@@ -1,6 +1,6 @@
-"""What is known of a store's health, and who may use it: breaker, operations in flight, quarantine, rates.
+"""Tracks what is known of a store's health, and who may use it: breaker, operations in flight, quarantine, rates.
 
-The one rule: decisions only. Time is passed in, of the clock `time.monotonic`; nothing waits, locks or calls a store.
+Invariant: decisions only. Time is passed in, of the clock `time.monotonic`; nothing waits, locks or calls a store.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ GuardedOperation = Literal["put", "get", "exists", "delete"]
 
 @dataclass(frozen=True, slots=True)
 class GuardLimits:
-    """How much patience there is with a store."""
+    """Describes how much patience there is with a store."""
 
     deadline_s: float = 30.0
     """No operation gets more than this, whatever its caller says."""
@@ -45,7 +45,7 @@ class GuardLimits:
 
 @dataclass(frozen=True, slots=True)
 class GuardStatistics:
-    """What a guard has seen; a snapshot."""
+    """Describes what a guard has seen; a snapshot."""
 
     state: BreakerState
     in_flight: int
@@ -95,7 +95,7 @@ class StoreHealth:
         self._opened = self._probes = self._corrupt = 0
 
     def statistics(self) -> GuardStatistics:
-        """What was seen until now."""
+        """Returns what was seen until now."""
         return GuardStatistics(
             state=self._breaker.state,
             in_flight=len(self._flights),
@@ -124,7 +124,7 @@ class StoreHealth:
         self._quarantine.add(keys, now)
 
     def quarantined(self, keys: Sequence[str], now: float) -> list[bool] | None:
-        """Which of these are in quarantine; None if none is."""
+        """Returns which of these are in quarantine; None if none is."""
         if not len(self._quarantine):
             return None
         held = [self._quarantine.holds(key, now) for key in keys]
@@ -199,7 +199,8 @@ class StoreHealth:
     # ---- probes
 
     def begin_probe(self, now: float) -> bool:
-        """Whether it is time to ask the store whether it is back; until `record_probe`, no operation is admitted."""
+        """Returns whether it is time to ask the store whether it is back; until `record_probe`, no operation is
+        admitted."""
         if not self._breaker.poll(now):
             return False
         self._breaker.begin_trial()
@@ -214,7 +215,7 @@ class StoreHealth:
             self._opened += 1
 
     def next_time(self) -> float | None:
-        """When a deadline passes or a probe is due; None if nothing is waited for."""
+        """Returns when a deadline passes or a probe is due; None if nothing is waited for."""
         times = [flight.deadline for flight in self._flights if not flight.counted]
         if self._breaker.state is BreakerState.OPEN:
             times.append(self._breaker.half_open_at)

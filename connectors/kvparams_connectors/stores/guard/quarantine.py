@@ -1,6 +1,6 @@
 """Keys whose values were found damaged, for a while.
 
-The one rule: bounded in number and in time; what falls out is merely asked for again.
+Bounded in number and in time; what falls out is merely asked for again.
 """
 
 from collections import OrderedDict
@@ -37,7 +37,7 @@ class Quarantine:
         self._until.pop(key, None)
 
     def holds(self, key: str, now: float) -> bool:
-        """Whether nobody should be given this value now."""
+        """Returns whether nobody should be given this value now."""
         until = self._until.get(key)
         if until is None:
             return False

@@ -1,7 +1,7 @@
 """A store that fails, kept from whoever uses it: deadlines, a circuit breaker, a bound on what runs, a quarantine.
 
 A dead or stopped store costs its deadline a few times, and then nothing: UNAVAILABLE comes at once, and the store is
-asked in the background whether it is back. The one rule: a guard never touches bytes and never waits; the job that the
+asked in the background whether it is back. Invariant: a guard never touches bytes and never waits; the job that the
 caller gets settles with the store's own, so a time-out gives no buffer back early.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvparams_connectors.advice import Advice, advice_from_store
 from kvparams_connectors.deadline_timer import DeadlineTimer
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     Capabilities,
@@ -71,45 +71,54 @@ class GuardedStore(KVStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._inner.capabilities
 
     def advice(self) -> Sequence[Advice]:
-        """What the guarded store says."""
+        """Returns what the guarded store says."""
         return advice_from_store(self._inner)
 
     @property
     def statistics(self) -> GuardStatistics:
-        """What was seen until now."""
+        """Returns what was seen until now."""
         with self._lock:
             return self._health.statistics()
 
     def register(self, arena: "Arena") -> None:
+        """Passes on which memory most buffers come from."""
         self._inner.register(arena)
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         nbytes = _nbytes(ops)
         return self._submit("put", ops, [op.key for op in ops], nbytes, self._inner.put, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Reads values; see `KVStore.get`."""
         nbytes = _nbytes(ops)
         return self._unless_held("get", ops, [op.key for op in ops], nbytes, self._inner.get, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Looks keys up; see `KVStore.exists`."""
         return self._unless_held("exists", keys, keys, 0, self._inner.exists, deadline_s)
 
     def exists_nowait(self, keys: Sequence[str]) -> Results | None:
+        """Looks keys up without waiting, or returns None; see `KVStore.exists_nowait`."""
         with self._lock:
             held = self._health.quarantined(keys, time.monotonic())
         return self._inner.exists_nowait(keys) if held is None else None
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Deletes keys; see `KVStore.delete`."""
         return self._submit("delete", keys, keys, 0, self._inner.delete, deadline_s)
 
     @property
     def address(self) -> str | None:
+        """Returns where other processes can read, or None; see `KVStore.address`."""
         return self._inner.address
 
     def hint_location(self, keys: Sequence[str], source: str) -> None:
+        """Passes a hint on; see `KVStore.hint_location`."""
         self._inner.hint_location(keys, source)
 
     def quarantine(self, keys: Sequence[str]) -> None:
@@ -125,6 +134,7 @@ class GuardedStore(KVStore):
         return self._submit("delete", keys, keys, 0, self._inner.discard, deadline_s)
 
     def close(self) -> None:
+        """Waits, within bounds, for what was submitted, and lets go of everything."""
         self._alarm.close()
         self._inner.close()
 
@@ -170,12 +180,12 @@ class GuardedStore(KVStore):
         if given_up:
             self._say(given_up=True)
         if flight is None:
-            return _ended([Result(ResultCode.UNAVAILABLE)] * len(keys), deadline_s)
+            return finished_job([Result(ResultCode.UNAVAILABLE)] * len(keys), deadline_s)
         try:
             job = call(ops, deadline_s)
         except Exception:  # it must not raise, but a guard that trusts is none
             _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-            job = _ended([Result(ResultCode.INTERNAL)] * len(keys), deadline_s)
+            job = finished_job([Result(ResultCode.INTERNAL)] * len(keys), deadline_s)
         # Before it is done: whoever hears that a put has ended finds what it has put.
         job.add_before_done_callback(lambda results: self._settled(flight, results))
         self._alarm.schedule(flight.deadline)
@@ -217,7 +227,7 @@ class GuardedStore(KVStore):
                 self._probe = self._inner.exists([_PROBE_KEY], self._limits.probe_s)
             except Exception:
                 _LOGGER.exception("%s: a store raised where it should have answered", self._name)
-                self._probe = _ended([Result(ResultCode.INTERNAL)], 0.0)
+                self._probe = finished_job([Result(ResultCode.INTERNAL)], 0.0)
             self._probe.add_settled_callback(lambda: self._alarm.schedule(0.0))
         with self._lock:
             following = self._health.next_time()
@@ -238,12 +248,6 @@ def _answered(probe: Job[Results]) -> bool:
         return all(result.code not in _NO_ANSWER for result in probe.result(0))
     except Exception:  # noqa: BLE001 - whatever it is, it is no answer
         return False
-
-
-def _ended(results: Results, deadline_s: float) -> Job[Results]:
-    job = Job(time.monotonic() + deadline_s, results)
-    job.finish(results)
-    return job
 
 
 def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:

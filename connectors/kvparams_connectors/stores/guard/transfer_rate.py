@@ -1,6 +1,6 @@
-"""How long moving so many bytes takes, from what was measured: a latency and a bandwidth.
+"""Estimates how long moving so many bytes takes, from what was measured: a latency and a bandwidth.
 
-The one rule: old measurements fade; a store that became slow is seen as slow after a few dozen operations.
+Old measurements fade; a store that became slow is seen as slow after a few dozen operations.
 """
 
 from typing import Final

@@ -1,6 +1,6 @@
 """A connection to an `lm://` server: requests sent, and replies read in the order in which they were asked for.
 
-The one rule: a put that was begun ends whole, or in a reset. The server keeps a put whose connection is *closed* in the
+Invariant: a put that was begun ends whole, or in a reset. The server keeps a put whose connection is *closed* in the
 middle of its value, as an entry without bytes that is found and cannot be read (`handle_client` of
 `lmcache/v1/server/__main__.py` in LMCache 0.5.6 stores what `receive_all` returns, None included); a reset makes it
 raise before it stores anything. So closing resets, as the kernel does for us if the process is killed, unless nothing
@@ -117,7 +117,7 @@ class LMCacheConnection(DeadlineSocket):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether no reply is owed, and the peer has neither spoken unasked nor gone away."""
+        """Returns whether no reply is owed, and the peer has neither spoken unasked nor gone away."""
         return not self._owed and self.is_silent
 
     def close(self) -> None:

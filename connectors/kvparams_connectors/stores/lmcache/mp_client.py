@@ -2,8 +2,8 @@
 
 Facts of lmcache/v1/multiprocess/ of that version: requests go over ZeroMQ and are answered by number; a request whose
 handler raises on the server is never answered (transport/zmq_impl/server.py, mq.py); a client whose peer is gone blocks
-the loop that all clients of the process share once 1000 requests wait to be sent. The one rule: whoever did not get an
-answer in time throws the client away, with whatever it had not sent, and takes a new one.
+the loop that all clients of the process share once 1000 requests wait to be sent. Whoever did not get an answer in time
+throws the client away, with whatever it had not sent, and takes a new one.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ class NoReplyError(Exception):
 class MessagingFuture(Protocol):
     """`MessagingFuture` in futures.py."""
 
-    def result(self, timeout: float | None = None) -> Any: ...
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the answer."""
+        ...
 
 
 def pseudo_token_ids(key: str, count: int) -> tuple[int, ...]:
@@ -65,7 +67,8 @@ class LMCacheMPLibrary:
         return LMCacheMPClient(self._factory.RequestClientFactory.create(f"tcp://{address}", context=context), context)
 
     def key(self, model: str, tokens: tuple[int, ...], request: str, *, worker: bool) -> Any:
-        """What a request names its value by; `worker`: of the one worker there is, or of all, as a lookup needs."""
+        """Returns what a request names its value by; `worker`: of the one worker there is, or of all, as a lookup
+        needs."""
         return self._types.IPCCacheServerKey(
             model_name=model,
             world_size=1,
@@ -92,8 +95,8 @@ class LMCacheMPLibrary:
         )
 
     def object_name(self, model: str, tokens: Sequence[int]) -> dict[str, object]:
-        """What the server's HTTP interface calls the value: `EncodedObjectKey` in distributed/api.py. Right for a
-        server with the default `--hash-algorithm blake3`."""
+        """Returns what the server's HTTP interface calls the value: `EncodedObjectKey` in distributed/api.py. Right for
+        a server with the default `--hash-algorithm blake3`."""
         if self._hash is None or self._hash.chunk_size != len(tokens):
             self._hash = self._hasher.TokenHasher(len(tokens), "blake3")
         (digest,) = self._hash.compute_chunk_hashes(list(tokens))
@@ -109,6 +112,7 @@ class LMCacheMPClient:
         self._context = context
 
     def chunk_size(self) -> MessagingFuture:
+        """Returns the tokens of a chunk."""
         return self._client.get_chunk_size()
 
     def register(self, registration: Any) -> MessagingFuture:
@@ -116,31 +120,39 @@ class LMCacheMPClient:
         return self._client.register_kv_cache_engine_driven_context(registration)
 
     def unregister(self, instance: int) -> MessagingFuture:
+        """Takes the shared memory back."""
         return self._client.unregister_kv_cache_engine_driven_context(instance)
 
     def lookup(self, key: Any) -> MessagingFuture:
+        """Asks which chunks the server has, and locks them."""
         return self._client.lookup(key, 1)
 
     def status(self, request: str, wait_s: float) -> MessagingFuture:
-        """How many chunks the lookup has found and locked; None if it is not done."""
+        """Returns how many chunks the lookup has found and locked; None if it is not done."""
         return self._client.wait_prefetch_status(request, wait_s)
 
     def free(self, key: Any) -> MessagingFuture:
+        """Unlocks chunks that were looked up."""
         return self._client.free_lookup_locks(key, 1)
 
     def end(self, request: str) -> MessagingFuture:
+        """Ends a session."""
         return self._client.end_session(request)
 
     def prepare_store(self, key: Any, instance: int) -> MessagingFuture:
+        """Asks where chunks may be written."""
         return self._client.prepare_store(key, instance)
 
     def commit_store(self, key: Any, instance: int) -> MessagingFuture:
+        """Says that chunks were written."""
         return self._client.commit_store(key, instance, b"")
 
     def prepare_retrieve(self, key: Any, instance: int) -> MessagingFuture:
+        """Asks where chunks can be read."""
         return self._client.prepare_retrieve(key, instance)
 
     def commit_retrieve(self, key: Any, instance: int) -> MessagingFuture:
+        """Says that chunks were read."""
         return self._client.commit_retrieve(key, instance)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """One store's standing with LMCache's multi-process server: a client, a registration, the mapped pool, what is owed.
 
-The one rule: before anything is asked, the pool is known to be that of the server that runs now, and we to be known to
-it; so whatever a server that was started anew has forgotten is noticed before a byte moves.
+Before anything is asked, the pool is known to be that of the server that runs now, and we to be known to it; so
+whatever a server that was started anew has forgotten is noticed before a byte moves.
 """
 
 import itertools
@@ -108,7 +108,7 @@ class LMCacheMPSession:
         return pseudo_token_ids(key, self.chunk_tokens)
 
     def object_name(self, key: str) -> dict[str, object]:
-        """What the server's HTTP interface calls it."""
+        """Returns what the server's HTTP interface calls it."""
         return self._library.object_name(self._model, self.tokens(key))
 
     def end(self, link: LMCacheMPClient, visits: Sequence[ValueLease], deadline: float) -> None:

@@ -4,9 +4,9 @@
 
 The digest is there because a chunk that was given out and never written can come to be seen: the server publishes what
 a client has reserved when it takes the client for dead (`_release_entry` in modules/engine_driven_transfer.py of
-0.5.6), and what lies in it then is another key's old value. The one rule: memory is used only while the name still
-leads to the file that was mapped; a server that was started anew under the same name has another one, and what is
-written to the old one is lost.
+0.5.6), and what lies in it then is another key's old value. Memory is used only while the name still leads to the file
+that was mapped; a server that was started anew under the same name has another one, and what is written to the old one
+is lost.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class SharedPoolMemory:
 
     @property
     def current(self) -> bool:
-        """Whether the name still leads here."""
+        """Returns whether the name still leads here."""
         try:
             return self._path.stat().st_ino == self._file
         except OSError:
@@ -89,7 +89,7 @@ class SharedPoolMemory:
         copy_in(self._bytes, 1, [Extent(offset + HEAD_BYTES, max(1, nbytes))], buffers, nbytes)
 
     def size(self, slot: ChunkSlot, key: str) -> int | None:
-        """How long the value of `key` in a chunk is; None if it is not that key's, or cannot be so long."""
+        """Returns how long the value of `key` in a chunk is; None if it is not that key's, or cannot be so long."""
         offset, length = slot
         nbytes, digest = _HEAD.unpack_from(self._map, offset)
         return nbytes if digest == _digest(key) and nbytes <= length - HEAD_BYTES else None

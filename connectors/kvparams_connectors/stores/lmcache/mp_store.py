@@ -3,8 +3,8 @@
 The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_client.py`),
 and its value for the bytes of that chunk, of which each takes the same room (`mp_shared_memory.py`). What the server
 does not say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of
-a value that is there already. The one rule: nothing is believed that a lookup did not find, and every lookup is ended
-on every path (`mp_value_lease.py`).
+a value that is there already. Invariant: nothing is believed that a lookup did not find, and every lookup is ended on
+every path (`mp_value_lease.py`).
 """
 
 import http.client
@@ -97,6 +97,7 @@ class LMCacheMPStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return Capabilities(persistent=True, shared=True, max_value_bytes=self._value_bytes, exact_lru=False)
 
     @property
@@ -118,6 +119,7 @@ class LMCacheMPStore(BlockingStore):
     # ---- operations
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         sizes = [sum(buffer.nbytes for buffer in op.buffers) for op in ops]
         results: Results = [Result(ResultCode.TOO_LARGE)] * len(ops)
         small = [at for at, size in enumerate(sizes) if size <= self._value_bytes]
@@ -189,9 +191,11 @@ class LMCacheMPStore(BlockingStore):
         return written
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         return self._read([op.key for op in ops], [op.buffers for op in ops], deadline)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         return self._read(keys, None, deadline)
 
     def _read(self, keys: Sequence[str], targets: Sequence[Sequence[memoryview]] | None, deadline: float) -> Results:
@@ -239,6 +243,7 @@ class LMCacheMPStore(BlockingStore):
         return results
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         results: Results = []
         for key in keys:
             results.append(self._delete(key, deadline))
@@ -278,6 +283,7 @@ class LMCacheMPStore(BlockingStore):
             connection.close()
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         self._session.close(time.monotonic() + 1.0)
 
     # ---- one window of keys

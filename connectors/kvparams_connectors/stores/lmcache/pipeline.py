@@ -1,7 +1,7 @@
 """Requests to an `lm://` server, done in order over one connection, with as much under way as keeps both sides busy.
 
-The one rule: the server works on a connection's requests one after the other, so an answer says that everything that
-was sent before it on that connection has been done. That is how a put, which has no answer of its own, is confirmed.
+Invariant: the server works on a connection's requests one after the other, so an answer says that everything that was
+sent before it on that connection has been done. That is how a put, which has no answer of its own, is confirmed.
 """
 
 import logging
@@ -60,7 +60,7 @@ class LMCacheRequest(Protocol):
     """How much it counts against what may be under way, in bytes."""
 
     def parts(self) -> Sequence[bytes | memoryview]:
-        """What is sent."""
+        """Returns what is sent."""
         ...
 
     def read(self, connection: LMCacheConnection) -> Result:
@@ -70,7 +70,7 @@ class LMCacheRequest(Protocol):
 
 @dataclass(slots=True)
 class PipelineResult:
-    """What came of requests."""
+    """Describes what came of requests."""
 
     results: list[Result] = field(default_factory=list[Result])
     """Of as many as were answered, from the first on."""
@@ -129,12 +129,12 @@ def run_requests(
 
 
 def _fits(weight: int, under_way: int, window: int) -> bool:
-    """Whether one more may be under way: two always, so that the server need not wait for us between them."""
+    """Returns whether one more may be under way: two always, so that the server need not wait for us between them."""
     return not under_way or (window > 0 and (under_way < 2 or (weight <= window and under_way < MAX_REPLIES_AT_ONCE)))
 
 
 def result_of_error(error: OSError, server: LMCacheAddress) -> Result:
-    """What an exchange that has ended means for the requests that were not answered."""
+    """Returns what an exchange that has ended means for the requests that were not answered."""
     if isinstance(error, TimeoutError):
         return Result(ResultCode.TIMEOUT)
     if isinstance(error, LMCacheProtocolError):
@@ -148,7 +148,7 @@ def flatten_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def total_bytes(parts: Sequence[memoryview]) -> int:
-    """How many bytes they have together."""
+    """Returns how many bytes they have together."""
     return sum(part.nbytes for part in parts)
 
 
@@ -201,6 +201,7 @@ class StoreValueRequest:
         self.weight = self._nbytes + 3 * REQUEST_BYTES
 
     def parts(self) -> Sequence[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         entry = LMCacheEntry(LMCacheEntryKind.VALUE, self._nbytes, self._tag)
         record = LMCacheEntry(LMCacheEntryKind.RECORD, self._nbytes, self._tag)
         return [
@@ -211,6 +212,7 @@ class StoreValueRequest:
         ]
 
     def read(self, connection: LMCacheConnection) -> Result:
+        """Reads the answer from the connection."""
         (reply,) = connection.replies(1)
         entry = reply.entry
         if entry is None or entry.kind is not LMCacheEntryKind.RECORD:  # not kept, or deleted at once
@@ -238,9 +240,11 @@ class FetchValueRequest:
         """Whether it was found buried when it was read last."""
 
     def parts(self) -> Sequence[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         return [encode_request(LMCacheCommand.GET, self._value)]
 
     def read(self, connection: LMCacheConnection) -> Result:
+        """Reads the answer from the connection."""
         reply = connection.reply()
         entry = reply.entry
         self.gone = entry is not None and entry.kind is LMCacheEntryKind.GONE
@@ -270,6 +274,7 @@ class TombstoneRequest:
         self._value, self._record = value, record
 
     def parts(self) -> Sequence[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         gone = LMCacheEntry(LMCacheEntryKind.GONE)
         puts = encode_request(LMCacheCommand.PUT, self._record, 0, gone) + encode_request(
             LMCacheCommand.PUT, self._value, 0, gone
@@ -277,5 +282,6 @@ class TombstoneRequest:
         return [puts + encode_request(LMCacheCommand.GET, self._record)]
 
     def read(self, connection: LMCacheConnection) -> Result:
+        """Reads the answer from the connection."""
         connection.replies(1)  # whatever it says: another may have put it again already
         return Result(ResultCode.OK)

@@ -5,7 +5,7 @@ server answers with the value's length and closes the connection), and a value t
 another put it, so that its record still says that it is there. Both are a MISS, and are buried with their records, or
 else every lookup would find them and no put replace them.
 
-The one rule: nothing is buried on one sight of it.
+Nothing is buried on one sight of it.
 """
 
 import logging

@@ -3,8 +3,7 @@
 What that server (0.5.6, `lmcache/v1/server/`) does not have is made of what it has. It does not acknowledge a put: what
 is asked behind it on the same connection is its answer. It does not say how large a value is: a record beside each
 value does, without bytes, so that a lookup moves none. It has no delete: a value is overwritten by an empty one, which
-frees its memory but for 1.3 KB. The one rule: a record is written behind its value, so that what a lookup finds is
-whole.
+frees its memory but for 1.3 KB. Invariant: a record is written behind its value, so that what a lookup finds is whole.
 
 What cannot be made: it never evicts, and it has no put that spares what is there, so of several clients who put one key
 at the same time each may be told OK; the value of one of them stays, whole.
@@ -100,6 +99,7 @@ class LMCacheStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._capabilities
 
     def advice(self) -> Sequence[Advice]:
@@ -123,10 +123,11 @@ class LMCacheStore(BlockingStore):
 
     @property
     def connections(self) -> int:
-        """How many connections were made so far."""
+        """Returns how many connections were made so far."""
         return self._pool.opened_count
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         results = [Result(ResultCode.INVALID)] * len(ops)
         values = _whole(ops)
         for at in [at for at, parts in values.items() if total_bytes(parts) > self._capabilities.max_value_bytes]:
@@ -150,6 +151,7 @@ class LMCacheStore(BlockingStore):
         return results
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         results = [Result(ResultCode.INVALID)] * len(ops)
         targets = _whole(ops)
         wanted: list[ValueRead] = []
@@ -161,9 +163,11 @@ class LMCacheStore(BlockingStore):
         return results
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         return self._records(keys, deadline)
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         unique = list(dict.fromkeys(keys))
         found = dict(zip(unique, self._records(unique, deadline), strict=True))
         there = [key for key, record in found.items() if record.code in (ResultCode.OK, ResultCode.CORRUPT)]
@@ -177,6 +181,7 @@ class LMCacheStore(BlockingStore):
         return results
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         self._pool.close()
 
     def _named(self, key: str) -> tuple[bytes, bytes]:

@@ -1,6 +1,6 @@
-"""What goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
+"""Defines what goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
 
-The one rule: nothing is believed of a reply that it does not say in full; what is no reply to us is a
+Invariant: nothing is believed of a reply that it does not say in full; what is no reply to us is a
 `LMCacheProtocolError`.
 
 Source: LMCache 0.5.6. The structs and numbers are those of `ClientMetaMessage` and `ServerMetaMessage` in
@@ -55,7 +55,7 @@ class LMCacheProtocolError(ConnectionError):
 
 
 class LMCacheCommand(IntEnum):
-    """What may be asked; LIST (4) is declared there and never answered."""
+    """Describes what may be asked; LIST (4) is declared there and never answered."""
 
     PUT = 1
     GET = 2
@@ -64,7 +64,7 @@ class LMCacheCommand(IntEnum):
 
 
 class LMCacheEntryKind(IntEnum):
-    """What an entry of ours is; the first number of its shape."""
+    """Describes what an entry of ours is; the first number of its shape."""
 
     VALUE = 0x4B56_5001
     """The bytes of a value."""
@@ -76,7 +76,7 @@ class LMCacheEntryKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LMCacheEntry:
-    """What stands under a name of ours."""
+    """Describes what stands under a name of ours."""
 
     kind: LMCacheEntryKind
     size: int = 0
@@ -159,11 +159,11 @@ class LMCacheNames:
         self._record = f"{model}@1@1@"
 
     def value(self, key: str) -> bytes:
-        """Where the bytes of a key's value stand."""
+        """Returns where the bytes of a key's value stand."""
         return _name(self._value, key)
 
     def record(self, key: str) -> bytes:
-        """Where it says how large they are."""
+        """Returns where it says how large they are."""
         return _name(self._record, key)
 
 

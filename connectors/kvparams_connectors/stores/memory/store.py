@@ -1,9 +1,8 @@
 """The store inside one process: a bounded piece of memory. A scan does not drive out what is used again and again.
 
-The one rule: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
+Invariant: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
 """
 
-import math
 import threading
 import time
 from collections import deque
@@ -29,15 +28,13 @@ from kvparams_connectors.stores.extents import (
     SKEW,
     ByteArray,
     CopyPairs,
-    Extent,
-    ExtentAllocator,
     copy_pairs,
     copy_pairs_in,
     copy_pairs_out,
     extent_views,
     units_for,
 )
-from kvparams_connectors.stores.memory.eviction import EvictionEntry, ScanResistantTable
+from kvparams_connectors.stores.memory.value_table import StoredValue, ValueTable
 
 __all__ = ["MemoryStore", "PinnedValue", "open_url"]
 
@@ -50,26 +47,6 @@ _MISS: Final = Result(ResultCode.MISS)
 _TOGETHER: Final = 4 << 20
 """Values of so many bytes become visible, and are let go, together: after each copy the processor's caches hold that,
 and what is done then for one value costs about as much as for several."""
-_AT_ONCE: Final = 64
-"""So many values to evict are looked for at a time: whoever looks holds the lock, and may have to pass many leases."""
-
-
-class _StoredValue(EvictionEntry):
-    """A value in the table. Not `ready`: its writer is still copying."""
-
-    __slots__ = ("generation", "leased_until", "nbytes", "pins", "ready", "removed", "runs")
-
-    def __init__(self, runs: list[Extent], nbytes: int, units: int, generation: int) -> None:
-        super().__init__(units)
-        self.generation = generation
-        self.leased_until = 0.0
-        self.runs = runs
-        self.nbytes = nbytes
-        self.ready = False
-        self.pins = 0
-        """Copies in progress: its writer's and its readers'."""
-        self.removed = False
-        """No longer in the table; its room is given back with the last pin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +60,7 @@ class PinnedValue:
     """Where they are: addresses and lengths."""
     generation: int
     """Another value that was put later, under the same key or not, has another one."""
-    value: _StoredValue = field(repr=False)
+    value: StoredValue = field(repr=False)
 
 
 class MemoryStore(BlockingStore):
@@ -118,44 +95,42 @@ class MemoryStore(BlockingStore):
         start = (SKEW - memory.ctypes.data) % _MEMORY_PAGE
         self._memory = memory[start : start + units * unit_bytes]
         self._address = int(self._memory.ctypes.data)
-        self._extents = ExtentAllocator(np.ones(units, dtype=np.bool_))
-        self._values: ScanResistantTable[_StoredValue] = ScanResistantTable(units)
+        self._values = ValueTable(units, lease_s)
         self._lease_s = lease_s
         self._generation = 0
-        self._pinned = 0
-        self._full_until = 0.0
-        """Before this time nothing can be evicted, unless a pin goes."""
         self._changed = threading.Condition(threading.Lock())
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
         super().__init__(name, threads=threads)
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._capabilities
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         results = [Result(ResultCode.TIMEOUT)] * len(ops)
         left = list(range(len(ops)))
         while left:  # once, and again for a key whose other writer gave up
             left = self._put_round(ops, left, results, deadline)
         with self._changed:
-            self._use([op.key for op in ops])
+            self._values.use([op.key for op in ops])
         return results
 
     def _put_round(self, ops: Sequence[PutOp], left: list[int], results: Results, deadline: float) -> list[int]:
         """Try the operations `left`; those that have to be tried again."""
         sizes = {index: sum(buffer.nbytes for buffer in ops[index].buffers) for index in left}
-        ours: dict[int, _StoredValue] = {}
-        others: dict[int, _StoredValue] = {}
-        held: list[_StoredValue] = []
-        victims: deque[tuple[str, _StoredValue]] = deque()
+        ours: dict[int, StoredValue] = {}
+        others: dict[int, StoredValue] = {}
+        held: list[StoredValue] = []
+        victims: deque[tuple[str, StoredValue]] = deque()
         with self._changed:
             for index in left:
                 op = ops[index]
                 value = self._values.get(op.key)
                 if value is not None:
                     others[index] = value
-                    self._pin(value)  # what this batch says exists is not evicted for the rest of the batch
+                    self._values.pin(value)  # what this batch says exists is not evicted for the rest of the batch
                     held.append(value)
                     continue
                 nbytes = sizes[index]
@@ -163,19 +138,19 @@ class MemoryStore(BlockingStore):
                     results[index] = Result(ResultCode.TOO_LARGE)
                     continue
                 units = units_for(nbytes, self._unit_bytes)
-                runs = self._make_room(units, victims, len(left))
+                runs = self._values.make_room(units, victims, len(left))
                 if runs is None:
                     results[index] = Result(ResultCode.FULL)
                     continue
                 self._generation += 1
-                ours[index] = _StoredValue(runs, nbytes, units, self._generation)
-                self._pin(ours[index])
+                ours[index] = StoredValue(runs, nbytes, units, self._generation)
+                self._values.pin(ours[index])
                 self._values.add(op.key, ours[index])
         self._fill(ops, ours, results, deadline)
         again: list[int] = []
         with self._changed:
             for value in held:
-                self._unpin(value)
+                self._values.unpin(value)
             for index, value in others.items():
                 self._changed.wait_for(lambda value=value: value.ready or value.removed, deadline - time.monotonic())
                 if value.removed:
@@ -184,7 +159,7 @@ class MemoryStore(BlockingStore):
                     results[index] = Result(ResultCode.EXISTS)
         return again if time.monotonic() < deadline else []
 
-    def _fill(self, ops: Sequence[PutOp], ours: dict[int, _StoredValue], results: Results, deadline: float) -> None:
+    def _fill(self, ops: Sequence[PutOp], ours: dict[int, StoredValue], results: Results, deadline: float) -> None:
         """Copy new values in and make them visible, some together, or take them out of the table again."""
         for some in _together([(index, ours[index].nbytes) for index in ours]):
             places = {index: self._place(ours[index], ops[index].buffers) for index in some}
@@ -196,8 +171,8 @@ class MemoryStore(BlockingStore):
                     value.ready = code is ResultCode.OK
                     value.leased_until = leased_until
                     if not value.ready:
-                        self._remove(ops[index].key, value)
-                    self._unpin(value)
+                        self._values.drop(ops[index].key, value)
+                    self._values.unpin(value)
                     results[index] = Result(code, value.nbytes if value.ready else 0)
                 self._changed.notify_all()
 
@@ -214,40 +189,42 @@ class MemoryStore(BlockingStore):
         copy_pairs_in(place)
         return ResultCode.OK
 
-    def _place(self, value: _StoredValue, buffers: Sequence[memoryview]) -> CopyPairs | None:
-        """Where its bytes are, inside and outside; None: the caller released a buffer that it had leased to us."""
+    def _place(self, value: StoredValue, buffers: Sequence[memoryview]) -> CopyPairs | None:
+        """Returns where its bytes are, inside and outside; None: the caller released a buffer that it had leased to
+        us."""
         try:
             return copy_pairs(self._memory, self._unit_bytes, value.runs, buffers, value.nbytes)
         except ValueError:
             return None
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         keys = [op.key for op in ops]
         with self._changed:
             found = [self._values.get(key) for key in keys]
             found = [value if value is not None and value.ready else None for value in found]
             for value in found:
                 if value is not None:
-                    self._pin(value)
-            self._use(keys)
+                    self._values.pin(value)
+            self._values.use(keys)
         results: Results = []
         for some in _together([(index, value.nbytes if value else 0) for index, value in enumerate(found)]):
             results += self._read([(ops[index], found[index]) for index in some], deadline)
         return results
 
-    def _read(self, some: Sequence[tuple[GetOp, _StoredValue | None]], deadline: float) -> Results:
+    def _read(self, some: Sequence[tuple[GetOp, StoredValue | None]], deadline: float) -> Results:
         """Copy values out that are pinned, and let them go."""
         results = [_MISS if value is None else self._copy_out(op, value, deadline) for op, value in some]
         with self._changed:
             for _, value in some:
                 if value is not None:
-                    self._unpin(value)
+                    self._values.unpin(value)
         for (op, _), result in zip(some, results, strict=True):
             if op.on_complete is not None and op.on_progress is not None and result.code is ResultCode.OK:
                 op.on_complete(result.nbytes)  # who was told of its pieces has looked at them
         return results
 
-    def _copy_out(self, op: GetOp, value: _StoredValue, deadline: float) -> Result:
+    def _copy_out(self, op: GetOp, value: StoredValue, deadline: float) -> Result:
         nbytes = value.nbytes
         if sum([buffer.nbytes for buffer in op.buffers]) < nbytes:
             return Result(ResultCode.TOO_LARGE, nbytes)
@@ -265,14 +242,16 @@ class MemoryStore(BlockingStore):
         return Result(ResultCode.OK, nbytes)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         with self._changed:
             values = [self._values.get(key) for key in keys]
-            self._use(keys)
+            self._values.use(keys)
             return [
                 Result(ResultCode.OK, value.nbytes) if value is not None and value.ready else _MISS for value in values
             ]
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         results: Results = []
         with self._changed:
             for key in keys:
@@ -280,7 +259,7 @@ class MemoryStore(BlockingStore):
                 if value is None or not value.ready:
                     results.append(Result(ResultCode.MISS))
                 else:
-                    self._remove(key, value)
+                    self._values.drop(key, value)
                     results.append(Result(ResultCode.OK))
         return results
 
@@ -303,7 +282,7 @@ class MemoryStore(BlockingStore):
                 if value is None or not value.ready:
                     held.append(None)
                     continue
-                self._pin(value)
+                self._values.pin(value)
                 views = extent_views(self._memory, self._unit_bytes, value.runs, value.nbytes)
                 places = zip(value.runs, views, strict=False)  # a value of no bytes has a unit, and no view
                 addresses = tuple((self._address + run.first * self._unit_bytes, view.size) for run, view in places)
@@ -314,12 +293,12 @@ class MemoryStore(BlockingStore):
         """These may be overwritten once they are evicted or deleted."""
         with self._changed:
             for one in held:
-                self._unpin(one.value)
+                self._values.unpin(one.value)
 
     @property
     def pinned_count(self) -> int:
-        """How many values are being copied or held at the moment, deleted ones among them."""
-        return self._pinned
+        """Returns how many values are being copied or held at the moment, deleted ones among them."""
+        return self._values.pinned
 
     @property
     def buffer(self) -> ByteArray:
@@ -327,77 +306,9 @@ class MemoryStore(BlockingStore):
         return self._memory
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         self._values.clear()
         self._memory = np.empty(0, dtype=np.uint8)
-
-    # ---- the lock is held
-
-    def _make_room(self, units: int, victims: deque[tuple[str, _StoredValue]], batch: int) -> list[Extent] | None:
-        """Units for a new value, evicting as little as needed; None if everything else is leased or being copied.
-
-        `victims` is what was found for the same batch of so many values before and was not needed yet.
-        """
-        first = not victims
-        while (runs := self._extents.allocate(units)) is None:
-            if not victims:
-                victims += self._evictable(min(batch, _AT_ONCE) if first else _AT_ONCE)
-                first = False
-            if not victims:
-                return None
-            key, value = victims.popleft()
-            if not value.pins and not value.removed:  # found by the same batch meanwhile
-                self._remove(key, value)
-        return runs
-
-    def _evictable(self, most: int) -> list[tuple[str, _StoredValue]]:
-        """The next to go; none if that is so for certain until a lease ends or a pin goes."""
-        now = time.monotonic()
-        if now < self._full_until:
-            return []
-        found: list[tuple[str, _StoredValue]] = []
-        earliest = math.inf
-        for key, value in self._values.eviction_order():
-            if value.pins:
-                continue
-            if value.leased_until <= now:
-                found.append((key, value))
-                if len(found) == most:
-                    break
-            elif value.leased_until < earliest:
-                earliest = value.leased_until
-        if not found:
-            self._full_until = earliest
-        return found
-
-    def _use(self, keys: Sequence[str]) -> None:
-        """This process has used these, and may tell others of them."""
-        self._values.touch(keys)
-        if self._lease_s:
-            until = time.monotonic() + self._lease_s
-            for key in keys:
-                value = self._values.get(key)
-                if value is not None:
-                    value.leased_until = until
-
-    def _remove(self, key: str, value: _StoredValue) -> None:
-        self._values.remove(key)
-        value.removed = True
-        if not value.pins:
-            self._extents.free(value.runs)
-
-    def _pin(self, value: _StoredValue) -> None:
-        self._pinned += not value.pins
-        value.pins += 1
-
-    def _unpin(self, value: _StoredValue) -> None:
-        value.pins -= 1
-        if value.pins:
-            return
-        self._pinned -= 1
-        if value.removed:
-            self._extents.free(value.runs)
-        else:
-            self._full_until = min(self._full_until, value.leased_until)
 
 
 def _together(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:

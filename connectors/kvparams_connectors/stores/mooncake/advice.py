@@ -1,7 +1,7 @@
-"""What of a Mooncake cluster and of our settings will hurt: found out with one value of a few bytes.
+"""Finds out what of a Mooncake cluster and of our settings will hurt, with one value of a few bytes.
 
-The master's own settings cannot be asked for through the client library; what they do to a value can be seen. The one
-rule: whatever was put to find out is removed again, and nothing of anybody else's is touched.
+The master's own settings cannot be asked for through the client library; what they do to a value can be seen. Whatever
+was put to find out is removed again, and nothing of anybody else's is touched.
 """
 
 import os
@@ -34,7 +34,7 @@ _OWNER: Final = "python -m kvparams_connectors.stores.mooncake.owner --master {}
 
 
 class ValueWriter(Protocol):
-    """What puts the value."""
+    """Describes what puts the value."""
 
     def put(self, ops: Sequence[PutOp], deadline: float) -> Results:
         """See `KVStore.put`."""
@@ -43,7 +43,7 @@ class ValueWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What was seen."""
+    """Describes what was seen."""
 
     question_s: float
     """How long the master took to answer, at best."""
@@ -98,7 +98,7 @@ def probe_cluster(
 
 
 def _lease_s(client: MooncakeClient, key: str, deadline: float) -> float | None:
-    """How long a value that was just looked up cannot be removed; None if that is long enough."""
+    """Returns how long a value that was just looked up cannot be removed; None if that is long enough."""
     start = time.monotonic()
     end = min(start + _LEASE_S, deadline)
     while (now := time.monotonic()) < end:
@@ -112,7 +112,7 @@ def _lease_s(client: MooncakeClient, key: str, deadline: float) -> float | None:
 def advice_from_facts(
     facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[str, str] | None = None
 ) -> list[Advice]:
-    """What that means. Pure.
+    """Returns what that means. Pure.
 
     Args:
         environment: of this process, which the client library reads; None: `os.environ`.
@@ -152,7 +152,7 @@ def _no_room(facts: ClusterFacts, settings: MooncakeSettings) -> Advice:
 
 
 def _way(facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[str, str]) -> list[Advice]:
-    """How bytes travel."""
+    """Returns how bytes travel."""
     said: list[Advice] = []
     if settings.protocol == "tcp" and facts.devices:
         tcp = f"protocol=tcp, and this machine has RDMA devices: {', '.join(facts.devices)}"
@@ -168,7 +168,7 @@ def _way(facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[s
 
 
 def _process(settings: MooncakeSettings, environment: Mapping[str, str]) -> list[Advice]:
-    """What this process is to the cluster."""
+    """Returns what this process is to the cluster."""
     said: list[Advice] = []
     if settings.metadata != "P2PHANDSHAKE":
         third = "metadata names a service that must run too, or no client starts"

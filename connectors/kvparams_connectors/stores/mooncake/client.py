@@ -2,8 +2,8 @@
 
 Called before it is set up or after it is closed it ends the process; its calls block for 4.5 s while the master is
 dead, 30 s while an owner is stopped, and as long as the master is stopped; while it closes it holds the interpreter's
-lock (seen with 0.3.13.post1). The one rule: nothing else calls it, and every call stands in `StallBreaker` from before
-it begins until after it has ended.
+lock (seen with 0.3.13.post1). Invariant: nothing else calls it, and every call stands in `StallBreaker` from before it
+begins until after it has ended.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ class MooncakeClient:
         self._native = set_up_client(module, replace(settings, local=local))
 
     def is_master_alive(self) -> bool:
-        """Whether the master answers, and within patience. May itself be stuck."""
+        """Returns whether the master answers, and within patience. May itself be stuck."""
         before = time.monotonic()
         answer = self.exists([_NO_KEY], before)[0]
         return answer >= 0 and time.monotonic() - before < PATIENCE_S
@@ -125,7 +125,8 @@ class MooncakeClient:
         return self._answers(deadline, lambda native: native.batch_is_exist(list(keys)))
 
     def copies(self, keys: Sequence[str], deadline: float) -> dict[str, "ReplicaDescriptors"]:
-        """Where those values lie that are there, whole. Leases them. A failure looks like a miss: ask `exists`."""
+        """Returns where those values lie that are there, whole. Leases them. A failure looks like a miss: ask
+        `exists`."""
         found = self._call(deadline, lambda native: native.batch_get_replica_desc(list(keys)))
         return (
             cast("dict[str, ReplicaDescriptors]", found)

@@ -1,7 +1,6 @@
 """Mooncake's client library: what is used of it, and how it is loaded and set up.
 
-It has no types of its own. The one rule: nothing here calls it but to set it up; everything else goes through
-`client.py`.
+It has no types of its own. Nothing here calls it but to set it up; everything else goes through `client.py`.
 """
 
 import importlib
@@ -34,27 +33,66 @@ ReplicaDescriptors = Sequence[Any]
 
 
 class MooncakeDistributedStore(Protocol):
-    """What is used of `MooncakeDistributedStore`. All but `setup` and `close` let other threads run."""
+    """Describes what is used of `MooncakeDistributedStore`. All but `setup` and `close` let other threads run."""
 
     def setup(
         self, local: str, metadata: str, segment: int, buffer: int, protocol: str, devices: str, master: str, /
-    ) -> int: ...
-    def close(self) -> int: ...
-    def register_buffer(self, address: int, size: int, /) -> int: ...
-    def unregister_buffer(self, address: int, /) -> int: ...
-    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
-    def batch_get_replica_desc(self, keys: list[str], /) -> dict[str, list[Any]]: ...
-    def batch_remove(self, keys: list[str], force: bool, /) -> list[int]: ...
-    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: object, /) -> list[int]: ...
+    ) -> int:
+        """Connects to the cluster."""
+        ...
+
+    def close(self) -> int:
+        """Leaves the cluster."""
+        ...
+
+    def register_buffer(self, address: int, size: int, /) -> int:
+        """Registers memory."""
+        ...
+
+    def unregister_buffer(self, address: int, /) -> int:
+        """Takes back memory that was registered."""
+        ...
+
+    def batch_is_exist(self, keys: list[str], /) -> list[int]:
+        """Looks keys up."""
+        ...
+
+    def batch_get_replica_desc(self, keys: list[str], /) -> dict[str, list[Any]]:
+        """Returns where values lie."""
+        ...
+
+    def batch_remove(self, keys: list[str], force: bool, /) -> list[int]:
+        """Deletes keys."""
+        ...
+
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: object, /) -> list[int]:
+        """Begins to put values."""
+        ...
+
     def batch_put_from_multi_buffer_ranges(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]], /
-    ) -> list[int]: ...
-    def batch_put_session_end(self, keys: list[str], /) -> list[int]: ...
-    def batch_put_session_revoke(self, keys: list[str], /) -> list[int]: ...
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
+    ) -> list[int]:
+        """Writes parts of values."""
+        ...
+
+    def batch_put_session_end(self, keys: list[str], /) -> list[int]:
+        """Makes values visible."""
+        ...
+
+    def batch_put_session_revoke(self, keys: list[str], /) -> list[int]:
+        """Gives values up that were begun."""
+        ...
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
+        """Reads values into one buffer each."""
+        ...
+
     def batch_get_into_multi_buffers(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Reads values into several buffers each."""
+        ...
+
     def get_into_ranges(
         self,
         addresses: list[int],
@@ -63,11 +101,13 @@ class MooncakeDistributedStore(Protocol):
         sources: list[list[list[int]]],
         sizes: list[list[list[int]]],
         /,
-    ) -> list[list[list[int]]]: ...
+    ) -> list[list[list[int]]]:
+        """Reads parts of values."""
+        ...
 
 
 def replica_placement(copies: ReplicaDescriptors) -> ReplicaPlacement:
-    """Where a value lies."""
+    """Returns where a value lies."""
     if len(copies) == 1 and copies[0].is_memory_replica():
         only = copies[0].get_memory_descriptor().buffer_descriptor
         return [(only.transport_endpoint, only.buffer_address, only.size)]
@@ -94,7 +134,7 @@ def load_library() -> Any:
 
 
 def replicate_config(module: Any, settings: MooncakeSettings) -> object:
-    """What every put is told. Raises StoreError if the library is too old."""
+    """Returns what every put is told. Raises StoreError if the library is too old."""
     if not hasattr(module.MooncakeDistributedStore, "batch_put_session_start"):
         raise StoreError("mooncake store: its client library is too old; 0.3.13 or later is needed")
     config = module.ReplicateConfig()

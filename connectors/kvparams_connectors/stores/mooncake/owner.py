@@ -2,8 +2,8 @@
 
     python -m kvparams_connectors.stores.mooncake.owner --master 127.0.0.1:50051 --size 4GiB
 
-It says `ready` when the memory can be used, and stays until SIGTERM or SIGINT; what it stores is then gone. The one
-rule: memory for a cache is lent by a process that does nothing else, so that an engine may end without it.
+It says `ready` when the memory can be used, and stays until SIGTERM or SIGINT; what it stores is then gone. Memory for
+a cache is lent by a process that does nothing else, so that an engine may end without it.
 """
 
 import argparse

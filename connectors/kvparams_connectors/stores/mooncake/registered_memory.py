@@ -1,7 +1,7 @@
 """Memory that Mooncake may read and write: what was registered with it, and how a value lies in it.
 
-The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process. The
-one rule: an address is handed out only together with what keeps its memory alive.
+The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process.
+Invariant: an address is handed out only together with what keeps its memory alive.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ class RegisteredRegions:
 
     @property
     def addresses(self) -> list[int]:
-        """Where each begins."""
+        """Returns where each begins."""
         return [stretch.address for stretch in self._stretches]
 
     def with_one_more(self, piece: MemoryRegion) -> "RegisteredRegions":
@@ -89,7 +89,7 @@ class RegisteredRegions:
         return RegisteredRegions([*self._stretches, piece])
 
     def covers(self, pieces: Sequence[MemoryRegion]) -> bool:
-        """Whether each of these lies within one registered stretch."""
+        """Returns whether each of these lies within one registered stretch."""
         for piece in pieces:
             start, end = piece.address, piece.address + piece.nbytes
             for stretch in self._stretches:

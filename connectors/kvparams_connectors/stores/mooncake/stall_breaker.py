@@ -1,8 +1,8 @@
-"""Whether calls into somebody else's library come back: a breaker for calls that block. Pure.
+"""Determines whether calls into somebody else's library come back: a breaker for calls that block. Pure.
 
 Calls are reported when they begin and end. One that has not come back although nobody waits for it any more is a stall,
 and so is an answer that says that no call can succeed. From then on everything is refused until a probe has succeeded
-and no call is overdue. The one rule: whoever is refused is refused at once; only a probe finds out whether it is over.
+and no call is overdue. Whoever is refused is refused at once; only a probe finds out whether it is over.
 """
 
 import threading
@@ -29,7 +29,7 @@ class StallBreaker:
 
     @property
     def trip_count(self) -> int:
-        """How often everything began to be refused."""
+        """Returns how often everything began to be refused."""
         with self._changed:
             return self._trips
 
@@ -57,7 +57,7 @@ class StallBreaker:
             self._changed.notify_all()
 
     def is_open(self, now: float) -> bool:
-        """Whether calls are refused."""
+        """Returns whether calls are refused."""
         with self._changed:
             if any(overdue <= now for overdue in self._running.values()):
                 self._trip()

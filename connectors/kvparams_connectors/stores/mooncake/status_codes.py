@@ -1,7 +1,7 @@
-"""What Mooncake's numbers mean. Pure.
+"""Defines what Mooncake's numbers mean. Pure.
 
-Source: `mooncake-store/include/types.h` of Mooncake 0.3.13, and what its client answers when it is made to fail. The
-one rule: a number that is not known here is a failure of the store, never a miss and never a success.
+Source: `mooncake-store/include/types.h` of Mooncake 0.3.13, and what its client answers when it is made to fail. A
+number that is not known here is a failure of the store, never a miss and never a success.
 """
 
 from enum import IntEnum

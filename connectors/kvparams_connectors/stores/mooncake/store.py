@@ -2,8 +2,8 @@
 
 Values that lie in a registered arena are written from and read into it without a copy; others go through a small
 staging area. Mooncake evicts roughly what was not used for longest, and not what was looked up or read in the last ten
-seconds (`--default_kv_lease_ttl` of the master). The one rule: nobody waits for a call into the client library; a
-worker makes it, and while one is stuck, or the master away, everything is refused at once.
+seconds (`--default_kv_lease_ttl` of the master). Nobody waits for a call into the client library; a worker makes it,
+and while one is stuck, or the master away, everything is refused at once.
 
 Owners are processes of their own: see `owner.py`. The files: `client.py` guards the library
 (`library.py`), `stall_breaker.py` is the breaker, `writer.py` and `reading.py` are put
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvparams_connectors.advice import Advice
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import (
     DEFAULT_DEADLINE_S,
     BlockingStore,
@@ -92,6 +92,7 @@ class MooncakeStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._capabilities
 
     def advice(self) -> Sequence[Advice]:
@@ -110,7 +111,7 @@ class MooncakeStore(BlockingStore):
 
     @property
     def stalls(self) -> int:
-        """How often everything began to be refused: a call was stuck, or the master away."""
+        """Returns how often everything began to be refused: a call was stuck, or the master away."""
         return self._client.stalls.trip_count
 
     def register(self, arena: "Arena") -> None:
@@ -125,38 +126,43 @@ class MooncakeStore(BlockingStore):
     # ---- refused at once while something is stuck
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         return self._refusal(len(ops), deadline_s) or super().put(ops, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Reads values; see `KVStore.get`."""
         return self._refusal(len(ops), deadline_s) or super().get(ops, deadline_s)
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Looks keys up; see `KVStore.exists`."""
         return self._refusal(len(keys), deadline_s) or super().exists(keys, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Deletes keys; see `KVStore.delete`."""
         return self._refusal(len(keys), deadline_s) or super().delete(keys, deadline_s)
 
     def _refusal(self, count: int, deadline_s: float) -> Job[Results] | None:
         if not self._client.stalls.is_open(time.monotonic()):
             return None
         self._probe()
-        refused = [Result(ResultCode.UNAVAILABLE)] * count
-        job = Job(time.monotonic() + deadline_s, refused)
-        job.finish(refused)
-        return job
+        return finished_job([Result(ResultCode.UNAVAILABLE)] * count, deadline_s)
 
     # ---- the work
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         return self._guarded(len(ops), lambda: self._writer.put(ops, deadline))
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         return self._guarded(len(ops), lambda: self._reader.get(ops, deadline))
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         return self._guarded(len(keys), lambda: self._reader.exists(keys, deadline))
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         return self._guarded(len(keys), lambda: self._remove(keys, deadline))
 
     def _remove(self, keys: Sequence[str], deadline: float) -> Results:
@@ -205,10 +211,12 @@ class MooncakeStore(BlockingStore):
             return False
 
     def close(self) -> None:
+        """Waits, within bounds, for what was submitted, and lets go of everything."""
         self._ending.set()
         super().close()
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         try:
             self._memory.release()
         except MooncakeClosedError:

@@ -1,7 +1,6 @@
-"""Where pages can be read: `host:port`, and which of these may be asked at all. Pure.
+"""Describes where pages can be read: `host:port`, and which of these may be asked at all. Pure.
 
-The one rule: nothing is looked up to find out whether it is allowed; a name is allowed by that name alone, an address
-by its network.
+Nothing is looked up to find out whether it is allowed; a name is allowed by that name alone, an address by its network.
 """
 
 import re
@@ -69,7 +68,7 @@ class AllowedPeers:
         return place.port in self._ports and self.host(place.host)
 
     def host(self, host: str) -> bool:
-        """Whether this host may be asked at some port."""
+        """Returns whether this host may be asked at some port."""
         try:
             address = ip_address(host)
         except ValueError:

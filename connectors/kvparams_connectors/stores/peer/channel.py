@@ -1,7 +1,6 @@
 """A connection between two peers.
 
-The one rule: that of `DeadlineSocket`: every wait ends at the deadline in force, and a connection that has raised is
-closed.
+That of `DeadlineSocket`: every wait ends at the deadline in force, and a connection that has raised is closed.
 """
 
 import select
@@ -37,7 +36,7 @@ class PeerChannel(DeadlineSocket):
         return memory
 
     def wait_readable(self, wait_s: float) -> bool:
-        """Whether the other side says something, or hangs up, within this time."""
+        """Returns whether the other side says something, or hangs up, within this time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(max(0.0, wait_s) * 1000))

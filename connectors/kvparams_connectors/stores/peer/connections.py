@@ -1,7 +1,7 @@
 """Connections to those that are read from: opened when needed, kept while they are in a known state.
 
-The one rule: a connection is made only to a place that is allowed, here, whoever asks; and a place that has failed is
-left alone for a while, so that nobody waits for it again and again.
+A connection is made only to a place that is allowed, here, whoever asks; and a place that has failed is left alone for
+a while, so that nobody waits for it again and again.
 """
 
 import logging
@@ -56,18 +56,18 @@ class PeerConnections:
 
     @property
     def connect_s(self) -> float:
-        """How long a place may say nothing."""
+        """Returns how long a place may say nothing."""
         return self._connect_s
 
     @property
     def backed_off_count(self) -> int:
-        """How many places are left alone at the moment."""
+        """Returns how many places are left alone at the moment."""
         now = time.monotonic()
         with self._lock:
             return sum(state.rests_until > now for state in self._states.values())
 
     def is_backed_off(self, place: PeerAddress) -> bool:
-        """Whether it is left alone at the moment."""
+        """Returns whether it is left alone at the moment."""
         with self._lock:
             state = self._states.get(place)
             return state is not None and state.rests_until > time.monotonic()

@@ -1,7 +1,7 @@
 """A batch over several places: what this process has itself, then side by side what others have of the rest.
 
-The one rule: a place that fails or is slow costs nobody else's answer. What was only there is a MISS, everything else
-is answered before the deadline, and once an answer is final nothing writes into its buffers.
+Invariant: a place that fails or is slow costs nobody else's answer. What was only there is a MISS, everything else is
+answered before the deadline, and once an answer is final nothing writes into its buffers.
 """
 
 import logging
@@ -156,7 +156,7 @@ class BatchGatherer:
         return following
 
     def _is_over(self, gathering: _GatherBatch) -> bool:
-        """Whether nothing is left to be done, said once; the lock is held."""
+        """Returns whether nothing is left to be done, said once; the lock is held."""
         if gathering.over or gathering.waiting or gathering.asked:
             return False
         gathering.over = True

@@ -1,7 +1,7 @@
-"""How a connection between peers begins: versions, who runs there, and that both know the secret.
+"""Defines how a connection between peers begins: versions, who runs there, and that both know the secret.
 
 Each side proves with HMAC-SHA256 over its role, both nonces and the run that it has the secret; the secret itself is
-never sent. The one rule: with a secret nothing is said or believed before the other side's proof was good; whoever has
+never sent. Invariant: with a secret nothing is said or believed before the other side's proof was good; whoever has
 none does not talk to whoever has one.
 
 It proves who began; what follows is neither encrypted nor authenticated. Pages carry checksums, or tags

@@ -1,6 +1,6 @@
-"""Where keys can be read, as others have said. Pure.
+"""Describes where keys can be read, as others have said. Pure.
 
-The one rule: a hint is only a hint: the newest one of a key counts, for a while, and there is room for so many.
+A hint is only a hint: the newest one of a key counts, for a while, and there is room for so many.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Reading from others: batches of keys, each batch from one place.
 
-The one rule: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer
-as it should is left alone, and what it was said to have is a MISS: it is the place that failed, not this store.
+Invariant: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer as
+it should is left alone, and what it was said to have is a MISS: it is the place that failed, not this store.
 """
 
 import threading
@@ -108,7 +108,7 @@ class PeerReader:
         return self._final(place, [op.key for op in ops], results)
 
     def _final(self, place: PeerAddress, keys: Sequence[str], results: Results) -> Results:
-        """What is not known is a MISS, and what the place does not have is not to be found there."""
+        """Returns what is not known is a MISS, and what the place does not have is not to be found there."""
         self._located.forget(
             (key for key, one in zip(keys, results, strict=True) if one.code is ResultCode.MISS), place
         )
@@ -242,7 +242,7 @@ class PeerReader:
 def _portions(
     items: Sequence[_PeerReadItem], values: Sequence[PlacedValue], results: Results, slot_bytes: int
 ) -> tuple[list[_ReadPortion], list[_PeerReadItem]]:
-    """What can be read together, at most `slot_bytes` at a time; and what has to be read in another way."""
+    """Returns what can be read together, at most `slot_bytes` at a time; and what has to be read in another way."""
     portions: list[_ReadPortion] = []
     left: list[_PeerReadItem] = []
     room = 0

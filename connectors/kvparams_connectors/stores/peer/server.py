@@ -1,8 +1,8 @@
 """The side that is read from: values of this process's own memory, sent or held for others.
 
-A thread for each reader. What a reader gets is pinned while it gets it, so it is never overwritten under it. The one
-rule: a reader is given so much time and no more, and less if it takes nothing; then it is cut off, and what was pinned
-for it is free again. Whoever has not proved yet that it may read takes no reader's place.
+A thread for each reader. What a reader gets is pinned while it gets it, so it is never overwritten under it. Invariant:
+a reader is given so much time and no more, and less if it takes nothing; then it is cut off, and what was pinned for it
+is free again. Whoever has not proved yet that it may read takes no reader's place.
 """
 
 import logging

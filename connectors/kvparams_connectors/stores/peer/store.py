@@ -1,8 +1,8 @@
 """The store of peers: what this process has put lies in its own memory, and others read it from there.
 
 Nothing is pushed and nothing is looked up in a directory: whoever made pages says so in the params, the connector hands
-that on with `locate`, and `get` and `exists` of what is not here ask there. The one rule: what this process has put is
-its own and stays a while (`lease`); what others have is read, checked by whoever asked for it, and never kept.
+that on with `locate`, and `get` and `exists` of what is not here ask there. What this process has put is its own and
+stays a while (`lease`); what others have is read, checked by whoever asked for it, and never kept.
 
     peer://10.0.0.5:7400?size=64GiB&peers=10.0.0.0/8        a prefill engine
     peer://10.0.0.6:0?size=1GiB&peers=10.0.0.0/8            a decode engine that nobody reads from
@@ -64,7 +64,7 @@ _CLOSE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PeerStatistics:
-    """What was seen until now."""
+    """Describes what was seen until now."""
 
     values_served: int
     """Sent to others, or held for them to read."""
@@ -150,11 +150,12 @@ class PeerStore(KVStore):
 
     @property
     def address(self) -> str | None:
+        """Returns where other processes can read, or None; see `KVStore.address`."""
         return self._address
 
     @property
     def statistics(self) -> PeerStatistics:
-        """What was seen until now."""
+        """Returns what was seen until now."""
         server, reader = self._server, self._reader
         return PeerStatistics(
             values_served=server.values if server else 0,
@@ -222,6 +223,7 @@ class PeerStore(KVStore):
     # ---- operations
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         return self._own.put(ops, deadline_s)
 
     def delete(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
@@ -229,7 +231,7 @@ class PeerStore(KVStore):
         return self._own.delete(keys, deadline_s)
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        """What a place does not give, for whatever reason, is a MISS: this store has not failed with it."""
+        """Returns what a place does not give, for whatever reason, is a MISS: this store has not failed with it."""
 
         def ask(place: PeerAddress, indexes: Sequence[int], deadline: float) -> Results:
             return self._reader.get(place, [ops[index] for index in indexes], deadline)
@@ -245,13 +247,13 @@ class PeerStore(KVStore):
         return self._complete(keys, self._own.exists(keys, deadline_s), ask)
 
     def _complete(self, keys: Sequence[str], own: Job[Results], ask: AskPeer) -> Job[Results]:
-        """What others may have waits for them; what nobody else has waits for nobody."""
+        """Returns what others may have waits for them; what nobody else has waits for nobody."""
         if all(place is None for place in self._located.find(keys, time.monotonic())):
             return own
         return self._gatherings.gather(own, lambda results: self._left(keys, results), ask, len(keys))
 
     def _left(self, keys: Sequence[str], results: Results) -> dict[PeerAddress, list[int]]:
-        """What is not here, by where it is said to be."""
+        """Returns what is not here, by where it is said to be."""
         left: dict[PeerAddress, list[int]] = {}
         for index, place in enumerate(self._located.find(keys, time.monotonic())):
             if place is not None and results[index].code is ResultCode.MISS:

@@ -1,10 +1,10 @@
 """Mooncake's transfer engine, guarded: reads from another process's memory into a landing area of ours.
 
 What decides how it is used, by reading (`mooncake-integration/transfer_engine/transfer_engine_py.cpp` at commit 007354c
-and `multi_transport.cpp` of Mooncake): `batch_transfer_sync_read` blocks, and turns round on a core, for up to
-30 s where the other side is stopped; when it gives up, or when one part of a batch has failed, other parts may still be
-on their way and be written later. So it never gets a caller's buffer. The one rule: what a failed read was to land in
-is never used again; a new landing area takes its place, a few times.
+and `multi_transport.cpp` of Mooncake): `batch_transfer_sync_read` blocks, and turns round on a core, for up to 30 s
+where the other side is stopped; when it gives up, or when one part of a batch has failed, other parts may still be on
+their way and be written later. So it never gets a caller's buffer. Invariant: what a failed read was to land in is
+never used again; a new landing area takes its place, a few times.
 
 To let go of it takes most of a second, in which it holds the interpreter's lock (seen with 0.3.13.post1). It listens on
 all addresses of the machine and asks nobody for a proof: who reaches its port, which it chooses itself, may read and
@@ -39,7 +39,7 @@ _MOST_AREAS: Final = 4
 
 
 class _NativeTransferEngine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`."""
+    """Describes what is used of `mooncake.engine.TransferEngine`."""
 
     def initialize(self, local: str, metadata: str, protocol: str, devices: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -82,7 +82,7 @@ class GuardedTransferEngine:
 
     @property
     def landing_area(self) -> Arena:
-        """Where values arrive."""
+        """Returns where values arrive."""
         return self._areas[-1]
 
     @property
@@ -93,12 +93,12 @@ class GuardedTransferEngine:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether all slots of all landing areas that there may be are lost: nothing is read any more."""
+        """Returns whether all slots of all landing areas that there may be are lost: nothing is read any more."""
         return self._left() == 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether a read would begin at once: it does not where reads that were given up are still stuck."""
+        """Returns whether a read would begin at once: it does not where reads that were given up are still stuck."""
         return self._busy < self._threads
 
     def register_memory(self, memory: ByteArray) -> None:

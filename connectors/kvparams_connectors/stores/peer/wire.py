@@ -1,9 +1,9 @@
-"""What peers say to each other: frames of fixed size, tables of keys, and of what became of them. Pure.
+"""Defines what peers say to each other: frames of fixed size, tables of keys, and of what became of them. Pure.
 
 All numbers are big-endian. A reader sends a request: its head, then the lengths of all keys, the room that there is for
 each value, and the keys. The other side answers in the same order: a head, a table with a word for each key, then all
-sizes, and for GET the values themselves, one after the other. The one rule: every number that comes from the other side
-is held to its bound before anything is allocated, sent or read for it.
+sizes, and for GET the values themselves, one after the other. Invariant: every number that comes from the other side is
+held to its bound before anything is allocated, sent or read for it.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class PeerProtocolError(ConnectionError):
 
 
 class PeerOperation(IntEnum):
-    """What a reader asks for."""
+    """Describes what a reader asks for."""
 
     GET = 1
     """The values."""
@@ -78,7 +78,7 @@ class PeerOperation(IntEnum):
 
 
 class PeerStatus(IntEnum):
-    """What becomes of a request as a whole."""
+    """Describes what becomes of a request as a whole."""
 
     FINE = 0
     UNABLE = 1
@@ -114,7 +114,7 @@ class PeerReply:
 
 @dataclass(frozen=True, slots=True)
 class PlacedValue:
-    """What became of a key, and where its value lies."""
+    """Describes what became of a key, and where its value lies."""
 
     result: Result
     generation: int = 0
@@ -176,7 +176,7 @@ def parse_reply(head: bytes | bytearray, count: int) -> PeerReply:
 
 
 def encode_found(results: Results) -> bytes:
-    """What became of each key."""
+    """Returns what became of each key."""
     count = len(results)
     return pack(f"!{count}B{count}Q", *[_WORDS[one.code] for one in results], *[one.nbytes for one in results])
 

@@ -1,6 +1,6 @@
 """Gets and lookups of a tiered store: one batch that is composed from several tiers.
 
-The one rule: a tier that hangs costs no more than the deadline, and nobody else's answers. It may still write into the
+Invariant: a tier that hangs costs no more than the deadline, and nobody else's answers. It may still write into the
 buffers that it was given, so no other tier is given these before it has settled.
 """
 

@@ -1,7 +1,7 @@
 """Values on their way from one tier to others, in memory of their own.
 
-A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy. The
-one rule: a value that is on its way is never left behind by a delete; a delete waits for it, and what was read before
+A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy.
+Invariant: a value that is on its way is never left behind by a delete; a delete waits for it, and what was read before
 or during a delete is not carried anywhere.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from kvparams_connectors.jobs import Job
+from kvparams_connectors.jobs import Job, finished_job
 from kvparams_connectors.store import KVStore, PutOp, Result, ResultCode, Results
 from kvparams_connectors.stores.extents import Extent, ExtentAllocator, copy_in, units_for
 
@@ -65,7 +65,7 @@ class StagingArea:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way and all memory is free."""
+        """Returns whether nothing is on its way and all memory is free."""
         with self._changed:
             return not self._keys and not self._used
 
@@ -207,6 +207,5 @@ def submit_to_tier(
         job = call(ops, deadline_s)
     except Exception:
         _LOGGER.exception("a tier raised where it should have answered")
-        job = Job[Results](0.0, [Result(ResultCode.INTERNAL)] * len(ops))
-        job.finish([Result(ResultCode.INTERNAL)] * len(ops))
+        job = finished_job([Result(ResultCode.INTERNAL)] * len(ops))
     job.add_settled_callback(follow)

@@ -1,6 +1,6 @@
-"""What a tiered store has done, counted in values.
+"""Counts what a tiered store has done, in values.
 
-The one rule: counted where it happens, in whatever thread, and read as a copy.
+Counted where it happens, in whatever thread, and read as a copy.
 """
 
 import threading

@@ -6,8 +6,8 @@ does and the others follow in the background: what is still on its way is lost i
 discard, of what was found damaged: where the bytes came from, and nowhere else. What a slower tier gave is put into the
 faster ones in the background, if there is room to stage it.
 
-The one rule: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that
-hangs keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
+Invariant: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that hangs
+keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
 """
 
 import logging
@@ -104,31 +104,35 @@ class TieredStore(KVStore):
 
     @property
     def statistics(self) -> TieredStatistics:
-        """What was seen until now."""
+        """Returns what was seen until now."""
         return self._counts.statistics()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way in the background."""
+        """Returns whether nothing is on its way in the background."""
         return self._moves.is_idle
 
     def register(self, arena: "Arena") -> None:
+        """Passes on which memory most buffers come from."""
         for tier in self._tiers:
             tier.register(arena)
 
     def put(self, ops: Sequence[PutOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Stores values; see `KVStore.put`."""
         job, admitted = self._begin(len(ops), deadline_s)
         if admitted:
             self._writes.put(job, ops)
         return job
 
     def get(self, ops: Sequence[GetOp], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Reads values; see `KVStore.get`."""
         job, admitted = self._begin(len(ops), deadline_s)
         if admitted:
             self._reads.get(job, ops)
         return job
 
     def exists(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
+        """Looks keys up; see `KVStore.exists`."""
         job, admitted = self._begin(len(keys), deadline_s)
         if admitted:
             self._reads.exists(job, keys)
@@ -155,6 +159,7 @@ class TieredStore(KVStore):
         return next((tier.address for tier in self._tiers if tier.address is not None), None)
 
     def hint_location(self, keys: Sequence[str], source: str) -> None:
+        """Passes a hint on; see `KVStore.hint_location`."""
         for tier in self._tiers:
             tier.hint_location(keys, source)
 

@@ -1,6 +1,6 @@
 """One batch that several tiers answer: what is known of each key, and what that amounts to.
 
-The one rule: the best truth. A key that some tier has is found; that it is nowhere is said only if every tier said so.
+Invariant: the best truth. A key that some tier has is found; that it is nowhere is said only if every tier said so.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class TierResults:
 
 
 def merge_deleted(answers: Sequence[Result]) -> Result:
-    """What became of a key that every tier was asked to delete: OK or MISS only if it is nowhere any more."""
+    """Returns what became of a key that every tier was asked to delete: OK or MISS only if it is nowhere any more."""
     failed = [answer for answer in answers if answer.code not in (ResultCode.OK, ResultCode.MISS)]
     if failed:
         return Result(min((answer.code for answer in failed), key=lambda code: _RANKS.get(code, _LAST)))

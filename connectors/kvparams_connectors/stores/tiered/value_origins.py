@@ -1,7 +1,7 @@
-"""Which tiers have the bytes that were given last for a key: should they turn out to be damaged, they go from there.
+"""Determines which tiers have the bytes that were given last for a key: should they turn out to be damaged, they go
+from there.
 
-The one rule: bounded, and only ever about the last get of a key; of a key that is not known any more every tier is
-suspected.
+Bounded, and only ever about the last get of a key; of a key that is not known any more every tier is suspected.
 """
 
 import threading

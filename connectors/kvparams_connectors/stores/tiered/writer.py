@@ -1,6 +1,6 @@
 """Puts and deletes of a tiered store.
 
-The one rule: the caller is told what the deciding tier said, the last one with write-through and the first one with
+Invariant: the caller is told what the deciding tier said, the last one with write-through and the first one with
 write-back; the caller's buffers are read until every tier that was given them has settled, and no longer.
 """
 

@@ -1,6 +1,6 @@
 """A connection to a server: a stream, and replies that are read from it in the order in which they were asked for.
 
-The one rule: a connection is reusable only while no reply is owed on it; one that has raised is closed.
+Invariant: a connection is reusable only while no reply is owed on it; one that has raised is closed.
 """
 
 import socket
@@ -58,5 +58,5 @@ class ValkeyConnection(DeadlineSocket):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether no reply is owed or lies unread, and the peer has neither spoken unasked nor gone away."""
+        """Returns whether no reply is owed or lies unread, and the peer has neither spoken unasked nor gone away."""
         return not self._owed and self._reader.empty and self.is_silent

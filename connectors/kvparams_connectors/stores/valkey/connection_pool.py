@@ -1,6 +1,6 @@
 """Connections to the servers of a deployment: how one is made, and the pool that keeps them.
 
-The one rule: a connection that is handed out has been let in by its server.
+A connection that is handed out has been let in by its server.
 """
 
 import socket
@@ -20,7 +20,7 @@ __all__ = ["ValkeyAccess", "ValkeyConnectionPool", "ValkeyRefusedError", "connec
 
 @dataclass(frozen=True, slots=True)
 class ValkeyAccess:
-    """How to reach and to convince a server."""
+    """Holds what reaching and convincing a server takes."""
 
     connect_s: float
     """The longest that a connection may take, in seconds."""

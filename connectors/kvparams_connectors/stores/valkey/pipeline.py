@@ -1,7 +1,7 @@
 """A batch of requests, done: sent to the servers that hold the keys, answered, and sent on where a server says so.
 
 Each server gets its requests over one connection, so many at a time that neither side waits for the other and no more
-than a bounded amount of values is under way; all servers work at the same time. The one rule: whatever goes wrong on a
+than a bounded amount of values is under way; all servers work at the same time. Invariant: whatever goes wrong on a
 connection ends that connection and the requests that were not answered on it, and nothing else.
 """
 
@@ -36,7 +36,7 @@ _REDIRECTS: Final = 5
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """What came of a batch."""
+    """Describes what came of a batch."""
 
     results: Results
     stale: bool = False
@@ -163,7 +163,7 @@ def _over(
 
 
 def _fits(weight: int, under_way: int) -> bool:
-    """Whether one more request may be under way, all of which have this weight then."""
+    """Returns whether one more request may be under way, all of which have this weight then."""
     return not under_way or weight <= _FEW_BYTES or (under_way == 1 and weight <= _PAIR_BYTES)
 
 
@@ -254,7 +254,7 @@ class _ServerPipeline:
         return self._requests[self._indexes[self._next]].on_idle()
 
     def _made(self) -> list[bytes | memoryview] | None:
-        """What is sent for the next one; None if that cannot be sent."""
+        """Returns what is sent for the next one; None if that cannot be sent."""
         index = self._indexes[self._next]
         if self._ahead is not None:
             made, self._ahead = self._ahead, None

@@ -1,7 +1,6 @@
-"""What is asked of a server for one key, and what its answers mean.
+"""Defines what is asked of a server for one key, and what its answers mean.
 
-The one rule: every answer ends in a `Result`, or in a `ErrorReply` that may be a redirect; nothing here waits or
-chooses a server.
+Every answer ends in a `Result`, or in a `ErrorReply` that may be a redirect; nothing here waits or chooses a server.
 
 Commands and error words: https://valkey.io/commands/ and `server.c` of Valkey 8.0.1.
 """
@@ -54,7 +53,7 @@ _TOO_LONG: Final = ("ERR string exceeds maximum allowed size", "ERR Protocol err
 
 
 def result_of_error(error: ErrorReply) -> Result:
-    """What an error reply means for the key that it answers."""
+    """Returns what an error reply means for the key that it answers."""
     code = _CODES.get(error.word)
     if code is None and error.text.startswith(_CLIENTS):
         code = ResultCode.UNAVAILABLE
@@ -76,7 +75,7 @@ class ValkeyRequest(Protocol):
     """Answers it gets, besides those to ASKING."""
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
-        """What is sent; `asking` follows a redirect of kind ASK. Raises ValueError if a buffer was released."""
+        """Returns what is sent; `asking` follows a redirect of kind ASK. Raises ValueError if a buffer was released."""
         ...
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
@@ -138,6 +137,7 @@ class PutRequest(_NoCompletion):
         self._ttl_ms = ttl_ms
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         ttl = b"%d" % self._ttl_ms
         words = 6 if self._ttl_ms else 4
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(self.key), self.key, self.nbytes)
@@ -148,6 +148,7 @@ class PutRequest(_NoCompletion):
         return [_ASKING + head if asking else head, *flatten_buffers(self._op.buffers), tail]
 
     def on_idle(self) -> bool:
+        """Does a little of what sealing the value takes; see `PutOp.on_idle`."""
         if self._op.on_idle is None:
             return False
         try:
@@ -156,6 +157,7 @@ class PutRequest(_NoCompletion):
             return False
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
+        """Reads the answer from the connection."""
         reply = _reply(connection, asking=asking)
         if reply is None:
             return Result(ResultCode.EXISTS)
@@ -179,11 +181,13 @@ class GetRequest(_NoPreparation):
         self._targets: list[memoryview] = []
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         self._targets = flatten_buffers(self._op.buffers)
         get = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         return [_ASKING + get if asking else get]
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
+        """Reads the answer from the connection."""
         if asking:
             connection.reply()
         reply = connection.value(self._targets, self._op.on_progress)
@@ -196,6 +200,7 @@ class GetRequest(_NoPreparation):
         return Result(ResultCode.OK, reply)
 
     def on_result(self, result: Result) -> None:
+        """Takes the result that another request has had."""
         if self._op.on_complete is not None and result.code is ResultCode.OK:
             self._op.on_complete(result.nbytes)
 
@@ -210,11 +215,13 @@ class SizeRequest(_NoPreparation, _NoCompletion):
         self.key = key
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         size = b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         there = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
         return [_ASKING + size + _ASKING + there if asking else size + there]
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
+        """Reads the answer from the connection."""
         size = _reply(connection, asking=asking)
         there = _reply(connection, asking=asking)
         for reply in (size, there):
@@ -274,10 +281,12 @@ class DeleteRequest(_NoPreparation, _NoCompletion):
         self.key = key
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
+        """Returns the bytes that ask the server for it."""
         unlink = encode_command(b"UNLINK", self.key)
         return [_ASKING + unlink if asking else unlink]
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
+        """Reads the answer from the connection."""
         reply = _reply(connection, asking=asking)
         if isinstance(reply, ErrorReply):
             return reply

@@ -1,6 +1,6 @@
 """RESP (version 2), as far as values need it: replies from a stream of bytes, values straight into their buffers.
 
-The one rule: a declared length allocates nothing, and a stream that is not in a known state is never read again, so
+Invariant: a declared length allocates nothing, and a stream that is not in a known state is never read again, so
 whoever sees an exception from here closes the connection.
 
 The protocol: https://valkey.io/topics/protocol/ (as of Valkey 8.0). Replies here are simple strings, errors, integers
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
+from kvparams_connectors.stores.progress import progress_step_bytes
 
 __all__ = [
     "ErrorReply",
@@ -96,7 +96,7 @@ class ReplyReader:
 
     @property
     def empty(self) -> bool:
-        """Whether everything that was received has been read."""
+        """Returns whether everything that was received has been read."""
         return self._start == self._end
 
     def reply(self) -> int | bytes | ErrorReply | None:

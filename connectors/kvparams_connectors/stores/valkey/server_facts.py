@@ -1,6 +1,6 @@
-"""What is asked of a server beside values, by valkey-py: what it is, how it is set up, which slots are where.
+"""Asks a server, by valkey-py, for what is no value: what it is, how it is set up, which slots are where.
 
-The one rule: nothing here is on the way of a value, and every question ends within the time that is given for it.
+Nothing here is on the way of a value, and every question ends within the time that is given for it.
 """
 
 import ssl
@@ -42,7 +42,7 @@ _MAX_BULK: Final = 512 << 20
 
 
 class _ValkeyClient(Protocol):
-    """What is used of `valkey.Valkey`, whose own types leave the answers open."""
+    """Describes what is used of `valkey.Valkey`, whose own types leave the answers open."""
 
     def execute_command(self, *words: str) -> object: ...
 
@@ -61,7 +61,7 @@ class TLSFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Describes what a server says of itself."""
 
     version: str = ""
     """Empty where it may not be asked."""
@@ -79,7 +79,7 @@ class ServerFacts:
 
 
 def tls_context(files: TLSFiles) -> ssl.SSLContext:
-    """What connections to a server are wrapped with: its certificate and its name are always checked.
+    """Returns what connections to a server are wrapped with: its certificate and its name are always checked.
 
     Raises:
         StoreError: a file cannot be used.
@@ -138,7 +138,7 @@ def read_slots(node: ValkeyNode, access: ValkeyAccess, files: TLSFiles | None) -
 
 
 def _has_slots(client: _ValkeyClient) -> bool:
-    """Whether it is of a cluster, asked in another way."""
+    """Returns whether it is of a cluster, asked in another way."""
     try:
         return bool(client.execute_command("CLUSTER SLOTS"))
     except valkey.exceptions.ResponseError:  # it has no slots, or does not say
@@ -146,7 +146,7 @@ def _has_slots(client: _ValkeyClient) -> bool:
 
 
 def parse_facts(info: Mapping[str, object], config: Mapping[str, str]) -> ServerFacts:
-    """What INFO and CONFIG GET say, as far as it matters to values.
+    """Returns what INFO and CONFIG GET say, as far as it matters to values.
 
     While a large value arrives, the server makes room for another one like it (`networking.c` of Valkey 8.0.1, where a
     big argument becomes the value), and `maxmemory` counts both: more than half of it never fits.
@@ -206,7 +206,7 @@ def find_primary(
 
 
 def advice_from_facts(facts: ServerFacts, *, ttl: bool) -> list[Advice]:
-    """What a server's settings are good for.
+    """Returns what a server's settings are good for.
 
     Args:
         facts: what it says of itself.

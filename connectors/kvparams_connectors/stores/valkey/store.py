@@ -1,8 +1,8 @@
 """The store on Valkey servers: one, or a cluster; TCP, TLS or a unix socket.
 
 Values go over connections of our own (`resp.py`), straight from and into the caller's buffers; valkey-py asks what the
-server is (`control.py`). `benchmarks/valkey_bench.py` says why. The one rule: a put is `SET ... NX` of a whole
-value, so that what a key holds never changes and never is half there.
+server is (`control.py`). `benchmarks/valkey_bench.py` says why. Invariant: a put is `SET ... NX` of a whole value, so
+that what a key holds never changes and never is half there.
 
 Outside a cluster a replica may take the place of its primary (by Sentinel, or by hand). When a server refuses a put
 because it is a replica, or is away, it and the replicas that were seen are asked who the primary is, and that one has
@@ -117,6 +117,7 @@ class ValkeyStore(BlockingStore):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Returns what this store can do."""
         return self._capabilities
 
     def advice(self) -> Sequence[Advice]:
@@ -133,10 +134,11 @@ class ValkeyStore(BlockingStore):
 
     @property
     def connections(self) -> int:
-        """How many connections for values were made so far."""
+        """Returns how many connections for values were made so far."""
         return self._pool.opened_count
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        """Stores values; see `BlockingStore`."""
         requests = [PutRequest(self._key(op.key), op, self._ttl_ms) for op in ops]
         results = [Result(ResultCode.TOO_LARGE)] * len(ops)
         small = [at for at, request in enumerate(requests) if request.nbytes <= self._capabilities.max_value_bytes]
@@ -152,18 +154,22 @@ class ValkeyStore(BlockingStore):
         return results
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
+        """Reads values; see `BlockingStore`."""
         return self._run([GetRequest(self._key(op.key), op) for op in ops], deadline)
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Looks keys up; see `BlockingStore`."""
         self._settle_doubt(deadline)
         batch = run_sizes(self._pool, self._topology, [self._key(key) for key in keys], deadline)
         self._learn(batch, deadline)
         return batch.results
 
     def delete_blocking(self, keys: Sequence[str], deadline: float) -> Results:
+        """Deletes keys; see `BlockingStore`."""
         return self._run([DeleteRequest(self._key(key)) for key in keys], deadline)
 
     def release(self) -> None:
+        """Lets go of everything; no worker runs any more."""
         self._pool.close()
 
     def _key(self, key: str) -> bytes:
@@ -214,7 +220,7 @@ class ValkeyStore(BlockingStore):
                 _LOGGER.warning("valkey: %s has taken the place of %s", primary, asked)
 
     def _facts(self, node: ValkeyNode, deadline: float) -> ServerFacts | None:
-        """What a server says of itself; None if it says nothing in time: others have to be asked as well."""
+        """Returns what a server says of itself; None if it says nothing in time: others have to be asked as well."""
         left_s = min(self._access.connect_s, (deadline - time.monotonic()) / 2)
         if left_s < _SHORTEST_S:
             return None

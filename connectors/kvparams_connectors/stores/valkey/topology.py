@@ -1,8 +1,8 @@
-"""Which server of a deployment holds which key. Pure.
+"""Determines which server of a deployment holds which key. Pure.
 
 A cluster divides all keys into 16384 slots and says of each which primary has it; a single server has them all, until
-one of its replicas takes its place. The one rule: a map is replaced or gets one slot changed, in one step each, so that
-who reads it needs no lock.
+one of its replicas takes its place. A map is replaced or gets one slot changed, in one step each, so that who reads it
+needs no lock.
 
 Source: the cluster specification, https://valkey.io/topics/cluster-spec/ (as of Valkey 8.0).
 """
@@ -22,7 +22,7 @@ _MOST_REPLICAS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class ValkeyNode:
-    """Where one server listens: a host and a port, or the path of a unix socket."""
+    """Describes where one server listens: a host and a port, or the path of a unix socket."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class ValkeyNode:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRedirect:
-    """What a server of a cluster answers when another one is to be asked."""
+    """Describes what a server of a cluster answers when another one is to be asked."""
 
     kind: Literal["MOVED", "ASK"]
     """MOVED: from now on. ASK: this time, because the slot is on its way there."""
@@ -48,7 +48,8 @@ def hash_slot(key: bytes) -> int:
 
 
 def parse_redirect(text: str, asked: ValkeyNode) -> ClusterRedirect | None:
-    """What an error reply says about where to go: `MOVED 3999 127.0.0.1:6381`; None if it is nothing of the kind.
+    """Returns what an error reply says about where to go: `MOVED 3999 127.0.0.1:6381`; None if it is nothing of the
+    kind.
 
     Args:
         asked: who said it; an empty host means the same one.
@@ -83,7 +84,7 @@ class ClusterTopology:
 
     @property
     def cluster(self) -> bool:
-        """Whether there are slots at all."""
+        """Returns whether there are slots at all."""
         return self._nodes is not None
 
     def node(self, key: bytes) -> ValkeyNode:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvparams_connectors.store import Result, ResultCode
+from kvparams_connectors.stores.progress import progress_step_bytes
 from kvparams_connectors.stores.valkey.requests import result_of_error
 from kvparams_connectors.stores.valkey.resp import (
     ErrorReply,
@@ -28,7 +29,6 @@ from kvparams_connectors.stores.valkey.topology import (
     hash_slot,
     parse_redirect,
 )
-from kvparams_connectors.transfer.incremental_verifier import progress_step_bytes
 
 CANARY = 0xA5
 STEP = 256 << 10

@@ -13,7 +13,8 @@ from kvparams.pages import HEADER_BYTES, PageIdentity, PageRefusal, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
 from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
 from kvparams_connectors.stores.memory.store import MemoryStore
-from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier, progress_step_bytes
+from kvparams_connectors.stores.progress import progress_step_bytes
+from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
 
 PAYLOAD = 3000
 PAGE = HEADER_BYTES + PAYLOAD
