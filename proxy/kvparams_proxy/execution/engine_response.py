@@ -24,14 +24,9 @@ from kvparams.jsontext.scanner import (
     scalar_end,
     skip_space,
 )
-from kvparams_proxy.execution.response_corrector import load_response
-from kvparams_proxy.execution.response_privacy import (
-    PRIVATE_MEMBERS,
-    PUBLIC_MEMBERS,
-    EngineAddresses,
-    embedded_error,
-    privacy_changes,
-)
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.response_document import embedded_error, load_response
+from kvparams_proxy.execution.response_privacy import PRIVATE_MEMBERS, PUBLIC_MEMBERS, privacy_changes
 
 __all__ = ["LONG_RESPONSE_BYTES", "EngineResponse", "private_member_cuts"]
 

@@ -34,7 +34,7 @@ from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.prefix_cache_report import report_prefill_response
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
-from kvparams_proxy.execution.response_privacy import embedded_error
+from kvparams_proxy.execution.response_document import embedded_error
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.requests.downstream import Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
@@ -331,11 +331,9 @@ class Execution:
                 limit_bytes,
                 self,
                 resources.clock,
+                endpoint,
                 recorder,
-                done=endpoint.sends_done_event,
-                choices=endpoint.has_choices,
                 gated=self._paired is not None,
-                streams=endpoint.supports_streaming,
             )
         else:
             sink = ResponseCollector(limit_bytes, self._collected if self._paired is None else self._keep)
@@ -736,7 +734,7 @@ class Execution:
         if error.status >= 500 or self._life.answering:
             self._log_failure(error)
         if self._life.answering:
-            body = error.sse_event(self._endpoint)
+            body = error.sse_event(sends_done_event=self._endpoint.sends_done_event)
         else:
             body = error.body()
             self._downstream.head(error.status, _JSON + error.headers() + self._answer_headers(), len(body))

@@ -15,8 +15,9 @@ from kvparams.routing.plan import LegFailed, StreamProgress
 from kvparams.signing.canonical_json import NotCanonical
 from kvparams.signing.signer import NoSigningKey
 from kvparams.versions import LossyDowngrade
-from kvparams_proxy.errors import ProxyError, engine_error_response, reported_engine_error
-from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.engine_errors import engine_error_response, reported_engine_error
 from kvparams_proxy.upstream.types import (
     ResponseHead,
     UpstreamError,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvparams.errors import JSONTextError
 from kvparams.peer_reads import readable_address
 from kvparams_proxy.execution.engine_response import EngineResponse
-from kvparams_proxy.execution.response_privacy import embedded_error
+from kvparams_proxy.execution.response_document import embedded_error
 from kvparams_proxy.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:

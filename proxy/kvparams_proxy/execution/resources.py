@@ -14,8 +14,8 @@ from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.telemetry.metrics import Metrics
