@@ -5,7 +5,7 @@ is wanted, never how: connections, load, queues and clocks belong to the executo
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
 from kvparams.errors import KVParamsError
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 
+@final
 class AcquireInstance(NamedTuple):
     """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
     then on until its leg ends or it is given back. Or `LegFailed` is raised in it: the KV that it holds is given up
@@ -40,6 +41,7 @@ class AcquireInstance(NamedTuple):
     """Ids of instances that are taken before others as long as they have room and have not twice as much to do."""
 
 
+@final
 class Leg(NamedTuple):
     """Wanted: one request to one engine. The plan is sent a `LegResult`, or `LegFailed` is raised in it."""
 
@@ -52,6 +54,7 @@ class Leg(NamedTuple):
     """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
 
 
+@final
 class LegPair(NamedTuple):
     """Wanted: two legs at once, of engines that meet. Decode's answer is held until prefill has ended well. The plan is
     sent a `LegResult` when both have, or `LegFailed` is raised in it for the first that has failed; then the other one

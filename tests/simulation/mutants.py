@@ -63,7 +63,10 @@ MODULES = (
     "kvparams_proxy.execution.response_corrector",
     "kvparams_proxy.execution.leg_outcomes",
     "kvparams_proxy.execution.leg_requests",
-    "kvparams_proxy.execution.concurrent_prefill",
+    "kvparams_proxy.execution.leg_runner",
+    "kvparams_proxy.execution.leg_settlement",
+    "kvparams_proxy.execution.running_leg",
+    "kvparams_proxy.execution.client_response",
     "kvparams_proxy.execution.engine_addresses",
     "kvparams_proxy.execution.response_privacy",
     "kvparams_proxy.server.request_handler",
@@ -152,6 +155,7 @@ _LOST = "nothing follows the loss of a connection"
 _TRIAL = "the leg has been released, so its trial ends a turn later"
 _LIMIT = "a limit of the simulation, not an equivalence: "
 _MEETING = "no connector whose engines meet leaves anything to be dropped by a prefill that broke off"
+_FREED = "a limit of the simulation: it is memory that only the collector frees; tests/proxy/test_released.py holds it"
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
     "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(prefill)": f"{_LIMIT}nobody asks "
@@ -169,12 +173,11 @@ EQUIVALENT: dict[str, str] = {
     "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: release_abandoned(context, speech, prefill, transfer, attempt) #1": (
         _MEETING
     ),
-    "concurrent_prefill:ConcurrentPrefill._collected: self.exchange = None": "nothing is done to an exchange that is over",
-    "executor:Execution._start: self._context.abandon_kv(gone=False)": f"{_LIMIT}only with a broker prefill may break "
+    "leg_runner:LegRunner.start: context.abandon_kv(gone=False)": f"{_LIMIT}only with a broker prefill may break "
     "off, and decode does it all",
-    "executor:Execution._failed: self._context.abandon_kv(gone=False)": f"{_LIMIT}only where its client leaves "
+    "leg_settlement:LegSettlement._settle_failure: context.abandon_kv(gone=False)": f"{_LIMIT}only where its client leaves "
     "during the next prefill, two seeds of 100,000; tests/proxy/test_metrics.py notices it",
-    "executor:Execution._answer: self._exchange.abort(wrong)": "what is wrong with an event is found when it is held",
+    "leg_runner:LegRunner._release_decode: running.abort(wrong)": "what is wrong with an event is found when it is held",
     "kvparams.routing.managers.leg_documents:LegDocuments.leg_changes: self._templates.clear()": _CACHE,
     "dispatcher:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatcher:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
@@ -280,16 +283,20 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution.refused: self._resources.deadlines.stop(self)": f"{_LIMIT}nobody waits then with useless KV; "
     "tests/modes/test_group_failover.py holds it",
     "executor:Execution.refused: self._waiting = None": "whoever does not wait may give up again",
-    "executor:Execution._end_leg: self._relay = None": "the next leg may be silent for a little longer",
-    "executor:Execution._finish: self._exchange = None": _FAULT,
+    "running_leg:RunningLeg.end: self.relay = None": _FREED,
+    "running_leg:RunningLeg.discard: self.exchange = None": _FREED,
     "executor:Execution._finish: self._context.record_answer(self._route)": f"{_LIMIT}it says what decode engines may have "
     "cached; tests/modes/test_real_engines.py holds it",
     "kvparams.routing.managers.conditional:Conditional._near: context.release_instance(instance)": f"{_LIMIT}nobody's cache is "
     "known; tests/modes/test_choice.py holds it",
-    "executor:Execution._go: failure.__traceback__ = None": f"{_LIMIT}it is memory alone; tests/proxy/test_released.py "
+    "executor:Execution.resume_plan: failure.__traceback__ = None": f"{_LIMIT}it is memory alone; tests/proxy/test_released.py "
     "holds it",
-    "executor:Execution._stop_reading: self._reading.cancel()": "it saves work: nobody looks at what is read then",
-    "executor:Execution._stop_reading: self._reading = None": "it is over, and the request is let go next",
+    "running_leg:RunningLeg._cancel_parse: self._parse.cancel()": "it saves work: nobody looks at what is read then",
+    "running_leg:RunningLeg._cancel_parse: self._parse = None": _FREED,
+    "running_leg:RunningLeg.end: self.exchange = None": _FREED,
+    "running_leg:RunningLeg.discard: self.relay = None": _FREED,
+    "leg_runner:LegRunner.close: self._running = None": _FREED,
+    "leg_runner:LegRunner.close: del self._owner": _FREED,
     "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
     "stream_continuation:StreamRecorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "stream_continuation:StreamRecorder.undo_last: del self._answer[answered:]": f"{_LIMIT}no stream breaks twice, once by an event that "
