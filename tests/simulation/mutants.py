@@ -36,6 +36,7 @@ MODULES = (
     "kvparams.routing.fair_queue",
     "kvparams.routing.request_lifecycle",
     "kvparams.routing.managers.aggregated",
+    "kvparams.routing.managers.attempt_state",
     "kvparams.routing.managers.concurrent_legs",
     "kvparams.routing.managers.conditional",
     "kvparams.routing.managers.leg_documents",
@@ -132,7 +133,9 @@ RELEASES = frozenset(
         "record_answer",
         "release",
         "release_abandoned",
+        "release_decode",
         "release_instance",
+        "release_prefill",
         "released",
         "remove",
         "remove_listener",
@@ -158,18 +161,22 @@ _MEETING = "no connector whose engines meet leaves anything to be dropped by a p
 _FREED = "a limit of the simulation: it is memory that only the collector frees; tests/proxy/test_released.py holds it"
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(prefill)": f"{_LIMIT}nobody asks "
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: state.release_prefill()": f"{_LIMIT}nobody asks "
     "for several answers; tests/kvparams/test_prefill_then_decode.py holds it",
     "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: release_abandoned(context, speech, prefill, transfer, attempt)": (
         _MEETING
     ),
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(decode) #1": (
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: state.release_decode()": (
         f"{_LIMIT}nobody asks for several answers, as above"
     ),
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(decode)": (
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode._choose: state.release_decode()": (
         f"{_LIMIT}nobody waits in a group that goes; tests/kvparams/test_stranded.py holds it"
     ),
-    "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: context.release_instance(prefill)": f"{_LIMIT}as the last",
+    "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: state.release_prefill()": f"{_LIMIT}as the last",
+    "kvparams.routing.managers.attempt_state:AttemptState.release_prefill: self.context.release_instance(self.prefill)": (
+        f"{_LIMIT}as the last"
+    ),
+    "kvparams.routing.managers.attempt_state:AttemptState.release_prefill: self.prefill = None": f"{_LIMIT}as the last",
     "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: release_abandoned(context, speech, prefill, transfer, attempt) #1": (
         _MEETING
     ),
