@@ -49,7 +49,7 @@ class Leg(NamedTuple):
 
     instance: Instance
     changes: Mapping[str, bytes | None]
-    """To the client's body, as for `kvparams.jsontext.document.edit`."""
+    """To the client's body, as for `kvparams.jsontext.editing.edit`."""
     answers_client: bool
     """Whether its answer goes to the client; otherwise the manager is told it."""
     resume_from: "StreamProgress | None" = None

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.instances import Role, RoundRobin
-from kvparams.jsontext.document import edit, find_members
+from kvparams.jsontext.document import find_members
+from kvparams.jsontext.editing import edit
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_errors import PublicError, public_error
 from kvparams_proxy.execution.response_document import embedded_error

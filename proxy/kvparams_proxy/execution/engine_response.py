@@ -67,7 +67,7 @@ class EngineResponse:
         self.member_spans: Mapping[str, MemberSpan] | None = None
         """Where its members stand, if it was read in steps."""
         self.privacy_changes: Mapping[str, bytes | None] = {}
-        """What must be kept from clients, if it was read in steps; as for `kvparams.jsontext.document.edit`."""
+        """What must be kept from clients, if it was read in steps; as for `kvparams.jsontext.editing.edit`."""
 
     @property
     def document(self) -> Mapping[str, object]:

@@ -9,7 +9,8 @@ from typing import Final, cast
 
 from pydantic_core import to_json
 
-from kvparams.jsontext.document import MemberSpan, edit, edit_pieces, find_member, find_members
+from kvparams.jsontext.document import MemberSpan, find_member, find_members
+from kvparams.jsontext.editing import edit, edit_pieces
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import EngineResponse
 from kvparams_proxy.execution.response_document import embedded_error, load_response

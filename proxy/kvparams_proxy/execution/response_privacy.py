@@ -127,7 +127,7 @@ def privacy_changes(
     addresses: EngineAddresses,
     allowance: Allowance | None = None,
 ) -> dict[str, bytes | None]:
-    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.document.edit`.
+    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.editing.edit`.
 
     Args:
         document: what `raw` parses to.
