@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.stub_engine import StubEngines
 from kvparams.instances import RequestFacts, RoundRobin
+from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
 from kvparams_proxy.tokenization.tokenizer_choice import (
     TokenizationMethod,
-    TokenizerError,
     load_tokenizers,
     parse_tokenizer_choices,
 )

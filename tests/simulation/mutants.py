@@ -158,6 +158,7 @@ _LOST = "nothing follows the loss of a connection"
 _TRIAL = "the leg has been released, so its trial ends a turn later"
 _LIMIT = "a limit of the simulation, not an equivalence: "
 _MEETING = "no connector whose engines meet leaves anything to be dropped by a prefill that broke off"
+_UNLIMITED = "a limit of the simulation: no request has a time-out of its own"
 _FREED = "a limit of the simulation: it is memory that only the collector frees; tests/proxy/test_released.py holds it"
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
@@ -300,6 +301,9 @@ EQUIVALENT: dict[str, str] = {
     "holds it",
     "running_leg:RunningLeg._cancel_parse: self._parse.cancel()": "it saves work: nobody looks at what is read then",
     "running_leg:RunningLeg._cancel_parse: self._parse = None": _FREED,
+    "executor:Execution.on_request_timeout: self._downstream.drop()": _UNLIMITED,
+    "executor:Execution._finish: resources.deadlines.stop(self._deadline)": _UNLIMITED,
+    "executor:Execution._finish: self._deadline = None": _UNLIMITED,
     "running_leg:RunningLeg.end: self.exchange = None": _FREED,
     "running_leg:RunningLeg.discard: self.relay = None": _FREED,
     "leg_runner:LegRunner.close: self._running = None": _FREED,
