@@ -28,7 +28,8 @@ from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.registry import load_tables
 from kvparams.dialects.store import STORE
 from kvparams.instances import Instance, RequestFacts, Role
-from kvparams.jsontext.document import edit, load_object
+from kvparams.jsontext.document import load_object
+from kvparams.jsontext.editing import edit
 from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import AcquireInstance, KVLease, LegResult

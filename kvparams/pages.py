@@ -275,22 +275,10 @@ def verify_detached(
         salt,
         tag,
     ) = _FIELDS.unpack_from(header, 0)
+    refusal = _format_refusal(header, magic, version, header_bytes, flags) or _key_refusal(keys, flags, key_id)
+    if refusal is not None:
+        return refusal
     wanted = expected.shard
-    if magic != _MAGIC:
-        return PageRefusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
-    if version != _VERSION:
-        return PageRefusal("version", f"page format version {version}; this build reads {_VERSION}")
-    (header_checksum,) = _CHECKSUM.unpack_from(header, _CHECKED_BYTES)
-    if header_checksum != xxh3_64_intdigest(header[:_CHECKED_BYTES]):
-        return PageRefusal("flipped_header", "the header's checksum does not fit")
-    if header_bytes != HEADER_BYTES or flags not in (0, *PAGE_AUTH_METHODS.values()):
-        return PageRefusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
-    if keys is not None and not flags:
-        return PageRefusal("unsealed", "it has no tag, and keys are configured here: only pages with a tag are used")
-    if keys is None and flags:
-        return PageRefusal("locked", "it has a tag, and no key is configured here; configure the keys of its writer")
-    if keys is not None and (obstacle := keys.why_unverifiable(flags, key_id)) is not None:
-        return PageRefusal("locked", obstacle)
     if namespace != expected.namespace:
         return PageRefusal("namespace", f"a page of the namespace {namespace.hex()[:16]}")
     if chain != expected.chain:
@@ -307,6 +295,33 @@ def verify_detached(
         good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in _COVERED), payload])
         if not compare_digest(tag, good):
             return PageRefusal("forged", "its tag does not fit: no owner of the key has written this")
+    return None
+
+
+def _format_refusal(
+    header: memoryview, magic: bytes, version: int, header_bytes: int, flags: int
+) -> PageRefusal | None:
+    """Returns why a header is none of this format, or is damaged."""
+    if magic != _MAGIC:
+        return PageRefusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
+    if version != _VERSION:
+        return PageRefusal("version", f"page format version {version}; this build reads {_VERSION}")
+    (header_checksum,) = _CHECKSUM.unpack_from(header, _CHECKED_BYTES)
+    if header_checksum != xxh3_64_intdigest(header[:_CHECKED_BYTES]):
+        return PageRefusal("flipped_header", "the header's checksum does not fit")
+    if header_bytes != HEADER_BYTES or flags not in (0, *PAGE_AUTH_METHODS.values()):
+        return PageRefusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
+    return None
+
+
+def _key_refusal(keys: TenantPageAuthKeys | None, flags: int, key_id: bytes) -> PageRefusal | None:
+    """Returns why a page cannot be used with these keys: it has a tag and there are none, or the other way round."""
+    if keys is not None and not flags:
+        return PageRefusal("unsealed", "it has no tag, and keys are configured here: only pages with a tag are used")
+    if keys is None and flags:
+        return PageRefusal("locked", "it has a tag, and no key is configured here; configure the keys of its writer")
+    if keys is not None and (obstacle := keys.why_unverifiable(flags, key_id)) is not None:
+        return PageRefusal("locked", obstacle)
     return None
 
 

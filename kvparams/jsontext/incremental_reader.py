@@ -8,12 +8,14 @@ Invariant: every byte is in a text that a parser has accepted, or is one that th
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, cast
 
 from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
+from kvparams.jsontext.finite_numbers import check_finite
+from kvparams.jsontext.open_container import OpenContainer, doubled_member_error
 from kvparams.jsontext.receivers import Receiver
 from kvparams.jsontext.scanner import (
     LONGEST_ESCAPE,
@@ -23,8 +25,6 @@ from kvparams.jsontext.scanner import (
     JSONLimits,
     MemberSpan,
     begins_with_numbers,
-    duplicate_key_error,
-    infinite_number_error,
     not_json_error,
     piece_end,
     plain_members,
@@ -36,7 +36,7 @@ from kvparams.jsontext.scanner import (
 )
 from kvparams.jsontext.window import DecodedWindow
 
-__all__ = ["IncrementalReader", "check_finite", "may_overflow"]
+__all__ = ["IncrementalReader"]
 
 _STEP_TURNS: Final = 256
 """Of the reader's loop, in one step."""
@@ -45,58 +45,15 @@ _STEP_PARTS: Final = 2048
 _RUN_PARTS: Final = 512
 """Values that are read one after another in one turn."""
 _BYTES_PER_PART: Final = 32
-_MOST_KEYS: Final = 32_768
-"""In one set: one that is larger takes long to grow."""
 _PARSER_DEPTH: Final = 201
 """Objects and lists inside each other that `from_json` takes (pydantic_core 2.50); of those with values 200."""
 
-_QUOTE: Final = 0x22
-_COMMA: Final = 0x2C
-_COLON: Final = 0x3A
-_CLOSE_LIST: Final = 0x5D
-_OPEN_OBJECT: Final = 0x7B
-_CLOSE_OBJECT: Final = 0x7D
+_QUOTE, _COMMA, _COLON = 0x22, 0x2C, 0x3A
 _POSITION: Final = re.compile(r" at line \d+ column \d+\Z")
-_INFINITE: Final = float("inf")
-_DOUBLE_DIGITS: Final = 300
-"""A number without an exponent needs more digits than this to overflow a double."""
 
 # What may stand at the current place: the first part of a container or its end; a part, behind a comma; a comma or the
 # end; a colon; the value of a member; the rest of a string.
 _FIRST, _PART, _AFTER, _AT_COLON, _VALUE, _IN_STRING = range(6)
-
-
-class _Container:
-    """One object or list that is open."""
-
-    __slots__ = ("_before", "_keys", "closing", "is_object", "name", "receiver", "start", "value")
-
-    def __init__(self, opening: int, receiver: Receiver | None) -> None:
-        self.is_object = opening == _OPEN_OBJECT
-        self.closing = _CLOSE_OBJECT if self.is_object else _CLOSE_LIST
-        self.receiver = receiver
-        self._keys: set[str] = set()
-        self._before: list[set[str]] = []
-        """Keys that came before those."""
-        self.name: str | None = None
-        """Of the member that is being read alone; in a list always None, as the next two are of no meaning there."""
-        self.start = 0
-        self.value = 0
-
-    def add(self, names: dict[str, object]) -> None:
-        """Take note of the names of members.
-
-        Raises:
-            JSONTextError: one of them stands there twice.
-        """
-        if not self._keys.isdisjoint(names) or any(not keys.isdisjoint(names) for keys in self._before):
-            raise duplicate_key_error(
-                next(name for name in names if any(name in keys for keys in (self._keys, *self._before)))
-            )
-        self._keys.update(names)
-        if len(self._keys) > _MOST_KEYS:
-            self._before.append(self._keys)
-            self._keys = set()
 
 
 _NO_WINDOW: Final = DecodedWindow(b"", -1, 0)
@@ -155,8 +112,8 @@ class IncrementalReader:
         """Parts that were looked at, about: what a step costs beside its bytes."""
         self._reach = self._step_bytes
         """Within how many bytes a container must end that is told whole."""
-        self._outer: list[_Container] = []
-        self._open = _Container(raw[at], receiver)
+        self._outer: list[OpenContainer] = []
+        self._open = OpenContainer(raw[at], receiver)
         self._window = _NO_WINDOW
         self._opened()
         self._pieces: list[str] = []
@@ -238,7 +195,7 @@ class IncrementalReader:
         if self._strict and self._strings > self._limits.max_strings:
             raise JSONTextError(f"more than {self._limits.max_strings} strings")
 
-    def _closed(self, container: _Container) -> bool:
+    def _closed(self, container: OpenContainer) -> bool:
         """The container has ended; whether it is the outermost one."""
         if container.receiver is not None:
             container.receiver.on_closed()
@@ -248,7 +205,7 @@ class IncrementalReader:
         self._ended(self._open)
         return False
 
-    def _nested(self, container: _Container, at: int, opening: int) -> None:
+    def _nested(self, container: OpenContainer, at: int, opening: int) -> None:
         """Read containers that are short, as many as there are; or else begin to read a long one."""
         container.value = at
         if not begins_with_numbers(self._raw, at):
@@ -261,7 +218,7 @@ class IncrementalReader:
         if receiver is not None:
             receiver = receiver.on_nested(container.name, opening)
         self._outer.append(container)
-        self._open = _Container(opening, receiver)
+        self._open = OpenContainer(opening, receiver)
         self._opened()
         self.at = at + 1
 
@@ -328,7 +285,7 @@ class IncrementalReader:
         if self._containers > self._limits.max_containers:
             raise self._too_many_containers()
 
-    def _members(self, container: _Container, at: int) -> None:
+    def _members(self, container: OpenContainer, at: int) -> None:
         """Read members whose values are no containers, as many as there are; or else the name of one."""
         raw = self._raw
         fields, end, strings = plain_members(raw, at, self._step_bytes)
@@ -337,7 +294,7 @@ class IncrementalReader:
             return
         members = cast("dict[str, object]", self._parsed(b"{%b}", at, end))
         if len(members) != len(fields):
-            raise _doubled(raw, fields)
+            raise doubled_member_error(raw, fields)
         if self._strict:
             container.add(members)
         self._strings += strings
@@ -351,7 +308,7 @@ class IncrementalReader:
         self.at = end
         self._expects = _AFTER
 
-    def _name(self, container: _Container, at: int) -> None:
+    def _name(self, container: OpenContainer, at: int) -> None:
         end = string_end(self._raw, at, at + LONGEST_TOKEN)
         if not end:
             raise token_too_long_error("a name", self._raw, at)
@@ -363,7 +320,7 @@ class IncrementalReader:
         self.at = end
         self._expects = _AT_COLON
 
-    def _values(self, container: _Container, at: int, byte: int) -> None:
+    def _values(self, container: OpenContainer, at: int, byte: int) -> None:
         """Read elements that are no containers, as many as there are."""
         end, strings = plain_values(self._raw, at, self._step_bytes)
         if end == at:
@@ -377,7 +334,7 @@ class IncrementalReader:
         self.at = end
         self._expects = _AFTER
 
-    def _value(self, container: _Container, at: int, byte: int) -> None:
+    def _value(self, container: OpenContainer, at: int, byte: int) -> None:
         """Read one value that is no container, of any length."""
         raw = self._raw
         container.value = at
@@ -407,7 +364,7 @@ class IncrementalReader:
             pieces, self._pieces = self._pieces, []
             self._told(self._open, ["".join(pieces)])
 
-    def _told(self, container: _Container, values: list[object]) -> None:
+    def _told(self, container: OpenContainer, values: list[object]) -> None:
         """Elements of a list, or the value of a member, are complete."""
         self._ended(container)
         receiver = container.receiver
@@ -430,7 +387,7 @@ class IncrementalReader:
             check_finite(text, found)
         return found
 
-    def _ended(self, container: _Container) -> None:
+    def _ended(self, container: OpenContainer) -> None:
         """So is the part of a container that it belongs to."""
         receiver, name = container.receiver, container.name
         if name is not None and receiver is not None and receiver.spans is not None:
@@ -441,43 +398,3 @@ class IncrementalReader:
     def _check_members(self, spans: dict[str, MemberSpan]) -> None:
         if len(spans) > self._limits.max_members:
             raise JSONTextError(f"more than {self._limits.max_members} members")
-
-
-def may_overflow(raw: bytes, start: int, end: int) -> bool:
-    """Whether a number in `raw[start:end]` may be too large for a double: mostly one sees at once that none is."""
-    if raw.find(b"e", start, end) >= 0 or raw.find(b"E", start, end) >= 0:
-        return True
-    return end - start >= _DOUBLE_DIGITS and raw.find(b".", start, end) >= 0
-
-
-def check_finite(text: bytes, value: object) -> None:
-    """Refuse a number that a double can only hold as infinity.
-
-    Args:
-        text: the text of the value, without that of containers in it.
-        value: what it parses to: a number, or a list or an object of such and of other values.
-
-    Raises:
-        JSONTextError: there is one.
-    """
-    if not may_overflow(text, 0, len(text)):
-        return
-    if isinstance(value, dict):
-        value = cast("dict[str, object]", value).values()
-    elif not isinstance(value, list):
-        value = (value,)
-    values = cast("Collection[object]", value)
-    if _INFINITE in values or -_INFINITE in values:
-        raise infinite_number_error()
-
-
-def _doubled(raw: bytes, fields: Iterable[MemberSpan]) -> JSONTextError:
-    """Which of the members at `fields` has the name of one before it."""
-    seen: set[str] = set()
-    name = ""
-    for field in fields:
-        name = str(from_json(raw[field.start : string_end(raw, field.start, len(raw))]))
-        if name in seen:
-            break
-        seen.add(name)
-    return duplicate_key_error(name)

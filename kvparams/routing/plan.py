@@ -5,7 +5,7 @@ is wanted, never how: connections, load, queues and clocks belong to the executo
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
 from kvparams.errors import KVParamsError
@@ -21,9 +21,12 @@ __all__ = [
     "LegResult",
     "Plan",
     "StreamProgress",
+    "acquire",
+    "run_leg",
 ]
 
 
+@final
 class AcquireInstance(NamedTuple):
     """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
     then on until its leg ends or it is given back. Or `LegFailed` is raised in it: the KV that it holds is given up
@@ -40,18 +43,20 @@ class AcquireInstance(NamedTuple):
     """Ids of instances that are taken before others as long as they have room and have not twice as much to do."""
 
 
+@final
 class Leg(NamedTuple):
     """Wanted: one request to one engine. The plan is sent a `LegResult`, or `LegFailed` is raised in it."""
 
     instance: Instance
     changes: Mapping[str, bytes | None]
-    """To the client's body, as for `kvparams.jsontext.document.edit`."""
+    """To the client's body, as for `kvparams.jsontext.editing.edit`."""
     answers_client: bool
     """Whether its answer goes to the client; otherwise the manager is told it."""
     resume_from: "StreamProgress | None" = None
     """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
 
 
+@final
 class LegPair(NamedTuple):
     """Wanted: two legs at once, of engines that meet. Decode's answer is held until prefill has ended well. The plan is
     sent a `LegResult` when both have, or `LegFailed` is raised in it for the first that has failed; then the other one
@@ -181,3 +186,32 @@ class ExecutionContext(Protocol):
 
 
 Plan = Generator[AcquireInstance | Leg | LegPair, object, None]
+"""The steps of one request, each answered as its class says; `acquire` and `run_leg` give the answers their types."""
+
+
+def acquire(
+    role: Role, avoid: Sequence[str] = (), paired_with: Instance | Role | None = None, prefer: Sequence[str] = ()
+) -> Generator[AcquireInstance, object, Instance]:
+    """Takes an instance, in a plan: `instance = yield from acquire(Role.DECODE)`. See `AcquireInstance`.
+
+    Raises:
+        LegFailed: see `AcquireInstance`.
+        TypeError: the executor has sent something else.
+    """
+    instance = yield AcquireInstance(role, avoid, paired_with, prefer)
+    if not isinstance(instance, Instance):
+        raise TypeError(f"a plan that has asked for an instance was sent {type(instance).__name__}")
+    return instance
+
+
+def run_leg(leg: Leg) -> Generator[Leg, object, LegResult]:
+    """Runs a leg, in a plan: `result = yield from run_leg(Leg(...))`.
+
+    Raises:
+        LegFailed: the leg has failed.
+        TypeError: the executor has sent something else.
+    """
+    result = yield leg
+    if not isinstance(result, LegResult):
+        raise TypeError(f"a plan that has asked for a leg was sent {type(result).__name__}")
+    return result

@@ -124,18 +124,27 @@ def verify_params(
         raise UntrustedParams("audience")
     if instance is not None and _addressee(params) not in (instance, None):
         raise UntrustedParams("instance")
-    if not 0 < signature.exp - signature.iat <= MAX_LIFETIME_S:
-        raise UntrustedParams("lifetime")
     came = now if arrived is None else arrived
-    if signature.iat > came + skew_s:
-        raise UntrustedParams("early")
-    if signature.exp <= came - skew_s:
-        raise UntrustedParams("expired")
+    _check_period(signature, came, skew_s)
     if signature.iat - skew_s < replay.since:
         raise UntrustedParams("replayed")
     if not replay.try_use(f"{signature.kid} {signature.nonce} {part}", signature.exp + skew_s, min(now, came)):
         raise UntrustedParams("replayed")
     return params
+
+
+def _check_period(signature: Signature, came: float, skew_s: float) -> None:
+    """Checks that a request which came at this time is within the time that its signature allows.
+
+    Raises:
+        UntrustedParams: it is not, or that time is too long.
+    """
+    if not 0 < signature.exp - signature.iat <= MAX_LIFETIME_S:
+        raise UntrustedParams("lifetime")
+    if signature.iat > came + skew_s:
+        raise UntrustedParams("early")
+    if signature.exp <= came - skew_s:
+        raise UntrustedParams("expired")
 
 
 def _judge(

@@ -4,19 +4,8 @@ The one rule: the message says what is wrong and what to do; addresses and the i
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Final
 
-from kvparams.errors import JSONTextError
-from kvparams.jsontext.document import JSONLimits, load_object
-from kvparams_proxy.execution.response_privacy import EngineAddresses, embedded_error, public_error
-from kvparams_proxy.requests.endpoints import APIEndpoint
-
-__all__ = ["ProxyError", "engine_error_response", "reported_engine_error"]
-
-_LIMITS: Final = JSONLimits(max_bytes=64 << 10, max_containers=1_000, max_strings=4_000)
-"""Of an engine's error that is read; of a longer one the client learns the status."""
+__all__ = ["ProxyError"]
 
 
 class ProxyError(Exception):
@@ -59,61 +48,15 @@ class ProxyError(Exception):
         """Header lines beside content-type."""
         return b"" if self.retry_after_s is None else b"retry-after: %d\r\n" % self.retry_after_s
 
-    def sse_event(self, endpoint: APIEndpoint) -> bytes:
-        """The same as one server-sent event, for a stream of this endpoint that has begun.
+    def sse_event(self, *, sends_done_event: bool) -> bytes:
+        """Returns the error as one server-sent event, for a stream that has begun.
+
+        Args:
+            sends_done_event: whether the endpoint's streams end with `[DONE]`, as all but those of `/v1/responses` do.
 
         Source of the shape that `/v1/responses` has: OpenAI's API reference, streaming events, `error`.
         """
-        if endpoint.sends_done_event:
+        if sends_done_event:
             return b"data: " + self.body() + b"\n\n"
         error = {"type": "error", "code": self.code or self.kind, "message": self.message, "param": self.param}
         return b"event: error\ndata: %b\n\n" % json.dumps(error, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def engine_error_response(
-    role: str, status: int, raw: bytes, addresses: EngineAddresses, sent: bytes, *, own_key: bool = True
-) -> ProxyError:
-    """What an engine's answer other than 200 means for the client.
-
-    A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params or
-    credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
-    the status.
-    """
-    document: Mapping[str, object] = {}
-    with suppress(JSONTextError):
-        document, _ = load_object(raw, _LIMITS)
-    return reported_engine_error(role, status, embedded_error(document) or document, addresses, sent, own_key=own_key)
-
-
-def reported_engine_error(
-    role: str,
-    status: int,
-    error: Mapping[str, object],
-    addresses: EngineAddresses,
-    sent: bytes,
-    *,
-    own_key: bool = True,
-) -> ProxyError:
-    """The same of an error object; `sent` is the client's body: what stands in it is no secret. `own_key`: the engine
-    was shown a key of ours, or none, and not the client's."""
-    message, param = error.get("message"), error.get("param")
-    failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
-    failed.detail = message if isinstance(message, str) else None
-    if own_key and status in (401, 403):
-        failed.message, failed.code = f"the {role} engine refuses the proxy's credentials", f"{role}_unauthorized"
-        return failed
-    if not 400 <= status < 500:
-        return failed
-    if isinstance(param, str) and f"{param}.".startswith("kv_transfer_params."):
-        failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
-        return failed
-    plain = public_error(error, addresses, sent)
-    refused = ProxyError(
-        status,
-        plain.kind or "invalid_request_error",
-        plain.message or f"the {role} engine refused the request ({status})",
-        param=plain.param,
-        code=plain.code,
-    )
-    refused.detail = None if plain.message else failed.detail
-    return refused

@@ -8,7 +8,8 @@ from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects.nixl import NIXL
 from kvparams.dialects.store import STORE
 from kvparams.instances import Instance, RequestFacts, Role
-from kvparams.jsontext.document import JSONLimits, edit, find_members
+from kvparams.jsontext.document import JSONLimits, find_members
+from kvparams.jsontext.editing import edit
 from kvparams.keys import KVShard, chain_pages, page_key
 from kvparams.pages import HEADER_BYTES
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode

@@ -2,7 +2,7 @@
 
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.managers.manager_options import ManagerOptions
-from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, StreamProgress
+from kvparams.routing.plan import ExecutionContext, Leg, LegFailed, Plan, StreamProgress, acquire, run_leg
 from kvparams.signing.signer import Signer
 
 __all__ = ["Aggregated"]
@@ -31,12 +31,10 @@ class Aggregated:
         answers, where that is known."""
         failed: list[str] = []
         while True:
-            if chosen is None:
-                chosen = yield AcquireInstance(self.roles[0], failed)  # pyright: ignore[reportAssignmentType]
-            assert chosen is not None
-            instance, chosen = chosen, None
+            instance = chosen or (yield from acquire(self.roles[0], failed))
+            chosen = None
             try:
-                yield Leg(instance, {}, answers_client=True, resume_from=sent)
+                yield from run_leg(Leg(instance, {}, answers_client=True, resume_from=sent))
             except LegFailed as failure:
                 if (
                     not failure.retryable

@@ -1,12 +1,13 @@
 """Both legs at once: engines that meet by a rendezvous, which each is told of before either has begun."""
 
-from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.aggregated import Aggregated
-from kvparams.routing.managers.concurrent_attempt import AttemptState, attempt_concurrently
+from kvparams.routing.managers.attempt_state import AttemptState
+from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
 from kvparams.routing.managers.leg_documents import LegDocuments
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.routing.plan import AcquireInstance, ExecutionContext, Plan
+from kvparams.routing.plan import ExecutionContext, Plan, acquire
 from kvparams.signing.signer import Signer
 
 __all__ = ["ConcurrentLegs"]
@@ -32,11 +33,12 @@ class ConcurrentLegs:
         if request.prompt_scored:
             yield from self._alone.legs(request, context)
             return
-        so_far: AttemptState | None = AttemptState(request.transfer_id)
-        while so_far is not None:
-            prefill: Instance = yield AcquireInstance(Role.PREFILL, so_far.failed, Role.DECODE)  # pyright: ignore[reportAssignmentType]
+        state = AttemptState(request, context)
+        is_answered = False
+        while not is_answered:
+            prefill = state.prefill = yield from acquire(Role.PREFILL, state.failed, Role.DECODE)
             speech = context.dialect(prefill)
             if speech.mode != "rendezvous" or not speech.can_split(request):
-                yield from self._in_order.legs(request, context, prefill, so_far)
+                yield from self._in_order.legs(request, context, state)
                 return
-            so_far = yield from attempt_concurrently(self._documents, request, context, prefill, None, so_far)
+            is_answered = yield from attempt_concurrently(self._documents, state, prefill)

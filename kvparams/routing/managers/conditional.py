@@ -5,11 +5,11 @@ The one rule: an engine does what another role is for only where the operator ha
 
 from collections.abc import Sequence
 
-from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.routing.plan import AcquireInstance, ExecutionContext, Plan
+from kvparams.routing.plan import ExecutionContext, Plan, acquire
 from kvparams.signing.signer import Signer
 
 __all__ = ["Conditional"]
@@ -47,7 +47,7 @@ class Conditional:
 
     def _near(self, request: RequestFacts, context: ExecutionContext, near: Sequence[str]) -> Plan:
         """Decode alone, where the rest of the prompt is; any other engine would compute all of it."""
-        instance: Instance = yield AcquireInstance(Role.DECODE, prefer=near)  # pyright: ignore[reportAssignmentType]
+        instance = yield from acquire(Role.DECODE, prefer=near)
         if instance.id in near:
             yield from self._alone[Role.DECODE].legs(request, context, chosen=instance)
         else:

@@ -1,13 +1,17 @@
 """Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails."""
 
+from collections.abc import Generator
+
+from kvparams.dialects.interface import Dialect
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.aggregated import Aggregated
-from kvparams.routing.managers.concurrent_attempt import AttemptState, attempt_concurrently
+from kvparams.routing.managers.attempt_state import AttemptState
+from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
 from kvparams.routing.managers.leg_documents import LegDocuments, request_members
 from kvparams.routing.managers.manager_options import ManagerOptions
-from kvparams.routing.managers.prefill_handoff import accept_prefill_result, release_abandoned
-from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, LegResult, Plan
+from kvparams.routing.managers.prefill_handoff import PrefillHandoff, accept_prefill_result, release_abandoned
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, acquire, run_leg
 from kvparams.signing.signer import Signer
 
 __all__ = ["PrefillThenDecode"]
@@ -48,127 +52,159 @@ class PrefillThenDecode:
         self._decode_alone = decode_alone
         self._alone = Aggregated(role=Role.DECODE)
 
-    def legs(
-        self,
-        request: RequestFacts,
-        context: ExecutionContext,
-        prefill: Instance | None = None,
-        so_far: AttemptState | None = None,
-    ) -> Plan:
-        """See `DisaggregatedRequestManager.legs`; `prefill`, where somebody has chosen it already; `so_far`, where legs
-        of the request have failed before."""
-        transfer, attempt, before, sent = so_far or AttemptState(request.transfer_id)
-        if request.prompt_scored:
-            yield from self._alone.legs(request, context, sent)
-            return
-        documents = self._documents
-        failed = [*before]
-        decode: Instance | None = None
-        while True:
-            if self._decode_alone and not context.has_candidates(Role.PREFILL):
-                yield from self._alone.legs(request, context, sent)
-                return
-            if decode is None and self._decode_first:
-                decode = yield AcquireInstance(Role.DECODE, failed, Role.PREFILL)  # pyright: ignore[reportAssignmentType]
+    def legs(self, request: RequestFacts, context: ExecutionContext, state: AttemptState | None = None) -> Plan:
+        """See `DisaggregatedRequestManager.legs`. `state`: where another plan has begun, which may hold a prefill
+        instance."""
+        state = state or AttemptState(request, context)
+        while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(Role.PREFILL))):
+            prefill = yield from self._choose(state)
             if prefill is None:
-                try:
-                    prefill = yield AcquireInstance(Role.PREFILL, failed, decode or Role.DECODE)  # pyright: ignore[reportAssignmentType]
-                except LegFailed:  # while it has waited for room, everybody left whom `decode` may be paired with
-                    if decode is None or not context.may_retry():
-                        raise
-                    context.release_instance(decode)
-                    decode = None
-                    continue
-            assert prefill is not None
+                continue
             speech = context.dialect(prefill)
             if not speech.can_split(request):
-                context.release_instance(prefill)
-                if decode is not None:
-                    context.release_instance(decode)
-                yield from self._alone.legs(request, context, sent)
-                return
+                state.release_prefill()
+                state.release_decode()
+                break
             if speech.sends_legs_together:
-                again = yield from attempt_concurrently(
-                    documents, request, context, prefill, decode, AttemptState(transfer, attempt, failed, sent)
-                )
-                if again is None:
+                if (yield from attempt_concurrently(self._documents, state, prefill)):
                     return
-                transfer, attempt, before, sent = again
-                failed, prefill, decode = [*before], None, None
                 continue
-            place = None if speech.bootstrap is None else context.bootstrap_info(prefill)
-            known = request_members(request, sent)
-            asked = documents.native_from_text(speech.prefill_keys(transfer))
-            source = context.peer_source(prefill)
-            asks = known if source is None else {**known, **peer_source_members(source)}
-            params = documents.leg_changes(
-                asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, asks
+            members = request_members(request, state.sent)
+            kv = yield from self._prefill(state, speech, prefill, members)
+            if kv is not None:
+                if (yield from self._decode(state, speech, prefill, kv, members)):
+                    return
+                state.prefill = None
+                state.begin_next()
+        yield from self._alone.legs(request, context, state.sent)
+
+    def _choose(self, state: AttemptState) -> Generator[AcquireInstance, object, Instance | None]:
+        """Takes the instances that the prefill leg needs.
+
+        Returns:
+            The prefill instance; None where the choice begins anew.
+
+        Raises:
+            LegFailed: there is nobody, and no further attempt.
+        """
+        if state.decode is None and self._decode_first:
+            state.decode = yield from acquire(Role.DECODE, state.failed, Role.PREFILL)
+        if state.prefill is None:
+            try:
+                state.prefill = yield from acquire(Role.PREFILL, state.failed, state.decode or Role.DECODE)
+            except LegFailed:  # while it has waited for room, everybody left whom `decode` may be paired with
+                if state.decode is None or not state.context.may_retry():
+                    raise
+                state.release_decode()
+        return state.prefill
+
+    def _prefill(
+        self, state: AttemptState, speech: Dialect, prefill: Instance, members: dict[str, object]
+    ) -> Generator[Leg, object, PrefillHandoff | None]:
+        """Runs the prefill leg. `members`: see `request_members`.
+
+        Returns:
+            The KV that waits for decode; None where the leg has failed and another attempt follows.
+
+        Raises:
+            LegFailed: it has failed, and no other attempt follows.
+            HandoffMissing: see `accept_prefill_result`, as for whatever else it raises.
+        """
+        documents, context, request = self._documents, state.context, state.request
+        transfer, attempt = state.transfer, state.attempt
+        place = None if speech.bootstrap is None else context.bootstrap_info(prefill)
+        source = context.peer_source(prefill)
+        told = members if source is None else {**members, **peer_source_members(source)}
+        asked = documents.native_from_text(speech.prefill_keys(transfer))
+        params = documents.leg_changes(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, told)
+        changes = {**context.one_token_changes(), **params}
+        try:
+            answer = yield from run_leg(Leg(prefill, changes, answers_client=False, resume_from=state.sent))
+        except GeneratorExit:  # the client has left
+            release_abandoned(context, speech, prefill, transfer, attempt)
+            raise
+        except LegFailed as failure:
+            if failure.may_have_acted:
+                release_abandoned(context, speech, prefill, transfer, attempt)
+            if not failure.retryable or not context.may_retry():
+                raise
+            state.failed.append(prefill.id)
+            state.prefill = None
+            if state.decode is not None and context.should_fail_over(state.decode, state.failed):
+                state.release_decode()
+            state.begin_next()
+            return None
+        return accept_prefill_result(
+            documents, context, speech, prefill, place, answer, request.request_id, transfer, attempt
+        )
+
+    def _decode(
+        self,
+        state: AttemptState,
+        speech: Dialect,
+        prefill: Instance,
+        kv: PrefillHandoff,
+        members: dict[str, object],
+    ) -> Generator[AcquireInstance | Leg, object, bool]:
+        """Runs decode legs with this KV until one has answered, or the KV is of no more use. `members`: as above.
+
+        Returns:
+            Whether the client is answered; otherwise prefill follows again.
+
+        Raises:
+            LegFailed: neither.
+            LossyDowngrade: the decode engine cannot be told what it must understand.
+        """
+        context, request = state.context, state.request
+        while True:
+            decode = yield from self._choose_decode(state, prefill, kv)
+            if decode is None:
+                return False
+            handed = kv.decode_members(decode, members, context.now())
+            params = self._documents.leg_changes(
+                kv.native, request, state.transfer, state.attempt, "decode", speech.mode, prefill, decode, handed
             )
             try:
-                answer: LegResult = yield Leg(  # pyright: ignore[reportAssignmentType]
-                    prefill, {**context.one_token_changes(), **params}, answers_client=False, resume_from=sent
-                )
-            except GeneratorExit:  # the client has left
-                release_abandoned(context, speech, prefill, transfer, attempt)
-                raise
+                yield from run_leg(Leg(decode, params, answers_client=True, resume_from=state.sent))
             except LegFailed as failure:
-                if failure.may_have_acted:
-                    release_abandoned(context, speech, prefill, transfer, attempt)
-                if not failure.retryable or not context.may_retry():
+                if not state.may_retry(failure):
                     raise
-                failed.append(prefill.id)
-                prefill = None
-                if decode is not None and context.should_fail_over(decode, failed):
-                    context.release_instance(decode)
-                    decode = None
-                transfer, attempt = context.next_transfer(), attempt + 1
-                continue
+                state.failed.append(decode.id)
+                if failure.response_started:
+                    state.sent = failure.progress
+                    return False
+                is_fetched = failure.may_have_acted and not speech.has_reusable_kv
+                if is_fetched or context.should_fail_over(prefill, state.failed):
+                    state.failed.append(prefill.id)
+                    return False
+                if failure.may_have_acted:
+                    state.begin_next()
+            else:
+                return True
 
-            kv = accept_prefill_result(
-                documents, context, speech, prefill, place, answer, request.request_id, transfer, attempt
-            )
-            while True:
-                if decode is None:
-                    try:
-                        decode = yield AcquireInstance(Role.DECODE, failed, prefill)  # pyright: ignore[reportAssignmentType]
-                    except LegFailed:  # it has waited for room for too long, or is in a group that is gone
-                        if not context.may_retry():
-                            raise
-                        break
-                assert decode is not None
-                now_s = context.now()
-                if now_s >= kv.until_s:  # the KV has been given up, by a moment
-                    context.release_instance(decode)
-                    decode = None
-                    if not context.may_retry():
-                        raise LegFailed("the KV was given up before a decode engine had room", another=False)
-                    break
-                handed = kv.decode_members(decode, known, now_s)
-                params = documents.leg_changes(
-                    kv.native, request, transfer, attempt, "decode", speech.mode, prefill, decode, handed
-                )
-                running, decode = decode, None
-                try:
-                    yield Leg(running, params, answers_client=True, resume_from=sent)
-                except LegFailed as failure:
-                    if (
-                        not failure.retryable
-                        or (failure.response_started and failure.progress is None)
-                        or not context.may_retry()
-                    ):
-                        raise
-                    failed.append(running.id)
-                    if failure.response_started:
-                        sent = failure.progress
-                        break
-                    if (failure.may_have_acted and not speech.has_reusable_kv) or context.should_fail_over(
-                        prefill, failed
-                    ):
-                        failed.append(prefill.id)
-                        break
-                    if failure.may_have_acted:
-                        transfer, attempt = context.next_transfer(), attempt + 1
-                else:
-                    return
-            prefill = None
-            transfer, attempt = context.next_transfer(), attempt + 1
+    def _choose_decode(
+        self, state: AttemptState, prefill: Instance, kv: PrefillHandoff
+    ) -> Generator[AcquireInstance, object, Instance | None]:
+        """Takes the decode instance that fetches this KV, if none is held already.
+
+        Returns:
+            The instance; None where the KV is of no more use and another attempt follows.
+
+        Raises:
+            LegFailed: no other attempt follows.
+        """
+        context, decode = state.context, state.decode
+        if decode is None:
+            try:
+                decode = yield from acquire(Role.DECODE, state.failed, prefill)
+            except LegFailed:  # it has waited for room for too long, or is in a group that is gone
+                if not context.may_retry():
+                    raise
+                return None
+        state.decode = None
+        if context.now() < kv.until_s:
+            return decode
+        context.release_instance(decode)  # the KV has been given up, by a moment
+        if not context.may_retry():
+            raise LegFailed("the KV was given up before a decode engine had room", another=False)
+        return None

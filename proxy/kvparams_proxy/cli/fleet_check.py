@@ -19,7 +19,8 @@ from kvparams.dialects.interface import BootstrapInfo, Dialect, HandoffMissing
 from kvparams.dialects.registry import load_tables_and_errors
 from kvparams.errors import KVParamsError
 from kvparams.instances import Instance, RequestFacts, Role
-from kvparams.jsontext.document import edit, find_members
+from kvparams.jsontext.document import find_members
+from kvparams.jsontext.editing import edit
 from kvparams.routing.handoff_verifier import HandoffRefused, HandoffVerifier
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, LegResult

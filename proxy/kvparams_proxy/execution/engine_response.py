@@ -24,14 +24,9 @@ from kvparams.jsontext.scanner import (
     scalar_end,
     skip_space,
 )
-from kvparams_proxy.execution.response_corrector import load_response
-from kvparams_proxy.execution.response_privacy import (
-    PRIVATE_MEMBERS,
-    PUBLIC_MEMBERS,
-    EngineAddresses,
-    embedded_error,
-    privacy_changes,
-)
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.response_document import embedded_error, load_response
+from kvparams_proxy.execution.response_privacy import PRIVATE_MEMBERS, PUBLIC_MEMBERS, privacy_changes
 
 __all__ = ["LONG_RESPONSE_BYTES", "EngineResponse", "private_member_cuts"]
 
@@ -72,7 +67,7 @@ class EngineResponse:
         self.member_spans: Mapping[str, MemberSpan] | None = None
         """Where its members stand, if it was read in steps."""
         self.privacy_changes: Mapping[str, bytes | None] = {}
-        """What must be kept from clients, if it was read in steps; as for `kvparams.jsontext.document.edit`."""
+        """What must be kept from clients, if it was read in steps; as for `kvparams.jsontext.editing.edit`."""
 
     @property
     def document(self) -> Mapping[str, object]:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from kvparams.codec import dump_json, parse
 from kvparams.dialects.interface import ReleaseRequest
 from kvparams.instances import Instance, Role
-from kvparams.jsontext.document import edit
+from kvparams.jsontext.editing import edit
 from kvparams.params import KVTransferParams, Mode
 from kvparams.routing.pairing import may_pair
 from kvparams.routing.plan import KVLease

@@ -1,22 +1,16 @@
-"""What a leg that went wrong means: for the plan (may another instance do better?) and for the client (in words).
+"""Classification of how a leg ended: may another instance do better, is the engine to blame, what does the client hear.
 
-The one rule: no I/O, and nothing about an engine but its role in what a client is told.
+Everything here is a function of its arguments: no I/O, no clock. A client is told nothing of an engine but its role.
 """
 
-import logging
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvparams.dialects.interface import HandoffMissing
-from kvparams.errors import InvalidParams, JSONTextError
 from kvparams.instances import Instance
-from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import LegFailed, StreamProgress
-from kvparams.signing.canonical_json import NotCanonical
-from kvparams.signing.signer import NoSigningKey
-from kvparams.versions import LossyDowngrade
-from kvparams_proxy.errors import ProxyError, engine_error_response, reported_engine_error
-from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.engine_errors import engine_error_response, reported_engine_error
 from kvparams_proxy.upstream.types import (
     ResponseHead,
     UpstreamError,
@@ -25,9 +19,8 @@ from kvparams_proxy.upstream.types import (
     UpstreamTimeout,
 )
 
-__all__ = ["EngineLegFailed", "answered_status", "classify_leg_outcome", "client_error_for", "failure_evidence"]
+__all__ = ["EngineLegFailed", "LegEnd", "LegOutcome", "classify_leg_outcome", "invalid_response_failure"]
 
-_log: Final = logging.getLogger(__name__)
 _RETRY_S: Final = 1
 """After which it is worth asking again where an engine was busy or gone, and has not said when."""
 _LONGEST_RETRY_S: Final = 60
@@ -36,7 +29,7 @@ _SECONDS: Final = re.compile(rb"[0-9]{1,18}")
 
 
 class EngineLegFailed(LegFailed):
-    """With what the client is told if nothing else is tried."""
+    """A failed leg, with what the client is told if nothing else is tried."""
 
     def __init__(
         self,
@@ -51,37 +44,105 @@ class EngineLegFailed(LegFailed):
         self.error = error
 
 
+class LegEnd(NamedTuple):
+    """How the exchange of one leg ended, and what the engine was shown."""
+
+    instance: Instance
+    head: ResponseHead
+    """Its status is 0 where no answer came."""
+    raw: bytes
+    """The answer, where it was collected."""
+    error: UpstreamError | None
+    """Why the exchange did not come to its end, if so."""
+    own_key: bool = True
+    """Whether the engine was shown a key of the operator's, or none, and not the client's."""
+    shared: bool = False
+    """Whether several engines are behind the instance: the next leg may reach another one."""
+
+    @property
+    def status(self) -> int:
+        """The status of the engine's answer, which may stand in its error instead of its head; 0 for no answer."""
+        if self.error is None:
+            return self.head.status
+        if isinstance(self.error, UpstreamErrorResponse):
+            code = self.error.error.get("code")
+            return code if type(code) is int else 500
+        return 0
+
+
+class LegOutcome(NamedTuple):
+    """What the end of a leg means."""
+
+    failure: EngineLegFailed | None = None
+    """What the plan is told; `retryable` says whether another instance may do better. None where the leg went well."""
+    kv_untouched: bool = False
+    """Whether the engine cannot have fetched the KV that the leg named: it was not sent the leg, or refused it before
+    anything was scheduled. Then the KV is still with its producer."""
+    blames_instance: bool = False
+    """Whether the failure counts against the instance's breaker."""
+    is_busy: bool = False
+    """Whether the instance has no room now, which is no defect."""
+    evidence: str = ""
+    """How the leg failed, for the log: nothing that the engine or the client has said."""
+
+
+_SUCCESS: Final = LegOutcome()
+
+
 def classify_leg_outcome(
-    instance: Instance,
-    head: ResponseHead,
-    raw: bytes,
-    error: UpstreamError | None,
-    addresses: EngineAddresses,
-    body: bytes,
-    *,
-    own_key: bool = True,
-    begun: bool = False,
-    sent: StreamProgress | None = None,
-) -> EngineLegFailed | None:
-    """What a leg's end means; None where it went well.
+    end: LegEnd, addresses: EngineAddresses, body: bytes, *, begun: bool = False, sent: StreamProgress | None = None
+) -> LegOutcome:
+    """Returns what the end of a leg means.
 
     Args:
-        instance: who ran it.
-        head: of its answer; status 0 where none came.
-        raw: an answer that was collected.
-        error: why the exchange did not come to its end, if so.
-        addresses: of the engines, which the client does not learn.
-        body: the client's own words.
-        own_key: whether the engine was shown a key of ours, or none, and not the client's.
+        end: how it ended.
+        addresses: those of the engines, which the client does not learn.
+        body: the client's own request: what stands in it is no secret.
         begun: whether the client has a part of the answer.
-        sent: from where it could go on, where it could.
+        sent: from where another engine could go on with the answer, where one could.
     """
+    head, error = end.head, end.error
+    if error is None and head.status == 200:
+        return _SUCCESS
+    failure = _failure(end, addresses, body, begun, sent)
+    failure.instance = end.instance
+    return LegOutcome(
+        failure,
+        kv_untouched=not error.sent if error is not None else 400 <= head.status < 500,
+        blames_instance=failure.retryable and not _is_excused(end),
+        is_busy=failure.error.status in (429, 503),
+        evidence=f"a leg was answered {head.status}" if error is None else error.reason,
+    )
+
+
+def invalid_response_failure(instance: Instance) -> EngineLegFailed:
+    """Returns the failure of a leg whose answer has status 200 and is not JSON."""
     role = instance.role
+    said = f"the {role} engine's answer is not JSON"
+    failure = EngineLegFailed(ProxyError(502, "upstream_error", said, code=f"{role}_failed"))
+    failure.instance = instance
+    return failure
+
+
+def _is_excused(end: LegEnd) -> bool:
+    """Returns whether a failure that another instance might not have is no fault of this one."""
+    status, error = end.status, end.error
+    # What an engine forbids may be this request alone (vLLM 0.32.0: scale-out endpoints); probes find wrong keys.
+    is_forbidden = status in (401, 403)
+    is_limited = status == 429 and not end.own_key  # the client's key is, others' need not be
+    is_full = isinstance(error, UpstreamOverflow)  # that is not broken
+    is_another = end.shared and (error is None or error.connected)  # the next one is not this one
+    return is_forbidden or is_limited or is_full or is_another
+
+
+def _failure(
+    end: LegEnd, addresses: EngineAddresses, body: bytes, begun: bool, sent: StreamProgress | None
+) -> EngineLegFailed:
+    """Returns what the plan is told of a leg that has failed."""
+    role, head, error, own_key = end.instance.role, end.head, end.error, end.own_key
     if error is None:
-        if head.status == 200:
-            return None
-        refused = engine_error_response(role, head.status, raw, addresses, body, own_key=own_key)
-        busy = _is_busy(role, head.status, head.retry_after, refused)
+        refused = engine_error_response(role, head.status, end.raw, addresses, body, own_key=own_key)
+        busy = _report_busy(role, head.status, head.retry_after, refused)
         # What is refused with a 4xx was never scheduled.
         return EngineLegFailed(
             refused,
@@ -91,9 +152,8 @@ def classify_leg_outcome(
             sent=sent,
         )
     if isinstance(error, UpstreamErrorResponse):
-        status = answered_status(head, error)
-        refused = reported_engine_error(role, status, error.error, addresses, body, own_key=own_key)
-        busy = _is_busy(role, status, b"", refused)
+        refused = reported_engine_error(role, end.status, error.error, addresses, body, own_key=own_key)
+        busy = _report_busy(role, end.status, b"", refused)
         return EngineLegFailed(refused, another=busy or refused.status >= 500, begun=begun, sent=sent)
     if isinstance(error, UpstreamOverflow):
         said = f"the {role} engine is busy: {error.reason}; try again later"
@@ -111,24 +171,10 @@ def classify_leg_outcome(
     return EngineLegFailed(what, begun=begun, sent=sent)
 
 
-def answered_status(head: ResponseHead, error: UpstreamError | None) -> int:
-    """Returns the status of an engine's answer, which may stand in its error instead of its head; 0 for no answer."""
-    if error is None:
-        return head.status
-    if isinstance(error, UpstreamErrorResponse):
-        code = error.error.get("code")
-        return code if type(code) is int else 500
-    return 0
-
-
-def failure_evidence(head: ResponseHead, error: UpstreamError | None) -> str:
-    """Returns how a leg failed, for the log: nothing that the engine or the client has said."""
-    return f"a leg was answered {head.status}" if error is None else error.reason
-
-
-def _is_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) -> bool:
-    """Whether an engine has said that it has no room now: another may have. Then `refused`, which is for the client,
-    says so too, and when it is worth asking again. A date is not read: the engine's clock need not be ours."""
+def _report_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) -> bool:
+    """Returns whether an engine has said that it has no room now: another may have. Then `refused`, which is for the
+    client, is made to say so too, and when it is worth asking again. A date in `retry_after` is not read: the engine's
+    clock need not be this machine's."""
     if status == 503:
         refused.status, refused.kind, refused.code = 503, "service_unavailable", f"{role}_busy"
         refused.message = f"the {role} engine answered 503; try again later"
@@ -140,33 +186,3 @@ def _is_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) ->
     said = _SECONDS.fullmatch(retry_after.strip())
     refused.retry_after_s = max(1, min(_LONGEST_RETRY_S, int(said[0]))) if said else _RETRY_S
     return True
-
-
-def client_error_for(error: Exception) -> ProxyError:
-    """What a client is told when a plan has ended with this."""
-    if isinstance(error, ProxyError):
-        return error
-    if isinstance(error, EngineLegFailed):
-        return error.error
-    if isinstance(error, LegFailed):
-        return ProxyError(503, "service_unavailable", str(error), code="kv_expired", retry_after_s=_RETRY_S)
-    if isinstance(error, HandoffRefused):
-        refused = ProxyError(502, "upstream_error", str(error), code="handoff_refused")
-        refused.detail = error.detail
-        return refused
-    if isinstance(error, HandoffMissing):
-        return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
-    if isinstance(error, LossyDowngrade):
-        said = f"what the prefill engine answered cannot be handed on to the decode engine: {error}"
-        return ProxyError(502, "upstream_error", said, code="version_too_low")
-    if isinstance(error, NoSigningKey):
-        _log.error("%s", error)
-        said = "what engines are told cannot be signed now; the proxy's log says why"
-        return ProxyError(503, "service_unavailable", said, code="no_signing_key", retry_after_s=_RETRY_S)
-    if isinstance(error, InvalidParams | JSONTextError | NotCanonical):
-        said = "the prefill engine's answer is not what the protocol asks for"
-        refused = ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
-        refused.detail = str(error)
-        return refused
-    _log.error("a request ended with a fault of the proxy", exc_info=error)
-    return ProxyError(500, "internal_error", "the proxy failed; its log says why", code="internal_error")

@@ -5,9 +5,10 @@ The one rule: the client's words go out as they came in, but for these changes.
 
 from typing import Final, cast
 
-from kvparams.jsontext.document import edit, edit_pieces, edit_with_spans
+from kvparams.jsontext.editing import edit, edit_pieces, edit_with_spans
 from kvparams.routing.plan import Leg
-from kvparams_proxy.execution.stream_continuation import StreamRecorder, is_resumable, resumed_body_changes
+from kvparams_proxy.execution.stream_continuation import StreamRecorder
+from kvparams_proxy.execution.stream_resumption import is_resumable, resumed_body_changes
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.upstream.types import UpstreamBody

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from kvparams.dialects.interface import BootstrapInfo, Dialect
 from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
-from kvparams.routing.plan import KVLease
+from kvparams.routing.plan import KVLease, Leg
 from kvparams.routing.request_lifecycle import RequestLifecycle
 from kvparams_proxy.execution.kv_releaser import AbandonedKV
+from kvparams_proxy.execution.leg_requests import build_leg_request
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.requests.endpoints import APIEndpoint, one_token_changes
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.telemetry.request_record import RequestRecord
+from kvparams_proxy.upstream.interface import ExchangeHandle
+from kvparams_proxy.upstream.types import ResponseSink
 
 __all__ = ["PlanContext"]
 
@@ -23,17 +27,17 @@ class PlanContext:
     """A `kvparams.routing.plan.Context`. Everything is answered at once."""
 
     __slots__ = (
-        "_account",
         "_attempts",
-        "_endpoint",
-        "_inbound",
-        "_life",
         "_resources",
         "_weighs",
+        "account",
         "client_authorization",
+        "endpoint",
+        "inbound",
         "kv_claimed",
         "kv_producer",
         "leg_headers",
+        "life",
     )
 
     def __init__(
@@ -57,10 +61,10 @@ class PlanContext:
             authorization: see `Execution`.
         """
         self._resources = resources
-        self._endpoint = endpoint
-        self._inbound = inbound
-        self._life = life
-        self._account = account
+        self.endpoint = endpoint
+        self.inbound = inbound
+        self.life = life
+        self.account = account
         self._attempts = 0
         self._weighs = False
         """Whether its plan looks at what is cached."""
@@ -96,7 +100,7 @@ class PlanContext:
     def peer_source(self, instance: Instance) -> str | None:
         """See `Context.source`."""
         prefixes = self._resources.prefix_cache
-        found = None if prefixes is None else prefixes.peer_source(self._inbound.facts)
+        found = None if prefixes is None else prefixes.peer_source(self.inbound.facts)
         if found is None:
             return None
         other, address = found
@@ -108,8 +112,8 @@ class PlanContext:
 
     def one_token_changes(self) -> Mapping[str, bytes | None]:
         """See `Context.one_token`."""
-        inbound = self._inbound
-        return one_token_changes(self._endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
+        inbound = self.inbound
+        return one_token_changes(self.endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
 
     def now(self) -> float:
         """See `Context.now`."""
@@ -117,23 +121,23 @@ class PlanContext:
 
     def has_candidates(self, role: Role) -> bool:
         """See `Context.there`."""
-        return self._resources.fleet.has_candidates(role, self._inbound.facts.model)
+        return self._resources.fleet.has_candidates(role, self.inbound.facts.model)
 
     def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
         """See `Context.elsewhere`."""
-        return self._resources.fleet.should_fail_over(instance, self._inbound.facts, failed)
+        return self._resources.fleet.should_fail_over(instance, self.inbound.facts, failed)
 
     def cached_tokens(self, role: Role) -> Mapping[str, int]:
         """See `Context.cached`."""
         self._weighs = True
-        return self._resources.fleet.cached_tokens(role, self._inbound.facts)
+        return self._resources.fleet.cached_tokens(role, self.inbound.facts)
 
     def record_answer(self, route: Sequence[Instance]) -> None:
         """All has gone well; the last of the route has answered."""
         if self._weighs and route[-1].role is Role.DECODE:
-            account = self._account
+            account = self.account
             said = (account.prompt_tokens, account.cached_tokens) if len(route) == 1 else (None, None)
-            self._resources.fleet.record_decode(route[-1], self._inbound.facts, *said)
+            self._resources.fleet.record_decode(route[-1], self.inbound.facts, *said)
 
     def may_retry(self) -> bool:
         """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
@@ -146,31 +150,53 @@ class PlanContext:
             metrics.retries_denied += 1
             return False
         metrics.retries += 1
-        self._account.retries += 1
+        self.account.retries += 1
         return True
 
     def next_transfer(self) -> str:
         """See `Context.next_transfer`."""
-        return self._account.add_transfer(self._resources.new_id())
+        return self.account.add_transfer(self._resources.new_id())
 
     def hold_lease(self, lease: KVLease) -> None:
         """See `Context.hold`."""
-        held = self._life.lease
+        held = self.life.lease
         if held is not None and held.transfer_id != lease.transfer_id:
             self.abandon_kv(gone=False)
-        self._life.lease = lease
+        self.life.lease = lease
         self.kv_claimed = False
 
     def release_instance(self, instance: Instance) -> None:
         """See `Context.give_back`."""
-        self._life.loads.remove(instance)
-        self._resources.fleet.release(instance, self._inbound.facts)
+        self.life.loads.remove(instance)
+        self._resources.fleet.release(instance, self.inbound.facts)
 
     # the executor's
 
+    def send_leg(self, leg: Leg, sink: ResponseSink, recorder: StreamRecorder | None, *, once: bool) -> ExchangeHandle:
+        """Sends a leg to its instance.
+
+        Args:
+            leg: which one.
+            sink: hears the answer.
+            recorder: remembers the stream, where it may have to be continued.
+            once: whether the leg must not be sent again, even where the engine has most likely not seen it.
+        """
+        resources = self._resources
+        path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder)
+        member = resources.fleet.member(leg.instance)  # what has its name may be another instance
+        pool = resources.pools.for_member(member)
+        headers = self.leg_headers if pool.has_own_key else self.leg_headers + self.client_authorization
+        if self.account.trace_context is not None:
+            headers += self.account.trace_context.leg_traceparent_header()
+        return pool.exchange(pool.request(path, headers, body), sink, once=once)
+
+    def has_reusable_kv(self, leg: Leg) -> bool:
+        """Returns whether the KV of the leg's instance may be fetched more than once."""
+        return self._resources.dialects[leg.instance.dialect].has_reusable_kv
+
     def claim_kv(self) -> bool:
         """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
-        lease = self._life.lease
+        lease = self.life.lease
         self.kv_producer = None if lease is None else lease.producer
         if lease is None or self._resources.dialects[lease.producer.dialect].has_reusable_kv:
             return False
@@ -183,7 +209,7 @@ class PlanContext:
         Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
         else may: the blocks may be another request's by then.
         """
-        lease, self._life.lease = self._life.lease, None
+        lease, self.life.lease = self.life.lease, None
         if lease is None or lease.release_request is None:
             return
         releases = self._resources.kv_releaser
@@ -192,13 +218,13 @@ class PlanContext:
         elif self.now() >= lease.until_s:
             releases.orphaned += 1
         else:
-            trace = self._account.trace_context
+            trace = self.account.trace_context
             headers = self.leg_headers if trace is None else self.leg_headers + trace.traceparent_header()
-            path = self._endpoint.path.encode()
+            path = self.endpoint.path.encode()
             mode = self._resources.dialects[lease.producer.dialect].mode
             cut = self.one_token_changes()
             releases.release(
                 AbandonedKV(
-                    lease, lease.release_request, mode, path, self._inbound, cut, headers, self.client_authorization
+                    lease, lease.release_request, mode, path, self.inbound, cut, headers, self.client_authorization
                 )
             )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvparams.dialects.interface import Dialect
 from kvparams.instances import Role
@@ -14,8 +14,8 @@ from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.telemetry.metrics import Metrics
@@ -24,10 +24,17 @@ from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.service import TokenService
 
 if TYPE_CHECKING:
-    from kvparams_proxy.execution.executor import Execution
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
-__all__ = ["ExecutionResources"]
+__all__ = ["ExecutionResources", "RunningExecution"]
+
+
+class RunningExecution(Protocol):
+    """An execution that has not ended."""
+
+    def abort_for_shutdown(self) -> None:
+        """Ends the request because the proxy shuts down."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class ExecutionResources:
     """Where requests that have come begin to be executed ..."""
     response_batchers: Mapping[Role, TurnBatcher]
     """... and where they go on with the answers of engines of that role."""
-    running_executions: "set[Execution]"
+    running_executions: set[RunningExecution]
     """The executions that have not ended."""
     step_runner: StepRunner
     """Does long work, such as reading a long body, a little in each turn of the event loop."""

@@ -5,20 +5,16 @@ every other byte leaves as the engine wrote it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
-from kvparams.errors import JSONTextError
-from kvparams.jsontext.document import MemberSpan, edit, edit_pieces, find_member, find_members
-from kvparams_proxy.execution.response_privacy import (
-    PUBLIC_MEMBERS,
-    Allowance,
-    EngineAddresses,
-    embedded_error,
-    locate_members,
-    privacy_changes,
-)
+from kvparams.jsontext.document import MemberSpan, find_member, find_members
+from kvparams.jsontext.editing import edit, edit_pieces
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.engine_response import EngineResponse
+from kvparams_proxy.execution.response_document import embedded_error, load_response
+from kvparams_proxy.execution.response_privacy import PUBLIC_MEMBERS, Allowance, locate_members, privacy_changes
 from kvparams_proxy.execution.sse import (
     MAX_EVENTS_PER_TURN,
     SSEBoundaries,
@@ -27,12 +23,8 @@ from kvparams_proxy.execution.sse import (
 )
 from kvparams_proxy.upstream.types import UpstreamError, UpstreamErrorResponse
 
-if TYPE_CHECKING:
-    from kvparams_proxy.execution.engine_response import EngineResponse
-
 __all__ = [
     "ResponseCorrector",
-    "load_response",
     "prompt_tokens_details",
     "require_complete_event",
     "require_no_error",
@@ -106,7 +98,7 @@ class ResponseCorrector:
             allowance.spend(_CHANGE_UNITS)
         return edit(raw, spans, changes)
 
-    def correct_response(self, answer: "EngineResponse") -> Sequence[bytes | memoryview]:
+    def correct_response(self, answer: EngineResponse) -> Sequence[bytes | memoryview]:
         """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
 
         Raises:
@@ -221,21 +213,6 @@ def _next(raw: bytes, at: int, suspects: list[int]) -> int:
         if found >= 0 and (first < 0 or found < first):
             first = found
     return first
-
-
-def load_response(raw: bytes) -> dict[str, object]:
-    """An engine's answer as an object, at the parser's speed: its keys are not examined for doubles.
-
-    Raises:
-        JSONTextError: it is not a JSON object.
-    """
-    try:
-        document: object = from_json(raw, allow_inf_nan=False, cache_strings="keys")
-    except ValueError as error:
-        raise JSONTextError(f"not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise JSONTextError("not a JSON object")
-    return cast("dict[str, object]", document)
 
 
 def prompt_tokens_details(answer: Mapping[str, object]) -> object:

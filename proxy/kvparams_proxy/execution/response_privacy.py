@@ -1,36 +1,30 @@
-"""What engines say of themselves, kept from clients: addresses, KV params, who runs what.
+"""Removal of what engines say of themselves from responses: addresses, KV params, names of workers.
 
-An engine is no enemy here: one that wanted to tell a client something could generate it as text. What is kept back is
-what they say by accident, where they do: response ids, fingerprints, errors, members of their own. Generated text is
-never looked at. The one rule: what the client itself has sent is no secret; anything else that is the address of an
-engine, or looks like an address or a place in its code, is one.
+An engine is no enemy here: one that wanted to tell a client something could generate it as text. What is removed is
+what engines say by accident: response ids, fingerprints, members of their own. Generated text is never examined.
+
+Invariant: what the client itself has sent is no secret; anything else that is the address of an engine, or looks like
+an address or a place in its code, is one.
 """
 
 import re
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from json import JSONDecoder
-from typing import Final, NamedTuple, cast
-from urllib.parse import urlsplit
+from typing import Final
 
 from pydantic_core import to_json
 
 from kvparams.jsontext.document import MemberSpan, find_member, find_members
-from kvparams.routing.handoff_verifier import parse_declared_address
+from kvparams_proxy.execution.engine_addresses import RANDOM_ID, EngineAddresses
 from kvparams_proxy.execution.sse import MAX_EVENTS_PER_TURN
-from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.upstream.types import UpstreamError
 
 __all__ = [
     "PRIVATE_MEMBERS",
     "PUBLIC_MEMBERS",
     "Allowance",
-    "EngineAddresses",
-    "PublicError",
-    "embedded_error",
     "locate_members",
     "privacy_changes",
-    "public_error",
     "strip_private_members",
 ]
 
@@ -86,31 +80,14 @@ _HINTS: Final = (b'_params"', b'"remote_', b'"bootstrap_', b'_id"', b'_resp"', b
 _TEXT_COMMA: Final = re.compile(r"[ \t\r\n]*,")
 _VALUE: Final = JSONDecoder()
 
-_LOOKS: Final = (
-    r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?!\d|\.\d)",  # IPv4
-    r"(?<![0-9A-Za-z:])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{1,4}",  # IPv6
-    r"(?<![A-Za-z0-9])ip-\d{1,3}(?:-\d{1,3}){3}(?!\d)",  # what clouds call a machine
-    r"(?<![A-Za-z0-9])localhost(?![A-Za-z0-9])",
-    r"(?<![A-Za-z0-9])[A-Za-z0-9]{1,63}(?:[-.][A-Za-z0-9]{1,63}){1,8}:\d{4,5}(?!\d)",  # a host and its port
-    r"[A-Za-z0-9]\.(?:svc|internal|local)(?![A-Za-z0-9])",  # names inside a cluster
-    r"Traceback \(most recent call last",
-    r"\w\.(?:py|pyx|cpp|cu|rs|so)(?![A-Za-z0-9])",  # places in code
-)
-_RANDOM: Final = re.compile(r"(?:chat)?cmpl-[0-9a-f]{8,64}")
-"""A response id that cannot be an address by its looks."""
 _OPAQUE: Final = re.compile(r"[A-Za-z0-9_-]{0,160}")
 _VERSION: Final = re.compile(r"[A-Za-z0-9._+-]{1,160}")
-_KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_ ]{0,63}")
-_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,200}")
-_CODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST: Final = 4096
 """Characters of an engine's message that a client may get, and of a member of its own that is searched."""
 _SEARCHED: Final = 8 * _LONGEST
 """Bytes of an answer's own members that are searched in all; what goes beyond is kept back."""
 _FEW: Final = 4
 """Members that are looked for one by one."""
-_MOST_FOUND: Final = 16
-"""Addresses in one text that are looked for in what the client sent."""
 _SEARCHED_PER_UNIT: Final = 64
 """Bytes of a member that are searched for addresses in a unit of `Allowance`."""
 _MEMBERS_PER_UNIT: Final = 4
@@ -118,76 +95,6 @@ _WALK_UNITS: Final = 10
 """What it may take to find a member that is not written as we would write it."""
 _BEHIND: Final = (b",", b"}")
 """What follows the value of a member."""
-_REMEMBERED: Final = 64
-"""Engines that have left and are still hidden."""
-
-
-class EngineAddresses:
-    """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.fleet.FleetListener`."""
-
-    __slots__ = ("_gone", "_pattern", "_urls", "has_random_looking_host")
-
-    def __init__(self, urls: Iterable[str] = ()) -> None:
-        """`urls` of engines."""
-        self._urls = list(urls)
-        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
-        """Of the last that have left: their last answers are still on the way."""
-        self._pattern: re.Pattern[str] | None = None
-        self.has_random_looking_host = _like_random(self._urls)
-        """Whether the name of a host is one that could be random: then nothing is random by its looks alone."""
-
-    def joined(self, member: Member) -> None:
-        """A member has come."""
-        self._urls.extend(_urls(member))
-        self._changed()
-
-    def left(self, member: Member) -> None:
-        """A member has gone; another may be at the same place."""
-        for url in _urls(member):
-            self._urls.remove(url)
-            self._gone.append(url)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._pattern = None
-        self.has_random_looking_host = _like_random([*self._urls, *self._gone])
-
-    def occur_in(self, text: str, sent: bytes = b"") -> bool:
-        """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
-        if self._pattern is None:
-            self._pattern = _pattern([*self._urls, *self._gone])
-        for number, found in enumerate(self._pattern.finditer(text)):
-            if number == _MOST_FOUND or not sent or found.group().encode("utf-8", "replace") not in sent:
-                return True
-        return False
-
-
-def _urls(member: Member) -> Iterable[str]:
-    instance = member.instance
-    declared_hosts = (parse_declared_address(text).host for text in instance.addresses)
-    names = (f"//{host}" for host in declared_hosts if host and ":" not in host)
-    return (instance.url, *(() if instance.bootstrap is None else (instance.bootstrap,)), *names)
-
-
-def _names(urls: Iterable[str]) -> set[str]:
-    hosts = {urlsplit(url).hostname or "" for url in urls}
-    return {name for host in hosts for name in (host, host.partition(".")[0])} - {""}
-
-
-def _like_random(urls: Iterable[str]) -> bool:
-    return any(_RANDOM.fullmatch(f"cmpl-{name}") for name in _names(urls))
-
-
-def _pattern(urls: Iterable[str]) -> re.Pattern[str]:
-    names = _names(urls)
-    known = "|".join(_name(name) for name in sorted(names) if not name.isdecimal())
-    parts = (*_LOOKS, rf"(?<![A-Za-z0-9])(?:{known})(?![A-Za-z0-9])") if known else _LOOKS
-    return re.compile("|".join(parts), re.IGNORECASE)
-
-
-def _name(name: str) -> str:
-    """A host as it may be written. One that is a plain word is an address only with a port behind it."""
-    return rf"{name}:\d{{2,5}}" if name.isalpha() else re.escape(name)
 
 
 class Allowance:
@@ -220,7 +127,7 @@ def privacy_changes(
     addresses: EngineAddresses,
     allowance: Allowance | None = None,
 ) -> dict[str, bytes | None]:
-    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.document.edit`.
+    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.editing.edit`.
 
     Args:
         document: what `raw` parses to.
@@ -243,14 +150,34 @@ def privacy_changes(
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = b"null"
-    strange: Collection[str] = ()
     if not PUBLIC_MEMBERS.issuperset(document):
-        strange = [name for name in document if name not in PUBLIC_MEMBERS]
+        changes.update(_own_member_changes(document, raw, addresses, allowance))
+    params = raw.count(b'_params"') - ("kv_transfer_params" in document)
+    if params:
+        params -= sum(name.endswith("_params") for name in document if name not in PUBLIC_MEMBERS)
+    if (params > 0 or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
+        value = to_json(document["choices"])
+        if strip_private_members(value) is not value:
+            span = place(raw, document, "choices", allowance)
+            changes["choices"] = strip_private_members(raw[span.value : span.end])
+    return changes
+
+
+def _own_member_changes(
+    document: Mapping[str, object], raw: bytes, addresses: EngineAddresses, allowance: Allowance | None
+) -> dict[str, bytes | None]:
+    """Returns the changes to members that are not of the API: private ones go, and so do those that hold an address.
+
+    Raises:
+        UpstreamError: the allowance is used up.
+    """
+    changes: dict[str, bytes | None] = {}
+    names = [name for name in document if name not in PUBLIC_MEMBERS]
     left_bytes = _SEARCHED
     spans: Mapping[str, MemberSpan] | None = None
-    if strange and allowance is not None:
-        allowance.spend(len(strange) // _MEMBERS_PER_UNIT)
-    for name in strange:
+    if allowance is not None:
+        allowance.spend(len(names) // _MEMBERS_PER_UNIT)
+    for name in names:
         if name in PRIVATE_MEMBERS:
             changes[name] = None
             continue
@@ -264,15 +191,8 @@ def privacy_changes(
             changes[name] = None
         elif inside is not value:  # a walk to the member is only for what changes
             if spans is None:
-                spans = locate_members(raw, document, strange, allowance)
+                spans = locate_members(raw, document, names, allowance)
             changes[name] = strip_private_members(raw[spans[name].value : spans[name].end])
-    named = raw.count(b'_params"') - ("kv_transfer_params" in document)
-    named = named > sum(name.endswith("_params") for name in strange) if named else False
-    if (named or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
-        value = to_json(document["choices"])
-        if strip_private_members(value) is not value:
-            field = place(raw, document, "choices", allowance)
-            changes["choices"] = strip_private_members(raw[field.value : field.end])
     return changes
 
 
@@ -304,40 +224,6 @@ def strip_private_members(raw: bytes) -> bytes:
     return "".join(pieces).encode()
 
 
-class PublicError(NamedTuple):
-    """What a client may know of an engine's error; None where that is nothing."""
-
-    message: str | None
-    kind: str | None
-    param: str | None
-    code: str | int | None
-
-
-def public_error(error: Mapping[str, object], addresses: EngineAddresses, sent: bytes) -> PublicError:
-    """What a client may know of an engine's error object. `sent` is the client's body."""
-    message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
-    if isinstance(message, str):
-        message = message[:_LONGEST]
-    return PublicError(
-        message if isinstance(message, str) and message and not addresses.occur_in(message, sent) else None,
-        kind if isinstance(kind, str) and _plain(_KIND, kind, addresses, sent) else None,
-        param if isinstance(param, str) and _plain(_PARAM, param, addresses, sent) else None,
-        code if type(code) is int or (isinstance(code, str) and _plain(_CODE, code, addresses, sent)) else None,
-    )
-
-
-def embedded_error(document: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The error object of what is an error and no answer, whatever its status said; None where it is an answer.
-
-    Source: vLLM 0.32.0 and SGLang 0.5.23 write `{"error": {...}}` into a stream that fails; older ones
-    `{"object": "error", ...}`.
-    """
-    inner = document.get("error")
-    if inner:
-        return cast("dict[str, object]", inner) if isinstance(inner, dict) else {"message": inner}
-    return document if document.get("object") == "error" else None
-
-
 def _opaque(id: object, request_id: str, addresses: EngineAddresses) -> bool:
     """Whether a response id says nothing but which request it is."""
     if type(id) is not str:
@@ -345,17 +231,16 @@ def _opaque(id: object, request_id: str, addresses: EngineAddresses) -> bool:
     rest = id.replace(request_id, "", 1)
     if rest == "cmpl-" or rest == "chatcmpl-":  # vLLM's, nearly always
         return True
-    if _RANDOM.fullmatch(id) is not None and not addresses.has_random_looking_host:
+    if RANDOM_ID.fullmatch(id) is not None and not addresses.has_random_looking_host:
         return True
     return _OPAQUE.fullmatch(rest) is not None and not addresses.occur_in(rest)
 
 
 def _version(fingerprint: object, addresses: EngineAddresses) -> bool:
-    return type(fingerprint) is str and _plain(_VERSION, fingerprint, addresses, b"")
-
-
-def _plain(pattern: re.Pattern[str], text: str, addresses: EngineAddresses, sent: bytes) -> bool:
-    return pattern.fullmatch(text) is not None and not addresses.occur_in(text, sent)
+    """Returns whether a fingerprint has the form of a version, and no address in it."""
+    return (
+        type(fingerprint) is str and _VERSION.fullmatch(fingerprint) is not None and not addresses.occur_in(fingerprint)
+    )
 
 
 def locate_members(

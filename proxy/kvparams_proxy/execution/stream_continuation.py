@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from kvparams.errors import JSONTextError
 from kvparams.routing.plan import StreamProgress
-from kvparams_proxy.execution.response_privacy import embedded_error
+from kvparams_proxy.execution.response_document import embedded_error
 from kvparams_proxy.execution.sse import ELIDED_LIST, MAX_EVENTS_PER_TURN, event_data, split_events
 from kvparams_proxy.upstream.types import UpstreamError
 
-__all__ = ["StreamRecorder", "is_resumable", "is_text_message", "resumed_body_changes"]
+__all__ = ["StreamRecorder"]
 
 _IDS: Final = b'token_ids"'
 _VALUE: Final = re.compile(
@@ -29,90 +29,6 @@ _VALUE: Final = re.compile(
 """Inside a JSON string every quote is escaped, so this finds members only."""
 _HIDDEN: Final = 4
 """Tokens in a row of which a chat shows nothing: more than the bytes of one character, so it is reasoning left out."""
-
-_STATEFUL: Final = (
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "echo",
-    "stop",
-    "tools",
-    "functions",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "presence_penalty",
-    "frequency_penalty",
-    "use_beam_search",
-    "logits_processors",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-)
-"""Members whose effect at one place depends on more than the token ids before it, or that say more than text."""
-_LOGPROBS: Final = ("logprobs", "prompt_logprobs")
-_REASONING: Final = frozenset(("include_reasoning", "reasoning_effort", "reasoning"))
-"""What a completion cannot tell from the answer."""
-_CHAT_ONLY: Final = (
-    "messages",
-    "logprobs",
-    "top_logprobs",
-    "max_completion_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "add_special_tokens",
-    "tool_choice",
-    "parallel_tool_calls",
-    "documents",
-)
-
-
-def is_resumable(document: Mapping[str, object], stream: bool, prompts: int, choices: int) -> bool:
-    """Whether a stream for this request could be continued on another engine."""
-    if not stream or not prompts == choices == 1 or any(document.get(name) for name in _STATEFUL):
-        return False
-    if any(type(document.get(name)) is int for name in _LOGPROBS):  # 0 asks for those of the tokens chosen
-        return False
-    return _REASONING.isdisjoint(document) and all(map(is_text_message, _list(document.get("messages"))))
-
-
-def is_text_message(message: object) -> bool:
-    """Whether a message is nothing but text: an image is not in the token ids."""
-    content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
-    parts = [cast("dict[str, object]", part) for part in _list(content) if isinstance(part, dict)]
-    return all(part.get("type") == "text" for part in parts)
-
-
-def _list(value: object) -> list[object]:
-    return cast("list[object]", value) if isinstance(value, list) else []
-
-
-def resumed_body_changes(
-    document: Mapping[str, object], sent: StreamProgress, *, chat: bool
-) -> dict[str, bytes | None]:
-    """What changes in the client's body when the rest of its answer is asked of `/v1/completions`."""
-    changes: dict[str, bytes | None] = {name: None for name in _CHAT_ONLY if name in document} if chat else {}
-    ids = [*sent.prompt_ids, *sent.answer_ids]
-    changes["prompt"] = to_json(ids)
-    limit = document.get("max_completion_tokens") if chat else None
-    limit = document.get("max_tokens") if limit is None else limit
-    if limit is None and not chat and "max_tokens" not in document:
-        limit = 16  # what OpenAI and vLLM take where a completion says nothing
-    if isinstance(limit, int):
-        changes["max_tokens"] = b"%d" % max(1, limit - len(sent.answer_ids))
-    else:
-        changes["max_tokens"] = b"null"
-    least = document.get("min_tokens")
-    if isinstance(least, int):
-        changes["min_tokens"] = b"%d" % max(0, least - len(sent.answer_ids))
-    return changes
-
 
 _UNREAD_BYTES: Final = 262_144
 """Of one stream that are kept without a look into them: most streams never break, and looking takes three times as

@@ -1,24 +1,18 @@
 """Carries a decode engine's stream to the client as it arrives.
 
-The one rule: nothing reaches the client before the first whole event with content is here, so that until then the
-request can still be answered in another way; from then on events leave together as they came together, within a fixed
-buffer.
+Invariant: nothing reaches the client before the first whole event with content has come, so that until then the request
+can still be answered in another way. From then on events leave together as they came together, within a fixed buffer.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Protocol
 
 from kvparams.errors import JSONTextError
 from kvparams_proxy.event_loop.clock import Clock
-from kvparams_proxy.execution.response_corrector import (
-    ResponseCorrector,
-    load_response,
-    require_complete_event,
-    require_no_error,
-)
-from kvparams_proxy.execution.response_privacy import embedded_error
+from kvparams_proxy.execution.response_corrector import ResponseCorrector, require_complete_event, require_no_error
+from kvparams_proxy.execution.response_document import embedded_error, load_response
 from kvparams_proxy.execution.sse import (
     LARGE_EVENT_BYTES,
     SSEBuffer,
@@ -26,8 +20,18 @@ from kvparams_proxy.execution.sse import (
     elide_token_lists,
     restore_token_lists,
 )
+from kvparams_proxy.execution.stream_content import (
+    CONTENT_TEXT,
+    DELTA_TEXT,
+    NO_SPELLING,
+    find_content,
+    first_content,
+    has_data,
+    names_role_only,
+)
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.requests.downstream import Downstream
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.upstream.types import BodyBuffer, ResponseHead, UpstreamError, UpstreamErrorResponse
 
 __all__ = ["StreamRelay", "StreamRelayObserver"]
@@ -35,35 +39,13 @@ __all__ = ["StreamRelay", "StreamRelayObserver"]
 
 _EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
 """Written by us: what an engine adds to it may say where it is."""
-# White space is bounded and never given back: what an engine fills an event with is walked over once.
-_DATA: Final = re.compile(rb"\ndata:[ \t]{0,64}+\{")
-_FIRST_DATA: Final = re.compile(rb"data:[ \t]{0,64}+\{")
-"""The first event that says something."""
-_CHOICES: Final = b'"choices"'
-_GAP: Final = rb"[ \t\r\n]{0,64}+(?:(?<=\n)data:[ \t\r\n]{0,64}+){0,4}"
-_CHOICE: Final = re.compile(rb'"choices"_:_\[_\{_[^ \t\r\n}]'.replace(b"_", _GAP))
-"""Matches an event with content from `"choices"` on, of an endpoint whose answers stand there. Inside a JSON string a
-quote is escaped, so what a model writes does not look like it."""
-_MOST_CHOICES: Final = 1024
-"""Places that are compared with `_CHOICE` in one turn of the event loop: it brings about so many events at most."""
-_CONTENT: Final = b'"choices":[{"'
-"""The same in the spelling of most engines, and of what is put together here."""
-_NO_SPELLING: Final = b'"choices"\n\n'
-"""Occurs in no event: for engines that spell it now in one way and now in another."""
-_DELTA: Final = b'.delta"'
-"""The type of the events that have content in a stream of `/v1/responses`."""
-_ROLE_ONLY: Final = re.compile(
-    rb'"delta"~:~\{~"role"~:~"assistant"~(?:,~"[a-z_]{1,64}+"~:~(?:""|null|\[~\])~){0,16}\}'.replace(
-        b"~", rb"[ \t\r\n]{0,64}+"
-    )
-)
-"""In an event of a chat that announces an answer and has nothing of it."""
-_BEGINNING: Final = 4 << 10
-"""Bytes in which a chat shows that it is one."""
 _MOST_ERROR_BYTES: Final = 8 << 10
 """Of an answer in place of a stream, in which an error is looked for."""
 _HELD_BYTES: Final = 8 << 20
 """The most that is held before the first event with content: one event of any length, and what came before it."""
+
+
+_FindsContent = Callable[[bytes | bytearray], re.Match[bytes] | bool | None]
 
 
 class StreamRelayObserver(Protocol):
@@ -130,26 +112,22 @@ class StreamRelay:
         limit_bytes: int,
         listener: StreamRelayObserver,
         clock: Clock,
+        endpoint: APIEndpoint,
         recorder: StreamRecorder | None = None,
         *,
-        done: bool = True,
-        choices: bool = False,
         gated: bool = False,
-        streams: bool = False,
     ) -> None:
         """
         Args:
             downstream: the client.
             headers: whole lines that it gets beside content-type.
-            corrections: of every event.
-            limit_bytes: an answer that is no stream fits in.
-            listener: who owns the request.
-            clock: what time-outs are measured by.
-            done: whether the last event is `[DONE]`: a stream without it was cut off.
-            choices: whether content stands in `choices`: a stream without one is no answer.
-            gated: whether all of it is held until `release_held`.
-            streams: whether the client's endpoint has streams: then an answer that is none is a failure.
-            recorder: where the stream may have to be continued; one that has resumed goes on where the client is.
+            corrections: correct every event.
+            limit_bytes: the longest answer that is no stream.
+            listener: the owner of the request.
+            clock: measures time-outs.
+            endpoint: how its streams look, and whether it has any.
+            recorder: remembers a stream that may have to be continued on another engine.
+            gated: whether everything is held until `release_held`.
         """
         self._downstream = downstream
         self._headers = headers
@@ -163,32 +141,24 @@ class StreamRelay:
         self._head = ResponseHead()
         self._recorder = recorder
         self._resumed = recorder is not None and recorder.resumed
-        self._done = done
-        self._begins: Callable[[bytes | bytearray], re.Match[bytes] | bool | None] = (
-            _first_choice if choices else _says_something
-        )
-        self._begun = False
+        self._done = endpoint.sends_done_event
+        choices = endpoint.has_choices
+        self._begins: _FindsContent = first_content if choices else has_data
+        self._begun = self._streaming = False
         self._gated = gated
-        self._ended = False
-        """Whether it has ended well, and waits for `release_held`."""
-        self._content = _CONTENT if choices else _DELTA
-        """What each event with content has in it once, as this engine spells it until it spells it in another way."""
-        self._heard = False
-        """Whether there was an event at all that says something, before the first with content."""
+        self._ended = False  # whether it has ended well, and waits for `release_held`
+        self._content = CONTENT_TEXT if choices else DELTA_TEXT
+        """Occurs once in each event with content, as this engine spells it until it spells it in another way."""
+        self._heard = False  # whether an event without content has said something
         self._held = bytearray()
-        self._complete = False
-        """Whether the last event was sent: nothing may follow."""
-        self._sent_bytes = 0
-        self._sent_events = 0
+        self._complete = False  # whether the last event was sent: nothing may follow
+        self._sent_bytes = self._sent_events = 0
         self._spoken = not choices
         """Whether an event had more in it than the role of who answers: until then, each is looked at."""
-        self._streaming = False
-        self._streams = streams
+        self._streams = endpoint.supports_streaming
         self._unfinished = SSEBuffer()
-        self._cut = False
-        """Whether there is a part of an event in it."""
-        self._whole = BodyBuffer(limit_bytes)
-        """An answer that is no stream."""
+        self._cut = False  # whether there is a part of an event in it
+        self._whole = BodyBuffer(limit_bytes)  # an answer that is no stream
 
     def on_head(self, head: ResponseHead) -> None:
         """Decide whether this is a stream at all."""
@@ -329,7 +299,7 @@ class StreamRelay:
             UpstreamError: they are too many or too long.
             UpstreamErrorResponse: one is an error.
         """
-        if _says_something(events):
+        if has_data(events):
             self._heard = True
             require_no_error(events)
         self._held += whole
@@ -355,42 +325,19 @@ class StreamRelay:
     def _respelled(self, corrected: bytes) -> int:
         """Returns how many of these events have content, spelled as it was not before; from then on all are counted
         here. In a stream of `/v1/responses`, every event that says something is progress as well."""
-        if self._content is _DELTA:
-            if _says_something(corrected):
+        if self._content is DELTA_TEXT:
+            if has_data(corrected):
                 self.last_content_s = self._clock.coarse_time_s
             return 0
-        number = sum(1 for _ in _content_in(corrected))
+        number = sum(1 for _ in find_content(corrected))
         if number:
-            self._content = _NO_SPELLING
+            self._content = NO_SPELLING
         return number
 
     def _speaks(self, corrected: bytes, number: int) -> bool:
         """Returns whether these are more than events that name a role, or the first of those: an answer that begins."""
-        chat = corrected.find(b'"delta"', 0, _BEGINNING) >= 0
-        long = len(corrected) > LARGE_EVENT_BYTES  # then it says more than who speaks
-        self._spoken = not chat or long or number > len(_ROLE_ONLY.findall(corrected))
+        self._spoken = not names_role_only(corrected, number)
         return self._spoken or self._sent_events == number
-
-
-def _first_choice(events: bytes | bytearray) -> re.Match[bytes] | None:
-    """Returns what matches `_CHOICE` first, or None."""
-    return next(_content_in(events), None)
-
-
-def _content_in(events: bytes | bytearray) -> Iterator[re.Match[bytes]]:
-    """Yields what matches `_CHOICE`. Looking for the word alone is ten times as fast where there are none."""
-    at = events.find(_CHOICES)
-    for _ in range(_MOST_CHOICES):
-        if at < 0:
-            return
-        found = _CHOICE.match(events, at)
-        if found is not None:
-            yield found
-        at = events.find(_CHOICES, at + len(_CHOICES))
-
-
-def _says_something(events: bytes | bytearray) -> bool:
-    return _FIRST_DATA.match(events) is not None or _DATA.search(events) is not None
 
 
 def _no_stream(whole: bytes) -> UpstreamError:

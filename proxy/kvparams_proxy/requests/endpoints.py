@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvparams.instances import Role
-from kvparams.jsontext.document import MemberSpan, edit, find_members
+from kvparams.jsontext.document import MemberSpan, find_members
+from kvparams.jsontext.editing import edit
 
 __all__ = ["ENDPOINTS", "APIEndpoint", "EndpointKind", "one_token_changes"]
 
@@ -81,7 +82,7 @@ _OPENAI_GONE: Final = _ANSWER | _STREAM
 def one_token_changes(
     kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan], sampling: Mapping[str, MemberSpan] | None = None
 ) -> dict[str, bytes | None]:
-    """What changes in a client's body, as for `kvparams.jsontext.document.edit`, so that its prompt alone is computed.
+    """What changes in a client's body, as for `kvparams.jsontext.editing.edit`, so that its prompt alone is computed.
     `sampling`: where the members of `sampling_params` stand in its text, if that is known already."""
     if kind == "generate":
         changes = _changes(_WHOLE, _STREAM, spans)

@@ -9,17 +9,8 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from kvparams.errors import JSONTextError
 from kvparams.instances import RequestFacts
-from kvparams.jsontext.document import (
-    JSONLimits,
-    MemberSpan,
-    edit_with_spans,
-    find_members,
-    find_removals,
-    load_short_object,
-    read_object,
-    remove_ranges,
-    shift_spans,
-)
+from kvparams.jsontext.document import JSONLimits, MemberSpan, find_members, load_short_object, read_object
+from kvparams.jsontext.editing import edit_with_spans, find_removals, remove_ranges, shift_spans
 from kvparams.jsontext.receivers import AbridgedObjectReceiver
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt

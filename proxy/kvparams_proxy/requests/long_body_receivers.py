@@ -11,7 +11,6 @@ from typing import Final, cast
 from kvparams.jsontext.receivers import OPEN_LIST, OPEN_OBJECT, ListReceiver, Receiver
 from kvparams.tokens import MAX_TOKENS
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.stream_continuation import is_text_message
 
 __all__ = [
     "INVALID_MESSAGES_MESSAGE",
@@ -23,6 +22,7 @@ __all__ = [
     "TokenIdsReceiver",
     "has_role",
     "invalid_member_error",
+    "is_text_message",
     "token_id_array",
 ]
 
@@ -39,6 +39,13 @@ def invalid_member_error(name: str, message: str) -> ProxyError:
 def has_role(message: object) -> bool:
     """Whether a message is an object with a role."""
     return isinstance(message, dict) and type(cast("dict[str, object]", message).get("role")) is str
+
+
+def is_text_message(message: object) -> bool:
+    """Returns whether a message is nothing but text: an image is not in the token ids."""
+    content = cast("dict[str, object]", message).get("content") if isinstance(message, dict) else None
+    parts = cast("list[object]", content) if isinstance(content, list) else []
+    return all(cast("dict[str, object]", part).get("type") == "text" for part in parts if isinstance(part, dict))
 
 
 def token_id_array(items: list[object], name: str, before: int = 0) -> "array[int]":

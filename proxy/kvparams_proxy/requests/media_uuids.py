@@ -15,7 +15,8 @@ from typing import Final, cast
 
 from pydantic_core import from_json, to_json
 
-from kvparams.jsontext.document import MemberSpan, edit, edit_with_spans, find_members, remove_ranges, shift_spans
+from kvparams.jsontext.document import MemberSpan, find_members
+from kvparams.jsontext.editing import edit, edit_with_spans, remove_ranges, shift_spans
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.authentication import tenant_cache_salt
 from kvparams_proxy.requests.endpoints import EndpointKind
@@ -44,7 +45,7 @@ _LONGEST_NAME: Final = 4096
 def media_uuid_changes(
     kind: EndpointKind, document: Mapping[str, object], body: bytes, spans: Mapping[str, MemberSpan], tenant: str
 ) -> Mapping[str, bytes | None]:
-    """Returns what changes in a body, as for `kvparams.jsontext.document.edit`, so that no medium has a name of the
+    """Returns what changes in a body, as for `kvparams.jsontext.editing.edit`, so that no medium has a name of the
     client's.
 
     Args:

@@ -34,9 +34,9 @@ from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
 from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair

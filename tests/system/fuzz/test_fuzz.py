@@ -17,7 +17,8 @@ from kvparams.dialects.registry import load_tables
 from kvparams.dialects.translation import decode_message, encode_message, translate_params
 from kvparams.errors import JSONTextError
 from kvparams.instances import Instance, Role
-from kvparams.jsontext.document import edit, load_object, loads
+from kvparams.jsontext.document import load_object, loads
+from kvparams.jsontext.editing import edit
 from kvparams.params import KVTransferParams
 from kvparams.routing.handoff_verifier import HandoffRefused, HandoffVerifier
 from kvparams.signing.canonical_json import canonical_document

@@ -13,7 +13,7 @@ import pytest
 from kvparams import plugins
 from kvparams.instances import Role
 from kvparams.routing.plan import LegPair
-from kvparams_proxy.execution.executor import Execution
+from kvparams_proxy.execution.leg_runner import LegRunner
 from tests.support.proxy.acting import FAULTS, Actor, Fault, answer_to, leg_limit_s
 from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
 from tests.system.modes.conftest import StartMode, Way
@@ -232,15 +232,15 @@ async def test_a_client_that_takes_again_starts_no_time_out_of_decode_while_pref
     staged: StartMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a stream broke whose client had fallen behind, and both legs are run again for the rest of it."""
-    start = Execution._start_pair  # pyright: ignore[reportPrivateUsage]
+    start = LegRunner.start_pair
     timed: list[bool] = []
 
-    def started(execution: Execution, pair: LegPair) -> None:
-        start(execution, pair)
-        execution.client_ready()
-        timed.append(execution in execution._resources.deadlines._deadlines)  # pyright: ignore[reportPrivateUsage]
+    def started(legs: LegRunner, pair: LegPair) -> None:
+        start(legs, pair)
+        legs.client_ready()
+        timed.append(legs._owner in legs._resources.deadlines._deadlines)  # pyright: ignore[reportPrivateUsage]
 
-    monkeypatch.setattr(Execution, "_start_pair", started)
+    monkeypatch.setattr(LegRunner, "start_pair", started)
     stage = await staged(Way("concurrent_legs", "store-meet"))
     assert text_of(await stage.ask(stream=True), stream=True) == EXPECTED
     assert timed == [False]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.queue.pending_reply import PendingReply
 from kvparams_proxy.queue.queue_upstream import QueueUpstream

@@ -36,6 +36,7 @@ MODULES = (
     "kvparams.routing.fair_queue",
     "kvparams.routing.request_lifecycle",
     "kvparams.routing.managers.aggregated",
+    "kvparams.routing.managers.attempt_state",
     "kvparams.routing.managers.concurrent_legs",
     "kvparams.routing.managers.conditional",
     "kvparams.routing.managers.leg_documents",
@@ -63,7 +64,11 @@ MODULES = (
     "kvparams_proxy.execution.response_corrector",
     "kvparams_proxy.execution.leg_outcomes",
     "kvparams_proxy.execution.leg_requests",
-    "kvparams_proxy.execution.concurrent_prefill",
+    "kvparams_proxy.execution.leg_runner",
+    "kvparams_proxy.execution.leg_settlement",
+    "kvparams_proxy.execution.running_leg",
+    "kvparams_proxy.execution.client_response",
+    "kvparams_proxy.execution.engine_addresses",
     "kvparams_proxy.execution.response_privacy",
     "kvparams_proxy.server.request_handler",
     "kvparams_proxy.fleet.member",
@@ -128,7 +133,9 @@ RELEASES = frozenset(
         "record_answer",
         "release",
         "release_abandoned",
+        "release_decode",
         "release_instance",
+        "release_prefill",
         "released",
         "remove",
         "remove_listener",
@@ -151,29 +158,34 @@ _LOST = "nothing follows the loss of a connection"
 _TRIAL = "the leg has been released, so its trial ends a turn later"
 _LIMIT = "a limit of the simulation, not an equivalence: "
 _MEETING = "no connector whose engines meet leaves anything to be dropped by a prefill that broke off"
+_UNLIMITED = "a limit of the simulation: no request has a time-out of its own"
+_FREED = "a limit of the simulation: it is memory that only the collector frees; tests/system/proxy/execution/test_released.py holds it"
 _START = "only where the start is cancelled, or nobody waits for it any more"
 EQUIVALENT: dict[str, str] = {
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(prefill)": f"{_LIMIT}nobody asks "
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: state.release_prefill()": f"{_LIMIT}nobody asks "
     "for several answers; tests/unit/kvparams/routing/test_prefill_then_decode.py holds it",
     "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: release_abandoned(context, speech, prefill, transfer, attempt)": (
         _MEETING
     ),
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(decode) #1": (
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: state.release_decode()": (
         f"{_LIMIT}nobody asks for several answers, as above"
     ),
-    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode.legs: context.release_instance(decode)": (
+    "kvparams.routing.managers.prefill_then_decode:PrefillThenDecode._choose: state.release_decode()": (
         f"{_LIMIT}nobody waits in a group that goes; tests/unit/kvparams/routing/test_unpaired_instances.py holds it"
     ),
-    "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: context.release_instance(prefill)": f"{_LIMIT}as the last",
+    "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: state.release_prefill()": f"{_LIMIT}as the last",
+    "kvparams.routing.managers.attempt_state:AttemptState.release_prefill: self.context.release_instance(self.prefill)": (
+        f"{_LIMIT}as the last"
+    ),
+    "kvparams.routing.managers.attempt_state:AttemptState.release_prefill: self.prefill = None": f"{_LIMIT}as the last",
     "kvparams.routing.managers.concurrent_attempt:attempt_concurrently: release_abandoned(context, speech, prefill, transfer, attempt) #1": (
         _MEETING
     ),
-    "concurrent_prefill:ConcurrentPrefill._collected: self.exchange = None": "nothing is done to an exchange that is over",
-    "executor:Execution._start: self._context.abandon_kv(gone=False)": f"{_LIMIT}only with a broker prefill may break "
+    "leg_runner:LegRunner.start: context.abandon_kv(gone=False)": f"{_LIMIT}only with a broker prefill may break "
     "off, and decode does it all",
-    "executor:Execution._failed: self._context.abandon_kv(gone=False)": f"{_LIMIT}only where its client leaves "
+    "leg_settlement:LegSettlement._settle_failure: context.abandon_kv(gone=False)": f"{_LIMIT}only where its client leaves "
     "during the next prefill, two seeds of 100,000; tests/system/proxy/telemetry/test_metrics.py notices it",
-    "executor:Execution._answer: self._exchange.abort(wrong)": "what is wrong with an event is found when it is held",
+    "leg_runner:LegRunner._release_decode: running.abort(wrong)": "what is wrong with an event is found when it is held",
     "kvparams.routing.managers.leg_documents:LegDocuments.leg_changes: self._templates.clear()": _CACHE,
     "dispatcher:Dispatcher._find: self._candidates.clear()": _CACHE,
     "dispatcher:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
@@ -258,7 +270,7 @@ EQUIVALENT: dict[str, str] = {
     "pair_failures:PairFailures._record: del records[next(iter(records))]": _CACHE,
     "pair_failures:PairFailures.record_failure: record.trial = False": f"{_LIMIT}as the last; tests/unit/proxy/fleet/test_pair_failures.py holds it",
     "breakers:Breakers.trial_answered: member.breaker.end_trial()": f"{_LIMIT}seen in one of 6,000 seeds",
-    "response_privacy:EngineAddresses._changed: self._pattern = None": f"{_LIMIT}whoever comes was there before, and is hidden still",
+    "engine_addresses:EngineAddresses._changed: self._pattern = None": f"{_LIMIT}whoever comes was there before, and is hidden still",
     "connection:UpstreamExchange.finish: self._connection = None": "it is over, or begins anew because that is lost",
     "connection:UpstreamExchange.finish: self._retry = False": "a new connection is never one that waited",
     "connection:UpstreamExchange.resume: self._paused = False": f"{_LIMIT}no client is slow before there is a connection",
@@ -279,16 +291,23 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution.refused: self._resources.deadlines.stop(self)": f"{_LIMIT}nobody waits then with useless KV; "
     "tests/system/modes/test_group_failover.py holds it",
     "executor:Execution.refused: self._waiting = None": "whoever does not wait may give up again",
-    "executor:Execution._end_leg: self._relay = None": "the next leg may be silent for a little longer",
-    "executor:Execution._finish: self._exchange = None": _FAULT,
+    "running_leg:RunningLeg.end: self.relay = None": _FREED,
+    "running_leg:RunningLeg.discard: self.exchange = None": _FREED,
     "executor:Execution._finish: self._context.record_answer(self._route)": f"{_LIMIT}it says what decode engines may have "
     "cached; tests/system/modes/test_real_engines.py holds it",
     "kvparams.routing.managers.conditional:Conditional._near: context.release_instance(instance)": f"{_LIMIT}nobody's cache is "
     "known; tests/system/modes/test_choice.py holds it",
-    "executor:Execution._go: failure.__traceback__ = None": f"{_LIMIT}it is memory alone; tests/system/proxy/execution/test_released.py "
+    "executor:Execution.resume_plan: failure.__traceback__ = None": f"{_LIMIT}it is memory alone; tests/system/proxy/execution/test_released.py "
     "holds it",
-    "executor:Execution._stop_reading: self._reading.cancel()": "it saves work: nobody looks at what is read then",
-    "executor:Execution._stop_reading: self._reading = None": "it is over, and the request is let go next",
+    "running_leg:RunningLeg._cancel_parse: self._parse.cancel()": "it saves work: nobody looks at what is read then",
+    "running_leg:RunningLeg._cancel_parse: self._parse = None": _FREED,
+    "executor:Execution.on_request_timeout: self._downstream.drop()": _UNLIMITED,
+    "executor:Execution._finish: resources.deadlines.stop(self._deadline)": _UNLIMITED,
+    "executor:Execution._finish: self._deadline = None": _UNLIMITED,
+    "running_leg:RunningLeg.end: self.exchange = None": _FREED,
+    "running_leg:RunningLeg.discard: self.relay = None": _FREED,
+    "leg_runner:LegRunner.close: self._running = None": _FREED,
+    "leg_runner:LegRunner.close: del self._owner": _FREED,
     "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
     "stream_continuation:StreamRecorder._read: self._unread_bytes = 0": "no release: a stream is looked into more often without it",
     "stream_continuation:StreamRecorder.undo_last: del self._answer[answered:]": f"{_LIMIT}no stream breaks twice, once by an event that "
@@ -340,7 +359,7 @@ def mutants() -> list[Mutant]:
 
 def noticed(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     """The first seed in which the mutant is noticed, and how; None if in none. Other modes are not tried."""
-    from tests.system.simulation.scenario import SPLIT
+    from .scenario import SPLIT
 
     with _mutated(mutant):
         found = first_wrong(seeds, SPLIT)
@@ -368,7 +387,7 @@ def check_control(found: tuple[int, str] | None, modes: Mapping[str, int]) -> No
 
 def in_time(seed: int, modes: Mapping[str, int]) -> list[str]:
     """What is wrong in the run of a seed with a mutant, which may well go round in circles."""
-    from tests.system.simulation.world import run
+    from .world import run
 
     try:
         with _alarm():

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.upstream.types import BodyBuffer, UpstreamError, UpstreamErrorResponse
 from tests.support.proxy.fixtures import Proxy, Script, answer
 from tests.support.proxy.steps import drained

@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.instances import Role, RoundRobin
-from kvparams.jsontext.document import edit, find_members
-from kvparams_proxy.execution.response_privacy import (
-    EngineAddresses,
-    PublicError,
-    embedded_error,
-    privacy_changes,
-    public_error,
-    strip_private_members,
-)
+from kvparams.jsontext.document import find_members
+from kvparams.jsontext.editing import edit
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.engine_errors import PublicError, public_error
+from kvparams_proxy.execution.response_document import embedded_error
+from kvparams_proxy.execution.response_privacy import privacy_changes, strip_private_members
 from kvparams_proxy.fleet.fleet import Fleet
 from tests.support.proxy.fixtures import Scripted, answer, instance
 

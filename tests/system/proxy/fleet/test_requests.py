@@ -177,7 +177,9 @@ async def test_a_failure_is_one_line_in_the_log_that_names_request_and_route(
         "/v1/completions", json=BODY | {"prompt": "a secret"}, headers={"x-request-id": "r-1"}
     )
     assert got.status_code == 503
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvparams_proxy.execution.executor"]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name == "kvparams_proxy.execution.client_response"
+    ]
     assert "r-1" in line
     assert "prefill-0" in line
     assert "secret" not in line

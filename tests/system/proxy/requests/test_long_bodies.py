@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvparams.jsontext.document import AT_ONCE_BYTES, JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.stream_continuation import is_resumable
+from kvparams_proxy.execution.stream_resumption import is_resumable
 from kvparams_proxy.requests import intake
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
 from kvparams_proxy.requests.endpoints import EndpointKind, one_token_changes

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvparams.instances import RequestFacts, RoundRobin
+from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
 from kvparams_proxy.tokenization.tokenizer_choice import (
     TokenizationMethod,
-    TokenizerError,
     load_tokenizers,
     parse_tokenizer_choices,
 )

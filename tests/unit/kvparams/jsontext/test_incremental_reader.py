@@ -16,16 +16,12 @@ from kvparams.jsontext import document
 from kvparams.jsontext.document import (
     DEFAULT_LIMITS,
     JSONLimits,
-    edit,
-    edit_with_spans,
     find_members,
-    find_removals,
     load_object,
     load_short_object,
     read_object,
-    remove_ranges,
-    shift_spans,
 )
+from kvparams.jsontext.editing import edit, edit_with_spans, find_removals, remove_ranges, shift_spans
 from kvparams.jsontext.incremental_reader import IncrementalReader
 from kvparams.jsontext.receivers import OPEN_OBJECT, AbridgedObjectReceiver, ListReceiver, Receiver, TreeBuilder
 from kvparams.jsontext.scanner import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, MemberSpan

@@ -8,7 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
-from kvparams.jsontext.document import JSONLimits, edit, find_member, find_members, load_object, loads
+from kvparams.jsontext.document import JSONLimits, find_member, find_members, load_object, loads
+from kvparams.jsontext.editing import edit
 
 SCALARS = (
     st.none()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.upstream.types import ResponseHead
 from tests.unit.proxy.execution.test_metrics_stream_events import Client, Owner
 
@@ -26,6 +27,8 @@ TEXTS = (
     '"kv_transfer_params":{',
     "",
 )
+
+COMPLETIONS = APIEndpoint("/v1/completions", "completions")
 
 
 def parse_sse(stream: bytes) -> list[bytes]:
@@ -73,7 +76,7 @@ def relayed(reads: list[bytes]) -> bytes:
     client, owner = Client(), Owner()
     corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
     corrections.prompt_tokens_details = {"cached_tokens": 3}
-    relay = StreamRelay(client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), choices=True)
+    relay = StreamRelay(client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), COMPLETIONS)
     relay.on_head(ResponseHead(200, b"text/event-stream"))
     for read in reads:
         relay.on_body(read)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import EngineResponse
 from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.execution.sse import complete_events_end
 from kvparams_proxy.upstream.types import UpstreamError
 

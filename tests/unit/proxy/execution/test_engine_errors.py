@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvparams_proxy.errors import engine_error_response
-from kvparams_proxy.execution.response_privacy import EngineAddresses
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.engine_errors import engine_error_response
 
 HUGE = {
     "lists": b'{"error":{"message":"too long"},"x":[' + b"[]," * 2_000_000 + b"0]}",

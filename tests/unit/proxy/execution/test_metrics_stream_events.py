@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams.instances import Role
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.requests.downstream import DownstreamObserver
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
+
+COMPLETIONS = APIEndpoint("/v1/completions", "completions")
+RESPONSES = APIEndpoint("/v1/responses", "other", Role.DECODE, sends_done_event=False)
 
 LIKE_EVENTS = ['"choices":[{"', "data: {", "\n\n", '.delta"', "\\", '{"choices":[{"index":0}]}', "data: [DONE]\n\n"]
 
@@ -59,7 +64,7 @@ def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, byt
     client, owner = Client(), Owner()
     corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
     relay = StreamRelay(
-        client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), done=choices, choices=choices
+        client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), COMPLETIONS if choices else RESPONSES
     )
     relay.on_head(ResponseHead(200, b"text/event-stream"))
     for part in parts:
@@ -116,7 +121,7 @@ def test_a_stream_that_fails_counts_what_was_sent() -> None:
         1 << 20,
         owner,
         MonotonicClock(time.monotonic),
-        choices=True,
+        COMPLETIONS,
     )
     relay.on_head(ResponseHead(200, b"text/event-stream"))
     relay.on_body(event({"choices": [{"text": "a"}]}, True) * 3)

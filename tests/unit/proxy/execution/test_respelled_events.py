@@ -3,9 +3,10 @@
 import pytest
 
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.upstream.types import ResponseHead
 from tests.unit.proxy.execution.test_metrics_stream_events import Client, Owner
 
@@ -16,6 +17,8 @@ SPELLINGS = (
     b'data: {"choices":\ndata: [\ndata:  {\ndata: "text":"a"}]}\n\n',
     b'data: {"choices":[{"index":0,"text":"a"}]}\r\n\r\n',
 )
+
+COMPLETIONS = APIEndpoint("/v1/completions", "completions")
 NOTHING = (b'data: {"choices": [ ]}\n\n', b'data: {"choices":[{}]}\n\n', b'data: {"usage":{}}\n\n', b": beat\n\n")
 
 
@@ -27,7 +30,7 @@ class Stream:
         self.owner = Owner()
         corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
         self.relay = StreamRelay(
-            Client(), b"", corrections, 1 << 20, self.owner, MonotonicClock(lambda: self.now_s), choices=True
+            Client(), b"", corrections, 1 << 20, self.owner, MonotonicClock(lambda: self.now_s), COMPLETIONS
         )
         self.relay.on_head(ResponseHead(200, b"text/event-stream"))
 

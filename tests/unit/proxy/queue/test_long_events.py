@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from kvparams.errors import JSONTextError
+from kvparams.instances import Role
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.execution.response_privacy import EngineAddresses
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.queue.messages import ResultHead as PartHead
@@ -22,6 +23,7 @@ from kvparams_proxy.queue.messages import ResultPart, WorkItem
 from kvparams_proxy.queue.outbox import OutboundMessage
 from kvparams_proxy.queue.pending_reply import PendingReply, ReplyOwner
 from kvparams_proxy.queue.running_work import RunningWork
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.types import (
     MAX_BYTES_PER_TURN,
@@ -33,6 +35,9 @@ from kvparams_proxy.upstream.types import (
 from tests.support.processor import scaled_s
 from tests.unit.proxy.execution.test_metrics_stream_events import Client
 from tests.unit.proxy.execution.test_metrics_stream_events import Owner as Listener
+
+COMPLETIONS = APIEndpoint("/v1/completions", "completions")
+RESPONSES = APIEndpoint("/v1/responses", "other", Role.DECODE, sends_done_event=False)
 
 FIRST = b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -54,7 +59,7 @@ class Stream:
         corrections = self.corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
         clock = MonotonicClock(time.monotonic)
         self.relay = StreamRelay(
-            self.client, b"", corrections, 64 << 20, self.owner, clock, recorder, done=choices, choices=choices
+            self.client, b"", corrections, 64 << 20, self.owner, clock, COMPLETIONS if choices else RESPONSES, recorder
         )
         self.relay.on_head(ResponseHead(200, b"text/event-stream"))
         self.longest_s = self.total_s = 0.0

@@ -1,0 +1,99 @@
+"""Writes the response of one request to its client: a document, the end of a stream, or an error."""
+
+import logging
+from collections.abc import Sequence
+from typing import Final, cast
+
+from kvparams.instances import Instance
+from kvparams.routing.request_lifecycle import RequestLifecycle, RequestOutcome
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES
+from kvparams_proxy.requests.downstream import Downstream
+from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.telemetry.request_record import RequestRecord
+
+__all__ = ["ClientResponse"]
+
+_log: Final = logging.getLogger(__name__)
+_JSON: Final = b"content-type: application/json\r\n"
+
+
+class ClientResponse:
+    """The response of one request."""
+
+    __slots__ = ("_account", "_downstream", "_endpoint", "_expose_route", "_life", "_route")
+
+    def __init__(
+        self,
+        downstream: Downstream,
+        endpoint: APIEndpoint,
+        life: RequestLifecycle,
+        account: RequestRecord,
+        route: Sequence[Instance],
+        *,
+        expose_route: bool,
+    ) -> None:
+        """
+        Args:
+            downstream: the client.
+            endpoint: how its streams look.
+            life: whether the client has a part of its answer.
+            account: where bytes and errors are counted.
+            route: the instances that were sent a leg, to which the executor goes on adding.
+            expose_route: whether headers name them.
+        """
+        self._downstream = downstream
+        self._endpoint = endpoint
+        self._life = life
+        self._account = account
+        self._route = route
+        self._expose_route = expose_route
+
+    def headers(self) -> bytes:
+        """Returns the header lines of every response: the request id, and the route where that is shown."""
+        lines = b"x-request-id: %b\r\n" % self._account.facts.request_id.encode()
+        if not self._expose_route:
+            return lines
+        lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)
+        decision = self._account.decision
+        return lines if decision is None else lines + b"x-kvparams-decision: %b\r\n" % decision.summary().encode()
+
+    def send_document(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Writes a whole JSON answer."""
+        size = sum(map(len, pieces))
+        self._downstream.head(200, _JSON + self.headers(), size)
+        if size > LONG_RESPONSE_BYTES:  # the head goes alone: it would be put together with the first piece
+            self._downstream.body(b"")
+        for piece in cast("Sequence[bytes]", pieces):
+            self._downstream.body(piece)
+        self._account.answer_bytes += size
+
+    def send_ending(self, events: bytes) -> None:
+        """Writes the last events of a stream that its engine has not sent."""
+        self._downstream.body(events)
+        self._account.answer_bytes += len(events)
+
+    def send_error(self, error: ProxyError) -> RequestOutcome:
+        """Writes an error, in the stream if the client has a part of it already, and ends the response.
+
+        Returns:
+            How the request has ended.
+        """
+        answering = self._life.answering
+        self._account.record_error(error)
+        if error.status >= 500 or answering:
+            self._log_failure(error)
+        if answering:
+            body = error.sse_event(sends_done_event=self._endpoint.sends_done_event)
+        else:
+            body = error.body()
+            self._downstream.head(error.status, _JSON + error.headers() + self.headers(), len(body))
+        self._downstream.body(body)
+        self._account.answer_bytes += len(body)
+        self._downstream.end()
+        return "midway" if answering else "refused" if error.status < 500 else "failed"
+
+    def _log_failure(self, error: ProxyError) -> None:
+        route = " -> ".join(instance.id for instance in self._route) or "no engine"
+        said = f"{error.message} ({error.detail[:500]!r})" if error.detail else error.message
+        _log.warning("request %s (%s): %s", self._account.facts.request_id, route, said)

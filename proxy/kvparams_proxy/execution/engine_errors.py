@@ -1,0 +1,100 @@
+"""Translation of engines' error responses into errors for clients.
+
+Invariant: addresses and the inside of engines are never in what a client gets.
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext.document import JSONLimits, load_object
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.response_document import embedded_error
+
+__all__ = ["PublicError", "engine_error_response", "public_error", "reported_engine_error"]
+
+_LIMITS: Final = JSONLimits(max_bytes=64 << 10, max_containers=1_000, max_strings=4_000)
+"""Limits for an engine's error that is read; of a longer one the client learns the status."""
+_KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_ ]{0,63}")
+_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,200}")
+_CODE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST: Final = 4096
+"""Characters of an engine's message that a client may get."""
+
+
+def engine_error_response(
+    role: str, status: int, raw: bytes, addresses: EngineAddresses, sent: bytes, *, own_key: bool = True
+) -> ProxyError:
+    """What an engine's answer other than 200 means for the client.
+
+    A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params or
+    credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
+    the status.
+    """
+    document: Mapping[str, object] = {}
+    with suppress(JSONTextError):
+        document, _ = load_object(raw, _LIMITS)
+    return reported_engine_error(role, status, embedded_error(document) or document, addresses, sent, own_key=own_key)
+
+
+def reported_engine_error(
+    role: str,
+    status: int,
+    error: Mapping[str, object],
+    addresses: EngineAddresses,
+    sent: bytes,
+    *,
+    own_key: bool = True,
+) -> ProxyError:
+    """The same of an error object; `sent` is the client's body: what stands in it is no secret. `own_key`: the engine
+    was shown a key of ours, or none, and not the client's."""
+    message, param = error.get("message"), error.get("param")
+    failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
+    failed.detail = message if isinstance(message, str) else None
+    if own_key and status in (401, 403):
+        failed.message, failed.code = f"the {role} engine refuses the proxy's credentials", f"{role}_unauthorized"
+        return failed
+    if not 400 <= status < 500:
+        return failed
+    if isinstance(param, str) and f"{param}.".startswith("kv_transfer_params."):
+        failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
+        return failed
+    plain = public_error(error, addresses, sent)
+    refused = ProxyError(
+        status,
+        plain.kind or "invalid_request_error",
+        plain.message or f"the {role} engine refused the request ({status})",
+        param=plain.param,
+        code=plain.code,
+    )
+    refused.detail = None if plain.message else failed.detail
+    return refused
+
+
+class PublicError(NamedTuple):
+    """What a client may know of an engine's error; None where that is nothing."""
+
+    message: str | None
+    kind: str | None
+    param: str | None
+    code: str | int | None
+
+
+def public_error(error: Mapping[str, object], addresses: EngineAddresses, sent: bytes) -> PublicError:
+    """What a client may know of an engine's error object. `sent` is the client's body."""
+    message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
+    if isinstance(message, str):
+        message = message[:_LONGEST]
+    return PublicError(
+        message if isinstance(message, str) and message and not addresses.occur_in(message, sent) else None,
+        kind if isinstance(kind, str) and _is_public(_KIND, kind, addresses, sent) else None,
+        param if isinstance(param, str) and _is_public(_PARAM, param, addresses, sent) else None,
+        code if type(code) is int or (isinstance(code, str) and _is_public(_CODE, code, addresses, sent)) else None,
+    )
+
+
+def _is_public(pattern: re.Pattern[str], text: str, addresses: EngineAddresses, sent: bytes) -> bool:
+    return pattern.fullmatch(text) is not None and not addresses.occur_in(text, sent)

@@ -1,0 +1,211 @@
+"""What the end of a leg is worth: its answer goes to the client or to the plan, its failure to the fleet and the plan.
+
+`LegRunner` says when a leg has ended; everything that is recorded of it is recorded here.
+"""
+
+from typing import Final
+
+from kvparams.codec import kv_transfer_members
+from kvparams.errors import JSONTextError
+from kvparams.instances import Instance, Role
+from kvparams.routing.plan import Leg, LegFailed, LegResult
+from kvparams_proxy.execution.client_response import ClientResponse
+from kvparams_proxy.execution.engine_response import EngineResponse
+from kvparams_proxy.execution.leg_outcomes import LegEnd, classify_leg_outcome, invalid_response_failure
+from kvparams_proxy.execution.plan_context import PlanContext
+from kvparams_proxy.execution.prefix_cache_report import report_prefill_response, report_stream_usage
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
+from kvparams_proxy.execution.response_document import embedded_error
+from kvparams_proxy.execution.stream_continuation import StreamRecorder
+from kvparams_proxy.telemetry.metrics import failure_kind
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamErrorResponse
+
+__all__ = ["LegSettlement"]
+
+_ANSWERED: Final = LegResult({})
+
+
+class LegSettlement:
+    """Settles the legs of one request."""
+
+    __slots__ = ("_context", "_corrections", "_recorder", "_resources", "_response")
+
+    def __init__(
+        self,
+        resources: ExecutionResources,
+        context: PlanContext,
+        response: ClientResponse,
+        corrections: ResponseCorrector,
+        recorder: StreamRecorder | None,
+    ) -> None:
+        """
+        Args:
+            resources: what executions share.
+            context: what the request holds.
+            response: the response to its client.
+            corrections: correct what engines answer.
+            recorder: remembers a stream that may have to be continued.
+        """
+        self._resources = resources
+        self._context = context
+        self._response = response
+        self._corrections = corrections
+        self._recorder = recorder
+
+    def begin_answer(self, leg: Leg | None) -> None:
+        """The client is about to get its first byte, or the first one of another engine's continuation."""
+        resources, life = self._resources, self._context.life
+        again = life.answering
+        life.enter("first_byte")
+        if leg is not None:  # a stream may be long, and others wait for an engine that is on trial
+            resources.fleet.record_first_byte(leg.instance, self._context.kv_producer)
+            if leg.instance.role is Role.AGGREGATED and not again:
+                resources.fleet.record_prompt_computed(leg.instance, self._context.account.facts)
+        if again:
+            resources.metrics.continuations += 1
+            return
+        resources.metrics.first_byte.observe(life.since_s - life.started_s)
+
+    def report_response(self, leg: Leg, answer: EngineResponse) -> None:
+        """Tells the prefix cache model of an answer that has come whole, before the load of its instance is given back.
+
+        A leg that goes on with a broken stream has another prompt than the one that was looked up."""
+        prefixes = self._resources.prefix_cache
+        if prefixes is not None and leg.instance.role is not Role.DECODE and leg.resume_from is None:
+            report_prefill_response(prefixes, self._context.account, answer)
+
+    def report_stream(self, leg: Leg | None) -> None:
+        """Tells the prefix cache model of a stream, whose last event counts tokens if the client asked for that."""
+        prefixes = self._resources.prefix_cache
+        if prefixes is None or leg is None or not self._context.life.answering:
+            return
+        if leg.instance.role is Role.AGGREGATED and leg.resume_from is None:
+            report_stream_usage(prefixes, self._context.account, self._corrections.usage)
+
+    def settle(
+        self,
+        leg: Leg,
+        head: ResponseHead,
+        answer: EngineResponse,
+        error: UpstreamError | None,
+        *,
+        gone: bool,
+        beside: Instance | None,
+        has_decode: bool = False,
+    ) -> LegResult | LegFailed | None:
+        """Settles a leg whose answer is whole, if there is one.
+
+        Args:
+            leg: which one.
+            head: of its answer.
+            answer: the answer, empty where none came.
+            error: why its exchange did not come to its end, if so.
+            gone: whether the client has left.
+            beside: the prefill instance that was sent a leg at the same time.
+            has_decode: whether the leg is a prefill whose decode leg was sent with it.
+
+        Returns:
+            What the plan is told; None where the client has left and the plan is told nothing.
+        """
+        if error is not None or head.status != 200:
+            return self._settle_failure(leg, head, answer.raw, error, gone, beside)
+        if gone and leg.answers_client:
+            return None
+        try:
+            result = self._use_response(leg, answer, has_decode)
+        except UpstreamError as refused:
+            return self._settle_failure(leg, head, b"", refused, gone, beside)
+        except JSONTextError:
+            if gone:  # the engine has seen it, and ended in the middle of what it had to say
+                return None
+            self._resources.fleet.record_failure(leg.instance, connected=True, why="the answer of a leg is not JSON")
+            self._resources.metrics.leg_failed(leg.instance, "garbage")
+            return invalid_response_failure(leg.instance)
+        self._resources.fleet.record_success(leg.instance, self._context.kv_producer if leg.answers_client else None)
+        return result
+
+    def settle_stream(
+        self,
+        leg: Leg,
+        head: ResponseHead,
+        raw: bytes,
+        error: UpstreamError | None,
+        *,
+        gone: bool,
+        beside: Instance | None,
+    ) -> LegResult | LegFailed | None:
+        """Settles a leg whose client has a part of the answer; otherwise as `settle`."""
+        if error is not None or head.status != 200:
+            return self._settle_failure(leg, head, raw, error, gone, beside)
+        if gone:
+            return None
+        self._resources.fleet.record_success(leg.instance)
+        return _ANSWERED
+
+    def _use_response(self, leg: Leg, answer: EngineResponse, has_decode: bool) -> LegResult:
+        """Sends an answer to the client, or reads what prefill says in it.
+
+        Raises:
+            JSONTextError: it is not a JSON object.
+            UpstreamError: it is an error, or has no content.
+        """
+        if leg.answers_client:
+            pieces = self._corrections.correct_response(answer)
+            self.begin_answer(leg)
+            self._response.send_document(pieces)
+            return _ANSWERED
+        document = answer.document
+        if (reported := embedded_error(document)) is not None:
+            raise UpstreamErrorResponse(reported)
+        if leg.resume_from is None:  # what the client is told is what its own prompt cost
+            self._corrections.prompt_tokens_details = prompt_tokens_details(document)
+            self._context.account.record_prefill(document)
+        if not has_decode:
+            self._context.life.enter("result", leg.instance.id)
+        return LegResult(kv_transfer_members(document.get("kv_transfer_params")))
+
+    def _settle_failure(
+        self,
+        leg: Leg,
+        head: ResponseHead,
+        raw: bytes,
+        error: UpstreamError | None,
+        gone: bool,
+        beside: Instance | None,
+    ) -> LegResult | LegFailed | None:
+        context, resources, recorder = self._context, self._resources, self._recorder
+        begun = context.life.answering
+        sent = recorder.progress() if recorder is not None and begun and not gone else None
+        pool = resources.pools.get(leg.instance.id)
+        own_key = not context.client_authorization or pool is None or pool.has_own_key
+        end = LegEnd(leg.instance, head, raw, error, own_key, pool is not None and pool.shared)
+        outcome = classify_leg_outcome(end, resources.engine_addresses, context.inbound.body, begun=begun, sent=sent)
+        if leg.answers_client and outcome.kv_untouched:
+            context.kv_claimed = False
+        if gone:
+            return None
+        if leg.answers_client and context.kv_claimed:  # nobody else may fetch it, whether the client stays or not
+            context.abandon_kv(gone=False)
+        resources.metrics.leg_failed(leg.instance, failure_kind(head, error))
+        if outcome.blames_instance:
+            resources.fleet.record_failure(
+                leg.instance,
+                connected=error is None or error.connected,
+                busy=outcome.is_busy,
+                why=outcome.evidence,
+                beside=None if outcome.is_busy else self._kv_source(leg, head, beside),
+            )
+        ending = recorder.missing_ending() if recorder is not None and begun else None
+        if ending is None:
+            return outcome.failure
+        self._response.send_ending(self._corrections.correct_events(ending))  # it has failed behind its last token
+        return _ANSWERED
+
+    def _kv_source(self, leg: Leg, head: ResponseHead, beside: Instance | None) -> Instance | None:
+        """Returns the prefill instance whose KV a failed leg was to fetch, if the leg has failed before its first byte:
+        then that may be why."""
+        begun = self._context.life.answering and (leg.resume_from is None or head.status == 200)
+        if not leg.answers_client or begun:
+            return None
+        return self._context.kv_producer if beside is None else beside

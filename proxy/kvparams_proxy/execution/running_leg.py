@@ -1,0 +1,148 @@
+"""A leg while it runs: its exchange, the relay of its stream, and the reading of a long answer."""
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Final
+
+from kvparams.routing.plan import Leg, LegPair
+from kvparams_proxy.event_loop.step_runner import StepTask
+from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
+from kvparams_proxy.execution.plan_context import PlanContext
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.execution.stream_relay import StreamRelay
+from kvparams_proxy.upstream.interface import ExchangeHandle
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamTimeout
+
+__all__ = ["LEG_TIMEOUT_REASON", "ConcurrentPrefill", "RunningLeg"]
+
+LEG_TIMEOUT_REASON: Final = "said nothing for longer than the time-out of its leg"
+_COSTLY_BYTES: Final = 1 << 20
+"""To put together a longer answer has taken milliseconds of this turn already."""
+
+
+OnAnswer = Callable[[ResponseHead, EngineResponse, UpstreamError | None], None]
+"""Hears of an answer that is whole; it is empty where none came."""
+
+
+class RunningLeg:
+    """A leg from when it is sent until the load of its instance is given back."""
+
+    __slots__ = ("_began_s", "_context", "_on_fault", "_parse", "_resources", "exchange", "leg", "relay")
+
+    def __init__(
+        self, leg: Leg, resources: ExecutionResources, context: PlanContext, on_fault: Callable[[Exception], None]
+    ) -> None:
+        """
+        Args:
+            leg: which one.
+            resources: what executions share.
+            context: what the request holds.
+            on_fault: hears what goes wrong in this process while a long answer is read.
+        """
+        self.leg = leg
+        self._resources = resources
+        self._context = context
+        self._on_fault = on_fault
+        self._began_s = perf_counter()
+        self.exchange: ExchangeHandle | None = None
+        self.relay: StreamRelay | None = None
+        """Carries its answer to the client, where that is a stream."""
+        self._parse: StepTask | None = None
+        """Reads its answer, where that is long."""
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a long answer is being read."""
+        return self._parse is not None
+
+    def collected(
+        self, done: OnAnswer, batcher: TurnBatcher | None, head: ResponseHead, raw: bytes, error: UpstreamError | None
+    ) -> None:
+        """The leg has ended whose answer is wanted whole. A long one is read before `done` hears of it.
+
+        Args:
+            done: hears of the answer.
+            batcher: has a short answer acted on beside others of its kind; at once without one.
+            head: of the answer.
+            raw: the answer.
+            error: why the exchange did not come to its end, if so.
+        """
+        if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
+            self.read(raw, done, head)
+        elif error is None and batcher is not None:
+            batcher.schedule(partial(done, head, EngineResponse(raw), None))
+        else:
+            done(head, EngineResponse(raw), error)
+
+    def read(self, raw: bytes, done: OnAnswer, head: ResponseHead) -> None:
+        """Reads a long answer in steps, unless the leg is given up meanwhile. `done` hears of it, at once if there is
+        time."""
+
+        def finish(answer: EngineResponse) -> None:
+            self._parse = None
+            done(head, answer, None)
+
+        def fail(fault: Exception) -> None:
+            self._parse = None
+            self._on_fault(fault)
+
+        request_id = self._context.inbound.facts.request_id
+        steps = EngineResponse(raw).parse_in_steps(request_id, self._resources.engine_addresses)
+        task = self._resources.step_runner.run(steps, finish, fail, at_once=len(raw) < _COSTLY_BYTES)
+        if not task.is_finished:
+            self._parse = task
+
+    def pause(self) -> None:
+        """Throttles the engine. No-op where the exchange is over, as are the next two."""
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume(self) -> None:
+        """Lets the engine go on."""
+        if self.exchange is not None:
+            self.exchange.resume()
+
+    def abort(self, error: UpstreamError) -> None:
+        """Ends the exchange, whose sink hears `error`."""
+        if self.exchange is not None:
+            self.exchange.abort(error)
+
+    def end(self) -> None:
+        """The leg is over, however it went: its load is given back."""
+        self._cancel_parse()
+        self.exchange = self.relay = None
+        self._context.release_instance(self.leg.instance)
+        self._resources.metrics.leg_ended(self.leg.instance, perf_counter() - self._began_s)
+
+    def discard(self) -> None:
+        """The request is over: the engine must not go on alone."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.discard()
+        self.relay = None
+        self._cancel_parse()
+
+    def _cancel_parse(self) -> None:
+        if self._parse is not None:
+            self._parse.cancel()
+            self._parse = None
+
+
+class ConcurrentPrefill(RunningLeg):
+    """A prefill leg beside the decode leg of its request, whose answer is held until prefill has ended well."""
+
+    __slots__ = ("held_decode_response", "pair")
+
+    def __init__(
+        self, pair: LegPair, resources: ExecutionResources, context: PlanContext, on_fault: Callable[[Exception], None]
+    ) -> None:
+        super().__init__(pair.prefill, resources, context, on_fault)
+        self.pair = pair
+        self.held_decode_response: tuple[ResponseHead, EngineResponse] | None = None
+        """Decode's whole answer, where it is here already."""
+
+    def expire(self) -> None:
+        """For `Deadlines`: the leg takes too long."""
+        self.abort(UpstreamTimeout(LEG_TIMEOUT_REASON))
