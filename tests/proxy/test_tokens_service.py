@@ -14,20 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Role
 from kvparams.jsontext.document import DEFAULT_LIMITS
 from kvparams.routing.breaker import Breaker, BreakerLimits
-from kvparams.routing.engine_backlog import EngineBacklog
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer, build_tokenize_body, parse_tokenize_response
+from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.local_tokenizer import LocalEncodingJob, LocalTokenizer
 from kvparams_proxy.tokenization.pseudo_tokens import BYTES_PER_TOKEN, MAX_PSEUDO_TOKENS, pseudo_tokens
 from kvparams_proxy.tokenization.service import RoutingTokens, TokenIdSource, TokenizersByModel, TokenService
-from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod, TokenizerError
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
 from kvparams_proxy.tokenization.worker import TokenizerWorker
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool

@@ -44,8 +44,9 @@ from kvparams_proxy.server.connections import ConnectionLimits
 from kvparams_proxy.server.file_descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
 from kvparams_proxy.server.http_server import ServerSettings
 from kvparams_proxy.tls import EngineTLSSettings, ServerTLSSettings, TLSError, server_ssl_context
+from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
-from kvparams_proxy.tokenization.tokenizer_choice import TokenizerError, load_tokenizers
+from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
 
 __all__ = ["Configuration", "build_configuration"]
 

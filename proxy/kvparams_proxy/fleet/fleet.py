@@ -9,12 +9,12 @@ from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
+from kvparams.cost_model import FleetCostPrior
 from kvparams.dialects.interface import BootstrapInfo
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
-from kvparams.routing.cost_model import FleetCostPrior
-from kvparams.routing.engine_backlog import EngineBacklog
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatcher import Dispatcher

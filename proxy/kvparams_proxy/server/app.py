@@ -68,7 +68,7 @@ from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
 from kvparams_proxy.tokenization.service import TokenService
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
-from kvparams_proxy.upstream.interface import Upstream
+from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
 from kvparams_proxy.upstream.types import UpstreamLimits
 
 if TYPE_CHECKING:
@@ -76,16 +76,12 @@ if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
     from kvparams_proxy.telemetry.spans import RequestSpanExporter
 
-__all__ = ["UpstreamFactory", "create_app"]
+__all__ = ["create_app"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
 _RELEASE_S: Final = 2.0
 """For engines to hear of KV that nobody will fetch, when the proxy ends."""
-
-
-UpstreamFactory = Callable[[Instance], Upstream | None]
-"""The way to an instance that is not reached over HTTP; None for all others."""
 
 
 def create_app(settings: Settings, reach: UpstreamFactory | None = None) -> Starlette:

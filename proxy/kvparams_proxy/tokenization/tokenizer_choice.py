@@ -8,10 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from kvparams_proxy.tokenization.errors import TokenizerError
+
 if TYPE_CHECKING:
     from kvparams_proxy.tokenization.local_tokenizer import LocalTokenizer
 
-__all__ = ["TokenizationMethod", "TokenizerChoices", "TokenizerError", "load_tokenizers", "parse_tokenizer_choices"]
+__all__ = ["TokenizationMethod", "TokenizerChoices", "load_tokenizers", "parse_tokenizer_choices"]
 
 
 class TokenizationMethod(StrEnum):
@@ -25,10 +27,6 @@ TokenizerChoices = Mapping[str | None, Path | TokenizationMethod]
 """By model; under None stands the way of all others."""
 _MOST: Final = 256
 _MUST: Final = "must be PATH, engine or bytes, or MODEL=PATH and so on, several separated by commas"
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be used."""
 
 
 def parse_tokenizer_choices(value: object, folder: Path) -> TokenizerChoices:

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from kvparams_proxy.tokenization.chat_template import ChatTemplate
+from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.local_tokenizer import CACHE_BYTES, LocalTokenizer
-from kvparams_proxy.tokenization.tokenizer_choice import TokenizerError
 
 __all__ = ["load_local_tokenizer"]
 
