@@ -51,7 +51,9 @@ MODULES = (
     "kvparams_proxy.requests.body",
     "kvparams_proxy.server.connections",
     "kvparams_proxy.server.direct_path",
+    "kvparams_proxy.server.http_parser",
     "kvparams_proxy.server.http_protocol",
+    "kvparams_proxy.server.pipelined_input",
     "kvparams_proxy.server.response_writer",
     "kvparams_proxy.fleet.dispatcher",
     "kvparams_proxy.requests.downstream",
@@ -215,12 +217,12 @@ EQUIVALENT: dict[str, str] = {
     "connections:ClientConnections.close: connection.close()": "whatever is left is aborted two seconds later",
     "connections:ClientConnections._sweep: connection.abort()": f"{_LIMIT}its sockets do not say how TCP stands; "
     "tests/proxy/test_pipelining.py holds it",
-    "http_protocol:HTTPProtocol._account: self._kept_bytes -= more": f"{_LIMIT}no budget is used up; "
+    "pipelined_input:PipelinedInput._account: self._kept_bytes -= more": f"{_LIMIT}no budget is used up; "
     "tests/proxy/test_pipelining.py holds it",
-    "http_protocol:HTTPProtocol.resume_reading: self.transport.resume_reading()": f"{_LIMIT}nobody sends so much ahead; "
+    "pipelined_input:PipelinedInput.resume_reading: self.transport.resume_reading()": f"{_LIMIT}nobody sends so much ahead; "
     "tests/proxy/test_leaving.py holds it",
     "asgi_exchange:ASGIExchange.receive: self.owner.resume_reading()": f"{_LIMIT}no body is larger than what is kept of it",
-    "http_protocol:HTTPProtocol._go_on: self.resume_reading()": f"{_LIMIT}nobody sends so much ahead, as above",
+    "pipelined_input:PipelinedInput._go_on: self.resume_reading()": f"{_LIMIT}nobody sends so much ahead, as above",
     "http_protocol:HTTPProtocol.response_complete: self.resume_reading()": f"{_LIMIT}as the last",
     "http_protocol:HTTPProtocol._end: self.resume_reading()": f"{_LIMIT}as the last",
     "connections:ClientConnections._refuse: del self._refused[oldest]": f"{_LIMIT}few are refused at a time; "
