@@ -67,11 +67,9 @@ class FleetMembers:
             breaker: when an instance that fails is left alone.
             slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
             prefixes: what those have cached that compute prompts, where their policy looks at it.
-            needed: the roles without which requests are refused.
+            needed: the roles without which requests are refused, until `set_needed_roles`.
         """
         self.needed = frozenset(needed)
-        """As the argument, or `set_needed_roles`."""
-        instances = tuple(instances)
         self._prefixes = prefixes
         breaker = breaker or BreakerLimits()
         self._breakers = Breakers(breaker, now, call_later, self._breaker_changed)
@@ -99,7 +97,7 @@ class FleetMembers:
             )
             for role in Role
         }
-        self._paired = len({pair_key(instance) for instance in instances}) > 1
+        self._paired = self._has_several_pair_keys()
         """Whether it matters who is paired with whom."""
         for dispatcher in self._roles.values():
             dispatcher.changed()
@@ -235,6 +233,9 @@ class FleetMembers:
             backlog = EngineBacklog(self._now, self._usual)
             self._members[instance.id] = Member(instance, self._breakers.new(), backlog, ready=True)
 
+    def _has_several_pair_keys(self) -> bool:
+        return len({pair_key(member.instance) for member in self._members.values()}) > 1
+
     def _join(self, instance: Instance, why: str) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
         pace = EngineBacklog(self._now, self._usual)
@@ -276,8 +277,7 @@ class FleetMembers:
 
     def _changed(self, member: Member) -> None:
         """Whoever may be given work is told to those who choose; where it matters who fits whom, to all of them."""
-        split = [pair_key(each.instance) for each in self._members.values()]
-        before, self._paired = self._paired, len(set(split)) > 1
+        before, self._paired = self._paired, self._has_several_pair_keys()
         if before or self._paired:
             for dispatcher in self._roles.values():
                 dispatcher.changed()
