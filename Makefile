@@ -41,7 +41,7 @@ help:
 	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@echo "make bench-store  speed of the stores, against memcpy"
 	@echo "make docs         the pages of docs/ as a site, in .cache/site/index.html"
-	@echo "make lint         ruff and types alone"
+	@echo "make lint         ruff, layers and types alone"
 	@echo "make clean        removes .venv and caches"
 
 install: $(READY)
@@ -133,6 +133,7 @@ serve: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/basedpyright
 
 # Types are checked while tests wait.

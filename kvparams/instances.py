@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from kvparams.routing.engine_backlog import EngineBacklog
+from kvparams.engine_backlog import EngineBacklog
 
 __all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
 

@@ -6,9 +6,9 @@ from benchmarks.replay.beliefs import Belief, ByEvents
 from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
 from benchmarks.replay.world import World
+from kvparams.cost_model import FleetCostPrior
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
-from kvparams.routing.cost_model import FleetCostPrior
-from kvparams.routing.engine_backlog import EngineBacklog
 from kvparams.routing.ttft_estimate import estimate_ttft
 
 __all__ = ["Ours"]

@@ -26,9 +26,9 @@ from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.queue.consumer import WorkConsumer
 from kvparams_proxy.queue.queue_upstream import QueueUpstream
 from kvparams_proxy.secret import Secret, SecretError, secret_from_file
-from kvparams_proxy.server.app import UpstreamFactory, create_app
+from kvparams_proxy.server.app import create_app
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
-from kvparams_proxy.upstream.interface import Upstream
+from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
 
 __all__ = ["create_decode_node_app", "load_broker_url", "queue_instance", "queue_upstream_factory", "run_queue_sidecar"]
 

@@ -13,8 +13,8 @@ from kvparams.errors import JSONTextError
 from kvparams.instances import Instance, Role
 from kvparams.jsontext.document import JSONLimits, loads
 from kvparams_proxy.event_loop.clock import Clock
-from kvparams_proxy.upstream.connection import UpstreamExchange
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
 
 __all__ = ["BootstrapServer", "BootstrapServers", "bootstrap_url"]

@@ -1,40 +1,35 @@
-"""Who runs the next leg of one role: candidates, limits, slow start, and who has to wait for room.
+"""Who runs the next leg of one role: limits, slow start, and who has to wait for room. See `candidates.py` for whom it
+chooses from.
 
-The one rule: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
+Invariant: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
 on are kept from those behind it.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.fair_queue import Ticket
-from kvparams.routing.pairing import PairKey, pair_key
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, unavailable_error
+from kvparams.routing.pairing import PairKey
+from kvparams_proxy.fleet.candidates import Candidates
+from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel, RouteExplanation
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+    from kvparams_proxy.fleet.routing_decision import RouteExplanation
 
 __all__ = ["Dispatcher"]
 
-_REMEMBERED: Final = 1024
-"""Lists of candidates: a client's invented models do not fill the memory."""
-_ABSENT_RETRY_S: Final = 5
-"""How long an engine needs to come back, nobody knows."""
 _PASSED: Final = 4
 """So many in a row that found no room are looked past."""
-_SUSPICION: Final = 3
-"""How many degrees of suspicion there are: see `Member.is_usable`."""
 
 
-class Dispatcher:
+class Dispatcher(Candidates):
     """One role."""
 
     def __init__(
@@ -51,7 +46,7 @@ class Dispatcher:
     ) -> None:
         """`members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at
         them."""
-        self.role: Final = role
+        super().__init__(role, members, now)
         self.needs_notice = False
         """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""
         self.has_limits: Final = limits.requests is not None or limits.tokens is not None
@@ -62,13 +57,9 @@ class Dispatcher:
         """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
         self._policy = policy
         self._prefixes = prefixes
-        self._members = members
         self._requests = limits.requests
         self._tokens = limits.tokens
-        self._now = now
         self._turn = 0
-        self._candidates: dict[object, list[Member]] = {}
-        """By model, and by who runs the other leg where that matters."""
         self._named: frozenset[str] = frozenset()
         """Models that some instance has named."""
         self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
@@ -81,29 +72,6 @@ class Dispatcher:
         return len(self._room)
 
     # what a request needs
-
-    def candidates(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
-        """Who may be chosen, room apart, remembered until something changes.
-
-        Raises:
-            ProxyError: 503 naming the role: there is nobody.
-        """
-        found = self._find(model, beside)
-        if not found:
-            raise self._absent(model, beside)
-        return found
-
-    def has_cached_candidates(self, model: str | None) -> bool:
-        """Whether there are candidates for sure: a short cut, False tells nothing."""
-        return model in self._candidates
-
-    def has_candidates(self, model: str | None) -> bool:
-        """Whether there are candidates that are not suspected."""
-        return any(member.available for member in self._find(model))
-
-    def pair_keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
-        """Who may be paired with candidates that are neither suspected nor to be avoided."""
-        return self._keys(self.role, model, avoid, 0)
 
     def admit(self, facts: RequestFacts) -> None:
         """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
@@ -157,7 +125,7 @@ class Dispatcher:
         return None if prefixes is None else prefixes.explain(self._policy, candidates, facts, self._turn)
 
     def cancel_wait(self, waiter: LegWaiter) -> bool:
-        """See `Fleet.give_up`; whether it waited here."""
+        """See `Fleet.cancel_wait`; whether it waited here."""
         if not self._room.cancel(waiter):
             return False
         self._serve()  # it may have been in others' way
@@ -179,7 +147,7 @@ class Dispatcher:
         self._slow.begin(member)
 
     def startup_complete(self) -> None:
-        """See `Fleet.settled`."""
+        """See `Fleet.startup_complete`."""
         self._slow.startup_complete()
         self.changed()
 
@@ -255,57 +223,6 @@ class Dispatcher:
             return False
         return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
 
-    def _find(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
-        """Returns the candidates, if there are any.
-
-        Where nobody is available, instances that answer probes are taken although their breakers are not closed, as
-        Envoy does below its panic threshold: to refuse everybody helps nobody, and they may well work again. The
-        threshold is zero here: as long as one instance is well, the others are tried with one leg at a time. Instances
-        that have said that they are busy are believed until their breakers are half open.
-        """
-        kind = model if beside is None else (model, beside)
-        found = self._candidates.get(kind)
-        if found is not None:
-            return found
-        found = []
-        for suspicion in range(_SUSPICION):
-            found = self._able(self.role, model, suspicion)
-            if beside is not None:
-                one = {beside} if isinstance(beside, PairKey) else self._keys(beside, model, (), suspicion)
-                found = [member for member in found if pair_key(member.instance) in one]
-            if found or (isinstance(beside, PairKey) and self._sound_pairs(model)):
-                break  # a request leaves for a pair that is well rather than use a suspected one: `Fleet.elsewhere`
-        if found:
-            if len(self._candidates) >= _REMEMBERED:
-                self._candidates.clear()
-            self._candidates[kind] = found
-        return found
-
-    def _able(self, role: Role, model: str | None, suspicion: int) -> list[Member]:
-        members = self._members.values()
-        return [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(model)]
-
-    def _keys(self, role: Role, model: str | None, avoid: Collection[str], suspicion: int) -> set[PairKey]:
-        return {pair_key(m.instance) for m in self._able(role, model, suspicion) if m.instance.id not in avoid}
-
-    def _sound_pairs(self, model: str | None) -> bool:
-        """Whether there are a prefill and a decode instance that may be paired and are not suspected."""
-        other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
-        return bool(self._keys(self.role, model, (), 0) & self._keys(other, model, (), 0))
-
-    def _preferred(
-        self, candidates: list[Member], avoid: Collection[str], model: str | None, beside: PairKey | Role | None
-    ) -> list[Member]:
-        """Those that have not failed this request already, with others to be paired with who have not; failing that,
-        those that have not; all, where there is nobody else."""
-        if not avoid:
-            return candidates
-        fresh = [member for member in candidates if member.instance.id not in avoid]
-        if isinstance(beside, Role) and fresh:
-            keys = self._keys(beside, model, avoid, 0) or self._keys(beside, model, avoid, _SUSPICION)
-            fresh = [member for member in fresh if pair_key(member.instance) in keys] or fresh
-        return fresh or candidates
-
     def _could(self, item: QueuedLeg) -> bool:
         return bool(self._find(item.facts.model, item.paired_with))
 
@@ -376,29 +293,3 @@ class Dispatcher:
         if not self._slow.active:
             self._guard([member for member in self._members.values() if member.instance.role is self.role])
         self._serve()
-
-    def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
-        """Why there is no candidate for this model."""
-        if beside is not None and self._find(model):
-            whom = (
-                f"the other leg's engine, {beside.describe()}" if isinstance(beside, PairKey) else f"any {beside} one"
-            )
-            keys = "see `connector`, `group` and `compatibility`"
-            why = f"no {self.role} instance that is ready may be paired with {whom}: {keys}"
-            return unavailable_error(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
-        known = [member for member in self._members.values() if member.instance.role is self.role]
-        alive = [member for member in known if member.ready]
-        full = [member for member in alive if not (member.draining or member.is_usable())]
-        after = _ABSENT_RETRY_S
-        if not known:
-            why = f"no {self.role} instance is configured"
-        elif not alive:
-            why = f"none of the {len(known)} {self.role} instances is reachable"
-        elif all(member.draining for member in alive):
-            why = f"the {len(alive)} {self.role} instances that are ready are being drained"
-        elif any(member.serves(model) for member in full):
-            why = f"the {self.role} instances that are reachable have said that they are busy; try again later"
-            after = max(1, min(60, ceil(min(member.breaker.half_open_at for member in full) - self._now())))
-        else:
-            why = f"none of the {len(alive)} {self.role} instances that are ready serves this model"
-        return unavailable_error(why, f"no_{self.role}_instance", after)

@@ -6,9 +6,9 @@ The one rule: only `Fleet` and `Dispatcher` change a member; everybody else read
 from enum import StrEnum
 
 from kvparams.dialects.interface import BootstrapInfo
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.breaker import Breaker, BreakerState
-from kvparams.routing.engine_backlog import EngineBacklog
 
 __all__ = ["Member", "MemberState"]
 

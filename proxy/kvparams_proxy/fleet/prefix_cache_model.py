@@ -8,14 +8,14 @@ engines have is learnt from what they have answered, where a plan asks for it.
 An engine that publishes KV events (`kvparams_proxy.fleet.kv_events`) is believed to have what it says besides, and what
 it says is gone is gone. What is computed in one place and fetched in another is `remote_cache_model.py`.
 
-The one rule: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
+Invariant: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
 `kvparams.index.block_hashes`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and
 SGLang name a LoRA by the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
 from kvparams.index.feeds import EventFeed, RoutedRequest, RoutingFeed
@@ -25,6 +25,7 @@ from kvparams.kv_events.model import EventBatch
 from kvparams.routing.ttft_estimate import TTFTEstimate, estimate_ttft
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.prediction_stats import PredictionStats
+from kvparams_proxy.fleet.prefill_leg import PrefillLeg, PromptLookup
 from kvparams_proxy.fleet.remote_cache_model import (
     FetchableTokens,
     HeldTokens,
@@ -32,8 +33,9 @@ from kvparams_proxy.fleet.remote_cache_model import (
     RemoteCacheModel,
     SharedStore,
 )
+from kvparams_proxy.fleet.routing_decision import RouteExplanation, RoutingDecision
 
-__all__ = ["BLOCK_TOKENS", "PrefixCacheModel", "RouteExplanation", "RoutingDecision"]
+__all__ = ["BLOCK_TOKENS", "PrefixCacheModel"]
 
 BLOCK_TOKENS: Final = 64
 """A multiple of the block sizes of vLLM (16), TensorRT-LLM (32) and SGLang (1): a quarter of the work for less than 64
@@ -49,95 +51,6 @@ _NAMES: Final = 1 << 20
 """Of engines' own blocks, of 16 tokens mostly: some 80 MiB when all are used, and engines publish events."""
 _HOST: Final = 1
 """The level of an engine's own memory: what it keeps there is as good as cached."""
-_NAMED: Final = 8
-"""Candidates that a decision names."""
-
-
-class RoutingDecision(NamedTuple):
-    """Why a leg went where it did."""
-
-    chosen: Instance
-    prompt_tokens: int
-    """Of the prompt."""
-    expected: TTFTEstimate
-    candidates: Sequence[Instance]
-    cached_tokens: Mapping[Instance, int]
-    """Tokens that instances were believed to have; none where it is not named."""
-    source: Instance | None = None
-    """Whose memory it is to fetch from; None: from its store, or it fetches nothing."""
-
-    def summary(self) -> str:
-        """For people: the chosen one first, then those that were believed to have most."""
-        it = self.expected
-        whose = "" if self.source is None else f"from {self.source.id} "
-        fetch = f"fetch {it.fetched_tokens} {whose}in {1000 * it.fetch_s:.0f} ms, " if it.fetched_tokens else ""
-        named = sorted(self.candidates, key=lambda each: (-self.cached_tokens.get(each, 0), each.id))
-        others = [each for each in named if each is not self.chosen]
-        parts = [
-            f"{self.chosen.id}: {it.cached_tokens} of {self.prompt_tokens} tokens cached, "
-            f"wait {1000 * it.wait_s:.0f} ms, {fetch}compute {1000 * it.compute_s:.0f} ms"
-        ]
-        parts += [f"{each.id}: {self.cached_tokens.get(each, 0)} cached" for each in others[: _NAMED - 1]]
-        if len(others) >= _NAMED:
-            parts.append(f"{len(others) - _NAMED + 1} more")
-        return "; ".join(parts)
-
-
-class RouteExplanation(NamedTuple):
-    """A decision, and what was expected of each candidate."""
-
-    decision: RoutingDecision
-    members: Sequence[Member]
-    expected: Sequence[TTFTEstimate]
-    sources: Sequence[Instance | None]
-    """Whose memory each would fetch from."""
-
-
-class _PromptLookup(NamedTuple):
-    """What is believed of one prompt."""
-
-    facts: RequestFacts
-    hashes: BlockHashes | None
-    """None where there are no token ids."""
-    held: HeldTokens
-    """By stores and peers."""
-
-
-class _PrefillLeg:
-    """One that runs."""
-
-    __slots__ = (
-        "answered",
-        "cached",
-        "decision",
-        "fresh",
-        "hashes",
-        "prompt_tokens",
-        "reach",
-        "routed",
-        "sent",
-        "settled",
-        "told",
-    )
-
-    def __init__(self, decision: RoutingDecision, hashes: BlockHashes | None, reach: FetchableTokens) -> None:
-        self.decision = decision
-        self.hashes = hashes
-        self.reach = reach
-        """What its engine was believed to be able to fetch."""
-        self.routed: RoutedRequest | None = None
-        self.settled = 0
-        """Blocks that were believed to be there, not only to come."""
-        self.fresh = 0
-        """The hash of the first block that it brings; 0 where it brings none."""
-        self.answered = False
-        """Whether it has ended well; then what its engine reports is here, as far as it does."""
-        self.prompt_tokens: int | None = None
-        self.cached: int | None = None
-        self.sent = False
-        """Whether its engine was sent to another one's memory."""
-        self.told: str | None = None
-        """Where its engine lets others read, it says."""
 
 
 class PrefixCacheModel:
@@ -156,7 +69,7 @@ class PrefixCacheModel:
         self._fetching = RemoteCacheModel(self._index, BLOCK_TOKENS, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
         self._events = EventFeed(self._index, self._chain, _NAMES, namespace=self._namespace, gone=self._gone)
         self._tellers: dict[Member, Callable[[], None]] = {}
-        self._legs: dict[str, _PrefillLeg] = {}
+        self._legs: dict[str, PrefillLeg] = {}
         """By transfer id of the request, which has one prefill leg at a time."""
         self._coming: dict[Instance, dict[int, int]] = {}
         """By instance, first blocks that running legs bring, and how many bring each."""
@@ -178,7 +91,7 @@ class PrefixCacheModel:
         facts, hashes, held = self._look(members, facts)
         chosen, decision, reach = self._decide(policy, members, facts, turn, held)
         instance, expected = chosen.instance, decision.expected
-        leg = self._legs[facts.transfer_id] = _PrefillLeg(decision, hashes, reach)
+        leg = self._legs[facts.transfer_id] = PrefillLeg(decision, hashes, reach)
         chosen.backlog.begin(facts.transfer_id, expected.compute_s, expected.fetch_s)
         if hashes is not None:
             best = max(facts.cached_tokens.get(each.instance, 0) for each in members)
@@ -345,12 +258,12 @@ class PrefixCacheModel:
 
     # what is believed
 
-    def _look(self, members: Sequence[Member], facts: RequestFacts) -> _PromptLookup:
+    def _look(self, members: Sequence[Member], facts: RequestFacts) -> PromptLookup:
         hashes = self._hashes(facts)
         if hashes is None:
-            return _PromptLookup(facts, None, {})
+            return PromptLookup(facts, None, {})
         cached, held = self._match(hashes, facts.prompt_tokens)
-        return _PromptLookup(
+        return PromptLookup(
             self._fetching.annotate_facts(members, facts._replace(cached_tokens=cached), held), hashes, held
         )
 
@@ -388,7 +301,7 @@ class PrefixCacheModel:
                 cached[instance] = max(found, cached.get(instance, 0))
         return cached, held
 
-    def _believe(self, leg: _PrefillLeg, instance: Instance, hashes: BlockHashes) -> None:
+    def _believe(self, leg: PrefillLeg, instance: Instance, hashes: BlockHashes) -> None:
         routed = leg.routed = self._feed.record_routed(instance, hashes, self._now())
         believed = len(routed.used)
         if believed < len(hashes):
@@ -404,7 +317,7 @@ class PrefixCacheModel:
             coming = self._coming.setdefault(instance, {})
             coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
 
-    def _settle(self, leg: _PrefillLeg, instance: Instance) -> None:
+    def _settle(self, leg: PrefillLeg, instance: Instance) -> None:
         """What it brings comes no longer: it is there, or will never be."""
         if not leg.fresh:
             return
@@ -415,7 +328,7 @@ class PrefixCacheModel:
             if not coming:
                 del self._coming[instance]
 
-    def _correct(self, leg: _PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
+    def _correct(self, leg: PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
         """Hold what was believed against what is reported, where that says anything."""
         most = (leg.decision.prompt_tokens - 1) // BLOCK_TOKENS
         believed, settled = min(len(routed.used), most), min(leg.settled, most)

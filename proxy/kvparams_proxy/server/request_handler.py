@@ -1,6 +1,6 @@
 """From a request on the wire to its execution: who asks, what is asked, and the words when it is refused.
 
-The same for both ways in, uvicorn's transport (`direct_path.py`) and ASGI. The one rule: who may not ask is refused
+The same for both ways in, the short one (`direct_path.py`) and ASGI. Invariant: a client that may not ask is refused
 before the body is read.
 """
 

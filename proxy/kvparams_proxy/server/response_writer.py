@@ -1,6 +1,7 @@
 """Writes one HTTP/1.1 response to a transport: status line, framing, body, end.
 
-Both ways to answer share it: `direct.DirectDownstream`, without any task or event, and `asgi.ASGIExchange`.
+Both ways to answer share it: `direct_path.DirectDownstream`, without any task or event, and
+`asgi_exchange.ASGIExchange`.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 from kvparams_proxy.tokenization.service import RoutingTokens
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefix_cache_model import RouteExplanation
+    from kvparams_proxy.fleet.routing_decision import RouteExplanation
 
 __all__ = ["explain_route"]
 

@@ -12,7 +12,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.telemetry.tracing import TraceContext
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefix_cache_model import RoutingDecision
+    from kvparams_proxy.fleet.routing_decision import RoutingDecision
 
 __all__ = ["RecordReader", "RefusedRequest", "RequestRecord"]
 

@@ -1,6 +1,6 @@
-"""One HTTP/1.1 connection to an engine, and one exchange on it: asyncio and httptools call, a sink hears.
+"""One HTTP/1.1 connection to an engine: asyncio and httptools call, the sink of its exchange hears.
 
-It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. The one rule: whatever an
+It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. Invariant: whatever an
 engine sends, an exchange ends once, and a connection is used again only when its last answer was whole and alone.
 """
 
@@ -12,6 +12,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import (
     MAX_BYTES_PER_TURN,
     ResponseHead,
@@ -22,7 +23,7 @@ from kvparams_proxy.upstream.types import (
     describe_error,
 )
 
-__all__ = ["UpstreamConnection", "UpstreamExchange"]
+__all__ = ["UpstreamConnection"]
 
 
 _log: Final = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _STALE_S: Final = 1.0
 
 
 class ConnectionOwner(Protocol):
-    """The pool, as connections and exchanges see it."""
+    """The pool, as connections see it."""
 
     @property
     def limits(self) -> UpstreamLimits:
@@ -48,10 +49,6 @@ class ConnectionOwner(Protocol):
         """The loop's clock, in seconds."""
         ...
 
-    def restart(self, exchange: "UpstreamExchange") -> None:
-        """Run it on a new connection."""
-        ...
-
     def put_back(self, connection: "UpstreamConnection") -> None:
         """The connection is idle."""
         ...
@@ -59,92 +56,6 @@ class ConnectionOwner(Protocol):
     def forget(self, connection: "UpstreamConnection") -> None:
         """The connection is closed."""
         ...
-
-
-class UpstreamExchange:
-    """One request and its answer: a handle to abort or throttle it."""
-
-    __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
-
-    def __init__(self, pool: ConnectionOwner, request: UpstreamRequest, sink: ResponseSink, *, once: bool) -> None:
-        """`once`: never send the request twice, even where the engine has most likely not seen it."""
-        self._pool = pool
-        self._request = request
-        self._sink: ResponseSink | None = sink
-        self._connection: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._retry = not once
-        self._begun = False
-        self._paused = False
-
-    def abort(self, error: UpstreamError) -> None:
-        """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
-        sink = self._sink
-        if sink is not None:
-            error.connected = error.sent = self._begun
-            self.discard()
-            sink.on_done(error)
-
-    def half_close(self) -> bool:
-        """Let the engine see that nobody waits any more, and hear out what it may have sent already; the connection is
-        not used again. False where that cannot be done: it is not connected, or TLS is in between."""
-        self._retry = False
-        return self._sink is not None and self._connection is not None and self._connection.half_close()
-
-    def discard(self) -> None:
-        """End it now; the sink hears nothing more."""
-        sink, self._sink = self._sink, None
-        if sink is None:
-            return
-        if self._connecting is not None:
-            self._connecting.cancel()
-        if self._connection is not None:
-            self._connection.close()
-
-    def pause(self) -> None:
-        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream. Where there is no
-        connection yet, nothing is read from the one that will be."""
-        self._paused = True
-        if self._connection is not None:
-            self._connection.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        self._paused = False
-        if self._connection is not None:
-            self._connection.resume()
-
-    def start_on(self, connection: "UpstreamConnection") -> None:
-        """For the pool: send the request there."""
-        self._connection = connection
-        self._begun = True
-        connection.begin(self, self._sink, self._request)
-        if self._paused:
-            connection.pause()
-
-    def set_connecting(self, task: asyncio.Task[None]) -> None:
-        """For the pool: a connection is being made."""
-        self._connecting = task
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether somebody still wants the answer."""
-        return self._sink is not None
-
-    def finish(self, error: UpstreamError | None, *, untouched: bool = False) -> None:
-        """For the connection: the answer ended. `untouched`: a reused connection was closed before any byte came."""
-        sink = self._sink
-        if sink is None:
-            return
-        self._connection = None
-        if untouched and self._retry:  # a stale keep-alive connection: the engine has not seen the request
-            self._retry = False
-            self._pool.restart(self)
-            return
-        if error is not None and self._begun:
-            error.sent = True
-        self._sink = None
-        sink.on_done(error)
 
 
 class UpstreamConnection(asyncio.Protocol):

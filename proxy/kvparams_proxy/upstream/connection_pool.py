@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer, MonotonicClock
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.upstream.connection import UpstreamConnection, UpstreamExchange
+from kvparams_proxy.upstream.connection import UpstreamConnection
+from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import (
     ResponseSink,
     UpstreamBody,

@@ -1,14 +1,16 @@
-"""What executions use of an engine, however it is reached: over HTTP (`pool.py`), in this process, over a queue.
+"""The interface executions use to reach an engine: over HTTP (`connection_pool.py`), in this process, over a queue.
 
-The one rule: whoever implements this keeps what `terms.Sink` promises: a sink hears `on_done` exactly once, never from
+Invariant: an implementation keeps what `types.ResponseSink` promises. A sink hears `on_done` exactly once, never from
 within `exchange`, and nothing after it.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
+from kvparams.instances import Instance
 from kvparams_proxy.upstream.types import ResponseSink, UpstreamBody, UpstreamError, UpstreamRequest
 
-__all__ = ["ExchangeHandle", "Upstream"]
+__all__ = ["ExchangeHandle", "Upstream", "UpstreamFactory"]
 
 
 class ExchangeHandle(Protocol):
@@ -76,3 +78,7 @@ class Upstream(Protocol):
     def close(self) -> None:
         """Exchanges that run hear that they were cut off, and none begins any more."""
         ...
+
+
+UpstreamFactory = Callable[[Instance], Upstream | None]
+"""The way to an instance that is not reached over HTTP; None for all others."""

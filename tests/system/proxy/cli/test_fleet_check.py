@@ -13,7 +13,8 @@ import pytest
 from demo.processes import Processes, Server, free_port, proxy_command
 from kvparams.cli import main
 from kvparams.instances import Role
-from kvparams_proxy.cli.fleet_check import CheckFinding, _fetch, check_fleet  # pyright: ignore[reportPrivateUsage]
+from kvparams_proxy.cli.engine_check import CheckFinding, fetch
+from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.config.settings import known_dialects
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -142,7 +143,7 @@ async def test_every_engine_is_tried(look: Look) -> None:
 async def test_what_is_wrong_is_said_in_words(
     look: Look, monkeypatch: pytest.MonkeyPatch, connector: str, prefill: Answer, decode: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("kvparams_proxy.cli.fleet_check._TELLS_S", 0.2)
+    monkeypatch.setattr("kvparams_proxy.cli.pair_check._TELLS_S", 0.2)
     found = await look(connector, Engine(Role.PREFILL, prefill), Engine(Role.DECODE, **decode))
     assert grades(found) == ["ok", "ok", "error"]
     assert said in found[2].message
@@ -261,7 +262,7 @@ async def test_a_leg_that_nobody_waits_for_any_more_is_ended() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     pool = UpstreamConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", UpstreamLimits())
-    leg = asyncio.create_task(_fetch(pool, pool.get(b"/v1/models")))
+    leg = asyncio.create_task(fetch(pool, pool.get(b"/v1/models")))
     async with asyncio.timeout(10):
         await begun.wait()
         leg.cancel()

@@ -19,7 +19,8 @@ from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.server.asgi_exchange import ASGIExchange
 from kvparams_proxy.server.direct_path import DirectDownstream
 from kvparams_proxy.server.http_protocol import HTTPProtocol
-from kvparams_proxy.upstream.connection import UpstreamConnection, UpstreamExchange
+from kvparams_proxy.upstream.connection import UpstreamConnection
+from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import ResponseCollector
 from tests.support.proxy.stage import until
 from tests.system.proxy.upstream.test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole

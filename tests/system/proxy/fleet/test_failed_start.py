@@ -1,7 +1,9 @@
 """A start that fails, at whatever step, closes everything that it has opened."""
 
+import ast
 import asyncio
 import gc
+import inspect
 import os
 import socket
 import threading
@@ -29,7 +31,7 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.queue.consumer import WorkConsumer
 from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.server import app as app_module
+from kvparams_proxy.server import lifespan
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.telemetry.loop_lag import LoopLag
@@ -59,11 +61,15 @@ CLOSED = (
 EMPTY = {"Fleet", "UpstreamPools"}
 """Those that hold nothing before engines join."""
 STEPS = (
-    *("Fleet", "Registry", "UpstreamPools", "StepRunner", "Metrics", "KVReleaser", "RequestLog", "RecordDispatcher"),
-    *("TokenService", "MemoryTrimmer", "BodyBudget", "ProxyGauges", "MetricsExposition", "LoopLag", "RetryBudget"),
-    *("ExecutionResources", "RequestHandler", "run_providers", "BootstrapServers", "Prober", "DrainState"),
+    *("StallAwareClock", "Fleet", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
+    *("RequestLog", "RecordDispatcher", "EngineTokenizer", "TokenService", "MemoryTrimmer", "BodyBudget", "KVReleaser"),
+    *("ProxyGauges", "ProductionStackGauges", "PrefixCacheGauges", "KVEventGauges", "PromptGauges"),
+    *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
+    *("RequestHandler", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
+LATER = {"UnusedEventsLogger", "UpstreamConnectionPool"}
+"""What is made for other settings, or when an engine joins; both hold nothing at the start."""
 
 
 class StartError(Exception):
@@ -230,7 +236,7 @@ def test_what_a_step_leaves_is_closed(
 
     async def begin() -> None:
         app = create_app(settings)
-        monkeypatch.setattr(app_module, step, fails)
+        monkeypatch.setattr(lifespan, step, fails)
         with pytest.raises(StartError):
             async with app.router.lifespan_context(app):
                 pass
@@ -238,6 +244,19 @@ def test_what_a_step_leaves_is_closed(
     check(begin)
     assert reached == [step]
     assert set(unclosed) <= (EMPTY if STEPS.index(step) <= STEPS.index("LoopLag") else set())
+
+
+def test_no_step_is_left_out() -> None:
+    """A step that is added to the start is tried as well."""
+    tree = ast.parse(inspect.getsource(lifespan))
+    imported = {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvparams")
+        for alias in node.names
+    }
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert called & imported == {*STEPS, *LATER}
 
 
 def test_a_source_that_cannot_begin_leaves_nothing(settings: Settings, unclosed: list[str]) -> None:

@@ -21,7 +21,8 @@ from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.prefix_cache_model import BLOCK_TOKENS, PrefixCacheModel, RoutingDecision
+from kvparams_proxy.fleet.prefix_cache_model import BLOCK_TOKENS, PrefixCacheModel
+from kvparams_proxy.fleet.routing_decision import RoutingDecision
 from tests.support.proxy.clock import Clock
 from tests.support.proxy.fixtures import Proxy, StartProxy
 from tests.support.proxy.stage import until

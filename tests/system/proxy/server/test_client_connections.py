@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.server import http_protocol
+from kvparams_proxy.server import http_parser, http_protocol
 from kvparams_proxy.server.connections import HEAD_S, ClientConnections, ConnectionLimits
 from kvparams_proxy.server.file_descriptors import backlog_for, connections_for, descriptors_for, refusals_for
 from tests.support.proxy.served import serving
@@ -198,7 +198,9 @@ async def test_deadlines_hold_however_slowly_a_client_goes_on(
 ) -> None:
     """Each limit is a second here and the others an hour; a byte every tenth of a second changes nothing."""
     for name in ("_IDLE_S", "HEAD_S", "_REQUEST_S"):
-        monkeypatch.setattr(http_protocol, name, 1.0 if name == limit else 3600.0)
+        for module in (http_parser, http_protocol):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, 1.0 if name == limit else 3600.0)
     reader, writer = await connect(stubbed.port)
     began = time.monotonic()
     writer.write(sent)

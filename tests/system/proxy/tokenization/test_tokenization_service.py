@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Role
 from kvparams.jsontext.document import DEFAULT_LIMITS
 from kvparams.routing.breaker import Breaker, BreakerLimits
-from kvparams.routing.engine_backlog import EngineBacklog
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.routing.cost_model import CostModel, FleetCostPrior, leg_features
-from kvparams.routing.engine_backlog import EngineBacklog
+from kvparams.cost_model import CostModel, FleetCostPrior, leg_features
+from kvparams.engine_backlog import EngineBacklog
 
 
 class Clock:

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams import plugins
+from kvparams.cost_model import FleetCostPrior
+from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
-from kvparams.routing.cost_model import FleetCostPrior
-from kvparams.routing.engine_backlog import EngineBacklog
 from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams.routing.policies.least_load import LeastLoad
 from kvparams.routing.policies.random_choice import RandomChoice

@@ -151,9 +151,9 @@ def test_a_member_is_taken_out_wherever_engines_look_for_it(row: ForbiddenField)
 def test_without_its_row_a_member_would_reach_the_engine(row: ForbiddenField, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control, row by row: it is this row that keeps the member back."""
     if row.location == "nvext":
-        monkeypatch.setattr("kvparams_proxy.requests.intake.forbidden_nvext_members", nothing)
+        monkeypatch.setattr("kvparams_proxy.requests.body_stripping.forbidden_nvext_members", nothing)
     else:
-        monkeypatch.setattr("kvparams_proxy.requests.intake.FORBIDDEN_MEMBERS", FORBIDDEN_MEMBERS - {row.name})
+        monkeypatch.setattr("kvparams_proxy.requests.body_stripping.FORBIDDEN_MEMBERS", FORBIDDEN_MEMBERS - {row.name})
     path = ("nvext" if row.location == "nvext" else "vllm_xargs",)
     body = json.dumps(placed(BODIES["completions"], path, names_of(row)[0], {"remote_host": EVIL})).encode()
     assert EVIL.encode() in b"".join(legs(COMPLETIONS, body, STORE))

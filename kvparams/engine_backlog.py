@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from operator import add
 from typing import Final, NamedTuple
 
-from kvparams.routing.cost_model import CostModel, FleetCostPrior, leg_features
+from kvparams.cost_model import CostModel, FleetCostPrior, leg_features
 
 __all__ = ["EngineBacklog"]
 

@@ -1,0 +1,58 @@
+"""A prompt and a prefill leg, as the prefix cache model sees them."""
+
+from typing import NamedTuple
+
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.index.feeds import RoutedRequest
+from kvparams.instances import RequestFacts
+from kvparams_proxy.fleet.remote_cache_model import FetchableTokens, HeldTokens
+from kvparams_proxy.fleet.routing_decision import RoutingDecision
+
+__all__ = ["PrefillLeg", "PromptLookup"]
+
+
+class PromptLookup(NamedTuple):
+    """What is believed of one prompt."""
+
+    facts: RequestFacts
+    hashes: BlockHashes | None
+    """None where there are no token ids."""
+    held: HeldTokens
+    """By stores and peers."""
+
+
+class PrefillLeg:
+    """A prefill leg that runs, and what is believed of it."""
+
+    __slots__ = (
+        "answered",
+        "cached",
+        "decision",
+        "fresh",
+        "hashes",
+        "prompt_tokens",
+        "reach",
+        "routed",
+        "sent",
+        "settled",
+        "told",
+    )
+
+    def __init__(self, decision: RoutingDecision, hashes: BlockHashes | None, reach: FetchableTokens) -> None:
+        self.decision = decision
+        self.hashes = hashes
+        self.reach = reach
+        """What its engine was believed to be able to fetch."""
+        self.routed: RoutedRequest | None = None
+        self.settled = 0
+        """Blocks that were believed to be there, not only to come."""
+        self.fresh = 0
+        """The hash of the first block that it brings; 0 where it brings none."""
+        self.answered = False
+        """Whether it has ended well; then what its engine reports is here, as far as it does."""
+        self.prompt_tokens: int | None = None
+        self.cached: int | None = None
+        self.sent = False
+        """Whether its engine was sent to another one's memory."""
+        self.told: str | None = None
+        """Where its engine lets others read, it says."""

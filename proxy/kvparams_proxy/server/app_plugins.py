@@ -1,0 +1,85 @@
+"""Loads what the settings name before the app starts: plugins, keys, modes, and libraries that are optional."""
+
+from collections.abc import Callable, Mapping
+from secrets import randbits
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from kvparams import plugins
+from kvparams.dialects.interface import Dialect
+from kvparams.dialects.registry import load_tables_and_errors
+from kvparams.errors import PluginError
+from kvparams.instances import SchedulingPolicy
+from kvparams.routing.handoff_verifier import HandoffVerifier
+from kvparams.signing.signer import Signer
+from kvparams_proxy.config.settings import Settings, known_dialects
+from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.requests.authentication import APIKeyAuthenticator
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+    from kvparams_proxy.telemetry.spans import RequestSpanExporter
+
+__all__ = ["AppPlugins", "load_app_plugins"]
+
+
+class AppPlugins(NamedTuple):
+    """What is loaded once for an app, however often it starts."""
+
+    policy: type[SchedulingPolicy]
+    dialects: Mapping[str, Dialect]
+    handoff_verifier: HandoffVerifier
+    keys: APIKeyAuthenticator | None
+    signing: ReloadingSigner | None
+    modes: ActiveModes
+    make_span_exporter: Callable[[], "RequestSpanExporter | None"]
+    make_prefix_cache: "Callable[[Callable[[], float]], PrefixCacheModel | None]"
+
+    @property
+    def signer(self) -> Signer | None:
+        """The signer of documents, where they are signed."""
+        return None if self.signing is None else self.signing.signer
+
+
+def load_app_plugins(settings: Settings) -> AppPlugins:
+    """Loads what `settings` name.
+
+    Raises:
+        PluginError, ValueError, APIKeysError, SigningKeyringError: see `create_app`.
+    """
+    policy = cast("type[SchedulingPolicy]", plugins.load_plugin("policies", settings.policy))
+    signing = None if settings.signing is None else ReloadingSigner(settings.signing)
+    return AppPlugins(
+        policy=policy,
+        dialects=known_dialects(),
+        handoff_verifier=HandoffVerifier(load_tables_and_errors()[0]),
+        keys=None if settings.client_keys is None else APIKeyAuthenticator(settings.client_keys),
+        signing=signing,
+        modes=ActiveModes(settings.modes, None if signing is None else signing.signer),
+        make_span_exporter=_span_exporter_factory(settings.trace),
+        make_prefix_cache=_prefix_cache_factory(policy),
+    )
+
+
+def _span_exporter_factory(ratio: float | None) -> Callable[[], "RequestSpanExporter | None"]:
+    """Returns what makes the exporter of spans. OpenTelemetry is imported only where traces are wanted."""
+    if ratio is None:
+        return lambda: None
+    try:
+        from kvparams_proxy.telemetry.spans import RequestSpanExporter
+    except ImportError as error:
+        message = f"traces need OpenTelemetry ({error}): pip install 'kvparams[tracing]'"
+        raise PluginError(message) from error
+    return RequestSpanExporter
+
+
+def _prefix_cache_factory(policy: type[SchedulingPolicy]) -> "Callable[[Callable[[], float]], PrefixCacheModel | None]":
+    """Returns what makes the model of caches. numpy is imported only where the policy looks at them."""
+    if not getattr(policy, "uses_prefixes", False):
+        return lambda now: None
+    try:
+        from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+    except ImportError as error:
+        message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
+        raise PluginError(message) from error
+    return lambda now: PrefixCacheModel(now, randbits(64))

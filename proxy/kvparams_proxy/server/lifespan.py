@@ -1,0 +1,349 @@
+"""Starts what lives as long as the app does, and closes it again in the reverse order.
+
+Invariant: whatever is opened is registered in the exit stack in the next statement, so a start that fails in any of its
+steps leaves nothing open. Fleet and pools come last, since closing them ends legs, which are recorded and traced; both
+hold nothing before the first instance joins.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from itertools import count
+from random import Random
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from starlette.applications import Starlette
+
+from kvparams.instances import Instance, Role
+from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.routing.retries import RetryBudget
+from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
+from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.event_loop.clock import StallAwareClock
+from kvparams_proxy.event_loop.deadlines import Deadlines
+from kvparams_proxy.event_loop.step_runner import StepRunner
+from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.execution.kv_releaser import KVReleaser
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
+from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
+from kvparams_proxy.fleet.registry.providers import run_providers
+from kvparams_proxy.fleet.registry.registry import Registry
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.requests.authentication import APIKeyAuthenticator
+from kvparams_proxy.requests.body import BodyBudget
+from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
+from kvparams_proxy.server.app_plugins import AppPlugins
+from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
+from kvparams_proxy.server.draining import DrainState
+from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
+from kvparams_proxy.server.request_handler import RequestHandler
+from kvparams_proxy.telemetry.exposition import MetricsExposition
+from kvparams_proxy.telemetry.kv_event_gauges import KVEventGauges
+from kvparams_proxy.telemetry.loop_lag import LoopLag
+from kvparams_proxy.telemetry.metrics import Metrics
+from kvparams_proxy.telemetry.prefix_cache_gauges import PrefixCacheGauges
+from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGauges
+from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
+from kvparams_proxy.telemetry.proxy_gauges import ProxyGauges
+from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_log import RequestLog
+from kvparams_proxy.telemetry.tracing import Tracer
+from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
+from kvparams_proxy.tokenization.service import TokenService
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
+from kvparams_proxy.upstream.types import UpstreamLimits
+
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+
+__all__ = ["app_lifespan"]
+
+_KEYS_S: Final = 1.0
+"""How often files of keys are looked at."""
+_RELEASE_S: Final = 2.0
+"""For engines to hear of KV that nobody will fetch, when the proxy ends."""
+
+
+class _Telemetry(NamedTuple):
+    """Where the records of requests go."""
+
+    metrics: Metrics
+    request_log: RequestLog | None
+    record_dispatcher: RecordDispatcher
+
+
+class _AppParts(NamedTuple):
+    """What runs between the start and the end of the app."""
+
+    loop: asyncio.AbstractEventLoop
+    clock: StallAwareClock
+    deadlines: Deadlines
+    step_runner: StepRunner
+    fleet: Fleet
+    registry: Registry
+    pools: UpstreamPools
+    engine_addresses: EngineAddresses
+    prefix_cache: "PrefixCacheModel | None"
+    telemetry: _Telemetry
+    token_service: TokenService | None
+    kv_releaser: KVReleaser
+    bodies: BodyBudget
+    exposition: MetricsExposition
+
+
+@asynccontextmanager
+async def app_lifespan(
+    settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None, app: Starlette
+) -> AsyncGenerator[Mapping[str, Any]]:
+    """Is Starlette's `lifespan`, once its first three arguments are bound. Yields the state of requests."""
+    async with AsyncExitStack() as stack:
+        parts = _open_parts(stack, settings, plugins, reach)
+        resources = _execution_resources(settings, plugins, parts)
+        generate = {
+            each.path: RequestHandler(
+                resources, plugins.modes, plugins.keys, each, parts.bodies, _role_alone(each, settings.local)
+            )
+            for each in ENDPOINTS
+        }
+        await _start_tasks(stack, settings, plugins, parts)
+        stack.push_async_callback(_end_running, resources)
+        parts.fleet.startup_complete()
+        yield {
+            "resources": resources,
+            "registry": parts.registry,
+            "modes": plugins.modes,
+            "generate": generate,
+            "exposition": parts.exposition,
+            "keys": plugins.keys,
+            "draining": DrainState(),
+            DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
+        }
+
+
+def _open_parts(
+    stack: AsyncExitStack, settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None
+) -> _AppParts:
+    """Makes everything that needs no task of its own."""
+    loop = asyncio.get_running_loop()
+    clock = StallAwareClock(loop)
+    stack.callback(clock.close)
+    prefixes = plugins.make_prefix_cache(loop.time)
+    fleet = _make_fleet(loop, settings, plugins, prefixes)
+    registry = Registry(fleet, settings.spec_rules, settings.local_id, partial(_switch_modes, settings, plugins.modes))
+    pools = UpstreamPools(partial(_make_upstream, reach, registry, settings.upstream_limits, clock))
+    fleet.add_listener(pools)
+    addresses = EngineAddresses()
+    fleet.add_listener(addresses)
+    deadlines = Deadlines(loop, clock)
+    telemetry = _open_telemetry(stack, loop, settings, plugins)
+    tokens = _open_token_service(stack, loop, settings, fleet, pools, deadlines)
+    events = _open_event_consumer(stack, loop, settings, fleet, prefixes)
+    trimmer = MemoryTrimmer(loop)
+    stack.callback(trimmer.close)
+    bodies = BodyBudget(settings.body_memory_bytes, trimmer.freed)
+    releaser = KVReleaser(fleet, pools, deadlines, loop.time, plugins.signer)
+    metrics = telemetry.metrics
+    exposition = MetricsExposition(
+        metrics,
+        ProxyGauges(metrics, fleet, pools, releaser, telemetry.request_log, bodies),
+        ProductionStackGauges(metrics, fleet, loop.time),
+        *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
+        *(() if events is None else (KVEventGauges(events),)),
+        *(() if tokens is None else (PromptGauges(tokens),)),
+    )
+    stack.callback(LoopLag(loop, metrics.loop_lag).close)
+    stack.callback(pools.close)
+    stack.callback(fleet.close)
+    return _AppParts(
+        loop=loop,
+        clock=clock,
+        deadlines=deadlines,
+        step_runner=StepRunner(loop),
+        fleet=fleet,
+        registry=registry,
+        pools=pools,
+        engine_addresses=addresses,
+        prefix_cache=prefixes,
+        telemetry=telemetry,
+        token_service=tokens,
+        kv_releaser=releaser,
+        bodies=bodies,
+        exposition=exposition,
+    )
+
+
+def _make_fleet(
+    loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins, prefixes: "PrefixCacheModel | None"
+) -> Fleet:
+    """Makes the fleet, without instances: the registry adds them."""
+    fleet = Fleet(
+        (),
+        {role: plugins.policy() for role in Role},
+        loop.time,
+        loop.call_later,
+        limits=settings.limits,
+        queue=settings.queue,
+        breaker=settings.breaker,
+        slow_start_s=settings.slow_start_s,
+        prefixes=prefixes,
+    )
+    plugins.modes.set_change_listener(fleet.set_needed_roles)
+    return fleet
+
+
+def _open_telemetry(
+    stack: AsyncExitStack, loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins
+) -> _Telemetry:
+    """Opens what reads the records of requests, and the dispatcher that brings them there."""
+    metrics = Metrics()
+    spans = plugins.make_span_exporter()
+    if spans is not None:
+        stack.push_async_callback(spans.close)
+    journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests)
+    if journal is not None:
+        stack.callback(journal.close)
+    dispatcher = RecordDispatcher(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
+    stack.callback(dispatcher.close)
+    return _Telemetry(metrics, journal, dispatcher)
+
+
+def _execution_resources(settings: Settings, plugins: AppPlugins, parts: _AppParts) -> ExecutionResources:
+    return ExecutionResources(
+        loop=parts.loop,
+        fleet=parts.fleet,
+        dialects=plugins.dialects,
+        pools=parts.pools,
+        metrics=parts.telemetry.metrics,
+        record_dispatcher=parts.telemetry.record_dispatcher,
+        settings=settings,
+        new_id=_id_maker(),
+        start_batcher=TurnBatcher(parts.loop),
+        response_batchers={role: TurnBatcher(parts.loop) for role in Role},
+        running_executions=set(),
+        step_runner=parts.step_runner,
+        clock=parts.clock,
+        deadlines=parts.deadlines,
+        retry_budget=RetryBudget(),
+        kv_releaser=parts.kv_releaser,
+        engine_addresses=parts.engine_addresses,
+        handoff_verifier=plugins.handoff_verifier,
+        token_service=parts.token_service,
+        tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
+        prefix_cache=parts.prefix_cache,
+    )
+
+
+async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPlugins, parts: _AppParts) -> None:
+    """Starts what follows sources of instances, engines and files of keys."""
+    await stack.enter_async_context(run_providers(parts.registry, settings.instances, settings.providers))
+    bootstraps = BootstrapServers(plugins.dialects, settings.upstream_limits, parts.clock)
+    prober = Prober(parts.fleet, settings.probe_interval_s, parts.pools, bootstraps, parts.clock, parts.step_runner)
+    await stack.enter_async_context(prober)
+    await stack.enter_async_context(_reload_on_change(plugins.keys, "client keys"))
+    await stack.enter_async_context(_reload_on_change(plugins.signing, "signing keys"))
+
+
+async def _end_running(resources: ExecutionResources) -> None:
+    """Ends the requests that still run, and lets engines hear which KV nobody will fetch."""
+    for execution in list(resources.running_executions):
+        execution.abort_for_shutdown()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_RELEASE_S):
+            await resources.kv_releaser.wait_settled()
+
+
+def _switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: Sequence[ManagerMode]) -> None:
+    """Replaces the modes by those of a source, unless a flag has fixed them at the start."""
+    if not settings.modes_are_fixed:
+        modes.replace(wanted or DEFAULT_MODES, source)
+
+
+def _role_alone(endpoint: APIEndpoint, local: Instance | None) -> Role | None:
+    """Returns the role whose engines answer alone. The engine beside this proxy does what is not decode's, whatever its
+    role is."""
+    return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
+
+
+def _open_token_service(
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    fleet: Fleet,
+    pools: UpstreamPools,
+    deadlines: Deadlines,
+) -> TokenService | None:
+    if not settings.tokenizers:
+        return None
+    tokens = TokenService(loop, settings.tokenizers, EngineTokenizer(lambda: fleet.members, pools, deadlines))
+    stack.callback(tokens.close)
+    return tokens
+
+
+def _make_upstream(
+    reach: UpstreamFactory | None,
+    registry: Registry,
+    limits: UpstreamLimits,
+    clock: StallAwareClock,
+    instance: Instance,
+) -> Upstream:
+    """Makes the way to an instance that has joined."""
+    if reach is not None and (upstream := reach(instance)) is not None:
+        return upstream
+    access = registry.credentials_for(instance.id)
+    return UpstreamConnectionPool(
+        instance.url, limits, access.tls, server_name=access.server_name, key=access.key, clock=clock
+    )
+
+
+@asynccontextmanager
+async def _reload_on_change(keys: APIKeyAuthenticator | ReloadingSigner | None, what: str) -> AsyncGenerator[None]:
+    """Reads keys again whenever their file has changed."""
+    if keys is None:
+        yield
+        return
+    task = asyncio.create_task(keys.watch_file(_KEYS_S), name=f"follow {what}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _open_event_consumer(
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    fleet: Fleet,
+    prefixes: "PrefixCacheModel | None",
+) -> "KVEventConsumer | None":
+    """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed; otherwise the log says
+    why not, once an engine that publishes events joins."""
+    if prefixes is None:
+        why = f"since the policy {settings.policy} does not look at what engines have cached; --policy cache_aware does"
+        fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))
+        return None
+    try:
+        from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+    except ImportError:
+        fleet.add_listener(UnusedEventsLogger(loop.call_soon, f"since that {KV_EVENTS_REQUIREMENT}"))
+        return None
+    events = KVEventConsumer(loop, prefixes)
+    stack.callback(events.close)
+    fleet.add_listener(events)
+    return events
+
+
+def _id_maker() -> Callable[[], str]:
+    """Returns a function that makes unique ids, across processes and runs. They are not secret: none costs entropy."""
+    run, numbers = token_hex(12), count()
+    return lambda: f"{run}-{next(numbers):x}"

@@ -1,0 +1,110 @@
+"""The routes that everybody may use besides generation: models, health, metrics; and the app's error answers."""
+
+import json
+from typing import Any, Final, cast
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvparams.instances import Role
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
+from kvparams_proxy.requests.authentication import Unauthorized
+from kvparams_proxy.server.request_handler import require_client
+from kvparams_proxy.telemetry.exposition import MetricsExposition
+
+__all__ = ["EXCEPTION_HANDLERS", "public_routes"]
+
+
+def public_routes() -> list[Route]:
+    """Returns the routes, for requests whose state has what the lifespan has made."""
+    return [
+        Route("/v1/models", _models, methods=["GET"]),
+        Route("/health", _health, methods=["GET"]),
+        Route("/health/{role}", _health, methods=["GET"]),
+        Route("/metrics", _metrics, methods=["GET"]),
+    ]
+
+
+def _error(error: ProxyError, request: str | None = None) -> Response:
+    headers = {} if request is None else {"x-request-id": request}
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+def _headers(error: ProxyError) -> dict[str, str]:
+    return dict(line.decode().split(": ", 1) for line in error.headers().split(b"\r\n") if line)
+
+
+async def _models(request: Request) -> Response:
+    if (keys := request.state.keys) is not None:
+        try:
+            require_client(keys, next((v for n, v in request.headers.raw if n == b"authorization"), None))
+        except Unauthorized as error:
+            return Response(error.body(), 401, _headers(error), "application/json")
+    models = request.state.resources.fleet.models()
+    data = [{"id": model, "object": "model", "created": 0, "owned_by": "kvparams"} for model in models]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def _health(request: Request) -> Response:
+    """Answers whether requests can be served; for one role, whether its legs can.
+
+    200 "ok": of every needed role at least one engine does what it should.
+    200 "degraded": of the roles in `degraded_roles` every engine that answers probes has failed legs lately. Requests
+    are still given to these engines, so this proxy should still get requests: other proxies know no better.
+    503 "draining": the proxy is about to stop.
+    503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
+    and decode engines that can be given work may be paired.
+    """
+    fleet: Fleet = request.state.resources.fleet
+    asked = request.path_params.get("role")
+    if asked is not None and asked not in tuple(Role):
+        return _error(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
+    if request.state.draining.is_draining:
+        return Response(json.dumps({"status": "draining"}), 503, media_type="application/json")
+    roles = {role: health for role, health in fleet.health().items() if asked in (None, role)}
+    missing = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.UNAVAILABLE]
+    degraded = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.DEGRADED]
+    split = asked is None and fleet.needed >= {Role.PREFILL, Role.DECODE}
+    unpaired = split and not missing and not has_usable_pair(fleet.members)
+    unavailable = bool(missing or unpaired)
+    status = HealthStatus.DEGRADED if degraded else HealthStatus.OK
+    body: dict[str, object] = {"status": HealthStatus.UNAVAILABLE if unavailable else status}
+    if missing:
+        body["missing_roles"] = missing
+    if degraded:
+        body["degraded_roles"] = degraded
+    if unpaired:
+        body["unpaired"] = True
+    body["roles"] = {role: health._asdict() for role, health in roles.items()}
+    return Response(json.dumps(body), 503 if unavailable else 200, media_type="application/json")
+
+
+async def _metrics(request: Request) -> Response:
+    exposition: MetricsExposition = request.state.exposition
+    resources: ExecutionResources = request.state.resources
+    resources.record_dispatcher.flush()
+    text, content_type = await exposition.text(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
+
+
+async def _not_found(request: Request, exc: Exception) -> Response:
+    error = cast("HTTPException", exc)
+    message = f"{request.method} {request.url.path[:200]} is not served here"
+    if error.status_code == 405:
+        message += f"; use {', '.join((error.headers or {}).get('Allow', 'another method').split(', '))}"
+    response = _error(ProxyError(error.status_code, "not_found_error", message), request.state.resources.new_id())
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, exc: Exception) -> Response:
+    return _error(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
+
+
+EXCEPTION_HANDLERS: Final[dict[Any, Any]] = {404: _not_found, 405: _not_found, 500: _internal_error}
+"""Starlette's `exception_handlers`: the answers to paths and methods that are not served, and to faults."""

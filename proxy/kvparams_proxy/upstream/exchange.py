@@ -1,0 +1,126 @@
+"""One request to an engine and its answer, whatever connection it runs on."""
+
+import asyncio
+from typing import Protocol
+
+from kvparams_proxy.upstream.types import ResponseSink, UpstreamError, UpstreamRequest
+
+__all__ = ["ExchangeConnection", "ExchangeOwner", "UpstreamExchange"]
+
+
+class ExchangeOwner(Protocol):
+    """The pool, as exchanges see it."""
+
+    def restart(self, exchange: "UpstreamExchange") -> None:
+        """Runs it on a new connection."""
+        ...
+
+
+class ExchangeConnection(Protocol):
+    """The connection, as its exchange sees it."""
+
+    def begin(self, exchange: "UpstreamExchange", sink: ResponseSink | None, request: UpstreamRequest) -> None:
+        """Sends a request; the answer goes to `sink`."""
+        ...
+
+    def close(self) -> None:
+        """Closes at once; whoever waits has been told."""
+        ...
+
+    def half_close(self) -> bool:
+        """Closes the way to the engine, not the way back; returns whether that was possible."""
+        ...
+
+    def pause(self) -> None:
+        """Stops reading from the socket."""
+        ...
+
+    def resume(self) -> None:
+        """Reads from the socket again."""
+        ...
+
+
+class UpstreamExchange:
+    """One request and its answer: a handle to abort or throttle it."""
+
+    __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
+
+    def __init__(self, pool: ExchangeOwner, request: UpstreamRequest, sink: ResponseSink, *, once: bool) -> None:
+        """`once`: never send the request twice, even where the engine has most likely not seen it."""
+        self._pool = pool
+        self._request = request
+        self._sink: ResponseSink | None = sink
+        self._connection: ExchangeConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._retry = not once
+        self._begun = False
+        self._paused = False
+
+    def abort(self, error: UpstreamError) -> None:
+        """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
+        sink = self._sink
+        if sink is not None:
+            error.connected = error.sent = self._begun
+            self.discard()
+            sink.on_done(error)
+
+    def half_close(self) -> bool:
+        """Let the engine see that nobody waits any more, and hear out what it may have sent already; the connection is
+        not used again. False where that cannot be done: it is not connected, or TLS is in between."""
+        self._retry = False
+        return self._sink is not None and self._connection is not None and self._connection.half_close()
+
+    def discard(self) -> None:
+        """End it now; the sink hears nothing more."""
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def pause(self) -> None:
+        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream. Where there is no
+        connection yet, nothing is read from the one that will be."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume()
+
+    def start_on(self, connection: ExchangeConnection) -> None:
+        """For the pool: send the request there."""
+        self._connection = connection
+        self._begun = True
+        connection.begin(self, self._sink, self._request)
+        if self._paused:
+            connection.pause()
+
+    def set_connecting(self, task: asyncio.Task[None]) -> None:
+        """For the pool: a connection is being made."""
+        self._connecting = task
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still wants the answer."""
+        return self._sink is not None
+
+    def finish(self, error: UpstreamError | None, *, untouched: bool = False) -> None:
+        """For the connection: the answer ended. `untouched`: a reused connection was closed before any byte came."""
+        sink = self._sink
+        if sink is None:
+            return
+        self._connection = None
+        if untouched and self._retry:  # a stale keep-alive connection: the engine has not seen the request
+            self._retry = False
+            self._pool.restart(self)
+            return
+        if error is not None and self._begun:
+            error.sent = True
+        self._sink = None
+        sink.on_done(error)
