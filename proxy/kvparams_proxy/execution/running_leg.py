@@ -55,7 +55,7 @@ class RunningLeg:
     @property
     def is_being_read(self) -> bool:
         """Whether a long answer is being read."""
-        return self._parse is not None
+        return self._parse is not None and not self._parse.is_finished
 
     def collected(
         self, done: OnAnswer, batcher: TurnBatcher | None, head: ResponseHead, raw: bytes, error: UpstreamError | None
@@ -81,16 +81,11 @@ class RunningLeg:
         time."""
 
         def finish(answer: EngineResponse) -> None:
-            self._parse = None
             done(head, answer, None)
-
-        def fail(fault: Exception) -> None:
-            self._parse = None
-            self._on_fault(fault)
 
         request_id = self._context.inbound.facts.request_id
         steps = EngineResponse(raw).parse_in_steps(request_id, self._resources.engine_addresses)
-        task = self._resources.step_runner.run(steps, finish, fail, at_once=len(raw) < _COSTLY_BYTES)
+        task = self._resources.step_runner.run(steps, finish, self._on_fault, at_once=len(raw) < _COSTLY_BYTES)
         if not task.is_finished:
             self._parse = task
 

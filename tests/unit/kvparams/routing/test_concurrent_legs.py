@@ -8,10 +8,12 @@ import pytest
 from kvparams import parse
 from kvparams.dialects.interface import Dialect
 from kvparams.dialects.nixl import NIXL
-from kvparams.dialects.store import STORE, STORE_MEET
+from kvparams.dialects.store import STORE, STORE_MEET, StoreDialect
 from kvparams.instances import Instance, RequestFacts
 from kvparams.params import KVTransferParams
 from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
+from kvparams.routing.managers.interface import DisaggregatedRequestManager
+from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import Leg, LegFailed, LegResult, StreamProgress
 from tests.support.kvparams.planning import Table, fleet_of
 
@@ -23,6 +25,15 @@ RESULT: dict[str, object] = {
     "mode": "store",
 }
 SENT = StreamProgress([1, 2], [3])
+
+
+class Together(StoreDialect):
+    """A connector whose engines always get both legs at once, whatever the manager."""
+
+    sends_legs_together = True
+
+
+TOGETHER = Together(drop=False, meet=True)
 
 
 class Mixed(Table):
@@ -66,17 +77,29 @@ def test_legs_one_after_the_other_go_on_from_where_both_at_once_have_come() -> N
     assert [transfer.id for transfer in transfers] == ["tra", "tra", "transfer-1", "transfer-2", "transfer-2"]
 
 
+@pytest.mark.parametrize(
+    ("manager", "speech"),
+    [
+        (ConcurrentLegs(), STORE_MEET),
+        (PrefillThenDecode(), TOGETHER),
+        (PrefillThenDecode(decode_first=True), TOGETHER),
+    ],
+    ids=["concurrent_legs", "prefill_then_decode", "decode_first"],
+)
 @pytest.mark.parametrize(("before", "route"), [([None], "p0 d0 p1 d1"), ([], "p0 p1 d0")])
-def test_where_decode_fails_its_prefill_is_avoided_too(before: list[LegFailed | None], route: str) -> None:
-    """It cannot fetch what prefill does not give. A prefill that has failed says nothing of decode."""
-    table = Table(STORE_MEET, fleet_of(2, 2), retries=2)
+def test_where_decode_fails_its_prefill_is_avoided_too(
+    before: list[LegFailed | None], route: str, manager: DisaggregatedRequestManager, speech: Dialect
+) -> None:
+    """It cannot fetch what prefill does not give. A prefill that has failed says nothing of decode. Each attempt takes
+    its own instances, whoever has chosen those of the first."""
+    table = Table(speech, fleet_of(2, 2), retries=2)
     ends = [*before, LegFailed("broken", another=True)]
 
     def answer(leg: Leg) -> LegResult | LegFailed:
         ended = ends.pop(0) if ends else None
         return ended or LegResult({} if leg.answers_client else {"kvparams": RESULT})
 
-    legs = table.run(ConcurrentLegs().legs(RequestFacts("req", "tra", "m", 1, 1, None, None), table), answer)
+    legs = table.run(manager.legs(RequestFacts("req", "tra", "m", 1, 1, None, None), table), answer)
     assert [f"{leg.instance.id[0]}{leg.instance.id[-1]}" for leg in legs] == route.split()
 
 
