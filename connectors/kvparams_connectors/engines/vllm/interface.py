@@ -1,7 +1,7 @@
 """Defines what is used of vLLM 0.28 to 0.32, with the file that each part stands in.
 
-Nothing of vLLM is used that is not declared here; `tests/interop/vllm/test_vllm_contract.py` compares it with the vLLM that is
-installed.
+Nothing of vLLM is used that is not declared here; `tests/interop/vllm/test_vllm_contract.py` compares it with the
+vLLM that is installed.
 """
 
 from collections.abc import Mapping, Sequence
