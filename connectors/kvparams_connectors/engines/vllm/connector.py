@@ -154,11 +154,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner.update_from_workers(news.loads, news.copied)
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether a save waits for a step."""
+        """Returns whether the engine must go on stepping, because saves have still to copy blocks."""
         return self._scheduler is not None and self._scheduler.has_pinned_blocks
 
     def has_pending_block_frees(self) -> bool:
-        """Returns whether blocks are held for a save."""
+        """Returns whether saves hold blocks that would spare a preemption once they are free."""
         return self._scheduler is not None and self._scheduler.blocks_other_requests
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
