@@ -21,8 +21,8 @@ __all__ = [
     "LegResult",
     "Plan",
     "StreamProgress",
-    "acquire",
-    "run_leg",
+    "as_instance",
+    "as_result",
 ]
 
 
@@ -186,32 +186,26 @@ class ExecutionContext(Protocol):
 
 
 Plan = Generator[AcquireInstance | Leg | LegPair, object, None]
-"""The steps of one request, each answered as its class says; `acquire` and `run_leg` give the answers their types."""
+"""The steps of one request. Each is answered as its class says; `as_instance` and `as_result` give it the type."""
 
 
-def acquire(
-    role: Role, avoid: Sequence[str] = (), paired_with: Instance | Role | None = None, prefer: Sequence[str] = ()
-) -> Generator[AcquireInstance, object, Instance]:
-    """Takes an instance, in a plan: `instance = yield from acquire(Role.DECODE)`. See `AcquireInstance`.
+def as_instance(answer: object) -> Instance:
+    """Returns what a plan is sent for `AcquireInstance`, with its type: `as_instance((yield AcquireInstance(...)))`.
 
     Raises:
-        LegFailed: see `AcquireInstance`.
         TypeError: the executor has sent something else.
     """
-    instance = yield AcquireInstance(role, avoid, paired_with, prefer)
-    if not isinstance(instance, Instance):
-        raise TypeError(f"a plan that has asked for an instance was sent {type(instance).__name__}")
-    return instance
+    if not isinstance(answer, Instance):
+        raise TypeError(f"a plan that has asked for an instance was sent {type(answer).__name__}")
+    return answer
 
 
-def run_leg(leg: Leg) -> Generator[Leg, object, LegResult]:
-    """Runs a leg, in a plan: `result = yield from run_leg(Leg(...))`.
+def as_result(answer: object) -> LegResult:
+    """Returns what a plan is sent for `Leg`, with its type: `as_result((yield Leg(...)))`.
 
     Raises:
-        LegFailed: the leg has failed.
         TypeError: the executor has sent something else.
     """
-    result = yield leg
-    if not isinstance(result, LegResult):
-        raise TypeError(f"a plan that has asked for a leg was sent {type(result).__name__}")
-    return result
+    if not isinstance(answer, LegResult):
+        raise TypeError(f"a plan that has asked for a leg was sent {type(answer).__name__}")
+    return answer

@@ -2,7 +2,7 @@
 
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.managers.manager_options import ManagerOptions
-from kvparams.routing.plan import ExecutionContext, Leg, LegFailed, Plan, StreamProgress, acquire, run_leg
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, StreamProgress, as_instance
 from kvparams.signing.signer import Signer
 
 __all__ = ["Aggregated"]
@@ -31,10 +31,10 @@ class Aggregated:
         answers, where that is known."""
         failed: list[str] = []
         while True:
-            instance = chosen or (yield from acquire(self.roles[0], failed))
+            instance = chosen or as_instance((yield AcquireInstance(self.roles[0], failed)))
             chosen = None
             try:
-                yield from run_leg(Leg(instance, {}, answers_client=True, resume_from=sent))
+                yield Leg(instance, {}, answers_client=True, resume_from=sent)
             except LegFailed as failure:
                 if (
                     not failure.retryable

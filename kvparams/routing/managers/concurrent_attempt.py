@@ -13,7 +13,7 @@ from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.attempt_state import AttemptState
 from kvparams.routing.managers.leg_documents import LegDocuments, request_members
 from kvparams.routing.managers.prefill_handoff import release_abandoned
-from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, acquire
+from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, as_instance
 
 __all__ = ["attempt_concurrently"]
 
@@ -40,7 +40,7 @@ def attempt_concurrently(
     context, decode = state.context, state.decode
     if decode is None:
         try:
-            decode = yield from acquire(Role.DECODE, state.failed, prefill)
+            decode = as_instance((yield AcquireInstance(Role.DECODE, state.failed, prefill)))
         except LegFailed:  # while it has waited for room, everybody left whom `prefill` may be paired with
             if not context.may_retry():
                 raise

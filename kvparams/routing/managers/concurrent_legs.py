@@ -7,7 +7,7 @@ from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
 from kvparams.routing.managers.leg_documents import LegDocuments
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.routing.plan import ExecutionContext, Plan, acquire
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Plan, as_instance
 from kvparams.signing.signer import Signer
 
 __all__ = ["ConcurrentLegs"]
@@ -36,7 +36,7 @@ class ConcurrentLegs:
         state = AttemptState(request, context)
         is_answered = False
         while not is_answered:
-            prefill = state.prefill = yield from acquire(Role.PREFILL, state.failed, Role.DECODE)
+            prefill = state.prefill = as_instance((yield AcquireInstance(Role.PREFILL, state.failed, Role.DECODE)))
             speech = context.dialect(prefill)
             if speech.mode != "rendezvous" or not speech.can_split(request):
                 yield from self._in_order.legs(request, context, state)

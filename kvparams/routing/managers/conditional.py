@@ -9,7 +9,7 @@ from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
-from kvparams.routing.plan import ExecutionContext, Plan, acquire
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Plan, as_instance
 from kvparams.signing.signer import Signer
 
 __all__ = ["Conditional"]
@@ -47,7 +47,7 @@ class Conditional:
 
     def _near(self, request: RequestFacts, context: ExecutionContext, near: Sequence[str]) -> Plan:
         """Decode alone, where the rest of the prompt is; any other engine would compute all of it."""
-        instance = yield from acquire(Role.DECODE, prefer=near)
+        instance = as_instance((yield AcquireInstance(Role.DECODE, prefer=near)))
         if instance.id in near:
             yield from self._alone[Role.DECODE].legs(request, context, chosen=instance)
         else:

@@ -11,7 +11,7 @@ from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
 from kvparams.routing.managers.leg_documents import LegDocuments, request_members
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_handoff import PrefillHandoff, accept_prefill_result, release_abandoned
-from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, acquire, run_leg
+from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, as_instance, as_result
 from kvparams.signing.signer import Signer
 
 __all__ = ["PrefillThenDecode"]
@@ -88,10 +88,12 @@ class PrefillThenDecode:
             LegFailed: there is nobody, and no further attempt.
         """
         if state.decode is None and self._decode_first:
-            state.decode = yield from acquire(Role.DECODE, state.failed, Role.PREFILL)
+            state.decode = as_instance((yield AcquireInstance(Role.DECODE, state.failed, Role.PREFILL)))
         if state.prefill is None:
             try:
-                state.prefill = yield from acquire(Role.PREFILL, state.failed, state.decode or Role.DECODE)
+                state.prefill = as_instance(
+                    (yield AcquireInstance(Role.PREFILL, state.failed, state.decode or Role.DECODE))
+                )
             except LegFailed:  # while it has waited for room, everybody left whom `decode` may be paired with
                 if state.decode is None or not state.context.may_retry():
                     raise
@@ -119,7 +121,7 @@ class PrefillThenDecode:
         params = documents.leg_changes(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, told)
         changes = {**context.one_token_changes(), **params}
         try:
-            answer = yield from run_leg(Leg(prefill, changes, answers_client=False, resume_from=state.sent))
+            answer = as_result((yield Leg(prefill, changes, answers_client=False, resume_from=state.sent)))
         except GeneratorExit:  # the client has left
             release_abandoned(context, speech, prefill, transfer, attempt)
             raise
@@ -157,54 +159,57 @@ class PrefillThenDecode:
         """
         context, request = state.context, state.request
         while True:
-            decode = yield from self._choose_decode(state, prefill, kv)
-            if decode is None:
+            if state.decode is None:
+                try:
+                    state.decode = as_instance((yield AcquireInstance(Role.DECODE, state.failed, prefill)))
+                except LegFailed:  # it has waited for room for too long, or is in a group that is gone
+                    if not context.may_retry():
+                        raise
+                    return False
+            now_s, decode = context.now(), state.decode
+            if now_s >= kv.until_s:  # the KV has been given up, by a moment
+                state.release_decode()
+                if not context.may_retry():
+                    raise LegFailed("the KV was given up before a decode engine had room", another=False)
                 return False
-            handed = kv.decode_members(decode, members, context.now())
+            state.decode = None  # its leg gives it back
             params = self._documents.leg_changes(
-                kv.native, request, state.transfer, state.attempt, "decode", speech.mode, prefill, decode, handed
+                kv.native,
+                request,
+                state.transfer,
+                state.attempt,
+                "decode",
+                speech.mode,
+                prefill,
+                decode,
+                kv.decode_members(decode, members, now_s),
             )
             try:
-                yield from run_leg(Leg(decode, params, answers_client=True, resume_from=state.sent))
-            except LegFailed as failure:
-                if not state.may_retry(failure):
-                    raise
-                state.failed.append(decode.id)
-                if failure.response_started:
-                    state.sent = failure.progress
-                    return False
-                is_fetched = failure.may_have_acted and not speech.has_reusable_kv
-                if is_fetched or context.should_fail_over(prefill, state.failed):
-                    state.failed.append(prefill.id)
-                    return False
-                if failure.may_have_acted:
-                    state.begin_next()
-            else:
+                yield Leg(decode, params, answers_client=True, resume_from=state.sent)
                 return True
+            except LegFailed as failure:
+                if not self._may_try_another(state, speech, prefill, decode, failure):
+                    return False
 
-    def _choose_decode(
-        self, state: AttemptState, prefill: Instance, kv: PrefillHandoff
-    ) -> Generator[AcquireInstance, object, Instance | None]:
-        """Takes the decode instance that fetches this KV, if none is held already.
-
-        Returns:
-            The instance; None where the KV is of no more use and another attempt follows.
+    def _may_try_another(
+        self, state: AttemptState, speech: Dialect, prefill: Instance, decode: Instance, failure: LegFailed
+    ) -> bool:
+        """Returns whether another decode instance may fetch the same KV after this one has failed; otherwise prefill
+        follows again.
 
         Raises:
             LegFailed: no other attempt follows.
         """
-        context, decode = state.context, state.decode
-        if decode is None:
-            try:
-                decode = yield from acquire(Role.DECODE, state.failed, prefill)
-            except LegFailed:  # it has waited for room for too long, or is in a group that is gone
-                if not context.may_retry():
-                    raise
-                return None
-        state.decode = None
-        if context.now() < kv.until_s:
-            return decode
-        context.release_instance(decode)  # the KV has been given up, by a moment
-        if not context.may_retry():
-            raise LegFailed("the KV was given up before a decode engine had room", another=False)
-        return None
+        if not state.may_retry(failure):
+            raise failure
+        state.failed.append(decode.id)
+        if failure.response_started:
+            state.sent = failure.progress
+            return False
+        is_fetched = failure.may_have_acted and not speech.has_reusable_kv
+        if is_fetched or state.context.should_fail_over(prefill, state.failed):
+            state.failed.append(prefill.id)
+            return False
+        if failure.may_have_acted:
+            state.begin_next()
+        return True

@@ -103,7 +103,8 @@ class Execution:
         self._done = done
         self._deadline: RequestDeadline | None = None
         self._waiting: AcquireInstance | None = None
-        route = self._route = list[Instance]()
+        route: list[Instance] = []
+        self._route = route
         life = self._life = RequestLifecycle(perf_counter)
         resources.metrics.request_began(life)
         account = self._account = RequestRecord(facts, endpoint.path.encode(), inbound.stream, life, route, trace)

@@ -5,7 +5,6 @@ Nothing here waits: engines and the client call back.
 Invariant: each leg ends exactly once, and whichever of two legs ends badly ends the other.
 """
 
-from functools import partial
 from typing import Final, Protocol
 
 from kvparams.instances import Instance
@@ -22,7 +21,7 @@ from kvparams_proxy.execution.running_leg import LEG_TIMEOUT_REASON, ConcurrentP
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.requests.downstream import Downstream
-from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, ResponseSink, UpstreamError, UpstreamTimeout
+from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamTimeout
 
 __all__ = ["LegOwner", "LegRunner"]
 
@@ -112,59 +111,58 @@ class LegRunner:
 
     def start_pair(self, pair: LegPair) -> None:
         """Sends two legs at once."""
-        resources, leg = self._resources, pair.prefill
-        prefill = self._prefill = ConcurrentPrefill(pair, resources, self._context, self._fail)
+        resources, context, leg = self._resources, self._context, pair.prefill
+        prefill = self._prefill = ConcurrentPrefill(pair, resources, context, self._prefill_answered, self._fail)
         self._route.append(leg.instance)
-        self._context.life.enter("prefill", leg.instance.id)
-        limit_bytes = resources.settings.upstream_limits.answer_bytes
-        sink = ResponseCollector(
-            limit_bytes, partial(prefill.collected, partial(self._prefill_answered, prefill), None)
-        )
-        prefill.exchange = self._context.send_leg(leg, sink, self._recorder, once=False)
+        context.life.enter("prefill", leg.instance.id)
+        sink = ResponseCollector(resources.settings.upstream_limits.answer_bytes, prefill.collected)
+        prefill.exchange = context.send_leg(leg, sink, self._recorder, once=False)
         resources.deadlines.start(prefill, resources.settings.prefill_timeout_s)
         self.start(pair.decode)
 
     def start(self, leg: Leg) -> None:
         """Sends one leg."""
-        context, settings = self._context, self._resources.settings
-        running = self._running = RunningLeg(leg, self._resources, context, self._fail)
+        resources, context, recorder, prefill = self._resources, self._context, self._recorder, self._prefill
+        settings = resources.settings
+        if prefill is None:
+            on_answer, batcher = self._answered, resources.response_batchers[leg.instance.role]
+        else:
+            on_answer, batcher = self._decode_answered, None
+        running = self._running = RunningLeg(leg, resources, context, on_answer, self._fail, batcher)
         self._route.append(leg.instance)
         context.life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
         if not leg.changes:  # it computes everything: what a prefill that broke off may have left is for nobody
             context.abandon_kv(gone=False)
-        if self._recorder is not None and leg.resume_from is not None:
-            self._recorder.mark_resumed()
-        sink = self._make_sink(running)
-        if self._prefill is not None:  # its prefill has the time-out until it has ended
-            running.exchange = context.send_leg(leg, sink, self._recorder, once=not context.has_reusable_kv(leg))
+        if recorder is not None and leg.resume_from is not None:
+            recorder.mark_resumed()
+        if leg.answers_client and context.inbound.stream:
+            sink = running.relay = self._make_relay()
+        else:
+            sink = ResponseCollector(settings.upstream_limits.answer_bytes, running.collected)
+        if prefill is not None:  # it has the time-out until it has ended
+            running.exchange = context.send_leg(leg, sink, recorder, once=not context.has_reusable_kv(leg))
             return
         claims = leg.answers_client and context.claim_kv()
-        running.exchange = context.send_leg(leg, sink, self._recorder, once=claims)
+        running.exchange = context.send_leg(leg, sink, recorder, once=claims)
         limit_s = settings.decode_timeout_s if leg.answers_client else settings.prefill_timeout_s
         if self.client_is_slow and leg.answers_client:  # the client has still to take what came before
             running.exchange.pause()
             limit_s = settings.client_timeout_s
-        self._resources.deadlines.start(self._owner, limit_s)
+        resources.deadlines.start(self._owner, limit_s)
 
-    def _make_sink(self, running: RunningLeg) -> ResponseSink:
-        resources, is_beside = self._resources, self._prefill is not None
-        limit_bytes = resources.settings.upstream_limits.answer_bytes
-        if not (running.leg.answers_client and self._context.inbound.stream):
-            batcher = None if is_beside else resources.response_batchers[running.leg.instance.role]
-            done = self._decode_answered if is_beside else self._answered
-            return ResponseCollector(limit_bytes, partial(running.collected, done, batcher))
-        relay = running.relay = StreamRelay(
+    def _make_relay(self) -> StreamRelay:
+        resources = self._resources
+        return StreamRelay(
             self._downstream,
             b"cache-control: no-cache\r\n" + self._response.headers(),
             self._corrections,
-            limit_bytes,
+            resources.settings.upstream_limits.answer_bytes,
             self,
             resources.clock,
             self._context.endpoint,
             self._recorder,
-            gated=is_beside,
+            gated=self._prefill is not None,
         )
-        return relay
 
     # the client and the clock
 
@@ -223,9 +221,10 @@ class LegRunner:
         """The leg has ended, and its answer is whole if there is one."""
         if self._context.life.state == "done":  # it was overdue between the end of its leg and this turn
             return
-        if error is None and head.status == 200 and self._running is not None:
+        reports = self._resources.prefix_cache is not None
+        if reports and error is None and head.status == 200 and self._running is not None:
             self._settlement.report_response(self._running.leg, answer)
-        self._settle(self._end_leg(), head, answer, error)
+        self._settle(self._end_leg(), head, answer, error, None)
 
     def _decode_answered(self, head: ResponseHead, answer: EngineResponse, error: UpstreamError | None) -> None:
         """The same of a leg beside which its prefill runs: an answer is held until that has ended well. Anything else
@@ -241,13 +240,12 @@ class LegRunner:
         head: ResponseHead,
         answer: EngineResponse,
         error: UpstreamError | None,
-        prefill: ConcurrentPrefill | None = None,
+        prefill: ConcurrentPrefill | None,
     ) -> None:
         """Tells the owner what a leg was worth. `prefill`: the leg is the one beside which its decode leg runs."""
         try:
-            beside = None if self._prefill is None else self._prefill.leg.instance
             told = self._settlement.settle(
-                leg, head, answer, error, gone=self.client_is_gone, beside=beside, has_decode=prefill is not None
+                leg, head, answer, error, self.client_is_gone, self._prefill, prefill is not None
             )
             if prefill is not None and isinstance(told, LegResult):
                 self._release_decode(prefill)
@@ -336,18 +334,16 @@ class LegRunner:
         account.stream_events += sent_events
         if error is None and head.status == 200 and len(whole) > LONG_RESPONSE_BYTES and running is not None:
             running.relay = None
-            running.read(whole, self._answered, head)
+            running.read(whole, head)
             return
         if error is None:
             self._settlement.report_stream(None if running is None else running.leg)
         leg = self._end_leg()
         if not self._context.life.answering:  # it may be a whole document, from an endpoint that has no streams
-            self._settle(leg, head, EngineResponse(whole), error)
+            self._settle(leg, head, EngineResponse(whole), error, None)
             return
         try:
-            beside = None if self._prefill is None else self._prefill.leg.instance
-            told = self._settlement.settle_stream(leg, head, whole, error, gone=self.client_is_gone, beside=beside)
-            self._tell(told)
+            self._tell(self._settlement.settle_stream(leg, head, whole, error, self.client_is_gone, self._prefill))
         except Exception as fault:  # noqa: BLE001  as above
             self._fail(fault)
 

@@ -17,6 +17,7 @@ from kvparams_proxy.execution.prefix_cache_report import report_prefill_response
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
 from kvparams_proxy.execution.response_document import embedded_error
+from kvparams_proxy.execution.running_leg import RunningLeg
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.telemetry.metrics import failure_kind
 from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamErrorResponse
@@ -89,10 +90,9 @@ class LegSettlement:
         head: ResponseHead,
         answer: EngineResponse,
         error: UpstreamError | None,
-        *,
         gone: bool,
-        beside: Instance | None,
-        has_decode: bool = False,
+        beside: RunningLeg | None,
+        has_decode: bool,
     ) -> LegResult | LegFailed | None:
         """Settles a leg whose answer is whole, if there is one.
 
@@ -102,7 +102,7 @@ class LegSettlement:
             answer: the answer, empty where none came.
             error: why its exchange did not come to its end, if so.
             gone: whether the client has left.
-            beside: the prefill instance that was sent a leg at the same time.
+            beside: the prefill leg that was sent at the same time.
             has_decode: whether the leg is a prefill whose decode leg was sent with it.
 
         Returns:
@@ -110,10 +110,16 @@ class LegSettlement:
         """
         if error is not None or head.status != 200:
             return self._settle_failure(leg, head, answer.raw, error, gone, beside)
-        if gone and leg.answers_client:
-            return None
         try:
-            result = self._use_response(leg, answer, has_decode)
+            if not leg.answers_client:
+                result = self._prefill_result(leg, answer, has_decode)
+            elif gone:
+                return None
+            else:
+                pieces = self._corrections.correct_response(answer)
+                self.begin_answer(leg)
+                self._response.send_document(pieces)
+                result = _ANSWERED
         except UpstreamError as refused:
             return self._settle_failure(leg, head, b"", refused, gone, beside)
         except JSONTextError:
@@ -131,9 +137,8 @@ class LegSettlement:
         head: ResponseHead,
         raw: bytes,
         error: UpstreamError | None,
-        *,
         gone: bool,
-        beside: Instance | None,
+        beside: RunningLeg | None,
     ) -> LegResult | LegFailed | None:
         """Settles a leg whose client has a part of the answer; otherwise as `settle`."""
         if error is not None or head.status != 200:
@@ -143,18 +148,13 @@ class LegSettlement:
         self._resources.fleet.record_success(leg.instance)
         return _ANSWERED
 
-    def _use_response(self, leg: Leg, answer: EngineResponse, has_decode: bool) -> LegResult:
-        """Sends an answer to the client, or reads what prefill says in it.
+    def _prefill_result(self, leg: Leg, answer: EngineResponse, has_decode: bool) -> LegResult:
+        """Returns what prefill says of its KV.
 
         Raises:
-            JSONTextError: it is not a JSON object.
-            UpstreamError: it is an error, or has no content.
+            JSONTextError: the answer is not a JSON object.
+            UpstreamErrorResponse: it is an error.
         """
-        if leg.answers_client:
-            pieces = self._corrections.correct_response(answer)
-            self.begin_answer(leg)
-            self._response.send_document(pieces)
-            return _ANSWERED
         document = answer.document
         if (reported := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(reported)
@@ -172,7 +172,7 @@ class LegSettlement:
         raw: bytes,
         error: UpstreamError | None,
         gone: bool,
-        beside: Instance | None,
+        beside: RunningLeg | None,
     ) -> LegResult | LegFailed | None:
         context, resources, recorder = self._context, self._resources, self._recorder
         begun = context.life.answering
@@ -202,10 +202,10 @@ class LegSettlement:
         self._response.send_ending(self._corrections.correct_events(ending))  # it has failed behind its last token
         return _ANSWERED
 
-    def _kv_source(self, leg: Leg, head: ResponseHead, beside: Instance | None) -> Instance | None:
+    def _kv_source(self, leg: Leg, head: ResponseHead, beside: RunningLeg | None) -> Instance | None:
         """Returns the prefill instance whose KV a failed leg was to fetch, if the leg has failed before its first byte:
         then that may be why."""
         begun = self._context.life.answering and (leg.resume_from is None or head.status == 200)
         if not leg.answers_client or begun:
             return None
-        return self._context.kv_producer if beside is None else beside
+        return self._context.kv_producer if beside is None else beside.leg.instance

@@ -29,19 +29,40 @@ OnAnswer = Callable[[ResponseHead, EngineResponse, UpstreamError | None], None]
 class RunningLeg:
     """A leg from when it is sent until the load of its instance is given back."""
 
-    __slots__ = ("_began_s", "_context", "_on_fault", "_parse", "_resources", "exchange", "leg", "relay")
+    __slots__ = (
+        "_began_s",
+        "_context",
+        "_on_fault",
+        "_parse",
+        "_resources",
+        "batcher",
+        "exchange",
+        "leg",
+        "on_answer",
+        "relay",
+    )
 
     def __init__(
-        self, leg: Leg, resources: ExecutionResources, context: PlanContext, on_fault: Callable[[Exception], None]
+        self,
+        leg: Leg,
+        resources: ExecutionResources,
+        context: PlanContext,
+        on_answer: OnAnswer,
+        on_fault: Callable[[Exception], None],
+        batcher: TurnBatcher | None,
     ) -> None:
         """
         Args:
             leg: which one.
             resources: what executions share.
             context: what the request holds.
+            on_answer: hears of an answer that is wanted whole.
             on_fault: hears what goes wrong in this process while a long answer is read.
+            batcher: has short answers acted on together; at once without one.
         """
         self.leg = leg
+        self.on_answer = on_answer
+        self.batcher = batcher
         self._resources = resources
         self._context = context
         self._on_fault = on_fault
@@ -57,28 +78,20 @@ class RunningLeg:
         """Whether a long answer is being read."""
         return self._parse is not None and not self._parse.is_finished
 
-    def collected(
-        self, done: OnAnswer, batcher: TurnBatcher | None, head: ResponseHead, raw: bytes, error: UpstreamError | None
-    ) -> None:
-        """The leg has ended whose answer is wanted whole. A long one is read before `done` hears of it.
-
-        Args:
-            done: hears of the answer.
-            batcher: has a short answer acted on beside others of its kind; at once without one.
-            head: of the answer.
-            raw: the answer.
-            error: why the exchange did not come to its end, if so.
-        """
+    def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
+        """The leg has ended, and its answer is whole if there is one. A long one is read before `on_answer` hears of
+        it; a short one is acted on beside others of its kind."""
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
-            self.read(raw, done, head)
-        elif error is None and batcher is not None:
-            batcher.schedule(partial(done, head, EngineResponse(raw), None))
+            self.read(raw, head)
+        elif error is None and self.batcher is not None:
+            self.batcher.schedule(partial(self.on_answer, head, EngineResponse(raw), None))
         else:
-            done(head, EngineResponse(raw), error)
+            self.on_answer(head, EngineResponse(raw), error)
 
-    def read(self, raw: bytes, done: OnAnswer, head: ResponseHead) -> None:
-        """Reads a long answer in steps, unless the leg is given up meanwhile. `done` hears of it, at once if there is
-        time."""
+    def read(self, raw: bytes, head: ResponseHead) -> None:
+        """Reads a long answer in steps, unless the leg is given up meanwhile. `on_answer` hears of it, at once if there
+        is time."""
+        done = self.on_answer
 
         def finish(answer: EngineResponse) -> None:
             done(head, answer, None)
@@ -106,7 +119,9 @@ class RunningLeg:
 
     def end(self) -> None:
         """The leg is over, however it went: its load is given back."""
-        self._cancel_parse()
+        if self._parse is not None:
+            self._cancel_parse()
+        del self.on_answer  # it knows of this leg
         self.exchange = self.relay = None
         self._context.release_instance(self.leg.instance)
         self._resources.metrics.leg_ended(self.leg.instance, perf_counter() - self._began_s)
@@ -131,9 +146,14 @@ class ConcurrentPrefill(RunningLeg):
     __slots__ = ("held_decode_response", "pair")
 
     def __init__(
-        self, pair: LegPair, resources: ExecutionResources, context: PlanContext, on_fault: Callable[[Exception], None]
+        self,
+        pair: LegPair,
+        resources: ExecutionResources,
+        context: PlanContext,
+        on_answer: Callable[["ConcurrentPrefill", ResponseHead, EngineResponse, UpstreamError | None], None],
+        on_fault: Callable[[Exception], None],
     ) -> None:
-        super().__init__(pair.prefill, resources, context, on_fault)
+        super().__init__(pair.prefill, resources, context, partial(on_answer, self), on_fault, None)
         self.pair = pair
         self.held_decode_response: tuple[ResponseHead, EngineResponse] | None = None
         """Decode's whole answer, where it is here already."""
