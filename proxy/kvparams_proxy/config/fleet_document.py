@@ -6,10 +6,10 @@
     modes: [{use: prefill_then_decode}, ...]   # how requests are coordinated, and which of them how
     instances: [{id: p0, url: "http://10.0.0.1:8000", role: prefill}, ...]
 
-The one rule: nothing here reads or waits; text is parsed in steps, so that a running proxy may do it between requests.
+Reading blocks, see `kvparams_proxy.config.yaml_reader`: a running proxy does it in a thread.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -46,10 +46,8 @@ class FleetDocument:
     """Empty where it says nothing of them."""
 
 
-def parse_fleet_document(
-    text: str, rules: SpecRules, check_settings: CheckSettings
-) -> Generator[None, None, FleetDocument]:
-    """Read the text of a fleet file, yielding now and then; what it says is what the generator returns.
+def parse_fleet_document(text: str, rules: SpecRules, check_settings: CheckSettings) -> FleetDocument:
+    """Reads the text of a fleet file.
 
     Args:
         text: all of it.
@@ -59,7 +57,7 @@ def parse_fleet_document(
     Raises:
         ConfigError: with everything that is wrong.
     """
-    raw = yield from read_yaml(text)
+    raw = read_yaml(text).value
     problems = ConfigProblems()
     document: Mapping[str, object] = {}
     if isinstance(raw, dict):
@@ -79,7 +77,7 @@ def parse_fleet_document(
         modes = parse_modes(given, "modes", problems)
         if "mode" in settings:
             problems.add("modes", "proxy.mode is given too; name one of them")
-    entries = yield from _entries(document.get("instances"), rules, problems)
+    entries = _entries(document.get("instances"), rules, problems)
     problems.raise_if_any()
     return FleetDocument(settings, rules, entries, modes)
 
@@ -93,9 +91,7 @@ def _section(document: Mapping[str, object], name: str, problems: ConfigProblems
     return None
 
 
-def _entries(
-    document: object, rules: SpecRules, problems: ConfigProblems
-) -> Generator[None, None, tuple[InstanceSpec, ...]]:
+def _entries(document: object, rules: SpecRules, problems: ConfigProblems) -> tuple[InstanceSpec, ...]:
     """The instances; ids, and URLs within a role, must be unique."""
     if document is None:
         return ()
@@ -109,7 +105,6 @@ def _entries(
     entries: list[InstanceSpec] = []
     seen: dict[object, int] = {}
     for number, item in enumerate(items):
-        yield
         where = f"instances[{number}]"
         entry = parse_spec(item, where, rules, problems)
         if entry is None:
