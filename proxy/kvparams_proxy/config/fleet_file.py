@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
-from kvparams_proxy.config.fleet_document import CheckSettings, FleetDocument, parse_fleet_document
+from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, EngineCredentials, load_credentials
@@ -38,13 +38,12 @@ class _FileState(NamedTuple):
 class FleetFileProvider:
     """A `kvparams_proxy.fleet.registry.providers.Provider`."""
 
-    def __init__(self, path: Path, rules: SpecRules, check_settings: CheckSettings, every_s: float = 1.0) -> None:
+    def __init__(self, path: Path, rules: SpecRules, every_s: float = 1.0) -> None:
         """Read the file a first time. Blocks.
 
         Args:
             path: where it is.
             rules: what was said outside of it. Relative paths in it begin where it is.
-            check_settings: for its member `proxy`.
             every_s: how often it is looked at.
 
         Raises:
@@ -53,7 +52,6 @@ class FleetFileProvider:
         self.source: Final = "file"
         self._path = path
         self._rules = replace(rules, folder=path.parent)
-        self._check_settings = check_settings
         self._every_s = every_s
         self._files: tuple[Path, ...] = ()
         """What the file names; watched with it."""
@@ -116,7 +114,7 @@ class FleetFileProvider:
 
     def _read_version(self) -> FleetDocument:
         """Reads the file, and the keys and certificates that it names; from then on these are watched. Blocks."""
-        document = parse_fleet_document(self._text(), self._rules, self._check_settings)
+        document = parse_fleet_document(self._text(), self._rules)
         places = {document.rules.credential_sources, *(entry.credential_sources for entry in document.entries)}
         self._files = tuple(sorted({path for place in places for path in place.files}))
         self._read = self._seen = (self._read[0], *map(_see, self._files))

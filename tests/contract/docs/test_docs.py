@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from kvparams import plugins
 from kvparams.cli import main
 from kvparams_proxy.config.fleet_document import parse_fleet_document
-from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
 
 ROOT = Path(__file__).parents[3]
@@ -88,7 +86,7 @@ def test_the_check_notices_what_does_not_exist(command: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("code", blocks("yaml"))
 def test_fleet_files_are_valid(code: str) -> None:
-    assert parse_fleet_document(code, default_spec_rules(), partial(check_proxy_section, Path()))
+    assert parse_fleet_document(code, default_spec_rules())
 
 
 @pytest.mark.parametrize("code", blocks("json"))

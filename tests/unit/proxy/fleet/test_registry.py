@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Awaitable
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from kvparams.instances import Instance, Role, RoundRobin
 from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.fleet_file import FleetFileProvider
-from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.config.spec_parsing import parse_spec
 from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES, read_yaml
@@ -38,7 +36,6 @@ from tests.support.processor import scaled_s
 
 RULES = SpecRules(frozenset(("nixl", "store")))
 EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet.yaml"
-CHECK = partial(check_proxy_section, Path())
 
 
 class NoTimer:
@@ -51,7 +48,7 @@ def a_fleet() -> Fleet:
 
 def problems_of(text: str, rules: SpecRules = RULES) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        parse_fleet_document(text, rules, CHECK)
+        parse_fleet_document(text, rules)
     return caught.value.problems
 
 
@@ -134,6 +131,9 @@ HOSTILE = {
     "values": "[" + "1," * 49_000 + "]",
     "objects": "- {a: b}\n" * 12_000,
     "keys that occur twice": "k: 1\n" * 24_000,
+    "names that are not known": "proxy: {" + ", ".join(f"prt{number}: 1" for number in range(24_000)) + "}",
+    "instances that are wrong": "instances:\n" + "- {idd: x, url: y, role: z}\n" * 4096,
+    "addresses that are wrong": "defaults: {addresses: [" + "'1.2.3.4.5/9'," * 45_000 + "]}",
     "a character that YAML does not allow": " " * 1_000_000 + "\x00",
 }
 """Texts of up to 1 MiB. Those that are not refused at once cost about a second of processor time."""
@@ -143,7 +143,7 @@ HOSTILE = {
 def test_a_hostile_text_is_read_or_refused_within_seconds(name: str) -> None:
     began = time.thread_time()
     with contextlib.suppress(ConfigError):
-        read_yaml(HOSTILE[name])
+        parse_fleet_document(HOSTILE[name], RULES)
     assert time.thread_time() - began < scaled_s(5)
 
 
@@ -158,13 +158,19 @@ async def longest_turn(work: Awaitable[object]) -> float:
     return longest_s
 
 
-@pytest.mark.parametrize("name", ["words", "empty lines", "values", "objects", "a character that YAML does not allow"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("words", "empty lines", "values", "objects", "a character that YAML does not allow"),
+        *("names that are not known", "instances that are wrong", "addresses that are wrong"),
+    ],
+)
 async def test_the_event_loop_has_its_turns_while_a_hostile_file_is_read(followed: "Followed", name: str) -> None:
     """The control: the same work on the loop is one turn. Threads change every 5 ms, however slow the machine is."""
 
     async def on_the_loop() -> None:
         with contextlib.suppress(ConfigError):
-            parse_fleet_document(HOSTILE[name], RULES, CHECK)
+            parse_fleet_document(HOSTILE[name], RULES)
 
     control_s = await longest_turn(on_the_loop())
     longest_s: list[float] = []
@@ -216,13 +222,13 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("url", "http://" + "h" * 4000, "http://host:port"),
         ("url", None, "http://host:port"),
         ("role", "both", "two instances of one URL"),
-        ("role", ["prefill"], "prefill or decode"),
-        ("role", 1, "prefill or decode"),
+        ("role", ["prefill"], "prefill, decode"),
+        ("role", 1, "prefill, decode"),
         ("connector", "mooncake", "nixl, store"),
         ("connector", ["nixl"], "nixl, store"),
         ("labels", ["a"], "an object"),
         ("labels", {"a": 1}, "put quotes around it"),
-        ("labels", {"a b": "x"}, "no label"),
+        ("labels", {"a b": "x"}, "must be a label"),
         ("labels", {"a": "x\ny"}, "put quotes around it"),
         ("labels", {str(n): "x" for n in range(65)}, "at most 64"),
         ("drain", "yes", "true or false"),
@@ -239,11 +245,14 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("store", True, "or false"),
         ("store", "a b", "or false"),
         ("tls", {}, "one or more of"),
-        ("tls", {"verify": False}, "one or more of"),
+        ("tls", {"verify": False}, "known: ca, certificate, key"),
         ("tls", {"certificate": "c.pem"}, "both certificate and key"),
-        ("tls", {"server_name": 5}, "server_name must be text"),
-        ("api_key", "sk-secret", "not known here; known: id, url, role"),
-        ("Role", "prefill", "not known here"),
+        ("tls", {"server_name": 5}, "server_name: must be text"),
+        ("api_key", "sk-secret", "not known here; known: id, url, labels, role"),
+        ("Role", "prefill", "not known here; did you mean role? known: "),
+        ("kv-events", "tcp://h:1", "did you mean kv_events?"),
+        ("role", "decod", "did you mean decode?"),
+        ("connector", "nixel", "did you mean nixl?"),
     ],
 )
 def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object, said: str) -> None:
@@ -255,7 +264,7 @@ def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object
     with pytest.raises(ConfigError) as caught:
         problems.raise_if_any()
     assert len(caught.value.problems) == 1
-    assert caught.value.problems[0].startswith(f"instances[3].{member}: ")
+    assert caught.value.problems[0].startswith((f"instances[3].{member}: ", f"instances[3].{member}."))
     assert said in str(caught.value)
     assert "sk-secret" not in str(caught.value)
 
@@ -263,7 +272,7 @@ def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object
 def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> None:
     common = "instances:\n- {id: a, url: 'http://h:1', "
     text = f"{common}role: prefill, kv_events: 'tcp://h:5557', kv_events_replay: 'tcp://[::1]:5558'}}"
-    [entry] = parse_fleet_document(text, RULES, CHECK).entries
+    [entry] = parse_fleet_document(text, RULES).entries
     assert (entry.make_instance().kv_events, entry.make_instance().kv_events_replay) == (
         "tcp://h:5557",
         "tcp://[::1]:5558",
@@ -271,14 +280,14 @@ def test_events_are_for_engines_that_prefill_and_a_replay_belongs_to_them() -> N
     [said] = problems_of(f"{common}role: decode, kv_events: 'tcp://h:5557'}}")
     assert "for engines that prefill" in said
     [said] = problems_of(f"{common}role: prefill, kv_events_replay: 'tcp://h:5557'}}")
-    assert "kv_events: is missing" in said
+    assert "kv_events_replay: is given, but kv_events is missing" in said
     files = f"{common}role: prefill, kv_events: 'ipc:///run/events'}}"
-    assert parse_fleet_document(files, RULES, CHECK).entries[0].kv_events == "ipc:///run/events"
+    assert parse_fleet_document(files, RULES).entries[0].kv_events == "ipc:///run/events"
     [said] = problems_of(files, replace(RULES, may_name_credentials=False))
     assert "tcp://host:port" in said
     [said] = problems_of(files, replace(RULES, kv_events_installed=False))
     assert "instances[0].kv_events: needs pyzmq" in said
-    assert parse_fleet_document(f"{common}role: prefill}}", replace(RULES, kv_events_installed=False), CHECK).entries
+    assert parse_fleet_document(f"{common}role: prefill}}", replace(RULES, kv_events_installed=False)).entries
 
 
 @pytest.mark.parametrize("package", ["zmq", "msgspec"])
@@ -304,7 +313,7 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     text = "instances:\n" + "".join(
         f"- {{id: {id}, url: 'http://{id}', role: prefill, {said}}}\n" for id, said in members.items()
     )
-    entries = parse_fleet_document(text, rules, CHECK).entries
+    entries = parse_fleet_document(text, rules).entries
     assert [entry.make_instance().store for entry in entries] == ["store", "other", None, None, "other"]
     assert default_spec_rules().store_connectors == {"content", "store", "store-drop"}
 
@@ -345,7 +354,7 @@ def test_everything_wrong_is_said_at_once_and_passwords_are_not_repeated() -> No
     for place in (
         *("extra:", "proxy.no-such:", "proxy.port:", "proxy.probe:", "roles.prefil:", "roles.decode:"),
         *("defaults.role:", "defaults.connector:", "instances[0].url:", "instances[1].key_env:", "instances[2].id:"),
-        *("instances[3].url:", "instances[4].url:", "instances[5].id:", "instances[5].role:", "instances[6]:"),
+        *("instances[3].url:", "instances[4].tls:", "instances[5].id:", "instances[5].role:", "instances[6]:"),
     ):
         assert place in text, place
     assert "hunter2" not in text
@@ -371,32 +380,33 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
       - {id: two, url: "http://h:2", labels: {model: d, zone: z}}
       - {id: three, url: "http://h:3", labels: {model: d}, role: prefill}
     """.replace("\n    ", "\n")
-    document = parse_fleet_document(text, RULES, CHECK)
+    document = parse_fleet_document(text, RULES)
     assert [entry.role for entry in document.entries] == [Role.PREFILL, Role.DECODE, Role.PREFILL]
     assert document.entries[0].labels == {"zone": "a", "model": "p2"}
     assert document.entries[0].make_instance().labels == {"zone": "a", "model": "p2"}
     (nobody,) = problems_of(text + "  - {id: four, url: 'http://h:4', labels: {model: p1, zone: z}}\n")
-    assert nobody == "instances[3].role: is missing, and no role is found by its labels"
+    assert nobody == "line 8: instances[3].role: is missing, and no role is found by its labels"
     both = text.replace("{model: d}}", "{zone: a}}", 1) + "  - {id: four, url: 'http://h:4', labels: {model: p1}}\n"
-    assert "instances[3].labels: are those of prefill and of decode; say which with role" in problems_of(both)
+    several = "line 8: instances[3].role: is missing, and its labels are those of prefill and of decode"
+    assert several in problems_of(both)
 
 
 def test_flags_go_before_the_file() -> None:
     rules = SpecRules(RULES.connectors, selectors={Role.PREFILL: {"model": frozenset("x")}})
     text = "roles: {prefill: {model: y}, decode: {model: z}}\n"
-    document = parse_fleet_document(text, rules, CHECK)
+    document = parse_fleet_document(text, rules)
     assert document.rules.selectors == {Role.PREFILL: {"model": frozenset("x")}, Role.DECODE: {"model": frozenset("z")}}
 
 
 def test_the_example_is_a_fleet() -> None:
-    document = parse_fleet_document(EXAMPLE.read_text(), SpecRules(frozenset(("nixl",))), CHECK)
+    document = parse_fleet_document(EXAMPLE.read_text(), SpecRules(frozenset(("nixl",))))
     assert [(entry.id, entry.role, entry.drain) for entry in document.entries] == [
         ("p0", Role.PREFILL, False),
         ("p1", Role.PREFILL, False),
         ("d0", Role.DECODE, False),
         ("d1", Role.DECODE, True),
     ]
-    assert document.settings["prefill-requests"] == 64
+    assert document.settings.prefill_requests == 64
     known = [line.strip("# ").split(":")[0] for line in EXAMPLE.read_text().splitlines()]
     assert {"proxy", "roles", "defaults", "instances", "key_file", "tls", "labels", "connector", "drain"} <= set(known)
 
@@ -419,8 +429,8 @@ def test_what_the_example_says_in_comments_is_right_too() -> None:
         commented = f"  # {name}:"
         assert commented in text, name
         text = text.replace(commented, f"  {name}:")
-    document = parse_fleet_document(text, SpecRules(frozenset(("nixl",))), CHECK)
-    assert document.settings["client-keys"] == Path("keys.jsonl")
+    document = parse_fleet_document(text, SpecRules(frozenset(("nixl",))))
+    assert document.settings.client_keys == Path("keys.jsonl")
     assert document.rules.credential_sources.tls is not None
     assert document.rules.credential_sources.tls.server_name == "engines"
     first = document.entries[0]
@@ -531,7 +541,7 @@ class Followed:
     def __init__(self, path: Path, text: str) -> None:
         self.path = path
         path.write_text(text)
-        self.provider = FleetFileProvider(path, RULES, partial(check_proxy_section, path.parent))
+        self.provider = FleetFileProvider(path, RULES)
         self.registry = Registry(a_fleet(), RULES)
         self.provider.publish_initial(self.registry)
 
@@ -634,10 +644,10 @@ async def test_a_file_that_goes_or_is_no_text_changes_nothing(followed: Followed
 
 def test_a_file_that_is_broken_at_the_start_is_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        FleetFileProvider(tmp_path / "nothing.yaml", RULES, CHECK)
+        FleetFileProvider(tmp_path / "nothing.yaml", RULES)
     (tmp_path / "fleet.yaml").write_text("instances: 5")
     with pytest.raises(ConfigError, match="must be a list"):
-        FleetFileProvider(tmp_path / "fleet.yaml", RULES, CHECK)
+        FleetFileProvider(tmp_path / "fleet.yaml", RULES)
 
 
 async def test_keys_are_read_from_their_files_and_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -727,15 +737,42 @@ async def test_flags_come_first_and_the_file_after_them(followed: Followed) -> N
 
 def test_documents_compare_by_what_they_say() -> None:
     """What is the same version is the same value: nothing in it is compared by identity."""
-    first, again = (parse_fleet_document(fleet_text("a", "b"), RULES, CHECK) for _ in range(2))
+    first, again = (parse_fleet_document(fleet_text("a", "b"), RULES) for _ in range(2))
     assert first == again
     assert isinstance(first, FleetDocument)
-    other: Any = parse_fleet_document(fleet_text("a", "c"), RULES, CHECK)
+    other: Any = parse_fleet_document(fleet_text("a", "c"), RULES)
     assert first != other
 
 
 def test_what_belongs_to_instances_is_sent_there() -> None:
     (said,) = problems_of("proxy: {connector: store}\ninstances: []")
-    assert said.startswith(
-        "proxy.connector: is not known here (it belongs under `defaults`, or to an instance); known: "
-    )
+    assert said == "line 1: proxy.connector: is not known here: it belongs under `defaults`, or to an instance"
+
+
+def test_a_problem_has_its_line_or_that_of_what_is_around_it() -> None:
+    text = """
+    # a comment
+    proxy:
+      port: 1
+      prot: 2
+    instances:
+      - id: a
+        url: http://h:1
+        role: prefill
+        labels:
+          model: x
+          "a b": y
+      -
+        id: b
+        role: decode
+    """.replace("\n    ", "\n")
+    first, label, url = problems_of(text)
+    assert first.startswith("line 5: proxy.prot: is not known here; did you mean port? known: host, port, ")
+    assert label.startswith("line 12: instances[0].labels.a b: must be a label")
+    assert url == "line 14: instances[1].url: is missing"
+
+
+def test_a_null_is_no_setting() -> None:
+    """A name with nothing behind it must not mean that clients need no key."""
+    assert problems_of("proxy: {client-keys: }") == ("line 1: proxy.client-keys: must be the path of a file",)
+    assert not parse_fleet_document("proxy:\ninstances:\n", RULES).entries
