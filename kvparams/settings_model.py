@@ -32,6 +32,7 @@ __all__ = [
     "SettingsModel",
     "check_setting",
     "describe_setting_error",
+    "did_you_mean",
     "error_at",
     "find_setting_errors",
     "join_path",
@@ -156,7 +157,7 @@ def describe_setting_error(found: ErrorDetails) -> str:
             return cast("str", context["words"])
         case "unknown_setting":
             known = cast("list[str]", context["known"])
-            return f"is not known here; {_nearest(str(found['loc'][-1]), known)}known: {', '.join(known)}"
+            return f"is not known here; {did_you_mean(str(found['loc'][-1]), known)}known: {', '.join(known)}"
         case "value_error":
             return str(context["error"])
         case _:
@@ -172,7 +173,7 @@ def must_be_one_of(value: object, known: Iterable[str]) -> str:
     names = list(known)
     if isinstance(value, str) and value in names:
         return value
-    nearest = _nearest(value, names) if isinstance(value, str) else ""
+    nearest = did_you_mean(value, names) if isinstance(value, str) else ""
     raise ValueError(f"must be one of {', '.join(names)}{f'; {nearest.rstrip()}' if nearest else ''}")
 
 
@@ -188,6 +189,13 @@ def check_setting(kind: TypeAdapter[T], value: object, context: object = None) -
         raise ValueError(describe_setting_error(find_setting_errors(error)[0])) from None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns `did you mean NAME? ` with the nearest of the names that are known; nothing where none is near."""
+    by_form = {one.lower().replace("_", "-"): one for one in known}
+    found = get_close_matches(name[:_MAX_SHOWN].lower().replace("_", "-"), by_form, 1)
+    return f"did you mean {by_form[found[0]]}? " if found else ""
+
+
 def join_path(path: SettingPath) -> str:
     """Returns a path as it is shown: `instances[2].tls.ca`."""
     text = ""
@@ -197,12 +205,6 @@ def join_path(path: SettingPath) -> str:
         elif part != "[key]":  # pydantic's mark for what is wrong with a name
             text += f".{printable(part[:_MAX_SHOWN])}"
     return text.removeprefix(".")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    by_form = {one.lower().replace("_", "-"): one for one in known}
-    found = get_close_matches(name[:_MAX_SHOWN].lower().replace("_", "-"), by_form, 1)
-    return f"did you mean {by_form[found[0]]}? " if found else ""
 
 
 def _kept(found: ErrorDetails) -> PydanticCustomError:
