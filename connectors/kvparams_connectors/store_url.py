@@ -13,6 +13,7 @@ from typing import Final
 from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
 
 from kvparams.errors import KVParamsError
+from kvparams.settings_model import did_you_mean
 
 __all__ = ["StoreError", "StoreURL", "StoreUnreachable", "is_loopback", "parse_size", "redact_url"]
 
@@ -167,7 +168,7 @@ class StoreURL:
         if unknown:
             raise StoreError(
                 f"{self.scheme} store: unknown setting {', '.join(unknown)} in {self.redacted!r}; "
-                f"known: {', '.join(known)}"
+                f"{did_you_mean(unknown[0], known)}known: {', '.join(known)}"
             )
 
     def read_size(self, name: str) -> int | None:

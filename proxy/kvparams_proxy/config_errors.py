@@ -1,9 +1,14 @@
 """What is wrong with something an operator wrote: everything at once, each with where it stands.
 
-The one rule: a message names members and says what to do; it never repeats a value that may be a secret.
+A message names members and says what to do; it never repeats a value that may be a secret.
 """
 
+from collections.abc import Mapping
 from typing import Final
+
+from pydantic import ValidationError
+
+from kvparams.settings_model import SettingPath, describe_setting_error, find_setting_errors, join_path
 
 __all__ = ["ConfigError", "ConfigProblems"]
 
@@ -38,7 +43,33 @@ class ConfigProblems:
         else:
             self._more += 1
 
+    def add_errors(
+        self, error: ValidationError, where: str = "", lines: Mapping[SettingPath, int] | None = None
+    ) -> None:
+        """Adds everything that a model of settings has found.
+
+        Args:
+            error: raised by a `kvparams.settings_model.SettingsModel`.
+            where: the path of what was checked.
+            lines: the line of each path, where it stands in a file.
+        """
+        found = find_setting_errors(error)
+        shown = found[: max(0, _SHOWN - len(self._found))]
+        self._more += len(found) - len(shown)
+        for one in shown:
+            path = join_path(one["loc"])
+            place = f"{where}{'.' if where and path and path[0] != '[' else ''}{path}"
+            if lines is not None and (line := _line_of(one["loc"], lines)) is not None:
+                place = f"line {line}: {place}" if place else f"line {line}"
+            self.add(place, describe_setting_error(one))
+
     def raise_if_any(self) -> None:
         """Raise `ConfigError` with what was found, if anything was."""
         if self._found:
             raise ConfigError((*self._found, f"and {self._more} more") if self._more else tuple(self._found))
+
+
+def _line_of(path: SettingPath, lines: Mapping[SettingPath, int]) -> int | None:
+    """Returns the line of a path, or of what is around it where the path itself is missing."""
+    around = (path[:length] for length in range(len(path), 0, -1))
+    return next((lines[one] for one in around if one in lines), None)

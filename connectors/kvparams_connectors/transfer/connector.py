@@ -34,6 +34,8 @@ __all__ = ["ConnectorSettings", "KVStoreConnector", "SequencePlan"]
 _MAX_TAILS: Final = 65_536
 """Partial pages remembered for `release`; older ones are left to the store's eviction."""
 _CLOSE_S: Final = 10.0
+_LOAD_THREADS: Final = 2
+"""How many loads make progress at a time."""
 
 
 class KVStoreConnector:
@@ -77,8 +79,8 @@ class KVStoreConnector:
         self._gear = TransferContext(store, self._arena, layout, mover, settings, seals)
         self._rate = LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
         self._saves = WorkerPool("kvparams-save")
-        self._loads = WorkerPool("kvparams-load", threads=settings.load_threads)
-        self._checks = WorkerPool("kvparams-verify", threads=settings.load_threads)
+        self._loads = WorkerPool("kvparams-load", threads=_LOAD_THREADS)
+        self._checks = WorkerPool("kvparams-verify", threads=_LOAD_THREADS)
         self._changed = threading.Condition(threading.Lock())
         self._stats = ConnectorStats(self._arena.slots, self._arena.slots)
         self._tails: OrderedDict[str, int] = OrderedDict()

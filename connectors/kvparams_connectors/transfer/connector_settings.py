@@ -31,8 +31,6 @@ class ConnectorSettings:
     save_portion_pages: int | None = None
     """A save gives the store so many pages at a time, and copies the next ones out of the blocks meanwhile. None: about
     4 MiB, at most 64 pages."""
-    load_threads: int = 2
-    """How many loads make progress at a time."""
     verify: bool = True
     """False uses whatever the store gives back. It exists to show what verification is good for."""
     grid: ShardGrid | None = None
@@ -49,7 +47,7 @@ class ConnectorSettings:
     """Device memory for pages on their way, for saves and again for loads; not used on a CPU."""
 
     def __post_init__(self) -> None:
-        for name in ("arena_bytes", "portion_pages", "save_portion_pages", "load_threads", "bounce_bytes"):
+        for name in ("arena_bytes", "portion_pages", "save_portion_pages", "bounce_bytes"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it is at least 1")

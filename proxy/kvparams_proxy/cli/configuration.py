@@ -7,33 +7,28 @@ this nothing about the settings can fail.
 import argparse
 import os
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
+
+from pydantic import ValidationError
 
 from kvparams.dialects.registry import load_tables_and_errors
 from kvparams.instances import Role
 from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.settings_model import describe_setting_error, find_setting_errors
 from kvparams.signing.keyring import SigningKeyringError
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
 from kvparams_proxy.config.fleet_file import FleetFileProvider
-from kvparams_proxy.config.options import OPTION_DEFAULTS, OPTIONS, check_proxy_section
+from kvparams_proxy.config.options import OPTIONS, ProxyOptions
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
 from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
-from kvparams_proxy.config.spec_fields import (
-    check_addresses,
-    check_connector,
-    check_id,
-    check_url,
-    is_label,
-    is_label_value,
-)
+from kvparams_proxy.config.spec_fields import check_addresses, check_connector, check_id, check_label, check_url
 from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
@@ -71,9 +66,9 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         ConfigError: with everything that is wrong.
     """
     problems = ConfigProblems()
-    flags = _flags(arguments, problems)
     static = production_stack_flags.read_production_stack_flags(arguments, problems)
     rules = _rules(arguments, static, problems)
+    flags = _flags(arguments, rules, problems)
     given = _entries(arguments, static, rules, problems)
     if any(entry.url.startswith("https:") for entry in given) and rules.credential_sources.tls is None:
         rules = replace(rules, credential_sources=replace(rules.credential_sources, tls=EngineTLSSettings()))
@@ -84,24 +79,25 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     if arguments.config is not None:
         path = Path(arguments.config)
         try:
-            provider = FleetFileProvider(path, rules, partial(check_proxy_section, path.parent))
+            provider = FleetFileProvider(path, rules)
         except ConfigError as error:
             for problem in error.problems:
                 problems.add(f"--config {path}", problem)
-    values: dict[str, Any] = dict(OPTION_DEFAULTS)
+    options = ProxyOptions()
     if static.documents:
-        values |= {"host": production_stack_flags.DEFAULT_HOST, "port": production_stack_flags.DEFAULT_PORT}
-    values |= {} if provider is None else provider.document.settings
-    values |= flags
-    admin = _admin(values, problems)
-    tls = _tls(values, problems)
-    _check_keys(values["client-keys"], problems)
-    signing = _signing(values, problems)
-    tokenizers = _tokenizers(values, problems)
+        options = ProxyOptions(host=production_stack_flags.DEFAULT_HOST, port=production_stack_flags.DEFAULT_PORT)
+    if provider is not None:
+        options = options.override(provider.document.settings)
+    options = options.override(flags)
+    admin = _admin(options, problems)
+    tls = _tls(options, problems)
+    _check_keys(options.client_keys, problems)
+    signing = _signing(options, problems)
+    tokenizers = _tokenizers(options, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
-    policy, notes = _policy(values, tokenizers)
+    policy, notes = _policy(options, tokenizers)
     problems.raise_if_any()
     try:
         settings = Settings(
@@ -109,72 +105,75 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
             spec_rules=rules,
             providers=() if provider is None else (provider,),
             admin_token=admin,
-            client_keys=values["client-keys"],
+            client_keys=options.client_keys,
             signing=signing,
             policy=policy,
-            modes=_modes(values, provider),
-            modes_are_fixed="mode" in flags,
+            modes=_modes(options, provider),
+            modes_are_fixed=flags.mode is not None,
             tokenizers=tokenizers,
-            prefill_timeout_s=values["prefill-timeout"],
-            decode_timeout_s=values["decode-timeout"],
-            request_timeout_s=values["request-timeout"],
-            client_timeout_s=values["client-timeout"],
-            retries=values["retries"],
-            continuation=values["continuation"],
-            probe_interval_s=values["probe"],
-            limits={role: RoleLimits(values[f"{role}-requests"], values[f"{role}-tokens"]) for role in Role},
-            queue=QueueLimits(values["queue"], values["queue-per-tenant"], values["queue-wait"]),
-            slow_start_s=values["slow-start"],
-            expose_route=values["expose-route"],
-            log_requests=values["log-requests"],
-            trace=values["trace"],
-            body=JSONLimits(max_bytes=values["max-body-bytes"]),
-            body_memory_bytes=values["max-body-memory"] or 32 * values["max-body-bytes"],
+            prefill_timeout_s=options.prefill_timeout,
+            decode_timeout_s=options.decode_timeout,
+            request_timeout_s=options.request_timeout,
+            client_timeout_s=options.client_timeout,
+            retries=options.retries,
+            continuation=options.continuation,
+            probe_interval_s=options.probe,
+            limits={
+                Role.PREFILL: RoleLimits(options.prefill_requests, options.prefill_tokens),
+                Role.DECODE: RoleLimits(options.decode_requests, options.decode_tokens),
+                Role.AGGREGATED: RoleLimits(options.aggregated_requests, options.aggregated_tokens),
+            },
+            queue=QueueLimits(options.queue, options.queue_per_tenant, options.queue_wait),
+            slow_start_s=options.slow_start,
+            expose_route=options.expose_route,
+            log_requests=options.log_requests,
+            trace=options.trace,
+            body=JSONLimits(max_bytes=options.max_body_bytes),
+            body_memory_bytes=options.max_body_memory or 32 * options.max_body_bytes,
         )
     except ValueError as error:
         raise ConfigError((str(error),)) from error
     files = descriptor_limit()
-    if (wanted := descriptors_for(values["max-connections"] or 1)) > files:
+    if (wanted := descriptors_for(options.max_connections or 1)) > files:
         notes.append(f"--max-connections needs {wanted} open files, and {files} are allowed: see ulimit -n")
     server = ServerSettings(
         connections=ConnectionLimits(
-            values["max-connections"] or connections_for(files),
-            values["max-connections-per-address"],
+            options.max_connections or connections_for(files),
+            options.max_connections_per_address,
             refusals_for(files),
         ),
-        drain_delay_s=values["drain-delay"],
-        grace_s=values["grace"],
+        drain_delay_s=options.drain_delay,
+        grace_s=options.grace,
         tls=tls,
-        direct=not values["plain-asgi"],
+        direct=not options.plain_asgi,
     )
-    secrets = dict.fromkeys((values["admin-token-file"], rules.credential_sources.key_file))
+    secrets = dict.fromkeys((options.admin_token_file, rules.credential_sources.key_file))
     notes += [
         f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and is_accessible_by_others(path)
     ]
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
-    return Configuration(settings, values["host"], values["port"], server, entries, (*static.notes, *notes))
+    return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
 
 
-def _modes(values: Mapping[str, Any], provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
+def _modes(options: ProxyOptions, provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
     """A flag goes before the file."""
-    if values["mode"] is not None:
-        return (values["mode"],)
+    if options.mode is not None:
+        return (options.mode,)
     return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
 
 
-def _flags(arguments: argparse.Namespace, problems: ConfigProblems) -> dict[str, object]:
-    """The flags that were given, checked."""
-    found: dict[str, object] = {}
-    for option in OPTIONS:
-        given = getattr(arguments, option.name.replace("-", "_"))
-        if given is None:
-            continue
-        try:
-            value = option.kind.parse_flag(given) if isinstance(given, str) else given
-            found[option.name] = option.kind.check(value, Path())
-        except ValueError as error:
-            problems.add(f"--{option.name}", str(error))
-    return found
+def _flags(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> ProxyOptions:
+    """The flags that were given; those that cannot be used are problems and left out."""
+    given = {option.name: option.parse_flag(getattr(arguments, option.attribute)) for option in OPTIONS}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return ProxyOptions.model_validate(given, context=rules)
+    except ValidationError as error:
+        for found in find_setting_errors(error):
+            name = str(found["loc"][0])
+            problems.add(f"--{name}", describe_setting_error(found))
+            given.pop(name, None)
+    return ProxyOptions.model_validate(given, context=rules)
 
 
 def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: ConfigProblems) -> SpecRules:
@@ -209,7 +208,9 @@ def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
     wanted: dict[str, frozenset[str]] = {}
     for pair in text.split(","):
         label, _, value = pair.strip().partition("=")
-        if not is_label(label) or not is_label_value(value):
+        try:
+            check_label(label, value)
+        except ValueError:
             problems.add(f"--{role}-labels", "must be label=value, several separated by commas")
             return {}
         wanted[label] = wanted.get(label, frozenset()) | {value}
@@ -262,12 +263,15 @@ def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: Confi
         except ValueError:
             problems.add("--bootstrap", "must be NAME=http://host:port, NAME that of a --prefill engine")
     if found:
-        check_bootstrap_allowed(Role.PREFILL, rules.connector, rules, "--bootstrap", problems)
+        try:
+            check_bootstrap_allowed(Role.PREFILL, rules.connector, rules)
+        except ValueError as error:
+            problems.add("--bootstrap", str(error))
     return found
 
 
-def _admin(values: Mapping[str, Any], problems: ConfigProblems) -> Secret | None:
-    path, variable = values["admin-token-file"], values["admin-token-env"]
+def _admin(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:
+    path, variable = options.admin_token_file, options.admin_token_env
     if path is not None and variable is not None:
         problems.add("--admin-token-env", "--admin-token-file is given too; name one of them")
         return None
@@ -280,8 +284,8 @@ def _admin(values: Mapping[str, Any], problems: ConfigProblems) -> Secret | None
         return None
 
 
-def _tls(values: Mapping[str, Any], problems: ConfigProblems) -> ssl.SSLContext | None:
-    certificate, key, authority = (values[f"tls-{name}"] for name in ("certificate", "key", "client-ca"))
+def _tls(options: ProxyOptions, problems: ConfigProblems) -> ssl.SSLContext | None:
+    certificate, key, authority = (options.tls_certificate, options.tls_key, options.tls_client_ca)
     if certificate is None and key is None and authority is None:
         return None
     if certificate is None or key is None:
@@ -294,8 +298,8 @@ def _tls(values: Mapping[str, Any], problems: ConfigProblems) -> ssl.SSLContext 
         return None
 
 
-def _signing(values: Mapping[str, Any], problems: ConfigProblems) -> SigningSettings | None:
-    path, audience = values["sign-with"], values["audience"]
+def _signing(options: ProxyOptions, problems: ConfigProblems) -> SigningSettings | None:
+    path, audience = options.sign_with, options.audience
     if path is None and audience is None:
         return None
     if path is None or audience is None:
@@ -311,18 +315,18 @@ def _signing(values: Mapping[str, Any], problems: ConfigProblems) -> SigningSett
     return signing
 
 
-def _tokenizers(values: Mapping[str, Any], problems: ConfigProblems) -> TokenizersByModel:
+def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersByModel:
     try:
-        return load_tokenizers(values["tokenizer"] or {})
+        return load_tokenizers(options.tokenizer or {})
     except TokenizerError as error:
         problems.add("--tokenizer", str(error))
         return {}
 
 
-def _policy(values: Mapping[str, Any], tokenizers: TokenizersByModel) -> tuple[str, list[str]]:
+def _policy(options: ProxyOptions, tokenizers: TokenizersByModel) -> tuple[str, list[str]]:
     """The policy that is named, or the one that is best where nobody has named one; and what is to be said of it."""
-    if values["policy"] is not None or not tokenizers:
-        return values["policy"] or "round_robin", []
+    if options.policy is not None or not tokenizers:
+        return options.policy or "round_robin", []
     if any(find_spec(name) is None for name in ("numpy", "msgspec")):
         return "round_robin", ["policy round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
     return "cache_aware", ["policy cache_aware, since prompts get token ids; --policy names another one"]

@@ -15,7 +15,7 @@ from kvparams.instances import Role
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.fleet_check import check_fleet
-from kvparams_proxy.config.options import OPTIONS, SWITCH, Option
+from kvparams_proxy.config.options import OPTIONS, Option
 from kvparams_proxy.config.settings import Settings, known_dialects
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.config_errors import ConfigError
@@ -146,7 +146,7 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
         if option.name in without:
-            parser.set_defaults(**{option.name.replace("-", "_"): None})
+            parser.set_defaults(**{option.attribute: None})
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
@@ -213,15 +213,16 @@ async def _check(command: str, asked: Configuration) -> int:
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
     """The flag of one setting. Not given is None: then the fleet file has its say."""
-    text = option.help if option.kind.known is None else f"{option.help}: {', '.join(option.kind.known())}"
-    if option.kind is SWITCH:
+    flag = option.flag
+    text = option.help if flag.known is None else f"{option.help}: {', '.join(flag.known())}"
+    if not flag.metavar:
         group.add_argument(f"--{option.name}", action="store_const", const=True, help=text)
         return
     if option.default is not None:
         unit = " s" if isinstance(option.default, float) else ""
         shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
         text = f"{text} (default: {shown}{unit})"
-    group.add_argument(f"--{option.name}", metavar=option.kind.metavar, help=text)
+    group.add_argument(f"--{option.name}", metavar=flag.metavar, help=text)
 
 
 COMMAND: Final = ProxyCommand()

@@ -6,39 +6,115 @@
     modes: [{use: prefill_then_decode}, ...]   # how requests are coordinated, and which of them how
     instances: [{id: p0, url: "http://10.0.0.1:8000", role: prefill}, ...]
 
-The one rule: nothing here reads or waits; text is parsed in steps, so that a running proxy may do it between requests.
+Reading blocks, see `kvparams_proxy.config.yaml_reader`: a running proxy does it in a thread.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Annotated, Any, ClassVar, Final, cast
+
+from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails
 
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams_proxy.config.mode_parsing import parse_modes
-from kvparams_proxy.config.spec_parsing import (
-    MAX_INSTANCES,
-    parse_defaults,
-    parse_selectors,
-    parse_spec,
-    report_unknown_names,
-)
+from kvparams.settings_model import SettingsModel, error_at, placed_errors
+from kvparams_proxy.config.mode_parsing import Modes
+from kvparams_proxy.config.options import ProxyOptions
+from kvparams_proxy.config.spec_fields import rules_of
+from kvparams_proxy.config.spec_parsing import DefaultsSection, InstanceEntry, RolesSection
 from kvparams_proxy.config.yaml_reader import read_yaml
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
 
-__all__ = ["CheckSettings", "FleetDocument", "parse_fleet_document"]
+__all__ = ["MAX_INSTANCES", "FleetDocument", "FleetFile", "parse_fleet_document"]
 
-_SECTIONS: Final = ("proxy", "roles", "defaults", "modes", "instances")
+MAX_INSTANCES: Final = 4096
+"""Of one source."""
+_MAX_ERRORS: Final = 1000
+"""With more of them, further instances are not looked at."""
 
-CheckSettings = Callable[[Mapping[str, object], str, ConfigProblems], Mapping[str, object]]
-"""Checks the members of `proxy`; the second argument is put before what is wrong."""
+
+def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec, ...]:
+    """Returns the instances; ids, and URLs within a role, must be unique."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list, each an object with id, url and role")
+    items = cast("list[object]", value)
+    if len(items) > MAX_INSTANCES:
+        raise ValueError(f"{len(items)} of them; at most {MAX_INSTANCES} are accepted")
+    rules = _rules_with(info.data, rules_of(info))
+    specs: list[InstanceSpec] = []
+    errors: list[InitErrorDetails] = []
+    seen: dict[object, int] = {}
+    for number, item in enumerate(items):
+        if len(errors) > _MAX_ERRORS:
+            break
+        id = cast("dict[str, object]", item).get("id") if isinstance(item, dict) else None
+        if isinstance(id, str) and (first := seen.setdefault(id, number)) != number:
+            errors.append(error_at((number, "id"), f"{id[:128]!r} is the id of instances[{first}] already"))
+        try:
+            spec = InstanceEntry.model_validate(item, context=rules).to_spec(rules)
+        except ValidationError as error:
+            errors += placed_errors(error, number)
+            continue
+        specs.append(spec)
+        if (first := seen.setdefault((spec.role, spec.url), number)) != number:
+            errors.append(error_at((number, "url"), f"instances[{first}] is the same {spec.role} engine already"))
+    if errors:
+        raise ValidationError.from_exception_data("instances", errors)
+    return tuple(specs)
+
+
+def _rules_with(sections: Mapping[str, Any], rules: SpecRules) -> SpecRules:
+    """Returns the rules with what `roles` and `defaults` say. Selectors that flags give take precedence."""
+    roles, defaults = sections.get("roles"), sections.get("defaults")
+    if isinstance(roles, RolesSection):
+        rules = replace(rules, selectors={**roles.selectors(), **rules.selectors})
+    return defaults.apply_to(rules) if isinstance(defaults, DefaultsSection) else rules
+
+
+class FleetFile(SettingsModel):
+    """The sections of the file. Each may be left out, or left empty."""
+
+    null_is_absent: ClassVar[bool] = True
+
+    proxy: Annotated[
+        ProxyOptions,
+        Field(description="options of the groups below, by their names without dashes; read at the start only"),
+    ] = ProxyOptions()
+    roles: Annotated[
+        RolesSection,
+        Field(description="for each role, the labels by which an instance without `role` finds it"),
+    ] = RolesSection()
+    defaults: Annotated[
+        DefaultsSection, Field(description="members that hold for every instance that does not set them")
+    ] = DefaultsSection()
+    modes: Annotated[
+        Modes | None,
+        Field(
+            description="a list of `{use, when, priority, options}`: how requests are coordinated; "
+            "see [modes](modes.md)"
+        ),
+    ] = None
+    instances: Annotated[
+        tuple[InstanceSpec, ...],
+        PlainValidator(_check_instances),
+        Field(description="a list of engines; see the next table"),
+    ] = ()
+
+    @field_validator("modes")
+    @classmethod
+    def _check_one_mode(cls, modes: object, info: ValidationInfo) -> object:
+        proxy = info.data.get("proxy")
+        if proxy is not None and proxy.mode is not None:
+            raise ValueError("proxy.mode is given too; name one of them")
+        return modes
 
 
 @dataclass(frozen=True, slots=True)
 class FleetDocument:
     """What the file says."""
 
-    settings: Mapping[str, object]
+    settings: ProxyOptions
     rules: SpecRules
     """By which its entries were read, and others will be."""
     entries: tuple[InstanceSpec, ...]
@@ -46,77 +122,23 @@ class FleetDocument:
     """Empty where it says nothing of them."""
 
 
-def parse_fleet_document(
-    text: str, rules: SpecRules, check_settings: CheckSettings
-) -> Generator[None, None, FleetDocument]:
-    """Read the text of a fleet file, yielding now and then; what it says is what the generator returns.
+def parse_fleet_document(text: str, rules: SpecRules) -> FleetDocument:
+    """Reads the text of a fleet file.
 
     Args:
         text: all of it.
         rules: what was said outside of it; selectors there go before those in the file.
-        check_settings: see the type.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with everything that is wrong, each with its line.
     """
-    raw = yield from read_yaml(text)
+    value, lines = read_yaml(text)
     problems = ConfigProblems()
-    document: Mapping[str, object] = {}
-    if isinstance(raw, dict):
-        document = cast("dict[str, object]", raw)
-    else:
-        problems.add("", f"the file must be an object with {', '.join(_SECTIONS)}")
-    report_unknown_names(document, _SECTIONS, "", problems)
-    settings: Mapping[str, object] = {}
-    if (given := _section(document, "proxy", problems)) is not None:
-        settings = check_settings(given, "proxy", problems)
-    if (given := _section(document, "roles", problems)) is not None:
-        rules = replace(rules, selectors={**parse_selectors(given, "roles", problems), **rules.selectors})
-    if (given := _section(document, "defaults", problems)) is not None:
-        rules = parse_defaults(given, "defaults", rules, problems)
-    modes: tuple[ManagerMode, ...] = ()
-    if (given := document.get("modes")) is not None:
-        modes = parse_modes(given, "modes", problems)
-        if "mode" in settings:
-            problems.add("modes", "proxy.mode is given too; name one of them")
-    entries = yield from _entries(document.get("instances"), rules, problems)
-    problems.raise_if_any()
-    return FleetDocument(settings, rules, entries, modes)
-
-
-def _section(document: Mapping[str, object], name: str, problems: ConfigProblems) -> Mapping[str, object] | None:
-    """An object that may be left out, or left empty."""
-    given = document.get(name)
-    if given is None or isinstance(given, dict):
-        return cast("dict[str, object] | None", given)
-    problems.add(name, "must be an object")
-    return None
-
-
-def _entries(
-    document: object, rules: SpecRules, problems: ConfigProblems
-) -> Generator[None, None, tuple[InstanceSpec, ...]]:
-    """The instances; ids, and URLs within a role, must be unique."""
-    if document is None:
-        return ()
-    if not isinstance(document, list):
-        problems.add("instances", "must be a list, each an object with id, url and role")
-        return ()
-    items = cast("list[object]", document)
-    if len(items) > MAX_INSTANCES:
-        problems.add("instances", f"{len(items)} of them; at most {MAX_INSTANCES} are accepted")
-        return ()
-    entries: list[InstanceSpec] = []
-    seen: dict[object, int] = {}
-    for number, item in enumerate(items):
-        yield
-        where = f"instances[{number}]"
-        entry = parse_spec(item, where, rules, problems)
-        if entry is None:
-            continue
-        entries.append(entry)
-        if (first := seen.setdefault(entry.id, number)) != number:
-            problems.add(f"{where}.id", f"{entry.id!r} is the id of instances[{first}] already")
-        if (first := seen.setdefault((entry.role, entry.url), number)) != number:
-            problems.add(f"{where}.url", f"instances[{first}] is the same {entry.role} engine already")
-    return tuple(entries)
+    try:
+        file = FleetFile.model_validate(value, context=rules)
+    except ValidationError as error:
+        problems.add_errors(error, lines=lines)
+        problems.raise_if_any()
+        raise  # never: there was a problem
+    sections = {"roles": file.roles, "defaults": file.defaults}
+    return FleetDocument(file.proxy, _rules_with(sections, rules), file.instances, file.modes or ())

@@ -7,13 +7,11 @@ and certificates that it names are watched with it. The one rule: a version that
 
 import asyncio
 import logging
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from typing import Final, NamedTuple, NoReturn
 
-from kvparams_proxy.config.fleet_document import CheckSettings, FleetDocument, parse_fleet_document
+from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, EngineCredentials, load_credentials
@@ -23,12 +21,8 @@ from kvparams_proxy.fleet.registry.registry import Registry
 
 __all__ = ["FleetFileProvider"]
 
-T = TypeVar("T")
-
-_SLICE_S: Final = 0.0005
-"""Of work, before requests have their turn again."""
 _PORTION: Final = 4
-"""Instances that change at a time, for the same reason: in a large fleet each costs a look at all."""
+"""Instances that change at a time, before requests have their turn again: each costs a look at the whole fleet."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,13 +38,12 @@ class _FileState(NamedTuple):
 class FleetFileProvider:
     """A `kvparams_proxy.fleet.registry.providers.Provider`."""
 
-    def __init__(self, path: Path, rules: SpecRules, check_settings: CheckSettings, every_s: float = 1.0) -> None:
+    def __init__(self, path: Path, rules: SpecRules, every_s: float = 1.0) -> None:
         """Read the file a first time. Blocks.
 
         Args:
             path: where it is.
             rules: what was said outside of it. Relative paths in it begin where it is.
-            check_settings: for its member `proxy`.
             every_s: how often it is looked at.
 
         Raises:
@@ -59,17 +52,14 @@ class FleetFileProvider:
         self.source: Final = "file"
         self._path = path
         self._rules = replace(rules, folder=path.parent)
-        self._check_settings = check_settings
         self._every_s = every_s
         self._files: tuple[Path, ...] = ()
         """What the file names; watched with it."""
-        state = _see(path)
-        checked = _at_once(self._check(self._text()))
-        self._read: tuple[_FileState | None, ...] = (state, *map(_see, self._files))
+        self._read = self._look()
         """The states of the files that were read last; looked at before they were read, so that no change is missed."""
         self._seen = self._read
         """What the last look has found."""
-        self.document: FleetDocument = self._load(checked)
+        self.document: FleetDocument = self._read_version()
         """The version that is in force."""
 
     def publish_initial(self, registry: Registry) -> None:
@@ -91,9 +81,7 @@ class FleetFileProvider:
             return
         self._read = now
         try:
-            checked = await _in_slices(self._check(await asyncio.to_thread(self._text)))
-            self._read = self._seen = (now[0], *(await asyncio.to_thread(self._look))[1:])
-            document = await asyncio.to_thread(self._load, checked)
+            document = await asyncio.to_thread(self._read_version)
         except ConfigError as error:
             registry.report_invalid(self.source, error.problems)
             return
@@ -124,15 +112,15 @@ class FleetFileProvider:
         except UnicodeDecodeError:
             raise ConfigError((f"{self._path} is not text in UTF-8",)) from None
 
-    def _check(self, text: str) -> Generator[None, None, FleetDocument]:
-        """What the text says; from then on what it names is watched."""
-        document = yield from parse_fleet_document(text, self._rules, self._check_settings)
+    def _read_version(self) -> FleetDocument:
+        """Reads the file, and the keys and certificates that it names; from then on these are watched. Blocks."""
+        document = parse_fleet_document(self._text(), self._rules)
         places = {document.rules.credential_sources, *(entry.credential_sources for entry in document.entries)}
         self._files = tuple(sorted({path for place in places for path in place.files}))
-        return document
+        self._read = self._seen = (self._read[0], *map(_see, self._files))
+        return self._with_credentials(document)
 
-    def _load(self, document: FleetDocument) -> FleetDocument:
-        """With the keys and certificates that it names. Blocks."""
+    def _with_credentials(self, document: FleetDocument) -> FleetDocument:
         problems = ConfigProblems()
         loaded: dict[CredentialSources, EngineCredentials] = {}
         named: list[tuple[str, CredentialSources]] = [("defaults", document.rules.credential_sources)]
@@ -156,22 +144,3 @@ def _see(path: Path) -> _FileState | None:
     except OSError:
         return None
     return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def _at_once(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
-
-
-async def _in_slices(work: Generator[None, None, T]) -> T:
-    while True:
-        until = perf_counter() + _SLICE_S
-        while perf_counter() < until:
-            try:
-                next(work)
-            except StopIteration as end:
-                return end.value
-        await asyncio.sleep(0)

@@ -1,53 +1,126 @@
-"""Reads modes: those of the fleet file (`modes`), of the admin API and of `--mode`.
+"""Models of modes: those of the fleet file (`modes`), of the admin API and of `--mode`.
 
     modes:
       - {use: aggregated, when: {max_tokens: 256}, priority: 1}
       - {use: prefill_then_decode}
 
-The one rule: as for entries, all or nothing, and everything wrong is said at once.
+As for entries, all of them can be used or none, and everything wrong is said at once.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Annotated, Any, Final, cast
+
+from pydantic import (
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from kvparams.errors import PluginError
 from kvparams.routing.managers import factory
 from kvparams.routing.managers.mode_selector import ActiveManager, ManagerMode, ModeCondition, ModeSelector
+from kvparams.settings_model import Allowed, SettingsModel, must_be_one_of
+from kvparams_proxy.config.spec_fields import Choices, Switch
 from kvparams_proxy.config_errors import ConfigProblems
 
-__all__ = ["MAX_MODES", "mode_document", "parse_mode_flag", "parse_modes"]
+__all__ = ["ModeEntry", "Modes", "mode_document", "parse_mode_flag", "parse_modes"]
 
-MAX_MODES: Final = 64
-_MEMBERS: Final = ("use", "when", "priority", "options")
+_MAX_MODES: Final = 64
 _WORDS: Final = ("model", "endpoint", "tenant", "session")
-_CONDITIONS: Final = ("model", "min_tokens", "max_tokens", "stream", "endpoint", "tenant", "session")
-_MOST: Final = 1 << 53
+_MOST: Final = (1 << 53) - 1
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
+
+_Count = Annotated[int, Field(ge=0, le=_MOST), Allowed("a whole number, at least 0")]
+_Priority = Annotated[int, Field(ge=-_MOST, le=_MOST), Allowed("a whole number")]
+
+
+def _check_name(value: object) -> str:
+    """Returns the name of a manager that can be loaded."""
+    try:
+        factory.create_manager(value if isinstance(value, str) else "")
+    except PluginError as error:
+        must_be_one_of(value, factory.manager_names())
+        raise ValueError(str(error)) from error
+    return cast("str", value)
+
+
+_ManagerName = Annotated[str, PlainValidator(_check_name)]
+
+
+class ConditionEntry(SettingsModel):
+    """For which requests a mode is meant."""
+
+    model: Choices = ()
+    min_tokens: _Count = 0
+    max_tokens: _Count | None = None
+    stream: Switch | None = None
+    endpoint: Choices = ()
+    tenant: Choices = ()
+    session: Choices = ()
+
+    def to_condition(self) -> ModeCondition:
+        """Returns the condition."""
+        words = {name: frozenset[str](getattr(self, name)) for name in _WORDS}
+        return ModeCondition(**words, stream=self.stream, min_tokens=self.min_tokens, max_tokens=self.max_tokens)
+
+
+class ModeEntry(SettingsModel):
+    """A way to coordinate requests."""
+
+    use: _ManagerName
+    when: ConditionEntry = ConditionEntry()
+    priority: _Priority = 0
+    options: Annotated[dict[str, Any], Allowed("an object"), Field(validate_default=True)] = Field(
+        default_factory=dict[str, Any]
+    )
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, object], info: ValidationInfo) -> dict[str, object]:
+        if "use" in info.data:
+            factory.create_manager(info.data["use"], None, options)  # which checks them
+        return options
+
+    def to_mode(self) -> ManagerMode:
+        """Returns the mode."""
+        return ManagerMode(self.use, self.when.to_condition(), self.priority, self.options)
+
+
+_entries: Final = TypeAdapter[list[ModeEntry]](
+    Annotated[
+        list[ModeEntry],
+        Field(min_length=1, max_length=_MAX_MODES),
+        Allowed(f"a list of 1 to {_MAX_MODES}, each an object with {', '.join(ModeEntry.setting_names())}"),
+    ]
+)
+
+
+def _check_modes(value: object) -> tuple[ManagerMode, ...]:
+    """Returns the modes. One of them must be for every request, and each must be taken for some."""
+    modes = tuple(entry.to_mode() for entry in _entries.validate_python(value))
+    ModeSelector([ActiveManager(mode, factory.create_manager(mode.use, None, mode.options)) for mode in modes])
+    return modes
+
+
+Modes = Annotated[tuple[ManagerMode, ...], PlainValidator(_check_modes)]
+"""A list of modes."""
+_modes: Final = TypeAdapter[tuple[ManagerMode, ...]](Modes)
 
 
 def parse_modes(document: object, where: str, problems: ConfigProblems) -> tuple[ManagerMode, ...]:
-    """Check a list of modes. Empty if it cannot be used: that never is."""
-    if not isinstance(document, list) or not 0 < len(cast("list[object]", document)) <= MAX_MODES:
-        problems.add(where, f"must be a list of 1 to {MAX_MODES}, each an object with {', '.join(_MEMBERS)}")
-        return ()
-    items = cast("list[object]", document)
-    found: list[ActiveManager] = []
-    for number, item in enumerate(items):
-        mode = _mode(item, f"{where}[{number}]", problems)
-        if mode is not None:
-            found += _made(mode, f"{where}[{number}]", problems)
-    if len(found) != len(items):
-        return ()
+    """Returns a list of modes; an empty one if it cannot be used, which is added to `problems`."""
     try:
-        ModeSelector(found)
-    except ValueError as error:
-        problems.add(where, str(error))
-    return tuple(each.mode for each in found)
+        return _modes.validate_python(document)
+    except ValidationError as error:
+        problems.add_errors(error, where)
+        return ()
 
 
 def parse_mode_flag(text: str) -> ManagerMode:
-    """The mode of `NAME` or `NAME,OPTION=VALUE,...`, for every request.
+    """Returns the mode of `NAME` or `NAME,OPTION=VALUE,...`, for every request.
 
     Raises:
         ValueError: there is no such manager, or no such option of it; the message says what there is.
@@ -60,18 +133,12 @@ def parse_mode_flag(text: str) -> ManagerMode:
             raise ValueError(f"{pair[:64]!r} must be OPTION=VALUE")
         known = {"true": True, "false": False}
         options[option] = known[value] if value in known else int(value) if _WHOLE.fullmatch(value) else value
-    mode = ManagerMode(name, options=options)
-    problems = ConfigProblems()
-    _made(mode, "", problems)
-    try:
-        problems.raise_if_any()
-    except ValueError as error:
-        raise ValueError(str(error)) from None
-    return mode
+    factory.create_manager(_check_name(name), None, options)  # which checks them
+    return ManagerMode(name, options=options)
 
 
 def mode_document(mode: ManagerMode) -> dict[str, object]:
-    """As it would be written."""
+    """Returns a mode as it would be written."""
     when = mode.when
     said: dict[str, object] = {name: sorted(getattr(when, name)) for name in _WORDS if getattr(when, name)}
     if when.stream is not None:
@@ -81,72 +148,3 @@ def mode_document(mode: ManagerMode) -> dict[str, object]:
     if when.max_tokens is not None:
         said["max_tokens"] = when.max_tokens
     return {"use": mode.use, "when": said, "priority": mode.priority, "options": dict(mode.options)}
-
-
-def _mode(document: object, where: str, problems: ConfigProblems) -> ManagerMode | None:
-    if not isinstance(document, dict):
-        problems.add(where, f"must be an object with {', '.join(_MEMBERS)}")
-        return None
-    given = cast("dict[str, object]", document)
-    _refuse_unknown(given, _MEMBERS, where, problems)
-    use, priority, options = given.get("use"), given.get("priority", 0), given.get("options", {})
-    if not isinstance(use, str):
-        problems.add(f"{where}.use", f"must be one of {', '.join(factory.manager_names())}")
-    if not isinstance(priority, int) or isinstance(priority, bool) or not -_MOST < priority < _MOST:
-        problems.add(f"{where}.priority", "must be a whole number")
-    if not isinstance(options, dict):
-        problems.add(f"{where}.options", "must be an object")
-    when = _when(given.get("when", {}), f"{where}.when", problems)
-    if not isinstance(use, str) or not isinstance(priority, int) or not isinstance(options, dict) or when is None:
-        return None
-    return ManagerMode(use, when, priority, cast("dict[str, object]", options))
-
-
-def _when(document: object, where: str, problems: ConfigProblems) -> ModeCondition | None:
-    if not isinstance(document, dict):
-        problems.add(where, f"must be an object with one or more of {', '.join(_CONDITIONS)}")
-        return None
-    given = cast("dict[str, object]", document)
-    _refuse_unknown(given, _CONDITIONS, where, problems)
-    words: dict[str, frozenset[str]] = {}
-    for name in _WORDS:
-        if name in given:
-            value = given[name]
-            values = cast("list[object]", value) if isinstance(value, list) else [value]
-            if not values or not all(isinstance(one, str) and one for one in values):
-                problems.add(f"{where}.{name}", "must be text, or a list of texts")
-            words[name] = frozenset(one for one in values if isinstance(one, str))
-    numbers: dict[str, int | None] = {"min_tokens": 0, "max_tokens": None}
-    for name in numbers:
-        if name in given:
-            value = given[name]
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
-                problems.add(f"{where}.{name}", "must be a whole number, at least 0")
-            else:
-                numbers[name] = value
-    stream = given.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        problems.add(f"{where}.stream", "must be true or false")
-        stream = None
-    return ModeCondition(
-        **words, stream=stream, min_tokens=numbers["min_tokens"] or 0, max_tokens=numbers["max_tokens"]
-    )
-
-
-def _made(mode: ManagerMode, where: str, problems: ConfigProblems) -> Sequence[ActiveManager]:
-    """With a manager as it would be used, which is how its options are checked."""
-    try:
-        return (ActiveManager(mode, factory.create_manager(mode.use, None, mode.options)),)
-    except PluginError as error:
-        known = factory.manager_names()
-        said = f"must be one of {', '.join(known)}" if mode.use not in known else str(error)
-        problems.add(f"{where}.use" if where else "", said)
-    except ValueError as error:
-        problems.add(f"{where}.options" if where else "", f"{error}")
-    return ()
-
-
-def _refuse_unknown(given: Mapping[str, object], known: Sequence[str], where: str, problems: ConfigProblems) -> None:
-    for name in given:
-        if name not in known:
-            problems.add(f"{where}.{name[:64]}", f"is not known here; known: {', '.join(known)}")

@@ -1,59 +1,62 @@
-"""The members of an entry, one check for each: what may stand there, in words where it may not.
+"""The types of an entry's members: what may stand there, in words where it may not.
 
-The one rule: a check returns the value in its type or raises `ValueError` with a sentence that says what it must be. A
-value that might hold a secret is not repeated.
+The words never repeat a value that might hold a secret. What depends on `SpecRules` gets them as the context of the
+validation.
 """
 
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, cast
+from typing import Annotated, Final, cast
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
 from kvparams.instances import Role
 from kvparams.routing.handoff_verifier import parse_declared_address
+from kvparams.settings_model import Allowed, SettingsModel, check_setting, must_be_one_of
 from kvparams_proxy.fleet.registry.instance_spec import SpecRules
-from kvparams_proxy.tls import EngineTLSSettings, TLSError
+from kvparams_proxy.tls import EngineTLSSettings
 
 __all__ = [
-    "CREDENTIAL_FIELDS",
-    "DEFAULTS_FIELDS",
-    "REMOTE_SPEC_FIELDS",
-    "SPEC_FIELDS",
-    "FieldCheck",
+    "Addresses",
+    "Choices",
+    "Connector",
+    "EngineRole",
+    "EngineTLS",
+    "EngineURL",
+    "EventStream",
+    "FilePath",
+    "InstanceId",
+    "Labels",
+    "Selector",
+    "ShortText",
+    "StoreName",
+    "Switch",
+    "VariableName",
     "check_addresses",
     "check_connector",
     "check_id",
+    "check_label",
     "check_url",
-    "is_label",
-    "is_label_value",
+    "rules_of",
 ]
 
 _MAX_LABELS: Final = 64
 _MAX_ADDRESSES: Final = 64
-_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
-_LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,252}")
-_ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_MAX_CHOICES: Final = 256
+_ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,127}$"
 _STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):(\d{1,5})")
 _SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
-FieldCheck = Callable[[object, SpecRules], object]
 
-
-def check_id(value: object) -> str:
-    """An instance's name: it stands in documents, headers and paths.
-
-    Raises:
-        ValueError: with the reason in words.
-    """
-    if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise ValueError("must be 1 to 128 letters, digits and ._~-, the first a letter or digit")
-    return value
+def rules_of(info: ValidationInfo) -> SpecRules:
+    """Returns the rules by which an entry is read."""
+    return cast("SpecRules", info.context)
 
 
 def check_url(value: object) -> str:
-    """An engine's address, without the slash at its end.
+    """Returns an engine's address, without the slash at its end.
 
     Raises:
         ValueError: with the reason in words; the value is not in it, it may hold a password.
@@ -73,148 +76,180 @@ def check_url(value: object) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def is_label(name: str) -> bool:
-    """Whether a label may be called this."""
-    return _LABEL.fullmatch(name) is not None
-
-
-def is_label_value(value: object) -> bool:
-    """Whether a label may have this value."""
-    return isinstance(value, str) and 0 < len(value) <= 253 and value.isprintable()
-
-
-def _check_role(value: object, rules: SpecRules) -> Role:
+def _check_role(value: object) -> Role:
     try:
-        return Role(cast("str", value))
-    except ValueError:
+        return Role(must_be_one_of(value, Role))
+    except ValueError as error:
         both = "; an engine that does both for one request is aggregated, one that does either two instances of one URL"
-        raise ValueError(f"must be {' or '.join(Role)}{both if value == 'both' else ''}") from None
+        raise ValueError(f"{error}{both if value == 'both' else ''}") from None
 
 
 def check_connector(value: object, rules: SpecRules) -> str:
-    """The name of a dialect that is spoken here.
+    """Returns the name of a dialect that is spoken here.
 
     Raises:
         ValueError: it is none; the message says why, where it is one all the same.
     """
-    if isinstance(value, str) and value in rules.connectors:
-        return value
-    known = f"must be one of {', '.join(sorted(rules.connectors))}"
-    why = rules.unusable_connectors.get(value) if isinstance(value, str) else None
-    raise ValueError(known if why is None else f"{known}; {value} cannot be used: {why}")
+    try:
+        return must_be_one_of(value, sorted(rules.connectors))
+    except ValueError as error:
+        why = rules.unusable_connectors.get(value) if isinstance(value, str) else None
+        if why is None:
+            raise
+        raise ValueError(f"{error}; {value} cannot be used: {why}") from None
 
 
-def _check_labels(value: object, rules: SpecRules) -> dict[str, str]:
-    if not isinstance(value, dict) or len(cast("dict[str, object]", value)) > _MAX_LABELS:
-        raise ValueError(f"must be an object of at most {_MAX_LABELS} labels")
-    labels = cast("dict[str, object]", value)
-    for name, text in labels.items():
-        if not is_label(name):
-            raise ValueError(f"{name[:64]!r} is no label: letters, digits and ._/-, the first a letter or digit")
-        if not is_label_value(text):
-            raise ValueError(f"the value of {name!r} must be text of 1 to 253 characters; put quotes around it")
-    return cast("dict[str, str]", labels)
-
-
-def check_addresses(value: object) -> tuple[str, ...]:
-    """Where an engine may say that it is.
-
-    Raises:
-        ValueError: with the reason in words.
-    """
-    wanted = f"must be a list of at most {_MAX_ADDRESSES}, each a host, host:port or a network such as 10.1.0.0/16"
-    if not isinstance(value, list) or len(cast("list[object]", value)) > _MAX_ADDRESSES:
-        raise ValueError(wanted)
-    for text in cast("list[object]", value):
-        try:
-            parse_declared_address(text if isinstance(text, str) else "")
-        except ValueError:
-            raise ValueError(wanted) from None
-    return tuple(cast("list[str]", value))
-
-
-def _check_stream(value: object, rules: SpecRules) -> str:
-    """Where ZMQ messages come from."""
+def _check_stream(value: object, info: ValidationInfo) -> str:
+    """Returns where ZMQ messages come from."""
     text = value if isinstance(value, str) else ""
     at = _STREAM.fullmatch(text)
     if at is not None and 0 < int(at[1]) < 65536:
         return text
-    if _SOCKET_FILE.fullmatch(text) and rules.may_name_credentials:
+    if _SOCKET_FILE.fullmatch(text) and rules_of(info).may_name_credentials:
         return text
     raise ValueError("must be tcp://host:port, where the engine's publisher is reached from here")
 
 
-def _check_store(value: object, rules: SpecRules) -> str | None:
-    if value is False:
-        return None
-    if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise ValueError("must be a name, the same for all that share the store, or false: there is none")
-    return value
-
-
-def _check_drain(value: object, rules: SpecRules) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
-def _check_compatibility(value: object, rules: SpecRules) -> str:
-    if not is_label_value(value):
-        raise ValueError("must be text of 1 to 253 characters; engines with equal ones understand each other's KV")
-    return cast("str", value)
-
-
-def _check_path(value: object, rules: SpecRules) -> Path:
+def _check_path(value: object, info: ValidationInfo) -> Path:
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or "\0" in value:
         raise ValueError("must be the path of a file")
-    return rules.folder / value
+    return rules_of(info).folder / value
 
 
-def _check_env(value: object, rules: SpecRules) -> str:
-    if not isinstance(value, str) or not _ENV.fullmatch(value):
-        raise ValueError("must be the name of an environment variable")
-    return value
+def _check_address(text: str) -> str:
+    parse_declared_address(text)
+    return text
 
 
-def _check_tls(value: object, rules: SpecRules) -> EngineTLSSettings:
-    known = ("ca", "certificate", "key", "server_name")
-    if not isinstance(value, dict) or not value or any(name not in known for name in cast("dict[str, object]", value)):
-        raise ValueError(f"must be an object with one or more of {', '.join(known)}")
-    given = cast("dict[str, object]", value)
-    name = given.get("server_name")
-    if name is not None and not isinstance(name, str):
-        raise ValueError("server_name must be text")
-    files = {key: _check_path(path, rules) for key, path in given.items() if key != "server_name"}
-    try:
-        return EngineTLSSettings(**files, server_name=name)
-    except TLSError as error:
-        raise ValueError(str(error)) from error
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it has characters that cannot be shown")
+    return text
 
 
-CREDENTIAL_FIELDS: Final[Mapping[str, FieldCheck]] = {"key_file": _check_path, "key_env": _check_env, "tls": _check_tls}
-"""Where an instance's key and certificates are."""
-DEFAULTS_FIELDS: Final[Mapping[str, FieldCheck]] = {
-    "connector": check_connector,
-    "labels": _check_labels,
-    "addresses": lambda value, rules: check_addresses(value),
-    **CREDENTIAL_FIELDS,
-}
-"""What may hold for all instances of a file."""
-REMOTE_SPEC_FIELDS: Final[Mapping[str, FieldCheck]] = {
-    "id": lambda value, rules: check_id(value),
-    "url": lambda value, rules: check_url(value),
-    "role": _check_role,
-    "connector": check_connector,
-    "bootstrap": lambda value, rules: check_url(value),
-    "addresses": lambda value, rules: check_addresses(value),
-    "kv_events": _check_stream,
-    "kv_events_replay": _check_stream,
-    "store": _check_store,
-    "group": lambda value, rules: check_id(value),
-    "compatibility": _check_compatibility,
-    "labels": _check_labels,
-    "drain": _check_drain,
-}
-"""An entry that came over the network."""
-SPEC_FIELDS: Final[Mapping[str, FieldCheck]] = {**REMOTE_SPEC_FIELDS, **CREDENTIAL_FIELDS}
-"""An entry of the file."""
+def _at_most(most: int) -> BeforeValidator:
+    """Refuses too many entries before one of them is looked at. A list becomes a tuple."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, list | dict):
+            return value
+        entries = cast("list[object] | dict[str, object]", value)
+        if len(entries) > most:
+            raise ValueError(f"has more than {most} entries")
+        return entries if isinstance(entries, dict) else tuple(entries)
+
+    return BeforeValidator(check)
+
+
+def _one_or_more(value: object) -> object:
+    """Returns several values as they are, and one as the only one of several."""
+    return cast("object", value) if isinstance(value, tuple) else (value,)
+
+
+InstanceId = Annotated[
+    str, Field(pattern=_ID), Allowed("1 to 128 letters, digits and ._~-, the first a letter or digit")
+]
+"""A name that stands in documents, headers and paths."""
+EngineURL = Annotated[str, PlainValidator(check_url)]
+EngineRole = Annotated[Role, PlainValidator(_check_role)]
+Connector = Annotated[str, PlainValidator(lambda value, info: check_connector(value, rules_of(info)))]
+LabelName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,252}$"),
+    Allowed("a label: letters, digits and ._/-, the first a letter or digit"),
+]
+_TEXT: Final = "text of 1 to 253 characters"
+ShortText = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_printable), Allowed(_TEXT)]
+_LabelText = Annotated[ShortText, Allowed(f"{_TEXT}; put quotes around it")]
+Labels = Annotated[
+    dict[LabelName, _LabelText], _at_most(_MAX_LABELS), Allowed(f"an object of at most {_MAX_LABELS} labels")
+]
+Choices = Annotated[
+    tuple[ShortText, ...],
+    BeforeValidator(_one_or_more),
+    _at_most(_MAX_CHOICES),
+    Field(min_length=1),
+    Allowed(f"text, or a list of up to {_MAX_CHOICES} texts"),
+]
+"""Values of which one must hold."""
+Selector = Annotated[
+    dict[LabelName, Choices],
+    _at_most(_MAX_LABELS),
+    Field(min_length=1),
+    Allowed("an object with one label or more, such as {model: llama-prefill}"),
+]
+Addresses = Annotated[
+    tuple[
+        Annotated[str, AfterValidator(_check_address), Allowed("a host, host:port or a network such as 10.1.0.0/16")],
+        ...,
+    ],
+    _at_most(_MAX_ADDRESSES),
+    Allowed(f"a list of at most {_MAX_ADDRESSES}, each a host, host:port or a network such as 10.1.0.0/16"),
+]
+EventStream = Annotated[str, PlainValidator(_check_stream)]
+Switch = Annotated[bool, Allowed("true or false")]
+FilePath = Annotated[Path, PlainValidator(_check_path)]
+VariableName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"), Allowed("the name of an environment variable")
+]
+
+
+def _check_store(value: object) -> str | None:
+    if value is False:
+        return None
+    if isinstance(value, str) and re.fullmatch(_ID, value):
+        return value
+    raise ValueError("must be a name, the same for all that share the store, or false: there is none")
+
+
+StoreName = Annotated[str | None, PlainValidator(_check_store)]
+
+
+class _EngineTLSFiles(SettingsModel):
+    ca: FilePath | None = None
+    certificate: FilePath | None = None
+    key: FilePath | None = None
+    server_name: ShortText | None = None
+
+
+def _check_tls(value: object, info: ValidationInfo) -> EngineTLSSettings:
+    files = _EngineTLSFiles.model_validate(value, context=info.context)
+    if not files.model_fields_set:
+        raise ValueError(f"must be an object with one or more of {', '.join(files.setting_names())}")
+    return EngineTLSSettings(files.ca, files.certificate, files.key, files.server_name)
+
+
+EngineTLS = Annotated[EngineTLSSettings, PlainValidator(_check_tls)]
+
+_id: Final = TypeAdapter[str](InstanceId)
+_addresses: Final = TypeAdapter[tuple[str, ...]](Addresses)
+_label: Final = TypeAdapter[str](LabelName)
+_short_text: Final = TypeAdapter[str](ShortText)
+
+
+def check_id(value: object) -> str:
+    """Returns an instance's name.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    return check_setting(_id, value)
+
+
+def check_addresses(value: object) -> tuple[str, ...]:
+    """Returns where an engine may say that it is.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    return check_setting(_addresses, value)
+
+
+def check_label(name: str, value: str) -> None:
+    """Checks one label.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    check_setting(_label, name)
+    check_setting(_short_text, value)

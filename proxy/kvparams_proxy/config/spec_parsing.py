@@ -1,21 +1,32 @@
-"""Reads entries: those of the file, of the admin API and of further providers.
+"""Models of what names instances: entries of the fleet file, of the admin API and of further providers.
 
-The one rule: an entry that is not understood completely is refused, and everything wrong with it is said at once.
+An entry that is not understood completely is refused, and everything wrong with it is said at once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Annotated, Any, ClassVar, Final, cast
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from kvparams.instances import Role
+from kvparams.settings_model import SettingsModel
 from kvparams_proxy.config.spec_fields import (
-    CREDENTIAL_FIELDS,
-    DEFAULTS_FIELDS,
-    REMOTE_SPEC_FIELDS,
-    SPEC_FIELDS,
-    FieldCheck,
-    is_label,
-    is_label_value,
+    Addresses,
+    Connector,
+    EngineRole,
+    EngineTLS,
+    EngineURL,
+    EventStream,
+    FilePath,
+    InstanceId,
+    Labels,
+    Selector,
+    ShortText,
+    StoreName,
+    Switch,
+    VariableName,
+    rules_of,
 )
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import NO_CREDENTIALS, CredentialSources
@@ -23,167 +34,232 @@ from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT, I
 from kvparams_proxy.tls import EngineTLSSettings
 
 __all__ = [
-    "MAX_INSTANCES",
+    "DefaultsSection",
+    "InstanceEntry",
+    "RemoteInstanceEntry",
+    "RolesSection",
     "check_bootstrap_allowed",
     "default_store",
-    "parse_defaults",
-    "parse_selectors",
     "parse_spec",
-    "report_unknown_names",
 ]
 
-MAX_INSTANCES: Final = 4096
-"""Of one source."""
+_NOT_REMOTE: Final = "is not taken over the network; put it into `defaults` of the fleet file"
+
+
+class CredentialMembers(SettingsModel):
+    """Where the key and the certificates for an engine are."""
+
+    key_file: Annotated[FilePath | None, Field(description="file with the engine's API key")] = None
+    key_env: Annotated[
+        VariableName | None, Field(description="environment variable with the engine's API key; excludes `key_file`")
+    ] = None
+    tls: Annotated[
+        EngineTLS | None,
+        Field(description="trust and certificates for an `https` engine; see [security](security.md)"),
+    ] = None
+
+    @field_validator("key_env")
+    @classmethod
+    def _check_one_key(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("key_file") is not None:
+            raise ValueError("key_file is given too; name one of them")
+        return name
+
+    @field_validator("tls")
+    @classmethod
+    def _check_scheme(cls, tls: EngineTLSSettings | None, info: ValidationInfo) -> EngineTLSSettings | None:
+        if str(info.data.get("url", "")).startswith("http:"):
+            raise ValueError("is given, but url is http://; say https:// or take it out")
+        return tls
+
+    def credential_sources(self, rules: SpecRules) -> CredentialSources:
+        """Returns what is named here, and what the rules name where this is silent."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in _CREDENTIALS if name in self.model_fields_set}
+        if "key_file" in given or "key_env" in given:
+            given = {"key_file": None, "key_env": None, **given}
+        return replace(rules.credential_sources, **given)
+
+
+_CREDENTIALS: Final = tuple(CredentialMembers.model_fields)
+
+
+class DefaultsSection(CredentialMembers):
+    """Members that hold for every instance that does not set them."""
+
+    connector: Connector | None = None
+    labels: Labels = Field(default_factory=dict[str, str])
+    addresses: Addresses | None = None
+
+    def apply_to(self, rules: SpecRules) -> SpecRules:
+        """Returns the rules with what is said here; credentials are not loaded yet."""
+        return replace(
+            rules,
+            connector=rules.connector if self.connector is None else self.connector,
+            labels={**rules.labels, **self.labels},
+            addresses=rules.addresses if self.addresses is None else self.addresses,
+            credential_sources=self.credential_sources(rules),
+        )
+
+
+class RolesSection(SettingsModel):
+    """For each role the labels by which an instance without a role finds it."""
+
+    prefill: Selector | None = None
+    decode: Selector | None = None
+    aggregated: Selector | None = None
+
+    def selectors(self) -> dict[Role, LabelSelector]:
+        """Returns the selectors that are given."""
+        given = ((role, cast("dict[str, tuple[str, ...]] | None", getattr(self, role))) for role in Role)
+        return {
+            role: {label: frozenset(values) for label, values in selector.items()}
+            for role, selector in given
+            if selector is not None
+        }
+
+
+class RemoteInstanceEntry(SettingsModel):
+    """An instance that somebody names over the network. The context of its validation is a `SpecRules`."""
+
+    names_elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(_CREDENTIALS, _NOT_REMOTE)
+
+    id: Annotated[InstanceId, Field(description="name in logs, metrics and the admin API; unique, required")]
+    url: Annotated[EngineURL, Field(description="where the engine listens; required, unique within a role")]
+    labels: Annotated[Labels, Field(description="free labels; `roles` reads them")] = Field(
+        default_factory=dict[str, str]
+    )
+    role: Annotated[
+        EngineRole | None,
+        Field(validate_default=True, description="what the engine does; found by `labels` and `roles` if left out"),
+    ] = None
+    connector: Annotated[
+        Connector | None,
+        Field(validate_default=True, description="the engine's KV connector; `--connector` if left out"),
+    ] = None
+    bootstrap: Annotated[
+        EngineURL | None,
+        Field(description="the bootstrap server of a prefill engine, for connectors that have one"),
+    ] = None
+    addresses: Annotated[
+        Addresses | None, Field(description="further addresses that a prefill engine may name in its answers")
+    ] = None
+    kv_events: Annotated[
+        EventStream | None,
+        Field(description="where the engine publishes KV events, for `cache_aware`; prefill and aggregated only"),
+    ] = None
+    kv_events_replay: Annotated[
+        EventStream | None,
+        Field(description="where lost KV events are requested again; needs `kv_events`"),
+    ] = None
+    store: Annotated[StoreName | None, Field(description="which engines share a KV store, for `cache_aware`")] = None
+    group: Annotated[
+        InstanceId | None,
+        Field(description="replica of the engine; an engine with a group is paired only within it"),
+    ] = None
+    compatibility: Annotated[
+        ShortText | None, Field(description="build or KV layout; only equal values are paired")
+    ] = None
+    drain: Annotated[Switch, Field(description="no new requests for this engine")] = False
+
+    @field_validator("role")
+    @classmethod
+    def _find_role(cls, role: Role | None, info: ValidationInfo) -> Role | None:
+        if role is not None or "labels" not in info.data:
+            return role
+        rules = rules_of(info)
+        return _role_by_label({**rules.labels, **info.data["labels"]}, rules)
+
+    @field_validator("connector")
+    @classmethod
+    def _use_common_connector(cls, connector: str | None, info: ValidationInfo) -> str:
+        return rules_of(info).connector if connector is None else connector
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _check_bootstrap(cls, url: str | None, info: ValidationInfo) -> str | None:
+        role, connector = info.data.get("role"), info.data.get("connector")
+        if role is not None and connector is not None:
+            check_bootstrap_allowed(role, connector, rules_of(info))
+        return url
+
+    @field_validator("kv_events")
+    @classmethod
+    def _check_events(cls, stream: str | None, info: ValidationInfo) -> str | None:
+        if not rules_of(info).kv_events_installed:
+            raise ValueError(KV_EVENTS_REQUIREMENT)
+        if info.data.get("role") is Role.DECODE:
+            raise ValueError("is for engines that prefill: nobody asks what others have cached")
+        return stream
+
+    @field_validator("kv_events_replay")
+    @classmethod
+    def _check_replay(cls, stream: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("kv_events", "") is None:
+            raise ValueError("is given, but kv_events is missing: it only fills its gaps")
+        return stream
+
+    def to_spec(self, rules: SpecRules) -> InstanceSpec:
+        """Returns the instance. Credentials that it names itself are to be loaded; others are those of the rules."""
+        places = rules.credential_sources
+        if isinstance(self, CredentialMembers):
+            places = self.credential_sources(rules)
+        if self.url.startswith("https:") and places.tls is None:
+            places = replace(places, tls=EngineTLSSettings())
+        connector = rules.connector if self.connector is None else self.connector
+        return InstanceSpec(
+            id=self.id,
+            url=self.url,
+            role=cast("Role", self.role),
+            dialect=connector,
+            labels={**rules.labels, **self.labels},
+            drain=self.drain,
+            credential_sources=places,
+            credentials=rules.credentials if places == rules.credential_sources else NO_CREDENTIALS,
+            bootstrap=self.bootstrap,
+            addresses=rules.addresses if self.addresses is None else self.addresses,
+            kv_events=self.kv_events,
+            kv_events_replay=self.kv_events_replay,
+            store=self.store if "store" in self.model_fields_set else default_store(connector, rules),
+            group=self.group,
+            compatibility=self.compatibility,
+        )
+
+
+class InstanceEntry(CredentialMembers, RemoteInstanceEntry):
+    """An instance of the fleet file."""
+
+    names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
 
 def parse_spec(document: object, where: str, rules: SpecRules, problems: ConfigProblems) -> InstanceSpec | None:
-    """Check one entry: an object with `id`, `url` and what else `SPEC_FIELDS` names. None if it cannot be used.
-
-    Its `access` is that of the rules, unless it names other places: then it is to be loaded.
-    """
-    found = _members(
-        document, where, SPEC_FIELDS if rules.may_name_credentials else REMOTE_SPEC_FIELDS, rules, problems
-    )
-    if found is None:
+    """Returns the instance of one entry; None if the entry cannot be used, which is added to `problems`."""
+    kind = InstanceEntry if rules.may_name_credentials else RemoteInstanceEntry
+    try:
+        return kind.model_validate(document, context=rules).to_spec(rules)
+    except ValidationError as error:
+        problems.add_errors(error, where)
         return None
-    given = cast("dict[str, object]", document)
-    for name in ("id", "url"):
-        if name not in given:
-            problems.add(_join(where, name), "is missing")
-    labels = {**rules.labels, **cast("dict[str, str]", found.get("labels", {}))}
-    role = cast("Role | None", found.get("role"))
-    if "role" not in given and ("labels" in found or "labels" not in given):
-        role = _role_by_label(labels, where, rules, problems)
-    places = _places(found, where, rules, problems)
-    url = cast("str", found.get("url", ""))
-    if url.startswith("http:") and "tls" in found:
-        problems.add(_join(where, "url"), "is http://, but tls is given; say https:// or take it out")
-    elif url.startswith("https:") and places.tls is None:
-        places = replace(places, tls=EngineTLSSettings())
-    connector = cast("str", found.get("connector", rules.connector))
-    bootstrap = cast("str | None", found.get("bootstrap"))
-    if bootstrap is not None and role is not None:
-        check_bootstrap_allowed(role, connector, rules, _join(where, "bootstrap"), problems)
-    if "kv_events_replay" in found and "kv_events" not in found:
-        problems.add(_join(where, "kv_events"), "is missing: kv_events_replay only fills its gaps")
-    if "kv_events" in found and not rules.kv_events_installed:
-        problems.add(_join(where, "kv_events"), KV_EVENTS_REQUIREMENT)
-    if "kv_events" in found and role is Role.DECODE:
-        problems.add(_join(where, "kv_events"), "is for engines that prefill: nobody asks what others have cached")
-    if "id" not in found or not url or role is None:
-        return None
-    return InstanceSpec(
-        cast("str", found["id"]),
-        url,
-        role,
-        connector,
-        labels,
-        cast("bool", found.get("drain", False)),
-        places,
-        rules.credentials if places == rules.credential_sources else NO_CREDENTIALS,
-        bootstrap,
-        cast("tuple[str, ...]", found.get("addresses", rules.addresses)),
-        cast("str | None", found.get("kv_events")),
-        cast("str | None", found.get("kv_events_replay")),
-        cast("str | None", found["store"]) if "store" in found else default_store(connector, rules),
-        cast("str | None", found.get("group")),
-        cast("str | None", found.get("compatibility")),
-    )
 
 
 def default_store(connector: str, rules: SpecRules) -> str | None:
-    """The store of an entry that names none: those of one connector share one."""
+    """Returns the store of an entry that names none: those of one connector share one."""
     return connector if connector in rules.store_connectors else None
 
 
-def check_bootstrap_allowed(role: Role, connector: str, rules: SpecRules, where: str, problems: ConfigProblems) -> None:
-    """Refuse a bootstrap server where nobody would ask it."""
+def check_bootstrap_allowed(role: Role, connector: str, rules: SpecRules) -> None:
+    """Refuses a bootstrap server where nobody would ask it.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
     if role is not Role.PREFILL:
-        problems.add(where, "is for prefill engines; decode engines are told where theirs is")
-    elif connector in rules.connectors and connector not in rules.bootstrap_connectors:
+        raise ValueError("is for prefill engines; decode engines are told where theirs is")
+    if connector in rules.connectors and connector not in rules.bootstrap_connectors:
         known = ", ".join(sorted(rules.bootstrap_connectors)) or "none"
-        problems.add(where, f"the connector {connector} has no such server; connectors that have one: {known}")
+        raise ValueError(f"the connector {connector} has no such server; connectors that have one: {known}")
 
 
-def parse_defaults(document: object, where: str, rules: SpecRules, problems: ConfigProblems) -> SpecRules:
-    """Check what holds for all entries that do not say otherwise; the rules with it in them, access not yet loaded."""
-    found = _members(document, where, DEFAULTS_FIELDS, rules, problems)
-    if found is None:
-        return rules
-    return replace(
-        rules,
-        connector=cast("str", found.get("connector", rules.connector)),
-        labels={**rules.labels, **cast("dict[str, str]", found.get("labels", {}))},
-        addresses=cast("tuple[str, ...]", found.get("addresses", rules.addresses)),
-        credential_sources=_places(found, where, rules, problems),
-    )
-
-
-def parse_selectors(document: object, where: str, problems: ConfigProblems) -> dict[Role, LabelSelector]:
-    """Check `{prefill: {label: value or list of values}, decode: ...}`."""
-    if not isinstance(document, dict):
-        problems.add(where, "must be an object: a role, and the labels by which its instances are found")
-        return {}
-    found: dict[Role, LabelSelector] = {}
-    for name, value in cast("dict[str, object]", document).items():
-        here = _join(where, name)
-        if name not in list(Role):
-            problems.add(here, f"is no role; a role is {' or '.join(Role)}")
-        elif not isinstance(value, dict) or not value:
-            problems.add(here, "must be an object with one label or more, such as {model: llama-prefill}")
-        else:
-            selector: dict[str, frozenset[str]] = {}
-            for label, wanted in cast("dict[str, object]", value).items():
-                values = cast("list[object]", wanted) if isinstance(wanted, list) else [wanted]
-                if not is_label(label) or not values or not all(is_label_value(v) for v in values):
-                    problems.add(_join(here, label[:64]), "must be a label's value, or a list of values, as text")
-                else:
-                    selector[label] = frozenset(cast("list[str]", values))
-            found[Role(name)] = selector
-    return found
-
-
-def report_unknown_names(names: Iterable[str], known: Iterable[str], where: str, problems: ConfigProblems) -> None:
-    """Refuse members that nobody reads, and say what there is, here or where they belong."""
-    for name in names:
-        if name not in known:
-            elsewhere = " (it belongs under `defaults`, or to an instance)" if name in DEFAULTS_FIELDS else ""
-            problems.add(_join(where, name[:64]), f"is not known here{elsewhere}; known: {', '.join(known)}")
-
-
-def _members(
-    document: object, where: str, checks: Mapping[str, FieldCheck], rules: SpecRules, problems: ConfigProblems
-) -> dict[str, object] | None:
-    """The members that are well said; the others are problems. None if it is no object at all."""
-    if not isinstance(document, dict):
-        problems.add(where, f"must be an object with {', '.join(checks)}")
-        return None
-    given = cast("dict[str, object]", document)
-    for name in given:
-        if name in CREDENTIAL_FIELDS and name not in checks:
-            problems.add(_join(where, name), "is not taken over the network; put it into `defaults` of the fleet file")
-    report_unknown_names([name for name in given if name not in CREDENTIAL_FIELDS], list(checks), where, problems)
-    found: dict[str, object] = {}
-    for name, check in checks.items():
-        if name in given:
-            try:
-                found[name] = check(given[name], rules)
-            except ValueError as error:
-                problems.add(_join(where, name), str(error))
-    return found
-
-
-def _places(found: Mapping[str, object], where: str, rules: SpecRules, problems: ConfigProblems) -> CredentialSources:
-    """What an entry names, and what the rules name where it is silent."""
-    if "key_file" in found and "key_env" in found:
-        problems.add(_join(where, "key_env"), "key_file is given too; name one of them")
-    named = cast("dict[str, Any]", {name: value for name, value in found.items() if name in CREDENTIAL_FIELDS})
-    if "key_file" in named or "key_env" in named:
-        named = {"key_file": None, "key_env": None, **named}
-    return replace(rules.credential_sources, **named) if named else rules.credential_sources
-
-
-def _role_by_label(labels: Mapping[str, str], where: str, rules: SpecRules, problems: ConfigProblems) -> Role | None:
+def _role_by_label(labels: Mapping[str, str], rules: SpecRules) -> Role:
     found = [
         role
         for role, selector in rules.selectors.items()
@@ -192,13 +268,7 @@ def _role_by_label(labels: Mapping[str, str], where: str, rules: SpecRules, prob
     if len(found) == 1:
         return found[0]
     if not rules.selectors:
-        problems.add(_join(where, "role"), f"is missing; a role is {' or '.join(Role)}")
-    elif found:
-        problems.add(_join(where, "labels"), f"are those of {' and of '.join(found)}; say which with role")
-    else:
-        problems.add(_join(where, "role"), "is missing, and no role is found by its labels")
-    return None
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+        raise ValueError(f"is missing; a role is {' or '.join(Role)}")
+    if found:
+        raise ValueError(f"is missing, and its labels are those of {' and of '.join(found)}")
+    raise ValueError("is missing, and no role is found by its labels")

@@ -1,155 +1,170 @@
-"""YAML as operators write it, read plainly: objects, lists, text, numbers, true and false, null; nothing else.
+"""Reads YAML as operators write it: objects, lists, text, numbers, true and false, null; nothing else.
 
-The document is built from the parser's events, not by its constructors: no tag, no anchor, no merge can do anything
-here, depth and number of values are bounded, and the work can be done in slices. The one rule: what two readers of YAML
-could understand differently (`yes`, `010`, `1:30`, a key that stands twice) is refused, with its line.
+PyYAML's `SafeLoader` parses the text; a subclass of it builds plain values. Whatever two readers of YAML could
+understand differently (`yes`, `010`, `1:30`, a key that occurs twice) is refused with its line. Anchors, tags and merge
+keys are refused, and size, depth and the number of values are bounded, so no text can do harm.
+
+`read_yaml` blocks, for seconds where a file is hostile: a running server calls it in a thread.
 """
 
 import re
-from collections.abc import Generator
-from typing import Final, cast
+from collections.abc import Mapping
+from typing import Final, NamedTuple, cast
 
 import yaml
 from yaml.reader import ReaderError
 
-from kvparams_proxy.config.yaml_loader import MAX_DEPTH, BoundedLoader
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 
-__all__ = ["MAX_YAML_BYTES", "read_yaml"]
+__all__ = ["MAX_YAML_BYTES", "DocumentPath", "YAMLDocument", "read_yaml"]
 
 MAX_YAML_BYTES: Final = 1 << 20
 """Of one file. A thousand instances need a quarter of it."""
 _MAX_VALUES: Final = 50_000
 """Keys included."""
+_MAX_DEPTH: Final = 16
+"""Objects and lists inside each other."""
 
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _DECIMAL: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,18}")
 _TAG: Final = "tag:yaml.org,2002:"
+_SHARED: Final = "what instances share goes to `defaults`"
 
-_Container = dict[str, object] | list[object]
-
-
-class _OpenContainer:
-    """A container that has begun and not ended."""
-
-    __slots__ = ("container", "key", "seen")
-
-    def __init__(self, container: _Container) -> None:
-        self.container = container
-        self.key: str | None = None
-        """In an object: the key whose value comes next."""
-        self.seen = set[str]()
+DocumentPath = tuple[str | int, ...]
+"""Names of members and places in lists, from the outermost object inwards."""
 
 
-def read_yaml(text: str) -> Generator[None, None, object]:
-    """Read one document, yielding now and then; its value is what the generator returns.
+class YAMLDocument(NamedTuple):
+    """What a text holds."""
+
+    value: object
+    lines: Mapping[DocumentPath, int]
+    """The line of each member (its name) and of each entry of a list."""
+
+
+def read_yaml(text: str) -> YAMLDocument:
+    """Reads one document.
 
     Raises:
-        ConfigError: it is not YAML, or not plain. All keys that stand twice are named at once.
+        ConfigError: the text is not YAML, or not plain. All keys that occur twice are named at once.
     """
-    problems = ConfigProblems()
     try:
-        document = yield from _build(BoundedLoader(text), problems)
+        loader = _PlainLoader(text)
+        value = loader.read_document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}" if mark is not None else ""
-        problems.add(where, f"not valid YAML: {error.problem or error.context or 'it cannot be read'}")
-        document = None
+        line = 1 if mark is None else mark.line + 1
+        raise _refusal(line, f"not valid YAML: {error.problem or error.context or 'it cannot be read'}") from None
     except ReaderError as error:
         line = text.count("\n", 0, cast("int", error.position)) + 1
-        problems.add(f"line {line}", "not valid YAML: it holds a character that YAML does not allow")
-        document = None
-    problems.raise_if_any()
-    return document
+        raise _refusal(line, "not valid YAML: it holds a character that YAML does not allow") from None
+    loader.repeated_keys.raise_if_any()
+    return YAMLDocument(value, loader.lines)
 
 
-def _build(loader: BoundedLoader, problems: ConfigProblems) -> Generator[None, None, object]:
-    stack: list[_OpenContainer] = []
-    root: object = None
-    values = documents = 0
-    while loader.check_event():
-        event = cast("yaml.Event", loader.get_event())  # pyright: ignore[reportUnknownMemberType]
-        yield
-        loader.begin_event()
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise _refuse(event, "one document is read, not several; take out the line ---")
-            continue
-        if isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            stack.pop()
-            continue
-        if not isinstance(event, yaml.NodeEvent):
-            continue
-        values += 1
-        if values > _MAX_VALUES:
-            raise _refuse(event, f"more than {_MAX_VALUES} values")
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _refuse(event, "anchors and aliases (& and *) are not read; what instances share goes to `defaults`")
-        if cast("str | None", getattr(event, "tag", None)) is not None:
-            raise _refuse(event, "tags (!) are not read")
-        value: object
+class _PlainLoader(yaml.SafeLoader):
+    """A `SafeLoader` that builds plain values only.
+
+    It builds them from the parser's events instead of nodes. A tree of nodes holds hundreds of thousands of objects,
+    and Python's garbage collector stops all threads while it looks at them.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lines: dict[DocumentPath, int] = {}
+        self.repeated_keys = ConfigProblems()
+        self._values = 0
+
+    def read_document(self) -> object:
+        """Returns the value of the only document; None where there is none."""
+        self._next_event()  # the stream begins
+        value = None
+        if not self.check_event(yaml.StreamEndEvent):
+            self._next_event()  # the document begins
+            value = self._read_value(())
+            self._next_event()  # and ends
+        last = self._next_event()
+        if not isinstance(last, yaml.StreamEndEvent):
+            raise _refusal(_line(last), "one document is read, not several; take out the line ---")
+        return value
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        """See `yaml.scanner.Scanner`, which looks ahead: each open bracket makes every further token cost more."""
+        if self.flow_level >= _MAX_DEPTH:
+            raise _refusal(self.line + 1, f"nested deeper than {_MAX_DEPTH} levels")
+        super().fetch_flow_collection_start(TokenClass)  # pyright: ignore[reportUnknownMemberType]
+
+    def _read_value(self, path: DocumentPath) -> object:
+        event = self._next_node()
         if isinstance(event, yaml.ScalarEvent):
-            if stack and isinstance(stack[-1].container, dict) and stack[-1].key is None:
-                _take_key(stack[-1], event, problems)
-                continue
-            value = _scalar(loader, event)
-        else:
-            value = dict[str, object]() if isinstance(event, yaml.MappingStartEvent) else list[object]()
-            if stack and isinstance(stack[-1].container, dict) and stack[-1].key is None:
-                raise _refuse(event, "a key is text, not an object or a list")
-        if stack:
-            _put(stack[-1], value)
-        else:
-            root = value
-        if isinstance(value, dict | list):
-            if len(stack) >= MAX_DEPTH:
-                raise _refuse(event, f"nested deeper than {MAX_DEPTH} levels")
-            stack.append(_OpenContainer(cast("_Container", value)))
-    return root
+            return self._scalar(event)
+        if len(path) >= _MAX_DEPTH:
+            raise _refusal(_line(event), f"nested deeper than {_MAX_DEPTH} levels")
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._read_object(path)
+        entries: list[object] = []
+        while not self.check_event(yaml.SequenceEndEvent):
+            here = (*path, len(entries))
+            self.lines[here] = _line(cast("yaml.Event", self.peek_event()))  # pyright: ignore[reportUnknownMemberType]
+            entries.append(self._read_value(here))
+        self._next_event()
+        return entries
 
+    def _read_object(self, path: DocumentPath) -> dict[str, object]:
+        members: dict[str, object] = {}
+        while not self.check_event(yaml.MappingEndEvent):
+            key = self._next_node()
+            if not isinstance(key, yaml.ScalarEvent):
+                raise _refusal(_line(key), "a key is text, not an object or a list")
+            if key.value == "<<" and key.implicit[0]:
+                raise _refusal(_line(key), f"merge keys (<<) are not read; {_SHARED}")
+            if key.value in members:
+                words = f"the key {key.value[:64]!r} stands twice in one object"
+                self.repeated_keys.add(f"line {_line(key)}", words)
+            here = (*path, key.value)
+            self.lines[here] = _line(key)
+            members[key.value] = self._read_value(here)
+        self._next_event()
+        return members
 
-def _take_key(parent: _OpenContainer, event: yaml.ScalarEvent, problems: ConfigProblems) -> None:
-    key = event.value
-    if key == "<<" and event.implicit[0]:
-        raise _refuse(event, "merge keys (<<) are not read; what instances share goes to `defaults`")
-    if key in parent.seen:
-        problems.add(_line(event), f"the key {key[:64]!r} stands twice in one object")
-    parent.seen.add(key)
-    parent.key = key
+    def _next_node(self) -> yaml.NodeEvent:
+        """Returns the beginning of the next value or key. Refuses what is not plain about it."""
+        event = cast("yaml.NodeEvent", self._next_event())
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            raise _refusal(_line(event), f"more than {_MAX_VALUES} values")
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _refusal(_line(event), f"anchors and aliases (& and *) are not read; {_SHARED}")
+        if cast("str | None", getattr(event, "tag", None)) is not None:
+            raise _refusal(_line(event), "tags (!) are not read")
+        return event
 
-
-def _put(parent: _OpenContainer, value: object) -> None:
-    if isinstance(parent.container, list):
-        parent.container.append(value)
-    elif parent.key is not None:
-        parent.container[parent.key] = value
-        parent.key = None
-
-
-def _scalar(loader: yaml.SafeLoader, event: yaml.ScalarEvent) -> object:
-    text = event.value
-    if not event.implicit[0]:  # in quotes
+    def _scalar(self, event: yaml.ScalarEvent) -> object:
+        text = event.value
+        if not event.implicit[0]:  # in quotes, or a block of text
+            return text
+        tag = cast("str", self.resolve(yaml.ScalarNode, text, event.implicit))  # pyright: ignore[reportUnknownMemberType]
+        kind = tag.removeprefix(_TAG)
+        if kind == "null":
+            return None
+        if kind == "bool" and text in ("true", "false"):
+            return text == "true"
+        if kind == "int" and _INTEGER.fullmatch(text):
+            return int(text)
+        if kind == "float" and _DECIMAL.fullmatch(text):
+            return float(text)
+        if kind in ("bool", "int", "float"):
+            words = f"{text[:32]!r} means different things to different readers; quote it if it is text"
+            raise _refusal(_line(event), words)
         return text
-    tag = cast("str", loader.resolve(yaml.ScalarNode, text, event.implicit))  # pyright: ignore[reportUnknownMemberType]
-    kind = tag.removeprefix(_TAG)
-    if kind == "null":
-        return None
-    if kind == "bool" and text in ("true", "false"):
-        return text == "true"
-    if kind == "int" and _INTEGER.fullmatch(text):
-        return int(text)
-    if kind == "float" and _DECIMAL.fullmatch(text):
-        return float(text)
-    if kind in ("bool", "int", "float"):
-        raise _refuse(event, f"{text[:32]!r} means different things to different readers; quote it if it is text")
-    return text
+
+    def _next_event(self) -> yaml.Event:
+        return cast("yaml.Event", self.get_event())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _line(event: yaml.Event) -> str:
-    return "" if event.start_mark is None else f"line {event.start_mark.line + 1}"
+def _line(event: yaml.Event) -> int:
+    return cast("yaml.Mark", event.start_mark).line + 1
 
 
-def _refuse(event: yaml.Event, what: str) -> ConfigError:
-    line = _line(event)
-    return ConfigError((f"{line}: {what}" if line else what,))
+def _refusal(line: int, what: str) -> ConfigError:
+    return ConfigError((f"line {line}: {what}",))

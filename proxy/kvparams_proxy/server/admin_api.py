@@ -31,8 +31,9 @@ from starlette.routing import Route
 from kvparams.errors import JSONTextError
 from kvparams.jsontext.document import JSONLimits, read_object
 from kvparams.jsontext.receivers import OPEN_OBJECT, TreeBuilder
+from kvparams_proxy.config.fleet_document import MAX_INSTANCES
 from kvparams_proxy.config.mode_parsing import mode_document, parse_modes
-from kvparams_proxy.config.spec_parsing import MAX_INSTANCES, parse_spec
+from kvparams_proxy.config.spec_parsing import parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes

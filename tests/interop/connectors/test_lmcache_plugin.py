@@ -231,7 +231,7 @@ def test_another_revision_shares_nothing_and_a_key_is_needed_where_there_is_one(
     ("more", "words"),
     [
         ("use_layerwise: true\n", "use_layerwise counts a chunk as loaded before its layers are read"),
-        ("  remote_storage_plugin.kvparams.deadlin_ms: 5\n", "unknown setting deadlin_ms"),
+        ("  remote_storage_plugin.kvparams.deadlin_ms: 5\n", "deadlin_ms: is not known here"),
     ],
 )
 def test_what_cannot_be_served_safely_is_refused_in_words(start: Start, tmp_path: Path, more: str, words: str) -> None:

@@ -99,7 +99,7 @@ START: Final = "remote_storage_plugin.kvparams."
 
 def test_settings_stand_in_lmcaches_own_configuration() -> None:
     given = {f"{START}store": "memory:", f"{START}deadline_ms": 200, f"{START}module_path": "x", "other": 1}
-    assert PluginSettings.of(given) == PluginSettings("memory:", deadline_s=0.2)
+    assert PluginSettings.of(given) == PluginSettings(store="memory:", deadline_ms=200)
     second = {"remote_storage_plugin.kvparams.b.store": "file:///x", f"{START}store": "memory:"}
     assert PluginSettings.of(second, "kvparams.b").store == "file:///x"
 
@@ -107,12 +107,15 @@ def test_settings_stand_in_lmcaches_own_configuration() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "store is not there"),
-        ({f"{START}store": 5}, "store is not there"),
-        ({f"{START}store": "memory:", f"{START}deadlin_ms": 5}, "unknown setting deadlin_ms; known: store"),
-        ({f"{START}store": "memory:", f"{START}deadline_ms": 0}, "is not a whole number"),
-        ({f"{START}store": "memory:", f"{START}lookup_ms": True}, "is not a whole number"),
-        ({f"{START}store": "memory:", f"{START}revision": 5}, "are texts"),
+        ({}, "store: must be the store's URL"),
+        ({f"{START}store": 5}, "store: must be the store's URL"),
+        (
+            {f"{START}store": "memory:", f"{START}deadlin_ms": 5},
+            "deadlin_ms: is not known here; did you mean deadline_ms",
+        ),
+        ({f"{START}store": "memory:", f"{START}deadline_ms": 0}, "must be a whole number"),
+        ({f"{START}store": "memory:", f"{START}lookup_ms": True}, "must be a whole number"),
+        ({f"{START}store": "memory:", f"{START}revision": 5}, "revision: must be text"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], words: str) -> None:

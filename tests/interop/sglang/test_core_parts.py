@@ -122,25 +122,25 @@ def test_settings_stand_among_sglangs_own() -> None:
         "deadline_s": 2,
         "seal_keys": "/k",
     }
-    assert SGLangSettings.of(given) == SGLangSettings("memory:", deadline_s=2.0, seal_keys=Path("/k"))
-    assert SGLangSettings("memory:").room_for(100) == 64 << 20
-    assert SGLangSettings("memory:").room_for(64 << 20) == 512 << 20
-    assert SGLangSettings("memory:", arena_bytes=5).room_for(100) == 5
+    assert SGLangSettings.of(given) == SGLangSettings(store="memory:", deadline_s=2.0, seal_keys=Path("/k"))
+    assert SGLangSettings(store="memory:").room_for(100) == 64 << 20
+    assert SGLangSettings(store="memory:").room_for(64 << 20) == 512 << 20
+    assert SGLangSettings(store="memory:", arena_bytes=5).room_for(100) == 5
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (None, "store is not there"),
-        ({"store": 5}, "store is 5; it is text"),
-        ({"store": ""}, "it is text, not empty"),
-        ({"store": "memory:", "stor": 5}, "unknown setting stor; known: store, model"),
-        ({"store": "memory:", "deadline_s": 0}, "is a number above 0"),
-        ({"store": "memory:", "lookup_s": True}, "is a number above 0"),
-        ({"store": "memory:", "lookup_s": float("nan")}, "is a number above 0"),
-        ({"store": "memory:", "arena_bytes": 0}, "is a whole number, at least 1"),
-        ({"store": "memory:", "verify": 1}, "is true or false"),
-        ({"store": "memory:", "tenant": "a" * 257}, "longer than 256 bytes"),
+        (None, "store: must be the store's URL"),
+        ({"store": 5}, "store: must be the store's URL"),
+        ({"store": ""}, "store: must be the store's URL"),
+        ({"store": "memory:", "stor": 5}, "stor: is not known here; did you mean store"),
+        ({"store": "memory:", "deadline_s": 0}, "must be a number above 0"),
+        ({"store": "memory:", "lookup_s": True}, "must be a number above 0"),
+        ({"store": "memory:", "lookup_s": float("nan")}, "must be a number above 0"),
+        ({"store": "memory:", "arena_bytes": 0}, "must be a whole number, at least 1"),
+        ({"store": "memory:", "verify": 1}, "must be true or false"),
+        ({"store": "memory:", "tenant": "a" * 257}, "text of 1 to 256 bytes"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object] | None, words: str) -> None:
@@ -163,7 +163,7 @@ TOLD: Final[Mapping[str, object]] = {
     "speculative_draft_model_revision": None,
     "adapters": [],
 }
-PLAIN: Final = SGLangSettings("memory:")
+PLAIN: Final = SGLangSettings(store="memory:")
 
 
 def folder(path: Path, weights: bytes, config: str = "{}") -> Path:
@@ -201,16 +201,16 @@ def test_of_a_folder_of_the_hubs_cache_its_commit_counts(tmp_path: Path) -> None
     ],
 )
 def test_what_is_made_of_the_weights_counts(other: dict[str, object]) -> None:
-    said = SGLangSettings("memory:", revision="1")
+    said = SGLangSettings(store="memory:", revision="1")
     plain = identify_model(said, "s", TOLD, draft_layers=0)
     assert plain[0] == "org/model"
     assert identify_model(said, "s", {**TOLD, **other}, draft_layers=0)[1] != plain[1]
-    assert identify_model(replace(said, model="mine"), "s", TOLD, draft_layers=0) == ("mine", plain[1])
+    assert identify_model(said.model_copy(update={"model": "mine"}), "s", TOLD, draft_layers=0) == ("mine", plain[1])
 
 
 def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path: Path) -> None:
     """SGLang's hashes have their name and path: after a new training they are the same."""
-    said = SGLangSettings("memory:", revision="1")
+    said = SGLangSettings(store="memory:", revision="1")
     path = folder(tmp_path / "adapter", b"1" * 100)
 
     def seen(*adapters: tuple[str, str], settings: SGLangSettings = said) -> str:
@@ -222,7 +222,7 @@ def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path
     assert seen(("a", str(path)), ("b", "x")) == seen(("b", "x"), ("a", str(path)))
     (path / "model.safetensors").write_bytes(b"2" * 100)
     assert seen(("a", str(path))) != before
-    weights = SGLangSettings("memory:")
+    weights = SGLangSettings(store="memory:")
     model = folder(tmp_path / "model", b"3")
     told = {**TOLD, "model_path": str(model), "adapters": [("b", str(tmp_path / "nothing"))]}
     with pytest.raises(StoreError, match="which weights the LoRA adapter b has cannot be seen"):
@@ -230,7 +230,7 @@ def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path
 
 
 def test_weights_that_cannot_be_known_are_refused(tmp_path: Path) -> None:
-    said = SGLangSettings("memory:", revision="1")
+    said = SGLangSettings(store="memory:", revision="1")
     (tmp_path / "empty").mkdir()
     for path in ("org/model-that-is-not-here", str(tmp_path / "empty")):
         with pytest.raises(StoreError, match="cannot be seen; say which weights these are by the setting revision"):

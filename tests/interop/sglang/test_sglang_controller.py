@@ -249,8 +249,8 @@ def test_two_ranks_agree_on_the_prefix_that_both_have(server: ValkeyServer) -> N
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
-        ({"deadlin_s": 5}, StoreError, "unknown setting deadlin_s; known: store, model"),
-        ({"store": None}, StoreError, "store is not there"),
+        ({"deadlin_s": 5}, StoreError, "deadlin_s: is not known here; did you mean deadline_s"),
+        ({"store": None}, StoreError, "store: must be the store's URL"),
         ({"store": "nothing:"}, Exception, "nothing"),
         ({"revision": None}, StoreError, "say which weights these are by the setting revision"),
         ({"tp_lcm_size": 4}, StoreError, "leave tp_lcm_size out"),

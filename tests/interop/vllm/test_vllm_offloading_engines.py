@@ -290,7 +290,7 @@ def test_what_cannot_work_ends_the_engine_in_words(
         "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs": _offload(
             url, "stock", spec="TieringOffloadingSpec"
         ),
-        "unknown setting stroe; known: store, model, revision": _offload(url, "typo", tier={"stroe": 1}),
+        "stroe: is not known here; did you mean store": _offload(url, "typo", tier={"stroe": 1}),
     }
     with Processes(tmp_path) as processes:
         engines = {

@@ -207,11 +207,11 @@ def test_a_hash_that_can_be_forged_is_left_alone(file_store: str) -> None:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"stroe": 1}, "unknown setting stroe"),
+        ({"stroe": 1}, "stroe: is not known here; did you mean store"),
         ({"revision": None}, "how KV lies in memory depends on the attention that runs"),
         ({"store": "nothing://x"}, "nothing"),
         ({"store": "valkey://127.0.0.1:1?time=5"}, "valkey store: unknown setting time"),
-        ({"locality": "HERE"}, "it is LOCAL or REMOTE"),
+        ({"locality": "HERE"}, "must be LOCAL or REMOTE"),
     ],
 )
 def test_what_is_wrong_is_refused_when_the_engine_starts(file_store: str, told: dict[str, Any], words: str) -> None:

@@ -1,12 +1,10 @@
 """Modes switched under load: by the admin API and by the fleet file, without a request that fails."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvparams_proxy.config.fleet_file import FleetFileProvider
-from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
 from tests.support.proxy.stage import text_of, until
@@ -84,7 +82,7 @@ async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
 async def test_a_changed_file_switches_and_health_asks_for_what_is_needed(staged: StartMode, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("modes: [{use: aggregated}]\n")
-    provider = FleetFileProvider(path, default_spec_rules(), partial(check_proxy_section, tmp_path), every_s=0.02)
+    provider = FleetFileProvider(path, default_spec_rules(), every_s=0.02)
     stage = await staged(Way("aggregated"), providers=(provider,), modes=provider.document.modes)
     assert set((await stage.ask()).headers) & {"x-kvparams-aggregated", "x-kvparams-prefill"} == {
         "x-kvparams-aggregated"

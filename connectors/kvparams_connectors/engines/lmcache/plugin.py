@@ -82,9 +82,11 @@ class KVParamsAdapter(ConnectorAdapter):
         _refuse(context.config)
         seals = settings.read_seals()
         store = open_guarded(settings.store)
-        traffic = LMCacheChunkPipeline(store, deadline_s=settings.deadline_s, lookup_s=settings.lookup_s, seals=seals)
+        traffic = LMCacheChunkPipeline(
+            store, deadline_s=settings.deadline_ms / 1000, lookup_s=settings.lookup_ms / 1000, seals=seals
+        )
         return KVParamsRemoteConnector(
-            context.config, context.metadata, context.local_cpu_backend, store, traffic, settings.revision
+            context.config, context.metadata, context.local_cpu_backend, store, traffic, settings.revision or ""
         )
 
 

@@ -114,7 +114,7 @@ class KVParamsHiCache(HiCacheStorage):
             _LOGGER.warning('%s: without "interface_v1": 1 SGLang copies every page once more', WHERE)
         self._config = storage_config
         self._settings = settings
-        self._keys = settings.read_seals()
+        self._keys = settings.read_tenant_seals()
         self._writes = storage_config.is_storage_writer
         self._pool: HostKVCache | None = None
         self.tally: Final = HiCacheStats()

@@ -24,7 +24,6 @@ from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.transfer.cache_layouts import LayoutError
 from kvparams_connectors.transfer.connector import KVStoreConnector
 from kvparams_connectors.transfer.layout import PagedKVLayout
-from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 __all__ = ["WorkerConnector", "WorkerPlatform"]
 
@@ -61,7 +60,7 @@ class WorkerConnector:
             config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures
         )
         self._shares: Final = read_rank_shards(config, self._groups, settings, tensor_rank=platform.tensor_rank())
-        self._seals: Final = None if settings.seal_keys is None else read_page_auth_keys(settings.seal_keys)
+        self._seals: Final = settings.read_seals()
         self._store: Final = open_guarded(settings.store)
         self._connectors: list[KVStoreConnector] = []
         """By group of layers."""

@@ -22,7 +22,6 @@ from kvparams_connectors.engines.vllm_tier.settings import TierSettings
 from kvparams_connectors.engines.vllm_tier.tier_stats import COUNTERS, FAILED, REFUSED, TierStats
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.stores.guard.store import open_guarded
-from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
 if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
 
@@ -152,7 +151,7 @@ class KVParamsTier(SecondaryTierManager):
             row_bytes=rows.shape[1],
         )
         self._keep_on_reset = told.keep_on_reset
-        seals = None if told.seal_keys is None else read_page_auth_keys(told.seal_keys)
+        seals = told.read_seals()
         self._store = open_guarded(told.store)
         self._moving = OffloadChunkPipeline(
             self._store,

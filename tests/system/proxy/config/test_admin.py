@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from kvparams.instances import Role
 from kvparams_proxy.config.fleet_file import FleetFileProvider
-from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
 from tests.support.processor import scaled_s
@@ -238,7 +236,7 @@ async def test_the_file_is_followed_and_its_troubles_are_shown(
     (tmp_path / "key").write_text("sk-engine-secret")
     text = "defaults: {key_file: key}\ninstances:\n- {id: filed, url: '%s', role: decode}\n"
     path.write_text(text % ELSEWHERE)
-    provider = FleetFileProvider(path, default_spec_rules(), partial(check_proxy_section, tmp_path), every_s=0.02)
+    provider = FleetFileProvider(path, default_spec_rules(), every_s=0.02)
     _, admin = await start(providers=(provider,))
     filed = await admin.ask("GET", "/instances/filed")
     assert (filed["source"], filed["has_key"], filed["state"]) == ("file", True, "not_ready")

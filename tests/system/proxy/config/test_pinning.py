@@ -11,7 +11,7 @@ from kvparams.instances import Role
 from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.config.settings import default_spec_rules, known_dialects
 from kvparams_proxy.config.spec_fields import check_addresses
-from kvparams_proxy.config.spec_parsing import parse_defaults, parse_spec
+from kvparams_proxy.config.spec_parsing import DefaultsSection, parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -120,8 +120,8 @@ async def test_the_pool_knows_where_a_name_has_led_to(scripted: Any) -> None:
 
 
 def entry(document: dict[str, Any], **defaults: Any) -> tuple[InstanceSpec | None, list[str]]:
-    problems = ConfigProblems()
-    rules = parse_defaults(defaults, "defaults", default_spec_rules(), problems)
+    problems, rules = ConfigProblems(), default_spec_rules()
+    rules = DefaultsSection.model_validate(defaults, context=rules).apply_to(rules)
     found = parse_spec({"id": "p0", "url": "http://p0:1", "role": "prefill"} | document, "", rules, problems)
     try:
         problems.raise_if_any()
@@ -144,7 +144,7 @@ def test_addresses_are_declared_for_one_engine_or_for_all() -> None:
     bad: list[Any] = ["10.0.0.1", ["http://p0:1"], [7], ["10.0.0.1/8"], ["p"] * 65, [""], {}]
     for wrong in bad:
         assert any("addresses" in problem for problem in entry({"addresses": wrong})[1])
-        with pytest.raises(ValueError, match="must be a list"):
+        with pytest.raises(ValueError, match=r"must be a (list|host)"):
             check_addresses(wrong)
 
 

@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +11,6 @@ import pytest
 
 from kvparams.instances import Instance, Role, RoundRobin
 from kvparams_proxy.config.fleet_file import FleetFileProvider
-from kvparams_proxy.config.options import check_proxy_section
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.fleet.fleet import Fleet
@@ -49,7 +47,7 @@ async def started(
 ) -> Proxy:
     urls = [[engine.url for engine in stub.engines if engine.role == role] for role in ("prefill", "decode")]
     rules = rules or default_spec_rules()
-    provider = FleetFileProvider(file, rules, partial(check_proxy_section, file.parent), every_s=0.02)
+    provider = FleetFileProvider(file, rules, every_s=0.02)
     return await proxy(*urls, policy=policy, admin_token=Secret("secret"), providers=(provider,), spec_rules=rules)
 
 
@@ -93,7 +91,7 @@ async def test_without_what_they_need_an_entry_is_refused(
     """The control is an entry without them."""
     deaf = replace(default_spec_rules(), kv_events_installed=False)
     with pytest.raises(ConfigError, match="kv_events: needs pyzmq and msgspec: pip install"):
-        FleetFileProvider(file, deaf, partial(check_proxy_section, file.parent))
+        FleetFileProvider(file, deaf)
     declared = f"instances:\n{LINE % 'filed'}"
     rewrite(file, declared.replace("kv_events: 'tcp://127.0.0.1:9'", "drain: true"))
     running = await started(stub, proxy, file, "cache_aware", deaf)
@@ -106,7 +104,9 @@ async def test_without_what_they_need_an_entry_is_refused(
         return len(said()) == 1
 
     await until(refused)
-    assert said()[0].startswith("file is not put to use, the fleet stays as it is: instances[0].kv_events: needs pyzmq")
+    assert said()[0].startswith(
+        "file is not put to use, the fleet stays as it is: line 2: instances[0].kv_events: needs pyzmq"
+    )
 
 
 async def test_who_was_not_asked_first_is_told_in_the_log(

@@ -3,7 +3,6 @@
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from urllib.parse import quote
 
 import pytest
@@ -12,6 +11,7 @@ from kvparams.cli import main
 from kvparams.errors import KVParamsError
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.cli import doctor_command
+from kvparams_connectors.engines.engine_settings import EngineSettings
 from kvparams_connectors.engines.lmcache.settings import PluginSettings
 from kvparams_connectors.engines.sglang.settings import SGLangSettings
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
@@ -118,8 +118,18 @@ def test_no_repr_has_it(url: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [VLLMSettings, TierSettings, SGLangSettings, PluginSettings])
-def test_no_engines_settings_show_the_url(settings: type) -> None:
-    assert [one.repr for one in fields(settings) if one.name == "store"] == [False]
+def test_no_engines_settings_show_the_url(settings: type[EngineSettings]) -> None:
+    found = settings(store=f"valkey://u:{SECRET}@h")
+    assert SECRET not in f"{found!r} {found}"
+    assert SECRET in found.store
+
+
+def test_no_error_shows_the_url() -> None:
+    given = {"store": [f"valkey://u:{SECRET}@h"], "model": 5}
+    with pytest.raises(StoreError, match="store: must be the store's URL") as caught:
+        VLLMSettings.of(given)
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,11 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
             "--policy: must be one of cache_aware",
             "--port: must be a port",
         ),
-        *("--probe: must be more than 0 seconds", "--queue: must be a whole number, at least 0", "--retries: must be"),
+        *(
+            "--probe: must be a number of seconds, more than 0",
+            "--queue: must be a whole number, at least 0",
+            "--retries: must be",
+        ),
         *("--max-body-bytes: must be", "--host: must be text", "--prefill-labels: must be label=value"),
         *("--decode-labels: must be label=value", "--tls-certificate, --tls-key: https needs both"),
         "--prefill-tokens: must be a whole number, at least 1",
