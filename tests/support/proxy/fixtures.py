@@ -153,9 +153,9 @@ async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
             await task
 
 
-@pytest.fixture(params=["direct", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.fixture(params=["direct", pytest.param("plain", marks=[pytest.mark.slow, pytest.mark.soak])])
 def direct(request: pytest.FixtureRequest) -> bool:
-    """Both ways to write an answer. `make test` sees the plain one in test_requests.py and test_refusals.py."""
+    """Both ways to write an answer. `make soak` sees the plain one in all files, `make test` in two of them."""
     return request.param == "direct"
 
 
