@@ -95,7 +95,7 @@ class HolderSets:
         return found
 
     def move(self, blocks: int, source: int, target: int) -> None:
-        """So many blocks had the set `source` and have `target` now."""
+        """Moves the holder count of `blocks` blocks from the set `source` to the set `target`."""
         self._uses[target] += blocks
         self._uses[source] -= blocks
         if source and not self._uses[source]:
