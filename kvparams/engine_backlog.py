@@ -52,7 +52,6 @@ class EngineBacklog:
     def __init__(self, now: Callable[[], float], usual: FleetCostPrior | None = None) -> None:
         """Creates an empty backlog.
 
-
         Args:
             now: the clock, in seconds.
             usual: what is expected of its fleet's instances until they tell.

@@ -1,6 +1,6 @@
-"""What the JSON reader and pydantic find, as `Problem`s of this project.
+"""Converts the findings of the JSON reader and of pydantic into `Problem`s.
 
-The one rule: a finding is mapped by its type, never by its message, and no message repeats a value of the document.
+A finding is mapped by its type, never by its message, and no message repeats a value of the document.
 """
 
 from collections.abc import Mapping

@@ -75,7 +75,6 @@ class BlockHasher:
     def __init__(self, seed: int, block_size: int) -> None:
         """Creates a hasher for one seed and block size.
 
-
             Args:
                 seed: 64 bits that the deployment shares and clients do not know.
                 block_size: tokens in a block.

@@ -253,8 +253,6 @@ class BlockTree:
         """Climbs as `_climb` does, at once for a run of nodes with consecutive numbers.
 
         Such a run is a chain that was stored at once. Returns the last node, which is about to be removed.
-
-        Returns the last one of them, which is about to be removed.
         """
         first = max(1, number - _ROW, number - max(count - len(gone) - 1, 0))
         above = slice(first, number)

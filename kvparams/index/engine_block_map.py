@@ -62,9 +62,6 @@ class EngineBlockMap:
 
         `ends` tells whether an index block ends in it. If there is no room for half of them, the first ones are kept.
         Of a name that occurs twice, the first one is kept.
-
-        If there is no room for half of them, the first ones are kept. Of a name that occurs twice, the first one is
-        kept.
         """
         keys = keys[: max(1, self._capacity // 2)]
         first = np.unique(keys, return_index=True)[1]

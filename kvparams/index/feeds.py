@@ -46,7 +46,6 @@ class EventFeed:
     ) -> None:
         """Creates a feed that knows no blocks.
 
-
         Args:
             index: what is fed.
             chain: how its hashes are made.
@@ -199,7 +198,6 @@ class RoutingFeed:
 
     def __init__(self, index: PrefixIndex, capacity: int, most: int | None = None) -> None:
         """Creates a feed that has routed nothing.
-
 
         Args:
             index: what is fed.

@@ -39,7 +39,6 @@ class HashTable:
     def __init__(self, capacity: int) -> None:
         """Creates an empty table.
 
-
         Args:
             capacity: hashes that it may have to hold at once.
         """

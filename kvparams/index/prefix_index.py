@@ -50,7 +50,6 @@ class PrefixIndex:
     def __init__(self, capacity: int, ttl: float | None = None) -> None:
         """Creates an empty index.
 
-
             Args:
                 capacity: blocks, about 60 bytes each; what is not used yet is not committed.
                 ttl: seconds after which `expire` forgets what was not used.

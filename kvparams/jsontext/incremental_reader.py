@@ -94,7 +94,6 @@ class IncrementalReader:
     ) -> None:
         """Creates a reader that stands at the opening bracket of a container.
 
-
         Args:
             raw: the text.
             at: the place of the opening bracket.

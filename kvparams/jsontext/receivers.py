@@ -75,7 +75,6 @@ class TreeBuilder(Receiver):
     def __init__(self, opening: int, most_values: int | None = None, left: list[int] | None = None) -> None:
         """Creates a builder of an empty object or list.
 
-
         Args:
             opening: the byte that opens it.
             most_values: more values than this, at any depth, are refused, a member counting as eight; None for no
@@ -127,7 +126,6 @@ class AbridgedObjectReceiver(Receiver):
         special: "Mapping[str, AbridgedObjectReceiver | ListReceiver] | None" = None,
     ) -> None:
         """Creates a receiver of an empty object.
-
 
         Args:
             needed: names of members that are kept in any case, if they are no long containers.
