@@ -57,7 +57,7 @@ _FORMS: Final = {
 
 
 def to_invalid_params(error: ValidationError) -> InvalidParams:
-    """All of pydantic's findings, in the order of the document's definition."""
+    """Converts all of pydantic's findings, in the order of the document's definition."""
     return InvalidParams(tuple(_problem(found) for found in error.errors(include_url=False)))
 
 

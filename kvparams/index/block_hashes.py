@@ -75,12 +75,12 @@ class BlockHasher:
     def __init__(self, seed: int, block_size: int) -> None:
         """Creates a hasher for one seed and block size.
 
-            Args:
-                seed: 64 bits that the deployment shares and clients do not know.
-                block_size: tokens in a block.
+        Args:
+            seed: 64 bits that the deployment shares and clients do not know.
+            block_size: tokens in a block.
 
         Raises:
-                ValueError: the seed is not in [0, 2^64), or the block size not in [1, 65536].
+            ValueError: the seed is not in [0, 2^64), or the block size not in [1, 65536].
         """
         if not 0 <= seed < 2**64:
             raise ValueError("a seed is in [0, 2^64)")

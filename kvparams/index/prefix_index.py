@@ -50,12 +50,12 @@ class PrefixIndex:
     def __init__(self, capacity: int, ttl: float | None = None) -> None:
         """Creates an empty index.
 
-            Args:
-                capacity: blocks, about 60 bytes each; what is not used yet is not committed.
-                ttl: seconds after which `expire` forgets what was not used.
+        Args:
+            capacity: blocks, about 60 bytes each; what is not used yet is not committed.
+            ttl: seconds after which `expire` forgets what was not used.
 
         Raises:
-                ValueError: there is no room for a block, or for more than 2^31 - 1.
+            ValueError: there is no room for a block, or for more than 2^31 - 1.
         """
         if not 1 <= capacity < 2**31:
             raise ValueError("an index has room for 1 to 2^31 - 1 blocks")
