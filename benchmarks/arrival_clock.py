@@ -1,7 +1,7 @@
 """Wakes an event loop at absolute times, to some tens of microseconds.
 
-The one rule: no rounding. The timers of asyncio and uvloop count whole milliseconds, more than what is to be measured,
-so this one is Linux's timerfd(2), which Python itself offers only from 3.13.
+Times are not rounded. The timers of asyncio and uvloop count whole milliseconds, more than what is to be measured, so
+this one is Linux's timerfd(2), which Python itself offers only from 3.13.
 """
 
 import asyncio

@@ -6,7 +6,7 @@
 A round moves the same number of bytes by each side, in random order: `save` copies pages out of the blocks, seals and
 puts them; `load` gets, verifies and writes them to the blocks. Beside them the bare store: `put` and `get` of pages
 that lie ready, `seal + put` and `get + verify` of the same. Reported are medians of the rounds' ratios with their
-bootstrap interval. The one rule: all sides are warm and move equally many bytes under keys that are new in every round.
+bootstrap interval. All sides are warm and move equally many bytes under keys that are new in every round.
 """
 
 import argparse

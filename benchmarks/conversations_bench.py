@@ -6,8 +6,8 @@ Two engines that compute prompts, first each by itself without a store (the prox
 engines before one for decode over one `file` store, where what another one has computed is fetched. Each fleet is asked
 under round robin and under `cache_aware`; all conversations are held side by side, each a turn after the other.
 
-The one rule: shares are what the engines themselves count. Their model is tiny, so a first token waits for their steps
-of 512 tokens (`--step-ms`), as it waits for computing elsewhere.
+Shares are what the engines themselves count. Their model is tiny, so a first token waits for their steps of 512 tokens
+(`--step-ms`), as it waits for computing elsewhere.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """How fast KV events are read, against the bare decoders that only build Python objects.
 
-The one rule: the yardsticks read the same bytes in the same round. `bare msgspec` and `msgpack` know nothing of events:
-they build lists and dictionaries, check nothing and pack nothing.
+The yardsticks read the same bytes in the same round. `bare msgspec` and `msgpack` know nothing of events: they build
+lists and dictionaries, check nothing and pack nothing.
 
     python -m benchmarks.events_bench [--rounds 30]
 

@@ -1,8 +1,8 @@
 """The floor under any proxy in this language: both legs of a request, and nothing else.
 
-The one rule: no work that the two legs do not force on it. It checks nothing, corrects nothing, hides nothing and does
-not survive errors; it splices bytes it knows the shape of, and what the decode engine sends goes to the client as it
-comes. It exists so that a proxy's CPU per request can be told as a ratio, in the same run on the same machine.
+It does no work that the two legs do not force on it. It checks nothing, corrects nothing, hides nothing and does not
+survive errors; it splices bytes whose form it knows, and the decode engine's bytes go to the client as they come. It
+exists so that a proxy's CPU per request can be told as a ratio, in the same run on the same machine.
 
     python benchmarks/floor_relay.py --port 8200 --prefill 8100 --prefill 8101 --decode 8102 --decode 8103
 """

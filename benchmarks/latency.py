@@ -1,6 +1,6 @@
 """Arrival times before a run and percentiles after it. Pure.
 
-The one rule: a percentile is a value that was really measured (nearest rank), never an interpolation between two.
+A percentile is a value that was really measured (nearest rank), never an interpolation between two.
 """
 
 import math

@@ -7,8 +7,8 @@ in random order; the floor is a bare client in that round: of two, one request a
 that is faster over all rounds. They send the same headers, `sendmsg` and `recv_into` the same buffers, and ask EXIST
 once behind their puts, because a put has no answer; they do nothing else: no deadline, no record of a size, no check.
 The server runs with MALLOC_ARENA_MAX=1: it has a thread for each connection, and with an arena for each thread of which
-some give their memory back after every round, one side or another would pay twice as much for its puts.
-The one rule: all sides move the same pages, and every value that was read is compared once.
+some give their memory back after every round, one side or another would pay twice as much for its puts. All sides move
+the same pages, and every value that was read is compared once.
 """
 
 import argparse

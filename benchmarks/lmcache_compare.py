@@ -11,8 +11,8 @@ it uses where it is installed), `resp://` (its C++ client, eight threads), `moon
 without chunk metadata, which is nothing but the client library's zero-copy calls.
 
 Ours are the store, with pages sealed and verified, beside LMCache; the connector, which gathers them from an engine's
-blocks and scatters them there, beside "+ copy"; and LMCache's `StorageManager` with our plugin. The one rule: all sides
-move the same bytes in every round, and what each has read is compared once.
+blocks and scatters them there, beside "+ copy"; and LMCache's `StorageManager` with our plugin. All sides move the same
+bytes in every round, and what each has read is compared once.
 """
 
 import argparse

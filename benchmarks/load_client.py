@@ -1,8 +1,8 @@
 """The load generator's HTTP client: connections that time and check every answer.
 
-The one rule: an answer counts only if it is right. Status 200, framed to its end, and a stream must hold exactly the
-events it should and end with `[DONE]`; anything else is an error with a name, and its time is in no percentile.
-Events end with an empty line of "\\n\\n", as every engine in the field writes them.
+An answer counts only if it is right. Status 200, framed to its end, and a stream must hold exactly the events it should
+and end with `[DONE]`; anything else is an error with a name, and its time is in no percentile. Events end with an empty
+line of "\\n\\n", as every engine in the field writes them.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Runs the load generator as a process of its own, so that whoever directs a measurement does not disturb it.
 
-The one rule: a run with a single wrong answer is no measurement.
+A run with a single wrong answer is no measurement.
 """
 
 import subprocess

@@ -5,7 +5,7 @@
 
 Engines, proxies and sidecars are real processes, all up at the same time over one `file` store; each round sends the
 same traffic to one way after the other, in an order drawn anew: streams of 32 tokens, prompts that nobody has seen. CPU
-per request is of the proxy or the sidecars alone, engines not counted. The one rule: a wrong answer ends the run.
+per request is of the proxy or the sidecars alone, engines not counted. A wrong answer ends the run.
 
 The model is tiny, so what a first token waits for is mostly the engines' steps (`--step-ms`), and never bandwidth.
 """

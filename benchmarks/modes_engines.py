@@ -1,6 +1,6 @@
 """The engines for `modes_bench`: reference engines, or real vLLM ones of the tests.
 
-The one rule: every way has the same engines, but where a connector cannot do it.
+Every way has the same engines, except where a connector does not support it.
 """
 
 from collections.abc import Mapping

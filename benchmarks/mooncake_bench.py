@@ -4,8 +4,8 @@
 
 It starts a master and an owner of its own on loopback. One round is one pass over all pages by every side, in random
 order; the floor is the fastest of three bare clients in that round: `batch_put_from` and `batch_get_into` on one
-registered arena, all pages in one call, in batches, and in batches from two threads; nothing is checked there. The one
-rule: all sides move the same pages, and every value that was read is compared once.
+registered arena, all pages in one call, in batches, and in batches from two threads; nothing is checked there. All
+sides move the same pages, and every value that was read is compared once.
 """
 
 import argparse

@@ -12,8 +12,8 @@ take turns, so that each time another decode engine has to load the KV, and the 
     again      this prefill engine has it still: what is left is one token, and moving the KV
 
 So `again` is how long moving takes, `elsewhere` what a store saves. Ratios are to the first way: of times request by
-request, of CPU time round by round. The one rule: every answer of every way is the same text, and every time a decode
-engine loaded KV; otherwise the run fails.
+request, of CPU time round by round. Every answer of every way is the same text, and every time a decode engine loaded
+KV; otherwise the run fails.
 
 The model is tiny, so its KV is small (1.5 KB a token).
 """

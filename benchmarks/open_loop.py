@@ -1,8 +1,8 @@
 """A load generator: requests arrive when the plan says so, whether or not the server keeps up.
 
-The one rule: a request's clock starts at its *scheduled* arrival. A server that stalls is charged for every request
-that should have been sent meanwhile. A closed loop (`--concurrency`), where the next request waits for the last answer,
-stops asking while the server stalls and so hides it; it is here to find capacities and CPU per request.
+A request's clock starts at its *scheduled* arrival. A server that stalls is charged for every request that should have
+been sent meanwhile. A closed loop (`--concurrency`), where the next request waits for the last answer, stops asking
+while the server stalls and so hides it; it is here to find capacities and CPU per request.
 
     python benchmarks/open_loop.py --port 8000 --path /v1/completions --body body.json --rate 500 --duration 10
     python benchmarks/open_loop.py --port 8000 --path /v1/completions --body body.json --concurrency 64 --requests 5000

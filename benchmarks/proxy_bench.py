@@ -1,8 +1,8 @@
 """What the proxy alone costs: CPU per request, memory, and the latency it adds, with stub engines and no peer.
 
-The one rule: every figure has its floor beside it. Three subjects take turns within each round, so that they meet the
-same noise: `direct` (a stub engine asked without any proxy), `floor` (a relay of the two legs that does nothing else)
-and `proxy` (`kvparams proxy` as shipped). What the stub engines counted must agree with what was asked, or it fails.
+Every figure has its floor beside it. Three subjects take turns within each round, so that they meet the same noise:
+`direct` (a stub engine asked without any proxy), `floor` (a relay of the two legs that does nothing else) and `proxy`
+(`kvparams proxy` as shipped). What the stub engines counted must agree with what was asked, or it fails.
 
     python benchmarks/proxy_bench.py [--rounds 5] [--scenarios ns-s-64,st-s-64]        # make bench-proxy
 

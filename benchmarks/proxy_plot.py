@@ -1,4 +1,4 @@
-"""The proxy benchmark as a picture. The one rule: the floor stands beside the proxy in every group of bars."""
+"""The proxy benchmark as a picture. The floor stands beside the proxy in every group of bars."""
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave the types of its keyword arguments open.
 

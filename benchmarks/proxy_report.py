@@ -1,6 +1,6 @@
 """The proxy benchmark's rows, and what is made of them: a summary and a table.
 
-The one rule: differences and ratios are taken within a round and then summed up by their median.
+Differences and ratios are taken within a round and then summed up by their median.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Summing up rounds: a median, and how far it can be trusted. Pure.
 
-The one rule: what is compared is compared within a round, where both sides met the same noise; the rounds' results are
-then summed up, never the raw figures of one side against those of the other.
+Comparisons are made within a round, where both sides met the same noise; the rounds' results are then summed up, never
+the raw figures of one side against those of the other.
 """
 
 import random

@@ -1,8 +1,8 @@
 """An external bench rig: where its parts are and how they are driven.
 
-The one rule: nothing of the rig is copied here. What is relied on is its outside only: `bench.py` (`--list`, `--inter`
-with one JSON row per line), the `mock` engines with `/set` and `/stats`, the `load` generator with its JSON line,
-request bodies under `bodies/`, and `extra/*.json` in its home, by which a router joins.
+No part of the rig is copied here. This module relies only on its outside: `bench.py` (`--list`, `--inter` with one JSON
+row per line), the `mock` engines with `/set` and `/stats`, the `load` generator with its JSON line, request bodies
+under `bodies/`, and `extra/*.json` in its home, by which a router joins.
 """
 
 import json

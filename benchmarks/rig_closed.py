@@ -1,6 +1,6 @@
 """The closed-loop comparison on the rig: CPU per request of this proxy over each peer's, and whether it did the work.
 
-The one rule: ratios are of neighbours in one round, and a row whose counters do not add up is a problem, not a figure.
+Ratios are of neighbours in one round, and a row whose counters do not add up is a problem, not a figure.
 """
 
 import json

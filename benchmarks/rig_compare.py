@@ -1,6 +1,6 @@
 """This proxy beside its peers, on an external bench rig if there is one.
 
-The one rule: without a rig this file is of no use, and nothing else in the project needs it.
+Without a rig this file is of no use, and no other part of the project needs it.
 
     python benchmarks/rig_compare.py --rig DIR --rig-home DIR [--rounds 9] [--peers vr-pd-rr,...] [--only closed|open]
         [--plain] [--options OPTIONS] [--other OPTIONS]

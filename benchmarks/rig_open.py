@@ -1,8 +1,8 @@
 """The open-loop comparison on the rig: latency added by this proxy and by a peer at the same rate.
 
-The one rule: everybody is asked the same at the same moments. Within a round, ours, the peer and an engine without any
-router get one and the same sequence of arrivals, at half of what the slower of the two can carry; who goes first
-changes from round to round.
+All sides get the same requests at the same moments. Within a round, ours, the peer and an engine without any router get
+one and the same sequence of arrivals, at half of what the slower of the two can carry; who goes first changes from
+round to round.
 """
 
 import statistics

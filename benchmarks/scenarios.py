@@ -1,8 +1,8 @@
 """What is asked in a measurement: prompts of a size, whole or streamed, at a concurrency. Pure.
 
-The one rule: the same scenario is the same bytes in every run, up to the counter that makes each prompt another.
-Names: `ns` whole answers, `stb` streams as fast as the engine can, `st` streams paced at 20 ms; `s` 200 and `l` 8,000
-tokens of prompt; the number is how many requests are in flight.
+The same scenario is the same bytes in every run, up to the counter that makes each prompt another. Names: `ns` whole
+answers, `stb` streams as fast as the engine can, `st` streams paced at 20 ms; `s` 200 and `l` 8,000 tokens of prompt;
+the number is how many requests are in flight.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Several clients of one server, measured in turns, and the machine they are measured on.
 
-The one rule: in every round each side moves the same pages, in an order of its own, so that the noise of a moment hits
-neighbours alike.
+In every round each side moves the same pages, in an order of its own, so that the noise of a moment hits neighbours
+alike.
 """
 
 import platform

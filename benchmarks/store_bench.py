@@ -4,8 +4,8 @@
 
 One round is one pass over a working set by the store and one by each of two floors, in random order; what is reported
 is the median of the rounds' ratios and its bootstrap interval. The floors: one memcpy of the whole working set, which
-goes past the caches, and one memcpy per page, which is what moving pages can reach. The one rule: all sides are warm
-and move equally many bytes; the store does everything that it does in use, eviction included.
+goes past the caches, and one memcpy per page, which is what moving pages can reach. All sides are warm and move equally
+many bytes; the store does everything that it does in use, eviction included.
 """
 
 import argparse

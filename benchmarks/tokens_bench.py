@@ -1,7 +1,7 @@
 """What it costs the proxy to know the token ids of a prompt, beside everything else that it does.
 
-The one rule: every figure has its yardstick in the same round: the bare tokenizer on the whole text, and the proxy
-without `--tokenizer` on the same requests.
+Every figure has its yardstick in the same round: the bare tokenizer on the whole text, and the proxy without
+`--tokenizer` on the same requests.
 
     python -m benchmarks.tokens_bench [--tokenizer FOLDER] [--rounds 5]
 

@@ -8,7 +8,7 @@ the floor is a bare client in that round: of two, one request at a time and four
 all rounds. They build the same commands, send with `sendmsg` and receive with `recv_into` the same buffers, and do
 nothing else: no deadline, no check, no lane. valkey-py (with libvalkey) and valkey-glide, where it is installed, are
 what the store could have used instead. A get of theirs includes a copy into the caller's buffer, except glide's, which
-receives into one. The one rule: all sides move the same pages, and every value that was read is compared once.
+receives into one. All sides move the same pages, and every value that was read is compared once.
 """
 
 import argparse

@@ -4,10 +4,10 @@
 
 It starts a valkey-server of its own on loopback. The floor is a bare socket. Beside it the same socket with a checksum
 of each page (what a store with sealed pages cannot do without), and with pages copied out of an engine's blocks and
-checked, or checked and copied back to them (what a connector cannot do without), in one thread and in two: as few
-lines as can be, without deadlines, keys of content, reports or leases. Beside those the store and the connector. For
-each side the processor time of the client and of the server is shown, which says what two cores can do at best. The
-one rule: all sides move the same bytes, and every value that was read is compared once.
+checked, or checked and copied back to them (what a connector cannot do without), in one thread and in two: as few lines
+as can be, without deadlines, keys of content, reports or leases. Beside those the store and the connector. For each
+side the processor time of the client and of the server is shown, which says what two cores can do at best. All sides
+move the same bytes, and every value that was read is compared once.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Our connector, which can be taken out of a vLLM that runs, and put back: what it costs, in one process.
 
 Two engines that are alike differ by some percent, as their memory lies; one engine with its connector and without it
-does not. vLLM loads `RemovableConnector` by its module path. The one rule: it is taken out and put back only while the
-engine has nothing to do.
+does not. vLLM loads `RemovableConnector` by its module path. It is taken out and put back only while the engine has
+nothing to do.
 """
 
 import inspect

@@ -1,6 +1,6 @@
-"""One document for moving KV cache between prefill and decode: read it, write it, and know what is wrong with it.
+"""The package reads, writes and validates the one document that moves KV cache between prefill and decode.
 
-The one rule: importing this package opens nothing and needs nothing beyond pydantic.
+Importing it opens nothing and needs nothing beyond pydantic.
 """
 
 from kvparams.codec import dump, dump_json, parse, read_request, write

@@ -1,7 +1,7 @@
 """The one door between JSON and `KVTransferParams`.
 
 Nothing else looks inside a raw document: proxy, connectors and engines hold the model and hand it back here to be
-written. The one rule: `dump(parse(x)) == x` as JSON for every valid `x`, unknown members and nulls included.
+written. `dump(parse(x)) == x` holds as JSON for every valid `x`, unknown members and nulls included.
 """
 
 import re
@@ -68,7 +68,10 @@ def dump_json(params: KVTransferParams) -> bytes:
 
 
 class DocumentTemplate:
-    """One document for many requests: checked once, then only request id, transfer id and cache salt are filled in."""
+    """A `DocumentTemplate` is validated once and then filled in per request.
+
+    Only the request id, the transfer id and the cache salt vary.
+    """
 
     __slots__ = ("_pieces",)
 
@@ -200,7 +203,7 @@ def _object(value: object, *path: str) -> Mapping[str, object]:
 
 
 def _check_outline(document: Mapping[str, object]) -> None:
-    """What must be known before the members are judged: the version, and that there are not too many of them."""
+    """Checks the version and the number of members, before the members themselves are validated."""
     version = document.get("version")
     if isinstance(version, str) and re.fullmatch(VERSION_FORM, version) is None:
         raise UnsupportedVersion((Problem(("version",), "version", "this version is not spoken here; 1.y is"),))

@@ -1,11 +1,11 @@
-"""How long an instance takes to prefill and to fetch, learnt from the legs that it ran.
+"""Models how long an instance takes to prefill and to fetch KV, learnt from the legs that it ran.
 
-The one rule: nobody is told how fast an engine is. Three things cost time where it computes, each an amount per unit
-that is never negative: the leg itself, each token, and each pair of tokens that attend to each other (so a long prompt
-costs more than its length). Where it fetches KV, two: the fetch itself and each token. What took wildly other than
-expected counts little; what was long ago counts little. Of an engine that has told nothing yet the usual is expected:
-what others cost. Legs of one length say nothing of longer ones: there the guess decides, until lengths differ by more
-than noise makes up. It must not take long prompts to cost hardly more than short ones: they would go anywhere.
+Speeds are learnt and never configured. A leg that is computed has three costs, each an amount per unit that is never
+negative: the leg itself, each token, and each pair of tokens that attend to each other (so a long prompt costs more
+than its length). Fetching KV has two: the fetch itself and each token. Outliers and old observations weigh less. An
+engine without observations is expected to cost what others in its fleet cost. Legs of one length say nothing about
+longer ones: the initial guess decides there, until lengths differ by more than noise explains. Otherwise long prompts
+would seem hardly dearer than short ones, and would be sent anywhere.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ no other: the first one of another length may say that a token costs ten times a
 
 
 def leg_features(new: int, context: int) -> tuple[float, float, float]:
-    """What of one leg costs time where it is computed: itself, tokens, pairs of tokens."""
+    """Returns the three cost features of a computed leg: the leg, its new tokens, and its pairs of tokens."""
     return 1.0, float(new), new * (context - 0.5 * new)
 
 
@@ -50,7 +50,7 @@ def _together(amounts: Sequence[float], features: Sequence[float]) -> float:
 
 
 class FleetCostPrior:
-    """What legs cost on the engine of a fleet that told last."""
+    """A `FleetCostPrior` holds the costs of the engine of a fleet that reported most recently."""
 
     __slots__ = ("amounts", "token")
 
@@ -61,8 +61,10 @@ class FleetCostPrior:
 
 
 class _LeastSquaresFit:
-    """Amounts that explain seconds best: least squares of relative errors, no amount below 0, that of a token
-    not below what nothing seen speaks against."""
+    """Fits the amounts that explain observed seconds best, by least squares of relative errors.
+
+    No amount is below 0, and that of a token is not below the least that the observations allow.
+    """
 
     __slots__ = ("_guess", "_moments", "_right", "amounts", "seen", "variance")
 
@@ -78,8 +80,11 @@ class _LeastSquaresFit:
         """Of relative errors, each at most 1."""
 
     def learn(self, features: Sequence[float], seconds: float, token: float = 0.0) -> None:
-        """Something of such features took so long. Where it is the first, `token` is the least that a token of it
-        should be taken to cost, up to `_TOKENS` of the whole."""
+        """Adds an observation: work with these features took `seconds`.
+
+        For the first observation, `token` is the least that a token of it should be taken to cost, up to `_TOKENS` of
+        the whole.
+        """
         expected = max(_together(self.amounts, features), _LEAST_S)
         if not self.seen:
             factor = max(seconds, _LEAST_S) / expected
@@ -125,8 +130,11 @@ class _LeastSquaresFit:
             del used[worst]
 
     def _least(self) -> float:
-        """What a token costs at least, in units of the guess: what it costs there when the guess is held against all
-        that was seen, as far as that does not tell tokens from the rest. Lengths that differ do."""
+        """Returns the lower bound of the cost of a token, in units of the guess.
+
+        It is the cost at which the guess fits all observations, as far as those do not tell tokens from the rest.
+        Lengths that differ do.
+        """
         guess, moments, doubt = self._guess, self._moments, max(_DOUBT, self.variance)
         pairs = [(i, j) for i in range(len(guess)) for j in range(i, len(guess))]
         size = sum((1 + (i != j)) * moments[i][j] * guess[i] * guess[j] for i, j in pairs)
@@ -136,8 +144,10 @@ class _LeastSquaresFit:
         return level * doubt / (max(0.0, told) + doubt)
 
     def _solved(self, used: Sequence[int], least: Sequence[float]) -> list[float]:
-        """The normal equations of some amounts, the others being the least, all in units of the guess; by elimination:
-        it keeps pivots above 0."""
+        """Solves the normal equations for the amounts in `used`, with the others at their least.
+
+        Values are in units of the guess. Elimination keeps pivots above 0.
+        """
         guess, moments = self._guess, self._moments
         others = [index for index in range(len(guess)) if index not in used]
         rows: list[list[float]] = []
@@ -177,16 +187,16 @@ class CostModel:
 
     @property
     def relative_error(self) -> float:
-        """How far legs are off what is expected of them, as a share of that: their standard deviation, 1 at most."""
+        """Returns the standard deviation of legs from their predictions, as a share of the prediction, 1 at most."""
         return sqrt(self._work.variance)
 
     def predict_s(self, new: int, context: int) -> float:
-        """How long a leg will take that computes the last `new` of `context` tokens."""
+        """Predicts the seconds of a leg that computes the last `new` of `context` tokens."""
         leg, token, pair = self._amounts
         return leg + new * (token + pair * (context - 0.5 * new))
 
     def predict_batch_s(self, features: Sequence[float]) -> float:
-        """How long legs of such features, added up, will take together."""
+        """Predicts the seconds of legs that run together, from the sum of their features."""
         return _together(self._amounts, features)
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
@@ -197,7 +207,7 @@ class CostModel:
         usual.token = usual.amounts[1]
 
     def predict_fetch_s(self, tokens: int) -> float:
-        """How long fetching the KV of so many tokens will take."""
+        """Predicts the seconds to fetch the KV of `tokens` tokens."""
         fetch, token = self._fetch.amounts
         return fetch + token * tokens
 

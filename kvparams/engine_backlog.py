@@ -1,8 +1,8 @@
-"""How much an instance still has to do, in seconds: what was given to it, by the speed that was learnt of it.
+"""Tracks the seconds of work that an instance still has, from the legs given to it and its learnt speed.
 
-The one rule: a leg counts from the moment it is given until it is taken back, by its own key, so nothing can be
-counted twice or leak. An engine is taken to prefill one leg after the other in the order they came; where it batches,
-the sum is the same, and what a batch took is told by all its legs together.
+A leg counts from the moment it is given until it is taken back, by its own key, so no leg is counted twice or leaks. An
+engine is modeled as prefilling one leg after the other in the order they came. If it batches, the sum is the same, and
+the time of a batch is reported by all its legs together.
 """
 
 from collections.abc import Callable, Hashable
@@ -29,14 +29,14 @@ class _PendingLeg(NamedTuple):
 
 
 class _CompletedBatch(NamedTuple):
-    """What legs that were computed together took."""
+    """A `_CompletedBatch` adds up the features and the time of legs that were computed together."""
 
     features: tuple[float, ...]
     seconds: float
 
 
 class EngineBacklog:
-    """One instance's backlog and speed. Not bound to what it runs: any hashable key stands for a leg."""
+    """An `EngineBacklog` holds the pending legs and the speed of one instance; any hashable key stands for a leg."""
 
     __slots__ = (
         "_fetching_until",
@@ -50,7 +50,8 @@ class EngineBacklog:
     )
 
     def __init__(self, now: Callable[[], float], usual: FleetCostPrior | None = None) -> None:
-        """
+        """Creates an empty backlog.
+
         Args:
             now: the clock, in seconds.
             usual: what is expected of its fleet's instances until they tell.
@@ -71,8 +72,10 @@ class EngineBacklog:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until what was given to it should be done. A leg that overruns is never nearer to its end than legs
-        there are usually off."""
+        """Returns the seconds until the given legs should be done.
+
+        A leg that overruns is never nearer to its end than the usual prediction error.
+        """
         if not self._given:
             return 0.0
         head = next(iter(self._given.values())).seconds
@@ -163,7 +166,7 @@ class EngineBacklog:
             self._told = it
 
     def _learn(self) -> None:
-        """What was told is complete."""
+        """Passes the completed batch to the cost model."""
         if self._told is not None:
             self.cost_model.learn(self._told.features, self._told.seconds)
             self._told = None

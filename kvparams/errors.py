@@ -1,4 +1,4 @@
-"""What can go wrong with a document, as classes that carry data.
+"""Defines the errors of KV parameters documents as classes that carry data.
 
     KVParamsError
     ├── JSONTextError           the bytes are not JSON that we accept
@@ -12,7 +12,7 @@
     ├── UntrustedParams         a signature is missing or wrong (kvparams.signing)
     └── PluginError             a name is not registered, or what is registered does not load
 
-The one rule: callers tell errors apart by class and by `Problem.kind`, never by message.
+Callers tell errors apart by class and by `Problem.kind`, never by message.
 """
 
 import json
@@ -54,7 +54,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault in a document: where it is, of which kind, and in words."""
+    """A `Problem` is one fault in a document: its path, its kind, and a message."""
 
     path: tuple[str | int, ...]
     """Keys and list indexes from the document's root; empty for the document itself."""

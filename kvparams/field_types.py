@@ -1,6 +1,6 @@
-"""What the values of a document are made of: every string, list and integer with its bound.
+"""Defines the types of a document's values: every string, list and integer has a bound.
 
-The one rule: nothing is converted. `"1"`, `1.0` and `true` are not the integer 1. A value that is kept without being
+Validation converts no value: `"1"`, `1.0` and `true` are not the integer 1. A value that is kept without being
 understood (an unknown member, an extension) is still bounded, and copied, so that nobody can change it afterwards.
 """
 

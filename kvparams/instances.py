@@ -1,7 +1,7 @@
-"""Which instance runs a leg: the policy interface and round robin.
+"""Defines instances, and the policy interface that chooses the instance of a leg.
 
-The one rule: a policy is a pure decision over what it is shown. Load, turns, speeds and the prefix index are the
-fleet's, so that several processes can share them without the policy knowing.
+A policy is a pure decision over the candidates that it is given. Load, turns, speeds and the prefix index belong to the
+fleet, so that several processes can share them without the policy knowing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "Sched
 
 
 class Role(StrEnum):
-    """What an instance is used for."""
+    """A `Role` is the use of an instance."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -26,7 +26,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """One running engine. An engine that restarts is another instance: same id, other incarnation.
+    """An `Instance` is a running engine; after a restart it is another one, with the same id and another incarnation.
 
     Compared by identity, which makes it a cheap key: whoever keeps the fleet keeps one object for each instance.
     """
@@ -67,7 +67,7 @@ class Candidate(Protocol):
 
     @property
     def instance(self) -> Instance:
-        """Who it is."""
+        """Returns the instance of this candidate."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class Candidate(Protocol):
 
     @property
     def backlog(self) -> EngineBacklog:
-        """What it still has to do and how fast it is, as far as that was learnt."""
+        """Returns the pending work and the learnt speed of this candidate."""
         ...
 
 
@@ -90,7 +90,7 @@ _NOTHING_CACHED: Final[Mapping[Instance, int]] = MappingProxyType({})
 
 
 class RequestFacts(NamedTuple):
-    """What is known about a request when its legs are planned."""
+    """A `RequestFacts` holds the known facts about a request when its legs are planned."""
 
     request_id: str
     """The client's where it was harmless; on both legs and on the answer."""

@@ -4,7 +4,7 @@ A key is derived, never chosen: a SHA-256 chain over token ids, page by page, th
 of everything that changes the bytes for the whole model. What a rank holds and how many tokens a page has are in the
 key itself, so engines with other parallelism or other block sizes share a store.
 
-The one rule: whatever changes the KV bytes changes the key. The encodings are specified byte by byte (see
+Invariant: every fact that changes the KV bytes changes the key. The encodings are specified byte by byte (see
 `Namespace.digest` and `chain_pages`) so that any language can compute them.
 """
 
@@ -97,18 +97,21 @@ class KVShard:
 
     @property
     def layers(self) -> int:
-        """How many layers."""
+        """Returns the number of layers."""
         return self.layer_end - self.layer_start
 
     @property
     def heads(self) -> int:
-        """How many KV heads."""
+        """Returns the number of KV heads."""
         return self.head_end - self.head_start
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that changes the bytes for the whole model. Two engines share pages only if all of it is equal."""
+    """A `Namespace` holds the facts that change the KV bytes for the whole model.
+
+    Two engines share pages only if all of them are equal.
+    """
 
     model: str
     """The model's full name; never empty."""
@@ -154,9 +157,11 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes: SHA-256 over `"kvparams namespace 1\\n"` and then, for each field in the order of the list below,
-        u32 length of the name, name, one byte 1, u32 length of the value, value; or, where the value is None, u32
-        length of the name, name, one byte 0.
+        """Returns the 32-byte SHA-256 digest of the namespace.
+
+        It covers `"kvparams namespace 1\n"` and then, for each field in the order of the list below, u32 length of the
+        name, name, one byte 1, u32 length of the value, value; or, where the value is None, u32 length of the name,
+        name, one byte 0.
 
         Fields: model, revision, dtype, layers, kv_heads, k_dim, v_dim, wire_layout, page_tokens, lora, cache_salt.
         Text is UTF-8, integers are decimal text, lengths are little-endian.
@@ -206,7 +211,7 @@ class ExtraKey:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a sequence: its place in the chain."""
+    """A `Page` is a page of a sequence: its place in the chain."""
 
     index: int
     start: int

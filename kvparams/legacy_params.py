@@ -1,7 +1,7 @@
 """The three fields of vLLM #12957: `prefix_prompt_ids`, `kvcache_load_keys`, `kvcache_store_keys`; no version, no ids.
 
-A request for one prompt carries flat lists, a request for several carries one list (or null) for each prompt. The one
-rule: what was read can be written back as it was,
+A request for one prompt carries flat lists, a request for several carries one list (or null) for each prompt. Members
+that were read can be written back unchanged:
 `write_legacy_params(t.to_params(r, i), batched=t.batched, native=t.native) == x` for every `t = read_legacy_params(x)`.
 
 Source: vLLM pull request #12957, vllm/distributed/kv_transfer/kv_transfer_params.py (February 2025, never merged).
@@ -41,7 +41,7 @@ _NAMES: Final = frozenset(_MEMBERS)
 
 
 class LegacyPrompt(DocumentModel, frozen=True):
-    """What the trio says of one prompt."""
+    """A `LegacyPrompt` holds the legacy members for one prompt."""
 
     prefix_prompt_ids: TokenIds | None = None
     kvcache_load_keys: StoreKeys | None = None
@@ -60,7 +60,7 @@ class LegacyParams:
     """Members that stood beside the trio: not ours, kept as they came."""
 
     def to_params(self, request_id: str, transfer_id: str) -> tuple[KVTransferParams, ...]:
-        """One document for each prompt, by way of a store.
+        """Returns a document for each prompt, which moves KV by way of a store.
 
         The trio has no identity and no phase. The first is given here; of several prompts, number i is the transfer
         `transfer_id-i`. A prompt with load keys and no store keys is a decode leg, any other a prefill leg.
@@ -78,7 +78,7 @@ class LegacyParams:
 
 
 def has_legacy_members(native: Mapping[str, object]) -> bool:
-    """Whether any of the three members is there."""
+    """Returns True if any of the three legacy members is present."""
     return not _NAMES.isdisjoint(native)
 
 

@@ -1,9 +1,8 @@
 """Keys against poisoning: who does not have one cannot write a page that is used.
 
 A store that others can write to holds whatever they put there, with a checksum that fits. So a page may carry a tag
-over its header and payload, under a key that only the engines have. The one rule: a key is used for one thing. The key
-of a tag is derived from the tenant's, anew for every page that is sealed; the tenant's is derived from the one in the
-key file.
+over its header and payload, under a key that only the engines have. A key is used for one purpose. The key of a tag is
+derived from the tenant's, anew for every page that is sealed; the tenant's is derived from the one in the key file.
 
     key id      = first 8 bytes of HMAC-SHA256(key, "kvparams key id 1\\n")
     tenant key  = HMAC-SHA256(key, "kvparams tenant 1\\n", then 0 where there is no cache salt, else 1 and it as UTF-8)
@@ -70,7 +69,9 @@ class PageAuthKeys:
     __slots__ = ("_keys", "_method")
 
     def __init__(self, keys: Iterable[bytes], method: PageAuthMethod = "aes-256-gmac") -> None:
-        """Args:
+        """Validates the keys and creates the set.
+
+        Args:
             keys: each of 32 random bytes; 1 to 16 different ones.
             method: how pages are sealed. Both kinds are opened.
 
@@ -121,11 +122,11 @@ class PageAuthKeys:
 
     @property
     def method(self) -> PageAuthMethod:
-        """How pages are sealed."""
+        """Returns the method by which pages are sealed."""
         return self._method
 
     def for_tenant(self, cache_salt: str | None) -> "TenantPageAuthKeys":
-        """What seals and opens the pages of one tenant: of the namespaces with this cache salt."""
+        """Returns the keys that seal and open the pages of one tenant: of the namespaces with this cache salt."""
         context = b"\0" if cache_salt is None else b"\1" + cache_salt.encode()
         return TenantPageAuthKeys(
             {key_id: _derive(key, _TENANT_DOMAIN + context) for key_id, key in self._keys.items()},
@@ -142,9 +143,11 @@ class TenantPageAuthKeys:
     __slots__ = ("_keys", "flags", "key_id")
 
     def __init__(self, keys: Mapping[bytes, bytes], flags: int) -> None:
-        """Args:
-        keys: by their ids; the first one seals.
-        flags: of the method by which pages are sealed.
+        """Creates the keys of one tenant.
+
+        Args:
+            keys: by their ids; the first one seals.
+            flags: of the method by which pages are sealed.
         """
         self._keys = keys
         self.flags: Final = flags
@@ -196,7 +199,7 @@ def _derive(key: bytes, context: bytes) -> bytes:
 
 
 def _aes() -> "Callable[[bytes], AEADEncryptionContext]":
-    """What begins a tag of AES-256-GCM under a key."""
+    """Returns a function that begins a tag of AES-256-GCM under a key."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 `seal` writes the header in front of a payload that already stands in the buffer; `verify` says whether a buffer holds
 exactly the page that was asked for. With keys (`kvparams.page_auth`) it carries a tag that only their owners can make:
-a checksum finds accidents, a tag attackers. The one rule: nothing reaches a model before `verify` has returned None.
+a checksum finds accidents, a tag attackers. Invariant: no page reaches a model before `verify` has returned None.
 
     offset  bytes  field (little-endian)
          0      4  magic "KVPG"
@@ -111,7 +111,7 @@ class PageRefusal:
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What the header says besides the payload's checksum."""
+    """A `PageIdentity` holds the fields of the header without the payload's checksum."""
 
     namespace: bytes
     """The namespace's digest."""
@@ -327,7 +327,7 @@ def _key_refusal(keys: TenantPageAuthKeys | None, flags: int, key_id: bytes) -> 
 
 @dataclass(frozen=True, slots=True)
 class HeaderClaim:
-    """What a header says of itself; nothing of it has been checked."""
+    """A `HeaderClaim` holds the fields that a header claims; none of them has been checked."""
 
     identity: PageIdentity
     flags: int

@@ -1,8 +1,7 @@
 """`KVTransferParams`: the one document that proxy, prefill engine, decode engine and store agree on.
 
-Protocol 1.0; `spec/1.0/spec.md` says in words what stands here. The one rule: absent and null stay apart. A
-member that was never set is not written, one that was set to None is written as null, and nothing has a default value
-on the wire.
+Protocol 1.0; `spec/1.0/spec.md` says in words what stands here. Absent and null stay apart. A member that was never set
+is not written, one that was set to None is written as null, and no member has a default value on the wire.
 """
 
 from typing import Annotated, Final, Literal, Self, get_args
@@ -59,7 +58,10 @@ Extension = Annotated[dict[Name, JSONValue], Field(max_length=MAX_MEMBERS)]
 
 
 class Transfer(DocumentModel, frozen=True):
-    """One try to move this prompt's KV. A retry is a new transfer: a new `id`, `attempt` one higher."""
+    """A `Transfer` is an attempt to move this prompt's KV.
+
+    A retry is a new transfer with a new `id` and `attempt` one higher.
+    """
 
     id: Identifier
     attempt: Annotated[int, Field(ge=1, le=65_535)]
@@ -75,14 +77,14 @@ class Endpoint(DocumentModel, frozen=True):
 
 
 class Lease(DocumentModel, frozen=True):
-    """How long the producer keeps the KV for the consumer."""
+    """A `Lease` says for how long the producer keeps the KV for the consumer."""
 
     ttl_ms: Annotated[int, Field(ge=1, le=86_400_000)]
     """Milliseconds, counted from the moment the document is received; clocks of two machines are never compared."""
 
 
 class Isolation(DocumentModel, frozen=True):
-    """What separates KV that must not be shared, although the token ids are equal."""
+    """An `Isolation` separates KV that must not be shared, although the token ids are equal."""
 
     cache_salt: Label | None = None
     lora: Label | None = None
@@ -90,7 +92,7 @@ class Isolation(DocumentModel, frozen=True):
 
 
 class Usage(DocumentModel, frozen=True):
-    """What the leg that did the work counted."""
+    """A `Usage` holds the token counts of the leg that did the work."""
 
     prompt_tokens: Count | None = None
     cached_tokens: Count | None = None
@@ -111,7 +113,7 @@ class Usage(DocumentModel, frozen=True):
 
 
 class Signature(DocumentModel, frozen=True):
-    """Who vouches for the document and for the native keys beside it: see `kvparams.signing`."""
+    """A `Signature` vouches for the document and for the native keys beside it: see `kvparams.signing`."""
 
     alg: Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[a-z0-9-]*$")]
     """How `value` is made; `hmac-sha256` is what is known here."""

@@ -5,7 +5,7 @@ its pages at `producer.address`, reads theirs where it is told to, and keeps wha
 it. A prefill leg with `{"address": "host:port"}` there tells it who may have more of the prompt's prefix than it has
 itself.
 
-The one rule: it is a hint. An engine that knows nothing of it, may not go there, or finds nothing, computes.
+Reading from a peer is a hint. An engine that does not know it, may not use it, or finds nothing, computes the prompt.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,10 @@ _ADDRESS: Final = TypeAdapter[str](Address)
 
 
 def readable_address(kv_transfer_params: object) -> str | None:
-    """Where the engine that has answered so lets others read, if it reads from others, too. Nothing of the answer need
-    have been checked."""
+    """Returns the address at which an engine lets others read, if it reads from others, too, or None.
+
+    The answer need not have been checked.
+    """
     document = _within(kv_transfer_params, DOCUMENT_KEY)
     if _within(document, "extensions", PEERS_EXTENSION, "reads") is not True:
         return None
@@ -42,7 +44,7 @@ def peer_source_members(address: str) -> dict[str, object]:
 
 
 def peer_source(params: KVTransferParams) -> str | None:
-    """Where a prefill leg may find more of its prefix, if it is told."""
+    """Returns the address at which a prefill leg may find more of its prefix, or None."""
     return (
         _address((params.extensions or {}).get(PEERS_EXTENSION, {}).get("address"))
         if params.phase == "prefill"

@@ -1,11 +1,11 @@
-"""Everything that has a name here (commands, stores, policies, managers, later dialects) is an entry point.
+"""Loads plugins by name from entry points: commands, dialects, stores, policies and managers.
 
 A third party adds one in its own `pyproject.toml`, without touching this project:
 
     [project.entry-points."kvparams.policies"]
     nearest = "their_package.policies:Nearest"
 
-The one rule: nothing is imported before it is asked for by name.
+Nothing is imported before it is asked for by name.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def plugin_names(kind: str) -> list[str]:
 
 
 def load_plugin(kind: str, name: str) -> object:
-    """What is registered under `name` in the group `kvparams.<kind>`.
+    """Returns the object that is registered under `name` in the group `kvparams.<kind>`.
 
     Raises:
         PluginError: the name is unknown (the message lists the known ones), registered twice for different objects,
@@ -40,7 +40,7 @@ def load_plugin(kind: str, name: str) -> object:
 
 
 def load_all_plugins(kind: str) -> dict[str, object]:
-    """Everything that is registered in the group `kvparams.<kind>`, by name, sorted.
+    """Returns all objects that are registered in the group `kvparams.<kind>`, by name, sorted.
 
     Raises:
         PluginError: as `load_plugin`.

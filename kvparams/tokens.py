@@ -1,7 +1,7 @@
 """The prefix of a prompt as token ids: packed, by digest, or listed.
 
-The one rule: all three forms speak of the same bytes, the ids as little-endian 32-bit unsigned integers; a digest is
-SHA-256 over exactly these.
+All three forms describe the same bytes, the ids as little-endian 32-bit unsigned integers; a digest is SHA-256 over
+exactly these.
 """
 
 import sys
@@ -59,7 +59,7 @@ def token_digest(packed: "bytes | array[int]") -> str:
 
 
 def counted_digest(ids: Iterable[int]) -> tuple[int, str]:
-    """How many ids there are, and their digest."""
+    """Returns the number of ids, and their digest."""
     packed = _swapped(_packed(ids))
     return len(packed), token_digest(packed)
 
@@ -128,7 +128,7 @@ class TokenPrefix(DocumentModel, frozen=True):
         return token_digest(pack(cast("array[int]", self.token_ids())))
 
     def covers(self, ids: Iterable[int]) -> bool:
-        """Whether `ids`, a whole prompt, begins with this prefix."""
+        """Returns True if `ids`, a whole prompt, begins with this prefix."""
         raw = pack(ids)[: 4 * self.count]
         return len(raw) == 4 * self.count and token_digest(raw) == self.digest_text()
 

@@ -1,6 +1,6 @@
-"""What the JSON reader and pydantic find, as `Problem`s of this project.
+"""Converts the findings of the JSON reader and of pydantic into `Problem`s.
 
-The one rule: a finding is mapped by its type, never by its message, and no message repeats a value of the document.
+A finding is mapped by its type, never by its message, and no message repeats a value of the document.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ _FORMS: Final = {
 
 
 def to_invalid_params(error: ValidationError) -> InvalidParams:
-    """All of pydantic's findings, in the order of the document's definition."""
+    """Converts all of pydantic's findings, in the order of the document's definition."""
     return InvalidParams(tuple(_problem(found) for found in error.errors(include_url=False)))
 
 

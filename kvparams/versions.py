@@ -1,8 +1,8 @@
 """Minor versions of the protocol: what both sides speak, and documents said in the words of another one.
 
 What each minor version has added stands in `ADDED_MEMBERS`, what shall go one day in `DEPRECATED_MEMBERS`, and both in
-`spec/1.0/versions.json` too; section 6 of the spec says what follows. The one rule: a member that is dropped is
-dropped because the reader's version does not have it, and never where somebody has said that it must be understood.
+`spec/1.0/versions.json` too; section 6 of the spec says what follows. A member is dropped only because the reader's
+version does not have it, and never if it must be understood.
 """
 
 import re
@@ -146,8 +146,9 @@ def upgrade(document: Mapping[str, object], to: str) -> dict[str, object]:
 def downgrade(
     document: Mapping[str, object], to: str, added: Mapping[str, frozenset[str]] = ADDED_MEMBERS
 ) -> dict[str, object]:
-    """The document as one of an earlier minor version: without the members that have come after it. Members that no
-    version here knows stay.
+    """Returns the document as one of an earlier minor version, without the members that came after it.
+
+    Members that no version here knows stay.
 
     Args:
         document: the JSON object. Never modified; what stays is shared with the result.
@@ -189,7 +190,7 @@ def downgrade_for_reader(params: KVTransferParams, theirs: str) -> KVTransferPar
 def find_deprecated(
     document: Mapping[str, object], deprecated: Iterable[Deprecation] = DEPRECATED_MEMBERS
 ) -> tuple[Deprecation, ...]:
-    """What in a document nobody should write any more."""
+    """Returns the members of a document that should no longer be written."""
     return tuple(one for one in deprecated if _has(document, one.member.split(".")))
 
 

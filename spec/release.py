@@ -1,7 +1,7 @@
 """Releases the draft of the protocol: `python spec/release.py 1.0` makes `draft/` the folder `1.0/`, for good.
 
 Requirements are then called `1.0#6.1`, in the folder and wherever this repository names them, and `DIGESTS` holds the
-SHA-256 of every file, as `sha256sum -c DIGESTS` reads it. The one rule: what has been released is never written again.
+SHA-256 of every file, as `sha256sum -c DIGESTS` reads it. A released file is never written again.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """A trace put to a server: each request at its time, whether or not others were answered.
 
-The one rule: a request's clock starts when it should have been sent, so that whatever holds it up counts.
+A request's clock starts when it should have been sent, so that every delay counts.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Parts of a replay on reference engines as a table and as a picture.
 
-The one rule: what is compared is compared within a part, where all policies got the same requests; ratios are beside
-the first policy.
+Comparisons are made within a part, where all policies got the same requests; ratios are beside the first policy.
 """
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave the types of its keyword arguments open.

@@ -14,8 +14,8 @@ With `--store peer`, decode engines fetch from the prefill engine that computed,
 something only where it was computed. With `--store file` all engines share one store, as large as all caches, and what
 another one has computed is fetched.
 
-The one rule: nothing is a figure unless every prompt was computed or found once, by the engines' own count, in prefill
-and again in decode.
+A figure is reported only if every prompt was computed or found once, by the engines' own count, in prefill and again in
+decode.
 """
 
 import argparse

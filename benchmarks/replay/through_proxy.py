@@ -7,7 +7,7 @@ has a finite prefix cache of the model's kind; it reports what it found there an
 scaled down. Time: everything is so many times as fast. Tokens: a block of 512 is 64 of its own, the proxy's grain, and
 costs what 512 do. Nobody tells the proxy either; it learns what a token takes.
 
-The one rule: what is compared are ratios, of the policy's mean time to first token and round robin's, here and there.
+Only ratios are compared: of the policy's mean time to first token and round robin's, here and there.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A client of engines and proxies that notes what there is to prove: the text, the usage, the times, the counters.
 
-The one rule: an answer that is not whole is an error, never a short text.
+An answer that is not whole is an error, never a short text.
 """
 
 import asyncio

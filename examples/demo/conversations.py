@@ -1,6 +1,6 @@
 """Multi-turn conversations through the proxy, each request compared with one engine that does all the work.
 
-The one rule: requests go one after the other, so that what the engines count belongs to the request in the table.
+Requests go one after the other, so that what the engines count belongs to the request in the table.
 """
 
 from dataclasses import dataclass, field

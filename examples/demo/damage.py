@@ -1,8 +1,8 @@
 """Damage to a stored page, as a failing disk or a stray write would do it: the negative control.
 
-The one rule: what is damaged is what the store holds, and no engine takes part in it. A file is changed behind the
-store's back; in a server, the page is replaced by a damaged one, as anybody can who reaches that server. An engine's
-own memory cannot be reached: a peer that has the same pages, but for one, takes that engine's place.
+Only the store's contents are damaged, and no engine takes part in it. A file is changed behind the store's back; in a
+server, the page is replaced by a damaged one, as anybody can who reaches that server. An engine's own memory cannot be
+reached: a peer that has the same pages, but for one, takes that engine's place.
 """
 
 from array import array

@@ -1,6 +1,6 @@
 """What the demo shows while it runs, and how it counts what went wrong.
 
-The one rule: nothing that was found to be wrong is forgotten; `failures` decides the exit status.
+No fault is forgotten; `failures` decides the exit status.
 """
 
 import time

@@ -1,6 +1,6 @@
 """The demo's own folder, with its logs and its stores: removed at the end, or by the next demo if this one was killed.
 
-The one rule: a folder is removed by whoever holds its lock, and a living demo holds the lock of its own.
+A folder is removed by whoever holds its lock, and a living demo holds the lock of its own.
 """
 
 import fcntl

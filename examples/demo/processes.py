@@ -1,7 +1,7 @@
 """Servers as child processes: started together, waited for within bounds, always stopped.
 
-The one rule: a process that was started here is ended here, by its own id, however the caller leaves the `with` block;
-on Linux the kernel ends it even where the caller is killed.
+A process that was started here is ended here, by its own id, however the caller leaves the `with` block; on Linux the
+kernel ends it even if the caller is killed.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The real stores that the demo can run on: their servers, started beside the engines and stopped with them.
 
-The one rule: a server here is what a stranger would start by the store's own manual, small, and forgotten at the end.
+A server is started as its own manual says, small, and forgotten at the end.
 """
 
 import shutil

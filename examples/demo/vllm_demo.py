@@ -1,6 +1,6 @@
 """The demo with real vLLM engines: KV that one computed is used by another, and the tokens are those of one alone.
 
-The one rule: the engines are vLLM as it is published; nothing of it is patched, and what it counts is its own.
+The engines are unpatched releases of vLLM, and all counts are vLLM's own.
 """
 
 from pathlib import Path

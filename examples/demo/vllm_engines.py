@@ -1,6 +1,6 @@
 """Real vLLM engines on a machine without a GPU: a tiny model made on the spot, and how an engine that serves it starts.
 
-Source of what stands in the environment: vLLM 0.32.0 envs.py and platforms/cpu.py. The one rule: nothing is downloaded.
+Source of what stands in the environment: vLLM 0.32.0 envs.py and platforms/cpu.py. Nothing is downloaded.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`python -m reference_engine`: one engine in one process.
 
-The one rule: every setting is an argument; nothing is read from the environment.
+Every setting is an argument; nothing is read from the environment.
 """
 
 import argparse

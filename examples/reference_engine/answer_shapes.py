@@ -1,6 +1,6 @@
 """The shapes of answers: completions and chat as OpenAI's API has them, token-in / token-out as vLLM has it.
 
-The one rule: a stream says the same as one answer, in the order in which it became known.
+A stream says the same as one answer, in the order in which it became known.
 """
 
 from collections.abc import Sequence as Listed

@@ -1,6 +1,6 @@
 """What all answers have in common, whole or as server-sent events.
 
-The one rule: nothing here decides anything; what is counted comes from the sequences and their events.
+This module decides nothing; counts come from the sequences and their events.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The HTTP side of the engine: a Starlette app that speaks OpenAI's API as vLLM does.
 
-The one rule: an endpoint reads a body and says what becomes of it; how that is done is elsewhere.
+An endpoint reads a body and passes it on; other modules do the work.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """A request that can be served, and the error for one that cannot.
 
-The one rule: whatever endpoint a request came by, this is all that is known of it from here on.
+The rest of the engine knows nothing else of the request, whatever its endpoint was.
 """
 
 from dataclasses import dataclass

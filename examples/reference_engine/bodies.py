@@ -1,6 +1,6 @@
 """What the bodies of all generating endpoints have in common: their members, the checks, and what comes out of them.
 
-The one rule: what this engine cannot do is refused in words, never ignored; what it has never heard of is ignored.
+A known member that this engine does not support is refused with an error, never ignored; an unknown member is ignored.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The paged KV cache: the tensors, which blocks are free, and which hold a prefix that another request can use.
 
-The one rule: a block is in exactly one state: free (nothing of use), cached (holds a known prefix, nobody uses it, may
-be taken at any time) or in use (counted once per sequence that holds it).
+A block is in exactly one state: free (nothing of use), cached (holds a known prefix, nobody uses it, may be taken at
+any time) or in use (counted once per sequence that holds it).
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """Texts as vectors: the mean of the hidden states of all tokens, of length one.
 
-The one rule: this has a small cache of its own and takes nothing from the engine's loop but time.
+The embedder has a small cache of its own and takes nothing from the engine's loop but time.
 """
 
 import threading

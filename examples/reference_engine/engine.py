@@ -1,8 +1,8 @@
 """The engine's loop: continuous batching in one thread.
 
-Each step takes one token of every sequence that is decoding and, within a budget, the next pieces of prompts. The one
-rule: a sequence gets all the blocks it can ever need when it is admitted, so that nothing is ever preempted, and gives
-them back exactly once, in `_end`.
+Each step takes one token of every sequence that is decoding and, within a budget, the next pieces of prompts. A
+sequence gets all the blocks it can ever need when it is admitted, so that nothing is ever preempted, and gives them
+back exactly once, in `_end`.
 """
 
 import threading

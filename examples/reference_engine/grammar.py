@@ -1,7 +1,7 @@
 """What may be written next: structured output as small expressions, each with what is left of it after a character.
 
-The one rule: an expression is a value. What may come next is a function of the text so far and of nothing else, so any
-engine that has the text has the state.
+An expression is a value. What may come next is a function of the text so far and of nothing else, so any engine that
+has the text has the state.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What one request says about its KV.
 
-The one rule: everything here follows from the request; nothing of the engine is known.
+Every value here follows from the request; the module knows nothing of the engine.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 An engine author needs five things: read a request's document (`KVSharing.read`), ask for stored KV before computing
 (`KVSession.begin`), hand over what was computed (`KVSession.advance`), say in the answer what is stored
-(`KVSharing.result`), and drop what nobody will fetch (`KVSharing.release`). The one rule: nothing here waits for the
-store while the engine computes; its loop asks again.
+(`KVSharing.result`), and drop what nobody will fetch (`KVSharing.release`). No call waits for the store while the
+engine computes; the engine's loop asks again.
 """
 
 import time

@@ -1,6 +1,6 @@
 """What the engine counts, as Prometheus metrics in a registry of its own.
 
-The one rule: a counter counts work where it is done, so that it can be held against what an answer claims.
+A counter counts work where it is done, so that it can be held against what an answer claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU) over a paged KV cache.
 
-The one rule: the logits of a token depend on the tokens before it and on nothing else, however the work was cut up.
+The logits of a token depend on the tokens before it and on nothing else, however the work was cut up.
 """
 
 from dataclasses import dataclass

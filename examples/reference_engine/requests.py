@@ -1,6 +1,6 @@
 """The bodies of the endpoints, read and bounded: completions, chat, token-in / token-out, embeddings, `/tokenize`.
 
-The one rule: each reader says how its endpoint differs from the others, and nothing else.
+Each reader says how its endpoint differs from the others, and nothing else.
 """
 
 import json

@@ -1,7 +1,7 @@
 """From logits to a token.
 
-The one rule: nothing is remembered. A choice is a function of the logits, the seed and the tokens before it, so that
-batching, a hand-over to another engine, or a continuation from the ids already sent cannot change it.
+Sampling has no state. A choice is a function of the logits, the seed and the tokens before it, so that batching, a
+hand-over to another engine, or a continuation from the ids already sent cannot change it.
 """
 
 from bisect import bisect_left, bisect_right

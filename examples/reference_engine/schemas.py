@@ -1,6 +1,6 @@
 """From what a client asks for (choices, any JSON object, a JSON schema) to an expression of `grammar`.
 
-The one rule: what of JSON Schema is not understood is refused in words. Written is compact JSON: no blanks outside of
+A part of JSON Schema that is not supported is refused with an error. The output is compact JSON: no blanks outside of
 strings, members in the schema's order, all of them, and strings of printable ASCII without escapes.
 """
 

@@ -1,6 +1,6 @@
 """One prompt with one answer growing behind it: what was asked, how far it is, and when it ends.
 
-The one rule: text leaves only when no stop string can still begin in it.
+Text leaves only when no stop string can still begin in it.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """How a request runs: its sequences go to the engine, their events become an answer.
 
-The one rule: whatever was submitted to the engine is aborted when the client leaves, at once and on every path.
+Every sequence that was submitted to the engine is aborted when the client leaves, at once and on every path.
 """
 
 import asyncio

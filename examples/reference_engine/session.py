@@ -1,6 +1,6 @@
 """One sequence's dealings with the store: what of its prompt is there, what is loaded, what is saved.
 
-The one rule: nothing here waits; the engine's loop asks again.
+No method waits; the engine's loop asks again.
 """
 
 from dataclasses import replace

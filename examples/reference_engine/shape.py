@@ -1,6 +1,6 @@
 """The model's geometry, for those who only have to know how large its KV is.
 
-The one rule: importing this costs nothing; in particular it imports no torch.
+Importing this module costs nothing; in particular it imports no torch.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """How an engine's own server splits requests with engines of the other role: the proxy as middleware around its app.
 
-This is all that a server has to do for it. The one rule: the engine knows nothing of it; its legs come as requests.
+This is all that a server has to do for it. The engine knows nothing of it; its legs come as requests.
 """
 
 from collections.abc import Sequence

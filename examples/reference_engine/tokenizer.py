@@ -1,7 +1,7 @@
 """Text to token ids and back: one id per UTF-8 byte, and six markers.
 
-The one rule: text that the engine generated has the same ids when it comes back in the next turn's prompt. Therefore
-only printable ASCII and the end marker can be generated (`OUTPUT_IDS`), and a turn of a chat ends with that marker.
+Text that the engine generated has the same ids when it comes back in the next turn's prompt. Therefore only printable
+ASCII and the end marker can be generated (`OUTPUT_IDS`), and a turn of a chat ends with that marker.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """Which transfers this engine works on, and which KV it keeps for them: what `release` and `cancel` speak of.
 
-The one rule: a transfer that is not known is nobody's fault: nothing happens.
+An unknown transfer is no error: nothing happens.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ __all__ = ["Command", "main"]
 
 
 class Command(Protocol):
-    """One subcommand of `kvparams`."""
+    """A `Command` is a subcommand of `kvparams`."""
 
     summary: str
     """One line for `kvparams --help`."""

@@ -43,7 +43,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_phase(parser: argparse.ArgumentParser) -> None:
-    """Which leg it is."""
+    """Adds `--phase`, which names the leg that a message belongs to."""
     parser.add_argument(
         "--phase",
         choices=[phase for phase in get_args(Phase) if phase not in ("release", "cancel")],
@@ -52,7 +52,7 @@ def add_phase(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser, says: str) -> None:
-    """Which release of the engine."""
+    """Adds `--engine`, which names the release of the engine."""
     parser.add_argument("--engine", metavar="VERSION", type=_release, help=says)
 
 

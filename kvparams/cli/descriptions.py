@@ -1,6 +1,6 @@
 """Documents and messages in words, for people.
 
-The one rule: values are shown, because the reader has them anyway; a salt and an HMAC are not.
+Values are shown, because the reader has them anyway; a salt and an HMAC are not.
 """
 
 import json
@@ -50,7 +50,7 @@ _LONGEST: Final = 60
 
 
 def describe_message(given: RecognizedMessage, engine: str | None = None) -> tuple[list[str], bool]:
-    """What a message means, and whether nothing is wrong with it."""
+    """Returns lines that explain a message, and True if the message is valid."""
     table, leg = given.table, LEGS[given.phase]
     problems = validate_message(table, given.message, leg, engine)
     lines = [f"{table.title}: {_LEGS[leg]} of request {printable(given.message.request_id)}."]
@@ -92,7 +92,7 @@ def describe_dialect(table: DialectTable) -> list[str]:
 
 
 def describe_document(params: KVTransferParams, extensions: Collection[str]) -> list[str]:
-    """What a document of ours means.
+    """Returns lines that explain a document.
 
     Args:
         params: the document.

@@ -1,6 +1,6 @@
-"""What stands in a file that somebody hands to a tool: our document, a message, a whole request, or native keys alone.
+"""Reads a file given to a tool: a KV parameters document, a message, a whole request, or native keys alone.
 
-The one rule: what was taken for what is said, and can be said by the caller instead.
+The result names the form that was recognized, and a caller can name the form itself.
 """
 
 import json
@@ -119,7 +119,7 @@ def _is_document(found: Mapping[str, object]) -> bool:
 
 
 def _is_whole(found: Mapping[str, object]) -> bool:
-    """Whether it is a message, or a whole body."""
+    """Returns True for a message or a whole request body, and False for native keys alone."""
     return not (_CARRIERS | _BODY | {"body", "headers"}).isdisjoint(found)
 
 

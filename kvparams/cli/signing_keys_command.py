@@ -37,7 +37,7 @@ class SigningKeysCommand:
     summary = "Make, change and list the keys that documents are signed with."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One subcommand for each thing to do."""
+        """Adds one subcommand for each action on a key file."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
         create = actions.add_parser("create", help="make the file, with one key that is valid at once")

@@ -125,7 +125,7 @@ class TranslateCommand:
 
 
 def _was_in(table: DialectTable, params: KVTransferParams) -> bool:
-    """Whether a document was decoded from this dialect, as far as it shows: then it is written as it is."""
+    """Returns True if a document appears to have been decoded from this dialect; it is then encoded as it is."""
     if params.mode != table.mode:
         return False
     if table.extension in (params.extensions or {}):

@@ -1,6 +1,6 @@
 """Other places in which the members of `kv_transfer_params` travel: their dialect stays the same.
 
-The one rule: a carrier says where the object stands and how it is spelt, and nothing about what is in it.
+A carrier says where the object stands and how it is spelled, and nothing about its contents.
 """
 
 from collections.abc import Sequence
@@ -78,8 +78,11 @@ CARRIERS: Final = (
 def lift_message(
     message: DialectMessage, carriers: Sequence[MessageCarrier] = CARRIERS
 ) -> tuple[DialectMessage, MessageCarrier | None]:
-    """The same message with the object in its usual place, and where it stood; None where it stands there already, or
-    where there is none. What stands in the usual place goes before all others, as in vLLM."""
+    """Returns the message with the object in its default place, and the carrier that it came from.
+
+    The carrier is None if the object is in its default place already, or if there is none. The object in the default
+    place takes precedence over all others, as in vLLM.
+    """
     if DEFAULT_CARRIER in message.body:
         return message, None
     for carrier in carriers:
@@ -104,7 +107,7 @@ def lower_message(message: DialectMessage, carrier: MessageCarrier | None) -> Di
 
 
 def original_path(path: MessagePath, carrier: MessageCarrier | None) -> MessagePath:
-    """Where something stands in the message that came, by its path in the lifted one."""
+    """Translates a path in the lifted message into the path in the message as it came."""
     if carrier is None or path[:1] != (DEFAULT_CARRIER,):
         return path
     return (*carrier.path, *path[1:])

@@ -1,9 +1,9 @@
 """Connectors that find KV by its content and take nothing with a request: prefill saves, decode looks it up.
 
 Of vLLM 0.32.0: MooncakeStoreConnector, LMCacheConnectorV1 and LMCacheMPConnector, ExampleConnector, FlexKVConnectorV1,
-HF3FSKVConnector, and OffloadingConnector over a tier that both engines reach. The one rule: nobody is told where the KV
-is, so nobody knows whether it is there; decode computes what it does not find, and only its metrics say how much that
-was (`vllm:external_prefix_cache_hits`).
+HF3FSKVConnector, and OffloadingConnector over a tier that both engines reach. Legs are not told where the KV is, so the
+proxy cannot know whether it is there. Decode computes the tokens that it does not find, and only its metrics count them
+(`vllm:external_prefix_cache_hits`).
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ class ContentDialect:
         return {}
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """Nothing: what is saved stays for others."""
+        """Returns None, because saved KV stays available to other requests."""
         return None
 
 

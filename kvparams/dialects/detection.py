@@ -1,7 +1,7 @@
-"""Which dialect a message is in, where nobody has said.
+"""Detects the dialect of a message that does not name one.
 
-The one rule: no guess. Many dialects share keys (a prefill request of NIXL is one of NixlPush as well); where more than
-one fits, the answer is to ask for the connector that the engine is declared with.
+Detection never guesses. Many dialects share keys (a prefill request of NIXL is one of NixlPush as well); where more
+than one fits, the error asks for the connector that the engine is declared with.
 """
 
 import re
@@ -40,8 +40,10 @@ class NearMiss(NamedTuple):
 
 
 class UnrecognizedDialect(KVParamsError, ValueError):
-    """No registered dialect has these keys, or with such values. `nearest_phase` names up to three that have most of
-    them."""
+    """No registered dialect has these keys, or none accepts their values.
+
+    `nearest_phase` names up to three that have most of them.
+    """
 
     def __init__(self, nearest: tuple[NearMiss, ...] = ()) -> None:
         super().__init__(nearest)
@@ -127,8 +129,9 @@ def find_matches(
 
 
 def nearest_phase(message: DialectMessage, table: DialectTable, *, answers: bool = False) -> Phase:
-    """The leg of that dialect that it says it is; else that on which least is wrong: problems, and keys that mean
-    nothing there.
+    """Returns the leg of that dialect that the message claims to be, or else the one with the fewest faults.
+
+    Faults are problems, and keys that mean nothing on that leg.
 
     Args:
         message: as for `detect_dialect`.
@@ -152,8 +155,11 @@ def nearest_phase(message: DialectMessage, table: DialectTable, *, answers: bool
 
 
 def _closest(message: DialectMessage, tables: Iterable[DialectTable], phase: Phase | None) -> list[_ScoredLeg]:
-    """The dialects with the fewest foreign keys, by leg. Keys come before values: one value out of bounds makes no
-    message one of another dialect, to which half of its keys are foreign."""
+    """Returns the dialects with the fewest foreign keys, by leg.
+
+    Keys come before values: one value out of bounds makes no message one of another dialect, to which half of its keys
+    are foreign.
+    """
     scored: list[_ScoredLeg] = []
     for table in tables:
         legs: list[LegCode] = [leg for leg in _legs(table) if phase in (None, PHASES[leg])]
@@ -180,13 +186,16 @@ def _valid(message: DialectMessage, closest: Iterable[_ScoredLeg]) -> list[Diale
 
 
 def _borrowed(match: DialectMatch, message: DialectMessage, closest: Iterable[_ScoredLeg]) -> bool:
-    """Whether it rather is a faulty message of another leg of `like`: a leg without marks takes whatever comes."""
+    """Returns True if the message is rather a faulty message of another leg of `like`.
+
+    A leg without marks accepts any message.
+    """
     near = _near(message, (one for one in closest if one.table is match.table.indistinguishable_from))
     return bool(near and near[0].problems) and near[0].phase not in match.phases
 
 
 def _near(message: DialectMessage, closest: Iterable[_ScoredLeg]) -> tuple[NearMiss, ...]:
-    """Of each dialect the leg on which least is wrong; of those that nobody can tell apart, one."""
+    """Returns for each dialect its leg with the fewest faults, and one of those that cannot be told apart."""
     found: dict[DialectTable, tuple[int, NearMiss]] = {}
     for one in closest:
         problems = tuple(validate_message(one.table, message, one.leg))
@@ -213,7 +222,7 @@ def _told(table: DialectTable, message: DialectMessage, phases: tuple[Phase, ...
 
 
 def select_native_keys(table: DialectTable, message: DialectMessage) -> DialectMessage:
-    """Of a whole request or answer, what belongs to the dialect; on whichever leg."""
+    """Selects from a whole request or answer the members that belong to the dialect on any leg."""
     roots = {path[1] for path in _all_paths(table) if path[0] == "body"}
     names = {path[1] for path in _all_paths(table) if path[0] == "headers"}
     return DialectMessage(

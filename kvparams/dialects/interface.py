@@ -1,9 +1,9 @@
-"""How one kind of KV connector is spoken to: what its engines read and write beside our document.
+"""Defines `Dialect`: the native keys that engines with one KV connector read and write beside the document.
 
 A dialect is one small file: a table of native keys (`kvparams.dialects.table`), which is all that translation needs,
 and where a proxy can route with it an object as below, which takes what it writes from its `table`. Either is
-registered under the dialect's name in the entry-point group `kvparams.dialects`. The one rule: what an engine wrote
-about its own KV is carried to the decode engine as it came.
+registered under the dialect's name in the entry-point group `kvparams.dialects`. An engine's statements about its own
+KV are carried to the decode engine unchanged.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ BootstrapInfo = Mapping[str, object]
 
 
 class ReleaseRequest(NamedTuple):
-    """One small request to an engine that gives back KV which nobody will fetch."""
+    """A `ReleaseRequest` is a small request to an engine that releases KV which nobody will fetch."""
 
     role: Role
     """Whom to ask: the producer itself (prefill), or any decode engine."""
@@ -44,7 +44,7 @@ class BootstrapProtocol(Protocol):
     """Where it listens if nobody says otherwise, on the engine's own host."""
 
     def parse_info(self, url: str, answer: object) -> BootstrapInfo:
-        """What decode engines must be told of the prefill engine.
+        """Parses the bootstrap server's answer into the facts about the prefill engine that decode engines need.
 
         Args:
             url: of the bootstrap server, as decode engines reach it, without a slash at its end.
@@ -57,7 +57,7 @@ class BootstrapProtocol(Protocol):
 
 
 class Dialect(Protocol):
-    """One kind of connector."""
+    """A `Dialect` translates between a plan's legs and the native keys of one KV connector."""
 
     mode: Mode
     """How the KV travels."""
@@ -74,8 +74,10 @@ class Dialect(Protocol):
     """What each prefill engine is asked before it is given work; None where its answers say enough."""
 
     def can_split(self, request: RequestFacts) -> bool:
-        """Whether such a connector can carry this request between prefill and decode; if not, one decode engine
-        answers it alone."""
+        """Returns True if the connector can carry this request between prefill and decode.
+
+        Otherwise one decode engine answers it alone.
+        """
         ...
 
     def prefill_keys(self, transfer_id: str) -> bytes:
@@ -102,7 +104,9 @@ class Dialect(Protocol):
         ...
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """How to give back KV that no decode engine has fetched; None where it may stay until its time is over.
+        """Returns the request that releases KV which no decode engine has fetched.
+
+        None means that the KV may stay until its lease expires.
 
         Args:
             native: what `decode_keys` made, as the text of a JSON object; None where prefill broke off before it had

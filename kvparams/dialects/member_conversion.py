@@ -1,6 +1,6 @@
-"""How a native value becomes a member of our document, and back.
+"""Converts native values to members of the document, and back.
 
-The one rule: only where nothing is lost. A value that the member cannot have as it is stays a native one.
+A conversion never loses information: a value that the member cannot hold exactly stays a native one.
 """
 
 import re

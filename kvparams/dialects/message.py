@@ -1,6 +1,6 @@
-"""What a dialect writes for one leg: members of a body at their places, headers, and the request id.
+"""Defines the message that a dialect writes for one leg: body members at their paths, headers, and the request id.
 
-The one rule: a message is JSON that nobody has changed. What is taken out of a copy of it can be put back where it was.
+A message is JSON and never modified in place. A member that was taken out of a copy can be put back where it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ ABSENT: Final = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class DialectMessage:
-    """One leg's request or answer, as far as the dialect goes."""
+    """A `DialectMessage` is the part of a leg's request or answer that the dialect defines."""
 
     request_id: str
     """`X-Request-Id` of the request; of an answer, that of the request it answers."""
@@ -73,7 +73,7 @@ def parse_path(dotted: str) -> MessagePath:
 
 
 def get_at(tree: object, path: Sequence[str | int]) -> object:
-    """What stands there, or ABSENT."""
+    """Returns the value at the path, or `ABSENT`."""
     for part in path:
         if isinstance(part, int):
             found = cast("list[object]", tree) if isinstance(tree, list) else []
@@ -84,7 +84,10 @@ def get_at(tree: object, path: Sequence[str | int]) -> object:
 
 
 def pop_at(tree: JSONObject, path: MessagePath) -> object:
-    """What stands there, removed, and with it the objects (and lists of one) that are empty without it."""
+    """Removes and returns the value at the path, and removes the containers that are empty without it.
+
+    Containers are objects and lists of one.
+    """
     taken = get_at(tree, path)
     if taken is ABSENT:
         return taken

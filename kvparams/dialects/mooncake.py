@@ -1,8 +1,8 @@
-"""vLLM's MooncakeConnector: both legs carry a transfer id of ours, and decode finds the prefill engine by its bootstrap
-server.
+"""Implements the dialect of vLLM's MooncakeConnector.
 
-Prefill's answer says nothing. The one rule: an engine id is believed only from the bootstrap server that the operator
-named.
+Both legs carry a transfer id of the proxy, and decode finds the prefill engine by its bootstrap server.
+
+Prefill's answer says nothing. An engine id is accepted only from the bootstrap server that the operator named.
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,11 @@ class MooncakeBootstrap:
     """`VLLM_MOONCAKE_BOOTSTRAP_PORT`."""
 
     def parse_info(self, url: str, answer: object) -> BootstrapInfo:
-        """`{"0": {"engine_id": ..., "worker_addr": {"0": {"0": "tcp://..."}}}}`, of one data-parallel rank: behind one
-        URL the engine itself would choose among several, and decode would have to know which."""
+        """Parses the answer of a bootstrap server with one data-parallel rank.
+
+        The answer is `{"0": {"engine_id": ..., "worker_addr": {"0": {"0": "tcp://..."}}}}`. Behind one URL the engine
+        itself would choose among several ranks, and decode would have to know which.
+        """
         ranks = cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
         if not ranks:
             raise HandoffMissing("its bootstrap server knows no worker yet")
@@ -111,8 +114,11 @@ class MooncakeDialect:
         return {**self._decode, "transfer_id": transfer_id, **place}
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """As with NIXL: an engine that sees its client leave frees what it has; later a decode leg of one token has the
-        blocks sent, or is aborted before and has them freed (request_finished)."""
+        """Returns a decode leg of one token once prefill has answered, as with NIXL.
+
+        An engine that sees its client leave frees its blocks; later a decode leg of one token has the blocks sent, or
+        is aborted before and has them freed (request_finished).
+        """
         return None if native is None else ReleaseRequest(Role.DECODE, native, leg=True)
 
 

@@ -1,4 +1,4 @@
-"""What a proxy writes on the legs of a request, taken from the dialect's table once and then only filled in."""
+"""Caches the native keys that a proxy writes on each leg: the table is read once, then values are filled in."""
 
 from typing import Final, cast
 

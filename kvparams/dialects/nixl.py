@@ -117,7 +117,7 @@ class NixlDialect:
     def decode_keys(
         self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
     ) -> Mapping[str, object]:
-        """What prefill said, as it said it, without our own document."""
+        """Returns the members of the prefill answer unchanged, without the project's own document."""
         if None in map(answer.get, self._needed):
             missing = [name for name in self._needed if answer.get(name) is None]
             raise HandoffMissing(
@@ -129,9 +129,12 @@ class NixlDialect:
         return {name: value for name, value in answer.items() if name != DOCUMENT_KEY}
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """Nothing as long as prefill has not answered: an engine that sees its client leave frees what it has. Then a
-        decode leg of one token: its engine fetches the blocks, or is aborted before, and tells the prefill engine
-        to free them either way (vLLM 0.32.0 nixl/base_scheduler.py: request_finished)."""
+        """Returns None before prefill has answered, and after that a decode leg of one token.
+
+        An engine that sees its client leave frees its blocks. The engine of the decode leg fetches the blocks, or is
+        aborted before, and tells the prefill engine to free them either way (vLLM 0.32.0 nixl/base_scheduler.py:
+        request_finished).
+        """
         return None if native is None else ReleaseRequest(Role.DECODE, native, leg=True)
 
 

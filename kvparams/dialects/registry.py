@@ -1,7 +1,7 @@
 """Every dialect that is registered, by name: its table, and for some how a proxy speaks it.
 
 What is registered in `kvparams.dialects` is a `DialectTable`, or a `Dialect` that a proxy routes with, which has its
-table as `get_table`. The one rule: there is one list; who needs a table and who routes look into the same.
+table as `get_table`. There is one registry: translation and routing read the same entries.
 """
 
 from typing import Final, cast
@@ -35,8 +35,7 @@ def load_tables() -> dict[str, DialectTable]:
 
 
 def load_tables_and_errors() -> tuple[list[DialectTable], list[PluginError]]:
-    """As `load_tables`, for those who go on without what cannot be loaded: the second list says what that is, and
-    why."""
+    """Loads all tables as `load_tables` does, and returns the errors of those that cannot be loaded."""
     found: list[DialectTable] = []
     broken: list[PluginError] = []
     for name, one in plugins.load_each_plugin("dialects").items():

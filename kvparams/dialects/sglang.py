@@ -1,7 +1,7 @@
 """SGLang's PD disaggregation: one body goes to both engines, which meet in a room of prefill's bootstrap server.
 
-A room is a number that the proxy makes of the transfer's id. The one rule: prefill does not end before decode has met
-it, and decode computes no prompt, so both are sent at once, whatever is asked.
+A room is a number that the proxy makes of the transfer's id. Prefill does not end before decode has met it, and decode
+computes no prompt, so both legs are always sent at once.
 """
 
 from collections.abc import Mapping
@@ -107,16 +107,20 @@ SGLANG_TABLE: Final = DialectTable(
 
 
 class SGLangBootstrap:
-    """`CommonKVBootstrapServer`: what the ranks of one prefill engine have in common (0.5.23
-    srt/disaggregation/common/conn.py, `_handle_route_get`)."""
+    """Reads `CommonKVBootstrapServer`: the facts that the ranks of one prefill engine have in common.
+
+    Source: SGLang 0.5.23 srt/disaggregation/common/conn.py, `_handle_route_get`.
+    """
 
     path = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
     port = 8998
     """`--disaggregation-bootstrap-port`."""
 
     def parse_info(self, url: str, answer: object) -> BootstrapInfo:
-        """It answers as soon as every rank has registered; decode is told where it is, and asks it for the rest, a
-        room's data-parallel rank among it."""
+        """Returns the address of the bootstrap server, which answers as soon as every rank has registered.
+
+        Decode asks it for the rest, a room's data-parallel rank among it.
+        """
         if not isinstance(answer, dict) or "dp_size" not in answer:
             raise HandoffMissing("its bootstrap server names no ranks: is it that of an SGLang prefill engine?")
         there = urlsplit(url)
@@ -135,9 +139,12 @@ class SGLangDialect:
     bootstrap: BootstrapProtocol | None = SGLangBootstrap()
 
     def can_split(self, request: RequestFacts) -> bool:
-        """Of several prompts each has the room after the one before (io_struct.py, `normalize`); several answers to one
-        share a room (tokenizer_manager.py, `_handle_batch_request`), in which only one can meet its prefill. Its decode
-        engine refuses such a request in words."""
+        """Returns True for a request with one choice.
+
+        Several prompts have consecutive rooms (io_struct.py, `normalize`). Several choices of one prompt share a room
+        (tokenizer_manager.py, `_handle_batch_request`), in which only one can meet its prefill. The decode engine
+        refuses such a request with an error.
+        """
         return request.choices == 1
 
     def prefill_keys(self, transfer_id: str) -> bytes:
@@ -147,13 +154,13 @@ class SGLangDialect:
     def decode_keys(
         self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
     ) -> Mapping[str, object]:
-        """Where the two engines meet."""
+        """Returns the bootstrap address and the room in which the two engines meet."""
         if place is None:
             raise HandoffMissing("the prefill engine's bootstrap server has not been asked")
         return {**place, "bootstrap_room": _room(transfer_id)}
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """Nothing: an engine whose client leaves aborts its half, and with it the other one."""
+        """Returns None: an engine whose client leaves aborts its half, and with it the other one."""
         return None
 
 

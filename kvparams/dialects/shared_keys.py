@@ -49,8 +49,11 @@ PROMPT_TOKEN_IDS: Final = NativeKey(
 
 
 def hint_keys(name: str, *, where: Literal["home", "body"] = "home", since: str) -> tuple[NativeKey, ...]:
-    """An envelope of hints, which an engine may ignore: vLLM 0.32.0 v1/kv_hints/protocol.py, SGLang 0.5.23
-    srt/managers/kv_hints.py, ai-dynamo 1.6.1 vllm/kv_hints.py. Its actions name addresses."""
+    """Returns the keys of an envelope of hints, which an engine may ignore.
+
+    Sources: vLLM 0.32.0 v1/kv_hints/protocol.py, SGLang 0.5.23 srt/managers/kv_hints.py, ai-dynamo 1.6.1
+    vllm/kv_hints.py. Its actions name addresses.
+    """
     inside = (name,)
     return (
         NativeKey(
@@ -110,6 +113,8 @@ def leg_flags(prefill: str = "PA", decode: str = "RD") -> tuple[NativeKey, Nativ
 
 
 def without_releases(row: NativeKey) -> NativeKey:
-    """The row for another software than its own, whose releases have other numbers: what came with some release may be
-    missing, and no release decides it."""
+    """Returns the row without release bounds, for software whose releases are numbered differently.
+
+    A key that came with some release may be missing, and no release decides it.
+    """
     return replace(row, since=None, until=None, required_legs="" if row.since else row.required_legs)

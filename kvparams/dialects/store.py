@@ -48,7 +48,10 @@ class StoreDialect:
         return {}
 
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
-        """Nothing, or the release of what this transfer saved, be it a part of it."""
+        """Returns the request that drops the KV saved by this transfer, or None if nothing is dropped.
+
+        The transfer may have saved only a part of its KV.
+        """
         return ReleaseRequest(Role.PREFILL, native or b"{}", leg=False) if self._drop else None
 
 

@@ -1,7 +1,7 @@
 """A dialect as data: which native keys there are, where they stand, on which legs, and what they are in our document.
 
-A dialect is a `DialectTable` of `NativeKey`s, and each row reads like the engine's own documentation. The one rule: a
-native key is either one member of our document, or kept under the table's name in `extensions`; never both.
+A dialect is a `DialectTable` of `NativeKey`s, and each row reads like the engine's own documentation. A native key is
+either one member of the document, or kept under the table's name in `extensions`; never both.
 
 Legs are letters: P the prefill request, R its answer, D the decode request, A its answer.
 """
@@ -62,7 +62,10 @@ def _releases(where: str, since: str | None, until: str | None) -> None:
 
 
 def is_older_release(version: str, than: str) -> bool:
-    """Whether the release `version` came before `than`; both as `0.32.0`, further words (`.post1`) not counted."""
+    """Returns True if release `version` came before `than`; both are written as `0.32.0`.
+
+    Further words (`.post1`) are not counted.
+    """
     return _numbers(version) < _numbers(than)
 
 
@@ -76,7 +79,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NativeKey:
-    """One native key."""
+    """A `NativeKey` is one row of a dialect's table."""
 
     name: str
     """As it is written; `lmcache.tag.*` stands for every key that begins like this."""
@@ -110,7 +113,7 @@ class NativeKey:
     """The release from which on it is no longer there, or no longer in this form."""
 
     def fits(self, engine: str | None) -> bool:
-        """Whether an engine of this release knows it; None is any."""
+        """Returns True if an engine of this release knows the key; None stands for any release."""
         if engine is None:
             return True
         return not (self.since and is_older_release(engine, self.since)) and not (
@@ -141,7 +144,7 @@ class NativeKey:
         _releases(where, self.since, self.until)
 
     def is_member(self, leg: LegCode) -> bool:
-        """Whether it is a member of our document on this leg."""
+        """Returns True if the key is a member of the document on this leg."""
         return self.member is not None and leg in (self.legs if self.member_legs is None else self.member_legs)
 
 
@@ -202,7 +205,7 @@ class DialectTable:
 
     @property
     def fits(self) -> str:
-        """Which releases speak it, in words."""
+        """Returns the releases that speak the dialect, in words."""
         words = [f"from {self.since}" if self.since else "", f"before {self.until}" if self.until else ""]
         return " ".join([self.software, *filter(None, words)])
 
@@ -211,7 +214,7 @@ class DialectTable:
         return parse_path(self.container_paths[leg])
 
     def path(self, row: NativeKey, leg: LegCode) -> MessagePath:
-        """Where the row's key stands: a path that begins with `body` or `headers`."""
+        """Returns the path of the row's key, which begins with `body` or `headers`."""
         if row.location == "headers":
             return ("headers", row.name)
         before = self.home(leg) if row.location == "home" else ()
@@ -225,7 +228,10 @@ class DialectTable:
 def validate_message(
     table: DialectTable, message: DialectMessage, leg: LegCode, engine: str | None = None
 ) -> list[Problem]:
-    """Everything that is wrong with a message on this leg; paths begin with `request_id`, `headers`, or in the body."""
+    """Returns every problem of a message on this leg.
+
+    Paths begin with `request_id` or `headers`, or are paths in the body.
+    """
     problems = _outline(table, message, leg)
     if engine is not None and not NativeKey("", FLAG, since=table.since, until=table.until).fits(engine):
         problems.append(Problem(("engine",), "value", f"speaks no {table.name}: that is {table.fits}"))
@@ -256,7 +262,10 @@ def validate_message(
 
 
 def is_required(row: NativeKey, leg: LegCode, engine: str | None) -> bool:
-    """Whether it must be there. What came with some release is asked for only of an engine that is known to have it."""
+    """Returns True if the key is required on this leg.
+
+    A key that came with some release is required only of an engine that is known to have that release.
+    """
     if leg in row.marker_values:
         return True
     return leg in row.required_legs and (row.since is None or engine is not None)

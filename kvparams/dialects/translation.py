@@ -2,8 +2,8 @@
 
 Two laws, for every dialect: `encode_message(decode_message(x)) == x` as JSON for every valid message `x`, unknown keys,
 nulls and 63-bit integers included; and `decode_message(encode_message(p)) == p`, or `encode_message` raises
-`LossyTranslation` that names what would be lost. The one rule: `encode_message` reads back what it has written before
-it returns, so that no member is lost silently.
+`LossyTranslation` that names what would be lost. `encode_message` reads back the message that it has written before it
+returns, so that no member is lost silently.
 """
 
 import json
@@ -59,7 +59,7 @@ class LossyTranslation(KVParamsError):
 
 
 class EncodedMessage(NamedTuple):
-    """What was written, and what it does not say."""
+    """An `EncodedMessage` is a message with the list of members that it could not express."""
 
     message: DialectMessage
     lost: tuple[str, ...]
@@ -80,7 +80,7 @@ class TranslatedMessage(NamedTuple):
 def decode_message(
     table: DialectTable, message: DialectMessage, phase: Phase, engine: str | None = None
 ) -> KVTransferParams:
-    """What a message says, as our document.
+    """Decodes a message into a KV parameters document.
 
     The request id is the message's. Where the dialect names no transfer, its id follows from the request's
     (`kvparams.dialects.member_conversion.derived_transfer`); the attempt is 1: no dialect counts them.
@@ -175,7 +175,7 @@ def encode_lossy(table: DialectTable, params: KVTransferParams, engine: str | No
 
 
 def customary_members(table: DialectTable, phase: Phase) -> JSONObject:
-    """What routers write beside what a document says, as the value of the table's member of `extensions`."""
+    """Returns the members that routers write beside the document, as the table's member of `extensions`."""
     leg = _leg(table, phase, LossyTranslation(table.name, ("phase",)))
     tree: JSONObject = {"body": JSONObject(), "headers": JSONObject()}
     for row in table.known():
@@ -220,7 +220,9 @@ def adapt_to_release(table: DialectTable, params: KVTransferParams, engine: str)
 def translate_params(
     source: DialectTable, target: DialectTable, params: KVTransferParams, engine: str | None = None
 ) -> TranslatedMessage:
-    """What a document of one dialect says, in the other: what both have words for, and what the other one always says.
+    """Translates a document of one dialect into a message of another.
+
+    The message has the members that both dialects can express, and those that the target always writes.
 
     Args:
         source: from which `params` were decoded.
@@ -303,8 +305,10 @@ def _named(table: DialectTable, params: KVTransferParams, engine: str | None, na
 
 
 def _implied(row: NativeKey, leg: LegCode, engine: str | None, value: object, request_id: str) -> bool:
-    """Whether a transfer's id says nothing beyond the request's, in a key that may be missing: then the document has
-    it anyway, and only `extensions` can tell whether the key was there."""
+    """Returns True if a transfer id is derived from the request id and its key is optional.
+
+    The document then has it anyway, and only `extensions` can tell whether the key was there.
+    """
     return row.member == "transfer.id" and not is_required(row, leg, engine) and value == derived_transfer(request_id)
 
 
@@ -321,7 +325,10 @@ def _keep(rest: JSONObject) -> None:
 
 
 def _fold(rest: JSONObject, home: MessagePath) -> JSONObject:
-    """What is left of a message, as a member of `extensions`: keys at home under their names, the rest as it stood."""
+    """Returns the rest of a message as a member of `extensions`.
+
+    Keys at home stand under their names, the others at their paths.
+    """
     body = cast("JSONObject", rest["body"])
     native = get_at(body, home)
     folded: JSONObject = {}

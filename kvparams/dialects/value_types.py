@@ -1,7 +1,7 @@
 """The values that native keys may have: types and bounds, each with words for people.
 
-The one rule: everything has a bound. Engines have none: a `tp_size` of a billion makes vLLM build a list of as many
-ranks (vLLM issue #51137), so it is refused here.
+Every value has a bound. Engines have none: a `tp_size` of a billion makes vLLM build a list of as many ranks (vLLM
+issue #51137), so it is refused here.
 """
 
 import re
@@ -53,7 +53,7 @@ _INTEGERS: Final = {int}
 
 
 class ValueType(Protocol):
-    """Which values a native key may have."""
+    """A `ValueType` says which values a native key may have."""
 
     @property
     def description(self) -> str:
@@ -91,15 +91,17 @@ class IntegerType:
 
     @property
     def description(self) -> str:
+        """Returns the bounds in words."""
         return f"an integer from {self.low} to {self.high}"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no integer within the bounds."""
         if type(value) is not int:
             return _fault(path, "type", self.description)
         return None if self.low <= value <= self.high else _fault(path, "range", self.description)
 
     def has_all(self, values: list[object]) -> bool:
-        """Whether each of them is one, at the speed of C: there are many block ids."""
+        """Returns True if every value is a valid integer, at the speed of C, since there are many block ids."""
         if set(map(type, values)) != _INTEGERS:
             return False
         numbers = cast("list[int]", values)
@@ -113,6 +115,7 @@ class BooleanType:
     description: str = "true or false"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no boolean."""
         return None if type(value) is bool else _fault(path, "type", self.description)
 
 
@@ -125,9 +128,11 @@ class NumberType:
 
     @property
     def description(self) -> str:
+        """Returns the bounds in words."""
         return f"a number from {self.low} to {self.high}"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no number within the bounds."""
         if type(value) not in (int, float):
             return _fault(path, "type", self.description)
         return None if self.low <= cast("float", value) <= self.high else _fault(path, "range", self.description)
@@ -144,9 +149,11 @@ class TextType:
 
     @property
     def description(self) -> str:
+        """Returns the kind of text and its length bounds in words."""
         return f"{self.what} of {self.least} to {self.most} characters"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no text, or has the wrong length or form."""
         if not isinstance(value, str):
             return _fault(path, "type", self.description)
         if not self.least <= len(value) <= self.most:
@@ -165,9 +172,11 @@ class DecimalTextType:
 
     @property
     def description(self) -> str:
+        """Returns the bounds in words."""
         return f"text that spells an integer from {self.low} to {self.high}"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that does not spell an integer within the bounds."""
         if not isinstance(value, str):
             return _fault(path, "type", self.description)
         if re.fullmatch(r"0|-?[1-9][0-9]{0,18}", value) is None:
@@ -177,15 +186,17 @@ class DecimalTextType:
 
 @dataclass(frozen=True, slots=True)
 class EnumType:
-    """One of a few words or numbers."""
+    """An `EnumType` accepts a few words or numbers."""
 
     choices: tuple[str | int, ...]
 
     @property
     def description(self) -> str:
+        """Returns the choices in words."""
         return f"one of {', '.join(map(str, self.choices))}"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is none of the choices."""
         if type(value) not in {type(choice) for choice in self.choices}:
             return _fault(path, "type", self.description)
         return None if value in self.choices else _fault(path, "value", self.description)
@@ -203,9 +214,11 @@ class ListType:
 
     @property
     def description(self) -> str:
+        """Returns the length bound and the type of the elements in words."""
         return f"a list of at most {self.most}, each {self.inner.description}"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the first problem of the list or of one of its elements."""
         if not isinstance(value, list):
             return _fault(path, "type", self.description)
         entries = cast("list[object]", value)
@@ -224,15 +237,17 @@ class ListType:
 
 @dataclass(frozen=True, slots=True)
 class UnionType:
-    """One of several forms."""
+    """A `UnionType` accepts values of several types."""
 
     forms: Sequence[ValueType]
 
     @property
     def description(self) -> str:
+        """Returns the descriptions of all types."""
         return ", or ".join(form.description for form in self.forms)
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that fits none of the types, the most specific one."""
         faults = [form.find_problem(value, path) for form in self.forms]
         if None in faults:
             return None
@@ -247,6 +262,7 @@ class ObjectType:
     description: str = "an object"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no object of bounded size."""
         return (
             _bounded(cast("object", value), path) if isinstance(value, dict) else _fault(path, "type", self.description)
         )
@@ -259,6 +275,7 @@ class AnyType:
     description: str = "any JSON"
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is too large or too deep."""
         return _bounded(value, path)
 
 

@@ -1,1 +1,1 @@
-"""Which workers hold how much of a prompt's prefix: an index over token ids. Needs the extra `index`."""
+"""The index tells which workers hold how much of a prompt's prefix, by token ids. It needs the extra `index`."""

@@ -6,8 +6,8 @@
 tokens of block i. No step depends on the one before but the sum, so a whole prompt is a product, a few element-wise
 operations and a cumulative sum.
 
-The one rule: a hash depends on nothing behind its block, and says nothing for certain. Two prompts with the same hash
-cost a detour, never an answer.
+A hash depends on nothing behind its block, and proves nothing. Two prompts with the same hash cost a detour, never a
+wrong answer.
 """
 
 import struct
@@ -46,7 +46,7 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class HashState(NamedTuple):
-    """How far a sequence has come, at any token."""
+    """A `HashState` is the state of the hash chain after any token of a sequence."""
 
     hash: int
     """Of the last full block; 0 where there is none."""
@@ -73,7 +73,8 @@ class BlockHasher:
     __slots__ = ("_positions", "_positions_key", "_seed", "_weights", "block_size", "namespace")
 
     def __init__(self, seed: int, block_size: int) -> None:
-        """
+        """Creates a hasher for one seed and block size.
+
         Args:
             seed: 64 bits that the deployment shares and clients do not know.
             block_size: tokens in a block.
@@ -108,7 +109,7 @@ class BlockHasher:
         return int.from_bytes(sha256(encoded).digest()[:8], "little")
 
     def hashes(self, tokens: TokenSource, namespace: int, start: int = 0, parent: int = 0) -> BlockHashes:
-        """One hash for each full block; a partial one at the end has none.
+        """Returns a hash for each full block; a partial one at the end has none.
 
         Args:
             tokens: the ids, from the first one of block `start` on.
@@ -128,8 +129,9 @@ class BlockHasher:
     def extend(
         self, tokens: TokenSource, namespace: int, front: HashState, step: int
     ) -> tuple[BlockHashes, HashStates]:
-        """The hashes of the blocks that tokens complete, and the front after each `step` of them: so a sequence that is
-        told in blocks of any other size is followed. A step at the end that is not full is left out.
+        """Returns the hashes of the blocks that tokens complete, and the state after each `step` of them.
+
+        So it follows a sequence that is reported in blocks of any other size. A partial step at the end is left out.
 
         Args:
             tokens: the ids behind `front`.

@@ -102,12 +102,14 @@ class BlockTree:
         return self._epochs.take(numbers) * (numbers != 0)
 
     def hashes_of(self, first: int, end: int) -> BlockHashes:
-        """Which blocks the nodes with these numbers are; 0 where there is none."""
+        """Returns the hashes of the nodes with these numbers; 0 stands for no node."""
         return self._hashes[first:end].copy()
 
     def rows(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The nodes among these numbers: from where to where each follows the one before and is held by the same, and
-        the node in front of the first of them."""
+        """Yields the rows of nodes in a range of numbers: start, end, and the node in front.
+
+        A row is a run in which each node follows the one before and has the same holders.
+        """
         numbers = np.arange(first, end)
         alive = self._hashes[first:end] != 0
         parents, sets = self._parents[first:end], self.sets[first:end]
@@ -144,7 +146,10 @@ class BlockTree:
                 start += len(numbers)
 
     def make_room(self, wanted: int, front: int, held: NodeNumbers) -> BlockHashes:
-        """So many nodes go, or a few more, but none of these: as if something stood behind each of them."""
+        """Evicts `wanted` nodes or a few more, but none of the nodes in `held` and not `front`.
+
+        These are treated as if a node followed each of them.
+        """
         self._kids[held] += 1
         self._kids[front] += 1
         gone = self.evict(wanted, self.epoch)
@@ -197,7 +202,7 @@ class BlockTree:
         return self._began[0][0] - 1
 
     def prune(self, numbers: NodeNumbers) -> BlockHashes:
-        """Those of these nodes, held by nobody, go behind which nothing stands, and whatever becomes so by that."""
+        """Removes those of these unheld nodes that have no children, and then the ancestors that become such nodes."""
         gone: list[int] = []
         for number in numbers.tolist():
             if not self._kids_at[number]:
@@ -205,7 +210,7 @@ class BlockTree:
         return self._release(gone)
 
     def evict(self, count: int, until: int) -> BlockHashes:
-        """So many nodes go, or a few more, leaves first, if they were used last in the epoch `until` or before."""
+        """Evicts `count` nodes or a few more, leaves first, that were used last in the epoch `until` or before."""
         gone: list[int] = []
         while len(gone) < count:
             oldest = self._ages.take(until)
@@ -222,8 +227,10 @@ class BlockTree:
         return self._release(gone)
 
     def _climb(self, number: int, gone: list[int], until: int, count: int) -> None:
-        """A leaf goes, and then what has become a leaf by that: if nobody holds it, or while it is as old as `until`
-        and fewer than `count` have gone."""
+        """Removes a leaf, and then the ancestors that become leaves by that.
+
+        It removes an ancestor if nobody holds it, or while it is as old as `until` and fewer than `count` are gone.
+        """
         kids, parents, sets, epochs = self._kids_at, self._parents_at, self._sets_at, self._epochs_at
         while True:
             if parents[number] == number - 1 and parents[number - 1] == number - 2 and kids[number - 1] == 1:
@@ -243,8 +250,10 @@ class BlockTree:
                 return
 
     def _climb_row(self, number: int, gone: list[int], until: int, count: int) -> int:
-        """As `_climb`, at once for as long as what stands in front has the number in front: a chain that was stored at
-        once. Returns the last one of them, which is about to go."""
+        """Climbs as `_climb` does, at once for a run of nodes with consecutive numbers.
+
+        Such a run is a chain that was stored at once. Returns the last node, which is about to be removed.
+        """
         first = max(1, number - _ROW, number - max(count - len(gone) - 1, 0))
         above = slice(first, number)
         stays = self._parents[first + 1 : number + 1] != np.arange(first, number)

@@ -1,5 +1,6 @@
-"""What an index knows, said so that another one can be told: a snapshot is a row of deltas, and so is what replicas
-tell each other. What is said twice, or by several, says nothing new.
+"""Encodes an index's contents as deltas, for snapshots and for replication between proxies.
+
+A delta that is repeated, or reported by several replicas, changes nothing.
 
 Both have one chain: the same seed and blocks of the same size. Whoever reads deltas of another chain is told so: they
 would be believed and never match.
@@ -27,7 +28,7 @@ _NO_HASHES: Final = np.empty(0, np.uint64)
 
 
 class IndexDelta(NamedTuple):
-    """What became true of one worker: the arguments of `PrefixIndex.stored`, `removed` and `cleared`."""
+    """An `IndexDelta` holds the arguments of `PrefixIndex.stored`, `removed` or `cleared` for one worker."""
 
     kind: DeltaKind
     worker: Hashable
@@ -48,7 +49,7 @@ def apply_deltas(index: PrefixIndex, deltas: Iterable[IndexDelta], now: float = 
 
 
 def snapshot_deltas(index: PrefixIndex, step: int = 4096) -> Iterator[list[IndexDelta]]:
-    """All that is known, blocks in front of others first; when each was used last is not in it.
+    """Yields all contents of the index, parents before children, without the times of last use.
 
     The index may change between two steps, each of which looks at `step` blocks: then what is said was true at some
     time in between.
@@ -82,7 +83,7 @@ def snapshot_deltas(index: PrefixIndex, step: int = 4096) -> Iterator[list[Index
 
 
 def _of_row(index: PrefixIndex, start: int, end: int, front: int) -> Iterator[IndexDelta]:
-    """One for each holder of nodes that follow one another and have the same holders."""
+    """Yields one delta for each holder of a row of nodes that follow one another and have the same holders."""
     hashes = index.tree.hashes_of(start, end)
     parent = int(index.tree.hashes_of(front, front + 1)[0])
     for worker, level in index.holders.members(int(index.tree.sets[start])):
@@ -104,7 +105,7 @@ def encode_deltas(deltas: Iterable[IndexDelta], chain: BlockHasher) -> bytes:
 
 
 def decode_deltas(data: bytes, chain: BlockHasher) -> Iterator[IndexDelta]:
-    """What `encode_deltas` made.
+    """Decodes the output of `encode_deltas`.
 
     Raises:
         ValueError: it is of another chain, or is cut off or damaged there.

@@ -1,7 +1,7 @@
 """Engines' names of blocks, and what they are: where our chain stands behind each, and in which namespace.
 
-The one rule: engines' blocks may be of any size, and one of ours is there as long as that one of theirs is in which it
-ends. Engines give up what stands behind first.
+Engines' blocks may be of any size, and a block of the index counts as cached exactly while the engine's block in which
+it ends is cached. Engines evict the end of a sequence first.
 """
 
 import numpy as np
@@ -46,11 +46,11 @@ class EngineBlockMap:
         return self._hashes.take(numbers) * self._ends.take(numbers)
 
     def count_unknown(self, keys: BlockHashes) -> int:
-        """How many of these names nobody has told."""
+        """Counts the block names that are not known."""
         return int(np.count_nonzero(self._table.find(keys) == 0))
 
     def lookup_state(self, key: int) -> tuple[HashState, int] | None:
-        """Where the chain stands behind the block of this name, and the namespace."""
+        """Returns the state of the chain behind the block of this name, and its namespace."""
         number = self._table.get(key)
         if not number:
             return None
@@ -58,9 +58,11 @@ class EngineBlockMap:
         return front, int(self._namespaces[number])
 
     def put(self, keys: BlockHashes, behind: HashStates, ends: NDArray[np.bool_], namespace: int) -> None:
-        """Names of blocks that follow one another, where the chain stands behind each, and whether one of ours ends in
-        it. Where there is no room for half of them, the first ones are kept; of a name that stands there twice, the
-        first one."""
+        """Records the names of consecutive blocks and the chain's state behind each.
+
+        `ends` tells whether an index block ends in it. If there is no room for half of them, the first ones are kept.
+        Of a name that occurs twice, the first one is kept.
+        """
         keys = keys[: max(1, self._capacity // 2)]
         first = np.unique(keys, return_index=True)[1]
         keys = keys[first]

@@ -28,7 +28,7 @@ class EvictionBuckets:
         bucket.append(node)
 
     def take(self, until: int) -> tuple[int, int] | None:
-        """One of the oldest nodes and the epoch of its bucket; None where all are younger than `until`."""
+        """Removes one of the oldest nodes and returns it with its epoch; None if all are younger than `until`."""
         while self._epochs and self._epochs[0] <= until:
             epoch = self._epochs[0]
             bucket = self._buckets[epoch]

@@ -1,13 +1,13 @@
-"""What the index is told: what engines say of themselves, and what was sent to them.
+"""Feeds the index from engines' KV events, and from the requests that were routed to them.
 
 `EventFeed` takes KV events (`kvparams.kv_events`). An engine has names of its own for its blocks; an event has the
 tokens and the name of the block in front, from which the hash of our chain follows. The names are kept, to know what is
 removed. `RoutingFeed` needs no events: what is sent somewhere will be cached there, for as long as it fits, and what
 the engine reports as cached says how much fits.
 
-The one rule: what cannot be placed is left out and counted. Then a worker is believed to have less than it has, which
-costs computing something again. So it is where an engine's blocks are not ours and two of them end the same block of
-ours: one given up is taken for both.
+Events that cannot be placed are left out and counted. The worker is then believed to have less than it has, which costs
+some recomputation. The same happens when an engine's blocks differ from those of the index and two of them end the same
+index block: one eviction is taken for both.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,8 +30,10 @@ _WHOLE: Final = (None, "full_attention", "mla_attention")
 
 
 class EventFeed:
-    """Events of any engines, whose blocks may be of any size. What is owned by somebody else than the engine is held by
-    the pair of engine and owner."""
+    """An `EventFeed` applies events of any engines, whose blocks may be of any size.
+
+    Blocks owned by somebody else than the engine are held by the pair of engine and owner.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class EventFeed:
         namespace: Callable[[str, str | None, str | None], int] | None = None,
         gone: Callable[[Hashable, BlockHashes | None], None] | None = None,
     ) -> None:
-        """
+        """Creates a feed that knows no blocks.
+
         Args:
             index: what is fed.
             chain: how its hashes are made.
@@ -61,7 +64,7 @@ class EventFeed:
         """Blocks that were left out."""
 
     def apply(self, batch: EventBatch, worker: Hashable, model: str, now: float = 0.0) -> None:
-        """What a worker says, in the order in which it said it (`kvparams.kv_events.sequence_tracker`).
+        """Applies a batch of a worker, in the order in which the worker sent it (`sequence_tracker`).
 
         Args:
             batch: the events.
@@ -78,7 +81,7 @@ class EventFeed:
                 self._cleared(event, worker)
 
     def forget_worker(self, worker: Hashable) -> None:
-        """What it said holds no longer: a gap that cannot be filled, a restart, a worker that has gone."""
+        """Forgets all blocks of a worker: after a gap that cannot be filled, a restart, or its departure."""
         self._index.cleared(worker)
         for owner in self._owners.pop(worker, ()):
             self._index.cleared((worker, owner))
@@ -165,7 +168,10 @@ def _keys(worker: Hashable, event: BlockStored | BlockRemoved) -> BlockHashes:
 
 
 class RoutedRequest(NamedTuple):
-    """What was believed when a request was sent: handed back with what the engine reports."""
+    """A `RoutedRequest` records the expected cache state of a request that was sent.
+
+    It is returned with the engine's report.
+    """
 
     worker: Hashable
     used: NodeNumbers
@@ -173,7 +179,7 @@ class RoutedRequest(NamedTuple):
 
 
 class _WorkerCapacity:
-    """What one worker is believed to have, and how much fits."""
+    """A `_WorkerCapacity` tracks the blocks that one worker is believed to have, and its capacity."""
 
     __slots__ = ("capacity", "held")
 
@@ -183,7 +189,7 @@ class _WorkerCapacity:
 
 
 class RoutingFeed:
-    """What was sent where, corrected by what engines report.
+    """A `RoutingFeed` predicts caches from routed requests, corrected by the engines' reports.
 
     A worker is believed to keep what it used last, in as much room as it seems to have. A block that was believed to
     be there and was not says more than itself: what was used longer ago has gone, too, and that is how much fits. One
@@ -191,7 +197,8 @@ class RoutingFeed:
     """
 
     def __init__(self, index: PrefixIndex, capacity: int, most: int | None = None) -> None:
-        """
+        """Creates a feed that has routed nothing.
+
         Args:
             index: what is fed.
             capacity: blocks that fit into one worker's cache, as far as is known; it need not be right.
@@ -203,7 +210,7 @@ class RoutingFeed:
         self._ledgers: dict[Hashable, _WorkerCapacity] = {}
 
     def capacity(self, worker: Hashable) -> int:
-        """How many blocks it is believed to have room for."""
+        """Returns the estimated capacity of a worker in blocks."""
         ledger = self._ledgers.get(worker)
         return self._capacity if ledger is None else ledger.capacity
 
@@ -222,7 +229,7 @@ class RoutingFeed:
         return routed
 
     def record_reported(self, routed: RoutedRequest, cached: int) -> None:
-        """So many blocks of it were cached, the engine says."""
+        """Corrects the estimate with the number of blocks that the engine reported as cached."""
         ledger = self._ledgers.get(routed.worker)
         if ledger is None:
             return
@@ -236,7 +243,7 @@ class RoutingFeed:
             ledger.capacity = min(self._most, ledger.capacity + cached - believed + ledger.capacity // 16)
 
     def record_failed(self, routed: RoutedRequest, hashes: BlockHashes) -> None:
-        """That request, which has these blocks, was not computed: what it was to bring is not there."""
+        """Removes the blocks that a failed request would have computed."""
         self.record_removed(routed.worker, hashes[len(routed.used) :])
 
     def record_removed(self, worker: Hashable, hashes: BlockHashes) -> None:

@@ -37,7 +37,8 @@ class HashTable:
     )
 
     def __init__(self, capacity: int) -> None:
-        """
+        """Creates an empty table.
+
         Args:
             capacity: hashes that it may have to hold at once.
         """
@@ -77,7 +78,7 @@ class HashTable:
         return self._spill.get(key, 0)
 
     def insert(self, hashes: BlockHashes, numbers: NodeNumbers) -> None:
-        """Of hashes that are not there, each one once."""
+        """Inserts hashes that are absent and occur once."""
         self._used += len(hashes)
         self._grow(2 * len(hashes) + 16)
         if len(hashes) <= _FEW:
@@ -111,7 +112,7 @@ class HashTable:
             self._spilled[home] += 1
 
     def remove(self, hashes: BlockHashes) -> None:
-        """Of hashes that are there, each one once."""
+        """Removes hashes that are present and occur once."""
         self._used -= len(hashes)
         homes, at = self._places(hashes)
         rows = at >> _3

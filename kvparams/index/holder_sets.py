@@ -57,7 +57,7 @@ class HolderSets:
         return self.live & self._base
 
     def bits(self, worker: Hashable) -> int:
-        """All bits of a worker, the nearest level lowest; 0 if it is not there."""
+        """Returns all bits of a worker, the nearest level lowest; 0 if the worker is unknown."""
         place = self._places.get(worker)
         return 0 if place is None else _EVERY_LEVEL << LEVELS * place
 
@@ -95,7 +95,7 @@ class HolderSets:
         return found
 
     def move(self, blocks: int, source: int, target: int) -> None:
-        """So many blocks had the set `source` and have `target` now."""
+        """Moves the holder count of `blocks` blocks from the set `source` to the set `target`."""
         self._uses[target] += blocks
         self._uses[source] -= blocks
         if source and not self._uses[source]:

@@ -1,8 +1,8 @@
-"""Which workers hold how much of a prompt's prefix: a tree of blocks, in flat arrays.
+"""Indexes which workers hold how much of a prompt's prefix: a tree of blocks, in flat arrays.
 
-The one rule: what is asked is answered by the hashes alone. A worker has a block if it was said to have it, whatever
-was said of the blocks in front; it has so much of a prompt as it has blocks from the beginning without a gap. So events
-may be lost, doubled or out of order, and the answer is still what was said. Parents only decide what goes first.
+Lookups use the hashes alone. A worker has a block if it was reported to have it, whatever was reported about the blocks
+in front; its match is the number of blocks from the beginning without a gap. So events may be lost, doubled or out of
+order, and the answer is still what was reported. Parents only decide what is evicted first.
 """
 
 from collections.abc import Hashable, Iterable
@@ -26,7 +26,7 @@ _SWEPT: Final = 1024
 
 
 class PrefixMatch(NamedTuple):
-    """What is known of one prompt."""
+    """A `PrefixMatch` holds the known holders of one prompt's prefix."""
 
     blocks: int
     """That were asked for."""
@@ -36,8 +36,9 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixIndex:
-    """See the module. Hashes are those of a `BlockHasher`, in the order of the prompt: any 64 bits but 0, none of them
-    twice.
+    """A `PrefixIndex` maps block hashes to the workers that hold them.
+
+    Hashes are those of a `BlockHasher`, in the order of the prompt: any 64 bits but 0, none of them twice.
 
     Workers are any names; a worker is there from its first `stored` to its `cleared`. Levels are 0 (device), 1 (host),
     2 (disk) and 3 (remote); a store that several workers reach is a worker of its own.
@@ -47,7 +48,8 @@ class PrefixIndex:
     __slots__ = ("_swept", "capacity", "holders", "tree")
 
     def __init__(self, capacity: int, ttl: float | None = None) -> None:
-        """
+        """Creates an empty index.
+
         Args:
             capacity: blocks, about 60 bytes each; what is not used yet is not committed.
             ttl: seconds after which `expire` forgets what was not used.
@@ -68,11 +70,11 @@ class PrefixIndex:
 
     @property
     def epoch(self) -> int:
-        """Of what is used now (`last_used`)."""
+        """Returns the epoch of blocks that are used now (`last_used`)."""
         return self.tree.epoch
 
     def match(self, hashes: BlockHashes) -> PrefixMatch:
-        """Who holds how many of these blocks from the beginning. Changes nothing."""
+        """Returns how many of these blocks each worker holds from the beginning, without changing the index."""
         holders = self.holders
         masks, further, alive = holders.masks, holders.further, holders.nearest
         found: dict[Hashable, int] = {}
@@ -200,8 +202,10 @@ class PrefixIndex:
             self.tree.prune(numbers[self.tree.sets.take(numbers) == 0])
 
     def cleared(self, worker: Hashable) -> None:
-        """A worker has nothing any more, at no level, and is not there until something is stored for it. The cost does
-        not depend on how much it had."""
+        """Removes a worker at every level, until something is stored for it again.
+
+        The cost does not depend on how much it had.
+        """
         self.holders.remove_worker(worker)
         self._tend()
 
@@ -263,14 +267,14 @@ def _checked(level: int) -> int:
 
 
 def _usable(hashes: BlockHashes) -> BlockHashes:
-    """What stands in front of a hash that is 0, which is none."""
+    """Returns the hashes in front of the first 0, which is no hash."""
     if np.count_nonzero(hashes) == len(hashes):  # three times faster than `all`
         return hashes
     return hashes[: int((hashes == 0).argmax())]
 
 
 def _starts(sets: NodeNumbers) -> list[int]:
-    """Where entries differ from those in front. There is one at least."""
+    """Returns the positions at which an entry differs from the one in front, beginning with 0."""
     return [0, *[edge + 1 for edge in (sets[1:] != sets[:-1]).nonzero()[0].tolist()]]
 
 

@@ -107,8 +107,10 @@ def load_object(raw: bytes, limits: JSONLimits = DEFAULT_LIMITS) -> tuple[dict[s
 def load_short_object(
     raw: bytes, limits: JSONLimits = DEFAULT_LIMITS
 ) -> tuple[dict[str, object], dict[str, MemberSpan]] | None:
-    """Read one JSON object as `load_object` does where that takes some 2 ms at most: one of `AT_ONCE_BYTES` or less,
-    and a longer one whose members are plainly cheap (`flat_members`). None for what `read_object` should read.
+    """Reads a JSON object as `load_object` does if that takes some 2 ms at most, and returns None otherwise.
+
+    It reads texts of `AT_ONCE_BYTES` or less, and longer ones whose members are plainly cheap (`flat_members`).
+    `read_object` should read the others.
 
     Raises:
         JSONTextError: as for `load_object`.
@@ -146,8 +148,9 @@ def read_object(
     strict: bool = True,
     step_bytes: int = STEP_BYTES,
 ) -> Iterator[None]:
-    """Read one JSON object as `load_object` does, in steps of bounded work: one for each item of what is returned. What
-    is wanted of the object is told to `receiver` on the way.
+    """Reads a JSON object as `load_object` does, in steps of bounded work, and yields after each step.
+
+    The parts that are wanted are passed to `receiver` on the way.
 
     Beyond what `load_object` refuses, a name or a number may not be longer than 64 KiB. Where it is not
     `strict`, doubled keys and infinities are not looked for, and containers and strings not counted.
@@ -184,12 +187,12 @@ def _read(
 
 
 def find_members(raw: bytes) -> dict[str, MemberSpan]:
-    """Where the members of the object `raw` stand. `raw` must be JSON already: this walks, it does not validate."""
+    """Returns the positions of the members of the object `raw`, which must be valid JSON: nothing is validated."""
     return _named(raw, _walk(raw, UNLIMITED))
 
 
 def find_member(raw: bytes, document: Mapping[str, object], name: str) -> MemberSpan:
-    """Where the member `name` of the object `raw` stands, mostly without walking all of it.
+    """Returns the position of the member `name` of the object `raw`, mostly without walking all of it.
 
     `document` is what `raw` parses to, and has that member.
 
@@ -208,7 +211,7 @@ def find_member(raw: bytes, document: Mapping[str, object], name: str) -> Member
 
 
 def _end_of(raw: bytes, at: int, value: object) -> int:
-    """Where the value that starts at `at` and parses to `value` ends, or 0 where that is not plain to see."""
+    """Returns the end of the value that starts at `at` and parses to `value`, or 0 if that is not plain to see."""
     if value is None:
         return at + 4 if raw.startswith(b"null", at) else 0
     if not isinstance(value, dict):
@@ -238,7 +241,7 @@ def _check_size(raw: bytes, limits: JSONLimits) -> None:
 
 
 def _encoding(raw: bytes) -> str | None:
-    """Where the text is not in UTF-8 as JSON wants it: what it is in instead."""
+    """Returns a message about the encoding of text that is not the UTF-8 that JSON requires, or None."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw[:2]:
         return "it is UTF-16 or UTF-32; only UTF-8 is accepted"
     return "it begins with a byte order mark (EF BB BF); none is accepted" if raw.startswith(b"\xef\xbb\xbf") else None

@@ -31,7 +31,7 @@ def edit(raw: bytes, spans: Mapping[str, MemberSpan], changes: Mapping[str, byte
 def edit_pieces(
     raw: bytes, spans: Mapping[str, MemberSpan], changes: Mapping[str, bytes | None]
 ) -> list[bytes | memoryview] | None:
-    """What `edit` gives, in pieces, or None where nothing changes. The pieces of a long text are no copies."""
+    """Returns the result of `edit` in pieces, or None if nothing changes; pieces of a long text are no copies."""
     cuts: list[tuple[int, int, bytes]] = []
     added: list[bytes] = []
     removed: list[str] = []
@@ -69,7 +69,7 @@ def edit_pieces(
 def edit_with_spans(
     raw: bytes, spans: Mapping[str, MemberSpan], changes: Mapping[str, bytes | None]
 ) -> tuple[bytes, dict[str, MemberSpan]]:
-    """What `edit` makes of `raw`, and where the members stand in that: without walking it once more."""
+    """Returns the result of `edit` and the positions of its members, without walking the text again."""
     after: dict[str, MemberSpan] = {}
     moved = 0
     for name, (start, value, end) in spans.items():
@@ -92,7 +92,7 @@ def edit_with_spans(
 
 
 def find_removals(raw: bytes, spans: Mapping[str, MemberSpan], names: Iterable[str]) -> list[tuple[int, int]]:
-    """What to cut out of `raw` so that an object in it has these members no longer, in the order of the text.
+    """Returns the ranges to cut out of `raw` to remove these members of an object, in the order of the text.
 
     Args:
         raw: the text.
@@ -118,8 +118,11 @@ def find_removals(raw: bytes, spans: Mapping[str, MemberSpan], names: Iterable[s
 
 
 def _next_member(raw: bytes, end: int) -> int:
-    """Where the member begins that follows the one that ends at `end`, or `end` where none does. Between them there is
-    nothing but white space and a comma, however much of it: this finds them at the speed of memchr."""
+    """Returns the start of the member that follows the one ending at `end`, or `end` if there is none.
+
+    Between them there is nothing but white space and a comma, however much of it: this finds them at the speed of
+    memchr.
+    """
     comma = raw.find(b",", end)
     if comma < 0 or raw.find(b"}", end, comma) >= 0:
         return end
@@ -141,8 +144,10 @@ def remove_ranges(raw: bytes, cuts: Iterable[tuple[int, int]]) -> bytes:
 def shift_spans(
     spans: Mapping[str, MemberSpan], cuts: Iterable[tuple[int, int]], origin: int = 0
 ) -> dict[str, MemberSpan]:
-    """Where members stand after these parts, in order, were cut out, counted from `origin` of the new text. Those that
-    were cut out stand nowhere."""
+    """Returns the positions of members after these ranges, in order, were cut out, from `origin` of the new text.
+
+    Members that were cut out have no position.
+    """
     after: dict[str, MemberSpan] = {}
     coming = iter(cuts)
     start, end = next(coming, _NO_CUT)

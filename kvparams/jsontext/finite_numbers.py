@@ -13,7 +13,10 @@ _DOUBLE_DIGITS: Final = 300
 
 
 def may_overflow(raw: bytes, start: int, end: int) -> bool:
-    """Whether a number in `raw[start:end]` may be too large for a double: mostly one sees at once that none is."""
+    """Returns True if a number in `raw[start:end]` may be too large for a double.
+
+    Mostly a search excludes that at once.
+    """
     if raw.find(b"e", start, end) >= 0 or raw.find(b"E", start, end) >= 0:
         return True
     return end - start >= _DOUBLE_DIGITS and raw.find(b".", start, end) >= 0

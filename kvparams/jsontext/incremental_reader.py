@@ -92,7 +92,8 @@ class IncrementalReader:
         strict: bool = True,
         step_bytes: int = STEP_BYTES,
     ) -> None:
-        """
+        """Creates a reader that stands at the opening bracket of a container.
+
         Args:
             raw: the text.
             at: the place of the opening bracket.
@@ -146,7 +147,7 @@ class IncrementalReader:
         return self.at
 
     def _step(self) -> bool:
-        """Whether it was the last one."""
+        """Reads one step and returns True if it was the last one."""
         raw, size = self._raw, len(self._raw)
         until, enough = self.at + self._step_bytes, self._work + _STEP_PARTS
         for _ in range(_STEP_TURNS):
@@ -237,9 +238,11 @@ class IncrementalReader:
         return JSONTextError(f"nested deeper than {self._limits.max_depth} levels")
 
     def _short(self, at: int, most: int, depth: int) -> tuple[list[object], int]:
-        """Values that follow one another from `at` on, the last one short, and where it ends. None where already the
-        first one is long, or has to be read by parts to say what is wrong with it. `depth`: how many containers are
-        open."""
+        """Returns consecutive short values from `at` on, and the end of the last one.
+
+        The list is empty if the first value is long, or has to be read by parts to report its fault. `depth` is the
+        number of open containers.
+        """
         raw, window = self._raw, self._window
         values, end = window.values(at, most) if at >= window.at and at + self._reach // 2 < window.end else ([], at)
         if not values:
@@ -375,7 +378,7 @@ class IncrementalReader:
                 receiver.on_members({container.name: values[0]})
 
     def _parsed(self, form: bytes, at: int, end: int) -> object:
-        """What `raw[at:end]` says, in `form`."""
+        """Parses `raw[at:end]` inside the text `form`."""
         text = self._raw[at:end]
         try:
             # The parser's cache of strings would be filled by a long text, and what it keeps pins the memory around

@@ -19,7 +19,7 @@ _CLOSE_OBJECT: Final = 0x7D
 
 
 class OpenContainer:
-    """One object or list that is open."""
+    """An `OpenContainer` is an object or list whose end has not been read."""
 
     __slots__ = ("_before", "_keys", "closing", "is_object", "name", "receiver", "start", "value")
 

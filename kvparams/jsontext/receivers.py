@@ -1,4 +1,4 @@
-"""What receives the parts of a long JSON document while it is read in steps.
+"""Defines the receivers that take the parts of a long JSON document while it is read in steps.
 
 Invariant: a receiver keeps a bounded amount, or its user bounds the text.
 """
@@ -42,10 +42,10 @@ class Receiver:
         """Where the members of an object stand, by name, for a receiver that has set it to a dictionary."""
 
     def on_members(self, members: dict[str, object]) -> None:
-        """Some members of the object. Where they stand is in `spans` by then."""
+        """Takes some members of the object, whose positions are in `spans` by then."""
 
     def on_values(self, values: list[object]) -> None:
-        """Some elements of the list."""
+        """Takes some elements of the list."""
 
     def on_nested(self, name: str | None, opening: int) -> "Receiver | None":
         """A long container begins: the value of the member `name`, or an element of the list.
@@ -60,7 +60,7 @@ class Receiver:
         return None
 
     def wants_whole_string(self, name: str | None) -> bool:
-        """Whether a string that is longer than a step is wanted whole. Otherwise its beginning is told in its place."""
+        """Returns True to receive a string that is longer than a step as a whole, and not only its beginning."""
         return False
 
     def on_closed(self) -> None:
@@ -73,7 +73,8 @@ class TreeBuilder(Receiver):
     __slots__ = ("_left", "value")
 
     def __init__(self, opening: int, most_values: int | None = None, left: list[int] | None = None) -> None:
-        """
+        """Creates a builder of an empty object or list.
+
         Args:
             opening: the byte that opens it.
             most_values: more values than this, at any depth, are refused, a member counting as eight; None for no
@@ -124,7 +125,8 @@ class AbridgedObjectReceiver(Receiver):
         needed: frozenset[str] = frozenset(),
         special: "Mapping[str, AbridgedObjectReceiver | ListReceiver] | None" = None,
     ) -> None:
-        """
+        """Creates a receiver of an empty object.
+
         Args:
             needed: names of members that are kept in any case, if they are no long containers.
             special: what receives the member of this name where it is a long container of the right kind.

@@ -1,4 +1,4 @@
-"""Where the parts of JSON text end, found at the speed of a search. Nothing is validated here.
+"""Finds the ends of the parts of JSON text at the speed of a search, without validation.
 
 Invariant: the cost of a search is linear in the text that it passes, whatever is written there.
 """
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class JSONLimits:
-    """How much text is read at all."""
+    """A `JSONLimits` bounds the text that is read at all."""
 
     max_bytes: int = 16 << 20
     """Longer text is refused before it is parsed."""
@@ -54,7 +54,10 @@ UNLIMITED: Final = JSONLimits(2**62, 2**62, 2**62, 2**62, 2**62)
 
 
 class MemberSpan(NamedTuple):
-    """Where one member of an object stands: `raw[start:end]` is `"name": value`, `raw[value:end]` the value alone."""
+    """A `MemberSpan` is the position of an object's member.
+
+    `raw[start:end]` is `"name": value`, `raw[value:end]` the value alone.
+    """
 
     start: int
     value: int
@@ -111,8 +114,10 @@ LONGEST_ESCAPE: Final = 12
 
 
 def plain_members(raw: bytes, at: int, most_bytes: int) -> tuple[list[MemberSpan], int, int]:
-    """Members from `at` on whose values are no containers, all within so many bytes: where they stand, where the last
-    one ends, and how many strings there are in them."""
+    """Finds consecutive members from `at` on whose values are no containers, within `most_bytes`.
+
+    Returns their positions, the end of the last one, and the number of strings in them.
+    """
     stop = min(at + most_bytes, len(raw))
     fields: list[MemberSpan] = []
     strings = 0
@@ -136,9 +141,11 @@ def plain_members(raw: bytes, at: int, most_bytes: int) -> tuple[list[MemberSpan
 
 
 def flat_members(raw: bytes) -> list[MemberSpan] | None:
-    """Returns where the members of an object stand that is quick to read although it is long: few of them, with names
-    that any reader takes, which are strings with few escapes, short scalars without an exponent, or lists of whole
-    numbers. None for any other text."""
+    """Returns the positions of the members of a long object that is quick to read, or None for any other text.
+
+    Such an object has few members, with names that any reader takes, which are strings with few escapes, short scalars
+    without an exponent, or lists of whole numbers.
+    """
     found: list[MemberSpan] = []
     at, size = raw.find(b"{") + 1, len(raw)
     if not at or size > _FLAT_BYTES:
@@ -176,8 +183,10 @@ def _whole_numbers_end(raw: bytes, at: int) -> int:
 
 
 def plain_values(raw: bytes, at: int, most_bytes: int) -> tuple[int, int]:
-    """Where the elements of a list end that begin at `at`, are no containers and stand within so many bytes, and how
-    many strings are among them."""
+    """Finds consecutive elements of a list from `at` on that are no containers, within `most_bytes`.
+
+    Returns the end of the last one, and the number of strings among them.
+    """
     stop = min(at + most_bytes, len(raw))
     end, close, strings = at, -1, 0
     while strings < _RUN_PARTS:
@@ -217,8 +226,10 @@ def _opening(raw: bytes, at: int, end: int) -> int:
 
 
 def string_end(raw: bytes, at: int, stop: int) -> int:
-    """The position behind the closing quote of the string that opens at `at`, or 0 where it does not end before
-    `stop`. The cost is linear, whatever is escaped in it."""
+    """Returns the position behind the closing quote of the string that opens at `at`, or 0.
+
+    It is 0 where the string does not end before `stop`. The cost is linear, whatever is escaped in it.
+    """
     end = raw.find(b'"', at + 1, stop)
     if end > 0 and raw[end - 1] == _BACKSLASH:
         end = _end(_STRING, raw, at + 1, stop)
@@ -228,8 +239,10 @@ def string_end(raw: bytes, at: int, stop: int) -> int:
 
 
 def piece_end(raw: bytes, at: int, most_bytes: int) -> tuple[int, bool]:
-    """Where a piece ends of a string that goes on at `at`, and whether it is the last one. No piece ends within a
-    character, an escape or a surrogate pair."""
+    """Returns the end of a piece of the string that continues at `at`, and True if it is the last one.
+
+    No piece ends within a character, an escape or a surrogate pair.
+    """
     size = len(raw)
     stop = min(at + most_bytes, size)
     quote = raw.find(b'"', at, stop)
@@ -255,7 +268,7 @@ def skip_space(raw: bytes, at: int) -> int:
 
 
 def _end(pattern: re.Pattern[bytes], raw: bytes, at: int, stop: int) -> int:
-    """Where the match of a pattern ends that always has one."""
+    """Returns the end of the match of a pattern that always matches."""
     found = pattern.match(raw, at, stop)
     return at if found is None else found.end()
 
@@ -278,7 +291,7 @@ def infinite_number_error() -> JSONTextError:
 
 
 def begins_with_numbers(raw: bytes, at: int) -> bool:
-    """Whether the container that opens at `at` begins with a long list of numbers: such are better read by parts."""
+    """Returns True if the container at `at` begins with a long list of numbers, which is better read by parts."""
     if raw[at] == _OPEN_LIST:
         found = _NUMBERS.match(raw, at)
     else:

@@ -42,8 +42,10 @@ class DecodedWindow:
         """Of the character at `_place`, a byte of the text."""
 
     def values(self, at: int, most: int) -> tuple[list[object], int]:
-        """At most so many values that follow one another from `at` on, and where the last one ends. It ends where
-        something is no JSON, and where a value may go on behind the window."""
+        """Returns at most `most` consecutive values from `at` on, and the end of the last one.
+
+        It stops at text that is no JSON, and at a value that may continue behind the window.
+        """
         text = self._text
         if self._ascii:
             begin = at - self.at

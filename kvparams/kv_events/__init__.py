@@ -5,8 +5,8 @@
     batches = decode_dynamo(text)                               # Dynamo's router events
 
 `kvparams.kv_events.zmq_frames` takes messages over ZMQ apart, `kvparams.kv_events.sequence_tracker` finds gaps and
-restarts, `kvparams.kv_events.plain_json` writes batches as JSON. The one rule: nothing here opens, waits, or remembers
-anything but a number; whatever comes in may be an attack, and the only error that goes out is `InvalidEvents`.
+restarts, `kvparams.kv_events.plain_json` writes batches as JSON. The package opens nothing, waits for nothing, and
+remembers nothing but a number. Any input may be an attack, and the only error that it raises is `InvalidEvents`.
 """
 
 from kvparams.kv_events.dynamo import decode_dynamo

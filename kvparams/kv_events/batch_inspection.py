@@ -1,6 +1,6 @@
-"""What is wrong with a message that could not be read in one go; for the one bad event among a thousand good ones.
+"""Finds the faults of a message that could not be decoded at once, to save its valid events.
 
-The one rule: what is found is told by which part does not decode, never by the words of the decoder.
+A fault is located by the part that does not decode, never by the decoder's message.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def read_raw_batch(payload: bytes | bytearray | memoryview) -> RawBatch:
 
 
 def decode_part(index: int, raw: Raw, read: Callable[[Raw], _Value]) -> _Value:
-    """One part of a batch, a number.
+    """Decodes a numeric part of a batch.
 
     Raises:
         InvalidEvents: it is none.
@@ -96,7 +96,7 @@ def decode_part(index: int, raw: Raw, read: Callable[[Raw], _Value]) -> _Value:
 
 
 def read_head(raw: Raw | bytes | bytearray | memoryview) -> ContainerHead | None:
-    """What begins here; None for neither array nor map."""
+    """Returns the kind and length of the container that begins here; None if it is neither array nor map."""
     first = bytes(memoryview(raw)[:5])
     if not first:
         return None

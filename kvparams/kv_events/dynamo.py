@@ -4,7 +4,8 @@
 `lib/kv-router/src/protocols.rs`. A worker counts its events by itself, all ranks and tiers together. Blocks come with a
 hash of their tokens in place of the tokens, so that only an index that hashes as Dynamo does can use them.
 
-The one rule: no tokens are made up; `BlockStored.tokens` is None, `BlockStored.contents` is what came in their place.
+The decoder makes no tokens up: `BlockStored.tokens` is None, and `BlockStored.contents` holds the hashes that came in
+their place.
 """
 
 from typing import Final

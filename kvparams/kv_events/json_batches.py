@@ -1,7 +1,6 @@
-"""What the two JSON forms have in common: a list of events, each of which becomes a batch of its own.
+"""Reads a list of events into one batch per event, for both JSON forms.
 
-The one rule: every event that has a number makes a batch, also one of which nothing can be used, so that no gap is seen
-where none is.
+Every event that has a number makes a batch, even if nothing in it can be used, so that no false gap is seen.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ class JSONEventReader:
     __slots__ = ("_found", "_listed", "_raws")
 
     def __init__(self, text: str | bytes, max_bytes: int) -> None:
-        """
+        """Reads the text into raw events.
+
         Raises:
             InvalidEvents: the text is too long, no JSON, or holds too many events.
         """
@@ -44,7 +44,7 @@ class JSONEventReader:
 
     @property
     def batches(self) -> tuple[EventBatch, ...]:
-        """What the events have become."""
+        """Returns the batches of the events read so far."""
         return tuple(self._found)
 
     def add(

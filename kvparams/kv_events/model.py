@@ -1,11 +1,11 @@
-"""What an engine says about its KV cache, whatever engine it is: blocks stored, blocks removed, all blocks gone.
+"""Defines the events that any engine publishes about its KV cache: blocks stored, blocks removed, all blocks cleared.
 
 An event belongs to the batch it came in, and the batch says who sent it and which one it is. Everything that there is
 per block or per token is packed: hashes as big-endian bytes of one width, token ids as the bytes that the rest of the
 protocol packs (`kvparams.tokens.pack`), so that `numpy.frombuffer` or `array` takes them without a loop.
 
-The one rule: an event never says more than the engine did. What an engine leaves open (which tokens, which medium)
-stays open here.
+An event never says more than the engine did. Facts that an engine leaves open (which tokens, which medium) stay open
+here.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ small letters, so case says nothing."""
 
 
 class EventSource(NamedTuple):
-    """One stream of events: an engine's, or that of one of its data parallel ranks."""
+    """An `EventSource` is a stream of events: an engine's, or that of one of its data-parallel ranks."""
 
     instance: str
     """The name that the deployment has for the engine; no engine puts it into its events."""
@@ -64,8 +64,11 @@ class EventSource(NamedTuple):
 
 
 class BlockLocation(NamedTuple):
-    """Where blocks are and of what they are a part. A block is removed from the place that is equal to the one where it
-    was stored; the same hash may be stored in several places."""
+    """A `BlockLocation` says where blocks are stored and which cache group they belong to.
+
+    A block is removed from the location that is equal to the one where it was stored; the same hash may be stored in
+    several locations.
+    """
 
     medium: Medium
     native: str | None = None
@@ -112,7 +115,7 @@ class BlockStored(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks."""
+        """Returns the number of blocks."""
         return len(self.hashes) // self.width
 
 
@@ -125,7 +128,7 @@ class BlockRemoved(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks."""
+        """Returns the number of blocks."""
         return len(self.hashes) // self.width
 
 
@@ -140,7 +143,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What an engine said at once."""
+    """An `EventBatch` holds the events that an engine sent in one message."""
 
     source: EventSource
     events: tuple[KVCacheEvent, ...]

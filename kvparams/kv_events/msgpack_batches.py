@@ -8,8 +8,8 @@ Decoded with msgspec, the library that both engines encode with: it knows the ty
 that no event has, checks every length against the bytes that are there before it allocates, and is as fast as the
 msgpack package, which has to build everything. It comes with the extra `events`.
 
-The one rule: one bad event costs itself, not its batch. A batch is first read in one go; only when that fails, each
-event is looked at alone.
+A bad event costs itself, not its batch. A batch is first decoded at once; only if that fails, each event is decoded
+alone.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ class _BatchReader:
         self._place = block_location(None, None, None)
 
     def in_one_go(self, events: Sequence[StoredMap | RemovedMap | ClearedMap]) -> list[KVCacheEvent]:
-        """What was read in one go."""
+        """Converts events that were decoded at once."""
         found: list[KVCacheEvent] = []
         for index, event in enumerate(events):
             try:
@@ -154,7 +154,7 @@ class _BatchReader:
         return found
 
     def one_by_one(self, payload: bytes | bytearray | memoryview) -> tuple[float, list[KVCacheEvent], int | None]:
-        """What could not be read in one go: the time, the events, the rank.
+        """Decodes a batch part by part after it failed at once, and returns its time, events and rank.
 
         Raises:
             InvalidEvents: the batch itself is at fault.
@@ -283,7 +283,7 @@ def _extras(raw: Raw, blocks: int) -> tuple[tuple[object, ...] | None, ...] | No
 
 
 def _keys(entry: object) -> tuple[object, ...] | None:
-    """What one block depends on: names and numbers, and lists of these (an image and where it begins)."""
+    """Returns the names and numbers that one block depends on, and lists of these (an image and where it begins)."""
     if entry is None:
         return None
     if not isinstance(entry, list):

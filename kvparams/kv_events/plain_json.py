@@ -1,6 +1,6 @@
 """A batch as plain JSON: hashes in hexadecimal, token ids as numbers, no member that is None. For vectors and tools.
 
-The one rule: two batches are equal exactly if this is equal; only the mark, which is about bytes, is left out.
+Two batches are equal exactly if their JSON is equal; only the mark, which is about bytes, is left out.
 """
 
 from typing import cast

@@ -1,11 +1,11 @@
-"""Whether batches of one source arrive one after another, and what to do when they do not.
+"""Tracks the sequence numbers of one source's batches: gaps, duplicates and restarts.
 
 Publishers number their batches from 0 and forget them after a while; a publisher that was restarted begins at 0 again
 and knows nothing of the blocks that its predecessor announced. A subscriber that joins late, or loses messages, asks
 for a replay.
 
-The one rule: in doubt the source is cleared. What is forgotten is computed once more; what is believed wrongly sends
-requests to the wrong place for as long as nobody notices.
+In doubt the source is cleared. Forgotten blocks are computed once more; wrong beliefs send requests to the wrong place
+for as long as nobody notices.
 """
 
 from array import array
@@ -27,7 +27,7 @@ SequenceFinding = Literal[
 
 
 class SequenceCheck(NamedTuple):
-    """Where a batch stands in its stream."""
+    """A `SequenceCheck` says where a batch stands in its stream."""
 
     finding: SequenceFinding
     missing: int = 0
@@ -38,7 +38,9 @@ class SequenceCheck(NamedTuple):
 
 
 class SequenceTracker:
-    """One source. Asked about each batch in the order in which the caller wants to take them, replayed ones too.
+    """A `SequenceTracker` follows one source.
+
+    The caller asks it about each batch in the order in which it wants to take them, replayed ones too.
 
     After a gap the caller feeds what the replay brings, then what it held back; those that both bring are duplicates.
     Where the replay cannot bring what is missing (the publisher has forgotten it, or there is none to ask), the caller
@@ -53,7 +55,8 @@ class SequenceTracker:
     __slots__ = ("_first_held", "_given_up", "_marks", "_next", "_remembered", "_start")
 
     def __init__(self, remembered: int = REMEMBERED_SEQUENCES) -> None:
-        """
+        """Creates a tracker that expects number 0.
+
         Args:
             remembered: how many marks are kept, 8 bytes each.
 
@@ -77,7 +80,7 @@ class SequenceTracker:
         return max(self._next - 1, self._start)
 
     def observe(self, sequence: int, mark: int | None = None) -> SequenceCheck:
-        """Where the batch with this number stands.
+        """Classifies the batch with this number.
 
         Args:
             sequence: from 0 to 2^64 - 2.
@@ -101,7 +104,7 @@ class SequenceTracker:
         return SequenceCheck("restart")
 
     def resume(self, sequence: int) -> None:
-        """Nothing before `sequence` is wanted any more: it is expected next. The caller has cleared the source.
+        """Skips to `sequence`, which is expected next; the caller has cleared the source.
 
         What has come since the gap and lies before `sequence` may still come again, and is dropped as a duplicate.
         """
@@ -122,7 +125,7 @@ class SequenceTracker:
         self._first_held = None
 
     def _mark_of(self, sequence: int) -> int | None:
-        """Of a batch that was taken; None where that is too long ago."""
+        """Returns the mark of a batch that was taken, or None if that is too long ago."""
         if self._next - sequence > len(self._marks):
             return None
         return self._marks[(sequence - self._start) % self._remembered]

@@ -6,7 +6,7 @@ another level of the cache). Every rank counts its events by itself. Members: `K
 (`runtime/kv_cache_manager_v2/_event_manager.py`). Its publisher over ZMQ imitates vLLM instead (`msgpack_batches.py`);
 the reports to its own router are pickled, and are not read here.
 
-The one rule: blocks that differ in anything that a canonical event says once become several events.
+Blocks that differ in a fact that a canonical event states once become several events.
 """
 
 from collections.abc import Iterator
@@ -96,7 +96,7 @@ class _TrtllmEvent(Struct, gc=False):
 
 
 class _TrtllmHead(Struct, gc=False):
-    """What every event has, whatever happened."""
+    """A `_TrtllmHead` holds the members of every event."""
 
     event_id: int
     attention_dp_rank: int | None = None

@@ -1,7 +1,7 @@
 """From an engine's values to the canonical ones: hashes, token ids, media, names.
 
-The one rule: whatever the type checks of the wire form let through is still bounded here, and what is wrong is a
-`EventFault` with the member it is in. No message repeats a value.
+Values that the type checks of the wire form let through are still bounded here. A fault is an `EventFault` with its
+member. No message repeats a value.
 """
 
 import sys
@@ -35,7 +35,7 @@ EngineBlockHash = int | bytes | str
 
 
 class EventFault(Exception):
-    """One event is wrong: where in it, and how."""
+    """An `EventFault` names the faulty member of one event, and its fault."""
 
     def __init__(self, member: str, kind: ProblemKind, message: str) -> None:
         super().__init__(member, kind, message)
@@ -45,8 +45,9 @@ class EventFault(Exception):
 
 
 def pack_hashes(hashes: Sequence[EngineBlockHash], member: str = "block_hashes") -> tuple[bytes, int]:
-    """The hashes one after another, and how many bytes each has. Integers of both signs, digests as bytes or in
-    hexadecimal; of one width. `hashes` holds one or more.
+    """Packs hashes one after another, and returns them with the width of each in bytes.
+
+    They are integers of both signs, or digests as bytes or in hexadecimal, of one width. `hashes` holds one or more.
 
     Raises:
         EventFault: one is out of range, they have several widths, or there are too many.
@@ -74,7 +75,7 @@ def pack_hashes(hashes: Sequence[EngineBlockHash], member: str = "block_hashes")
 
 
 def pack_hash(value: EngineBlockHash | None, width: int, member: str) -> bytes | None:
-    """One hash of `width` bytes, or None.
+    """Packs a hash of `width` bytes, or returns None for None.
 
     Raises:
         EventFault: it has another width, or is out of range.
@@ -121,7 +122,7 @@ def pack_tokens(ids: Sequence[int], member: str = "token_ids") -> bytes:
 
 
 def pack_pairs(pairs: Sequence[object], member: str = "token_ids") -> tuple[bytes, int]:
-    """Of SGLang's pairs, each a token and the one behind it: the tokens, and the one behind the last.
+    """Packs the tokens of SGLang's pairs, each a token and the next one; returns them and the last next token.
 
     Raises:
         EventFault: they are not such pairs, in one chain.

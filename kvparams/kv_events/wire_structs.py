@@ -1,8 +1,8 @@
-"""What vLLM and SGLang put on the wire, member by member, in the order in which arrays have them.
+"""Defines the events on the wire of vLLM and SGLang, with members in the order of the array form.
 
 Sources: vLLM 0.32 `distributed/kv_events.py` (maps; 0.14 and 0.20 the same as arrays), SGLang 0.5.23
-`disaggregation/kv_events.py`. The one rule: only types stand here; bounds and sense are found in `values.py` and
-`msgpack_batches.py`.
+`disaggregation/kv_events.py`. This module defines only types; bounds and meaning are checked in `value_conversion.py`
+and `msgpack_batches.py`.
 """
 
 from typing import Annotated, Final
@@ -28,6 +28,8 @@ NIL: Final = Raw(b"\xc0")
 
 
 class StoredMap(Struct, tag="BlockStored", gc=False):
+    """A `StoredMap` is a map that announces stored blocks."""
+
     block_hashes: list[WireBlockHash]
     parent_block_hash: WireBlockHash | None
     token_ids: list[int | tuple[int, int]]
@@ -48,6 +50,8 @@ class StoredMap(Struct, tag="BlockStored", gc=False):
 
 
 class RemovedMap(Struct, tag="BlockRemoved", gc=False):
+    """A `RemovedMap` is a map that announces removed blocks."""
+
     block_hashes: list[WireBlockHash]
     medium: str | None = None
     group_idx: int | None = None
@@ -56,6 +60,8 @@ class RemovedMap(Struct, tag="BlockRemoved", gc=False):
 
 
 class ClearedMap(Struct, tag="AllBlocksCleared", gc=False):
+    """A `ClearedMap` is a map that announces that all blocks are cleared."""
+
     ownership: str | None = None
 
 

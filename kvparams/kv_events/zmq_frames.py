@@ -1,8 +1,8 @@
 """The frames of a message over ZMQ: topic, number, payload; live ones and those that were asked for again.
 
 Engines answer a request for replay with one message for each batch and one with the number 2^64 - 1 at the end. vLLM up
-to 0.20 leaves the topic out there, later ones and SGLang have it; a router socket puts an empty frame in front. The one
-rule: which frames are there is told by how many there are, never by the engine's version.
+to 0.20 leaves the topic out there, later ones and SGLang have it; a router socket puts an empty frame in front. The
+number of frames decides which frames are there, never the engine's version.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MAX_TOPIC: Final = 1024
 
 
 class MessageFrames(NamedTuple):
-    """One message, taken apart."""
+    """A `MessageFrames` holds the parts of one message."""
 
     topic: bytes
     sequence: int
@@ -58,7 +58,7 @@ def read_replayed(frames: Sequence[bytes]) -> MessageFrames | None:
 
 
 def replay_request(first: int) -> tuple[bytes, bytes]:
-    """What a dealer socket sends to get the batches from number `first` on."""
+    """Returns the frames that a dealer socket sends to get the batches from number `first` on."""
     return b"", first.to_bytes(8, "big")
 
 

@@ -1,6 +1,6 @@
-"""What an operator allows: how much runs on an instance, how many wait for it, and when it is worth asking again.
+"""Defines the operator's limits: legs per instance, requests in the queue, and the `Retry-After` estimate.
 
-The one rule: every bound is checked where it is given, so that whoever holds one of these can rely on it.
+Every bound is checked when it is set, so that users of these objects can rely on it.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["DrainRate", "QueueLimits", "RoleLimits", "retry_after_s"]
 
 @dataclass(frozen=True, slots=True)
 class RoleLimits:
-    """What one instance of a role may run at a time; None is without limit."""
+    """A `RoleLimits` bounds the legs that an instance of a role may run at a time; None means no limit."""
 
     requests: int | None = None
     """Legs."""
@@ -27,7 +27,7 @@ class RoleLimits:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How many may wait for room, and how long."""
+    """A `QueueLimits` bounds how many requests may wait for room, and for how long."""
 
     waiting: int = 1024
     """For one role; 0 refuses whatever finds no room."""
@@ -46,7 +46,7 @@ class QueueLimits:
 
 
 class DrainRate:
-    """How many leave in a second, the last seconds counting most."""
+    """A `DrainRate` estimates how many requests leave in a second; recent seconds weigh most."""
 
     __slots__ = ("_at", "_per_s", "_tau_s")
 
@@ -57,7 +57,7 @@ class DrainRate:
         self._at = 0.0
 
     def record_departure(self, now: float) -> None:
-        """One has left."""
+        """Records the departure of one request."""
         if now - self._at > self._tau_s / 200:  # what is younger than that has lost nothing that counts
             self._per_s = self.per_s(now)
             self._at = now
@@ -69,7 +69,7 @@ class DrainRate:
 
 
 def retry_after_s(ahead: float, per_s: float) -> int:
-    """When it is worth asking again, if `ahead` others leave before, `per_s` in a second: 1 to 60."""
+    """Returns the seconds until a retry is sensible, 1 to 60, if `ahead` others leave before, `per_s` in a second."""
     if ahead >= 60 * per_s:
         return 60
     return max(1, ceil(ahead / per_s))

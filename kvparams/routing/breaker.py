@@ -1,7 +1,7 @@
-"""Whether an instance that fails may be given work: a circuit breaker.
+"""Implements a circuit breaker, which withholds work from an instance that fails.
 
 Closed, it lets everything through and counts; open, nothing, for a time that doubles with each failure after it; half
-open, one trial at a time. The one rule: a worker that fails is asked ever more seldom, however idle it looks.
+open, one trial at a time. A worker that fails gets requests ever less often, however idle it looks.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["Breaker", "BreakerLimits", "BreakerState"]
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When it opens, and for how long."""
+    """A `BreakerLimits` says when a breaker opens, and for how long."""
 
     consecutive: int = 5
     """Failures without a success between them."""
@@ -41,7 +41,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """What is known of one instance's outcomes. Time is passed in, in seconds."""
+    """A `Breaker` tracks the outcomes of one instance. Time is passed in, in seconds."""
 
     __slots__ = ("_limits", "_outcomes", "_until", "opened", "state", "trial")
 
@@ -58,17 +58,17 @@ class Breaker:
 
     @property
     def is_pristine(self) -> bool:
-        """Whether a success would tell nothing new."""
+        """Returns True if a success would change nothing."""
         return not self._outcomes and self.state is BreakerState.CLOSED
 
     @property
     def allows_requests(self) -> bool:
-        """Whether a leg may be given to it now."""
+        """Returns True if the instance may be given a leg now."""
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self.trial)
 
     @property
     def half_open_at(self) -> float:
-        """When it is half open, at the latest; of an open one."""
+        """Returns the time at which an open breaker is half open, at the latest."""
         return self._until
 
     def record_success(self) -> bool:
@@ -125,5 +125,5 @@ class Breaker:
         self.trial = True
 
     def end_trial(self) -> None:
-        """That leg is over; if it told nothing (its client left), another may be tried."""
+        """Ends the trial leg; if it had no outcome (its client left), another one may be tried."""
         self.trial = False

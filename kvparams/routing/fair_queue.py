@@ -2,8 +2,8 @@
 
 Each tenant of a priority has a clock of its own that goes on by the cost of whatever it is served; next is the tenant
 whose clock is furthest behind (start-time fair queueing, the clock kept by tenant, so that what is given up costs
-nothing). The one rule: a higher priority goes first, within one nobody gets more than its share while others wait, and
-within one tenant and lane who came first goes first.
+nothing). A higher priority is served first. Within a priority no tenant gets more than its share while others wait, and
+within a tenant and lane the order is first in, first out.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,7 @@ _IDLE_TENANTS: Final = 4096
 
 
 class OverflowReason(StrEnum):
-    """What is full."""
+    """An `OverflowReason` names the limit that is reached."""
 
     QUEUE = "queue"
     TENANT = "tenant"
@@ -34,7 +34,7 @@ class OverflowReason(StrEnum):
 
 
 class Ticket(Generic[T]):
-    """One who waits."""
+    """A `Ticket` is a request that waits in the queue."""
 
     __slots__ = ("cost", "deadline", "flow", "item", "lane", "number", "waiting")
 
@@ -53,7 +53,7 @@ class Ticket(Generic[T]):
 
 
 class _TenantFlow(Generic[T]):
-    """One tenant at one priority."""
+    """A `_TenantFlow` holds the waiting requests of a tenant at one priority."""
 
     __slots__ = ("clock", "lanes", "priority", "tenant", "waiting")
 
@@ -67,7 +67,7 @@ class _TenantFlow(Generic[T]):
 
 
 class _PriorityLevel(Generic[T]):
-    """One priority."""
+    """A `_PriorityLevel` holds the tenants that wait at one priority."""
 
     __slots__ = ("by_waiting", "clock", "flows", "most", "prune_at", "waiting")
 
@@ -83,7 +83,7 @@ class _PriorityLevel(Generic[T]):
         self.prune_at = _SLACK
 
     def count(self, flow: _TenantFlow[T], by: int) -> None:
-        """One more (`by` is 1) or one fewer (-1) waits in `flow`."""
+        """Adds `by` (1 or -1) to the number of requests that wait in `flow`."""
         if flow.waiting:
             before = self.by_waiting[flow.waiting]
             del before[flow.tenant]
@@ -136,12 +136,12 @@ class FairQueue(Generic[T]):
         return sorted((t for _, _, t in self._deadlines if t.waiting), key=lambda ticket: ticket.number)
 
     def count_waiting(self, tenant: str) -> int:
-        """How many of a tenant wait."""
+        """Returns the number of waiting requests of a tenant."""
         return self._tenants.get(tenant, 0)
 
     @property
     def tenant_count(self) -> int:
-        """How many tenants have someone waiting."""
+        """Returns the number of tenants with waiting requests."""
         return len(self._tenants)
 
     def push(
@@ -266,8 +266,7 @@ class FairQueue(Generic[T]):
                 heappush(self._lanes.setdefault(lane, []), entry)
 
     def take(self, ticket: Ticket[T]) -> T:
-        """Serve one of those that `lane_heads` or `iter_lane` gave: it leaves, and its tenant's clock goes on by its
-        cost."""
+        """Removes a ticket that `lane_heads` or `iter_lane` gave, and advances its tenant's clock by its cost."""
         flow = ticket.flow
         level = self._levels[flow.priority]
         level.clock = max(level.clock, flow.clock)
@@ -276,7 +275,7 @@ class FairQueue(Generic[T]):
         return ticket.item
 
     def pop_expired(self, now: float) -> list[Ticket[T]]:
-        """Those whose deadline has come; they have left the queue."""
+        """Removes and returns the tickets whose deadline has come."""
         due: list[Ticket[T]] = []
         while self._deadlines and (not self._deadlines[0][2].waiting or self._deadlines[0][0] <= now):
             ticket = heappop(self._deadlines)[2]

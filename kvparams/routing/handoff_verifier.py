@@ -3,8 +3,8 @@
 An engine's answer tells another engine where to connect to. An address in it must be one of the instance's own: the
 host of one of its URLs, what that host has led the proxy to, or what the operator has declared. Which members are
 addresses the dialects' tables say (`Row.address`), those of every dialect and at any depth, because an engine may have
-several connectors that all read the same object. The one rule: names are compared as text and never resolved; what
-cannot be known to be the instance's is refused.
+several connectors that all read the same object. Names are compared as text and never resolved; an address that cannot
+be shown to be the instance's is refused.
 """
 
 import re
@@ -38,8 +38,10 @@ _PLACE: Final = re.compile(
 
 
 class HandoffRefused(HandoffMissing):
-    """The prefill engine's answer says what may not go into a decode leg. The message names no address: it is for
-    clients too."""
+    """The prefill engine's answer contains a value that may not go into a decode leg.
+
+    The message names no address, because clients see it too.
+    """
 
     def __init__(self, message: str, reason: HandoffRefusalReason, detail: str) -> None:
         super().__init__(message)
@@ -49,7 +51,7 @@ class HandoffRefused(HandoffMissing):
 
 
 class DeclaredAddress(NamedTuple):
-    """One address that an operator has declared for an instance."""
+    """A `DeclaredAddress` is an address that an operator has declared for an instance."""
 
     host: str
     """As `canonical_host` writes it; empty for a network."""
@@ -88,7 +90,7 @@ def canonical_host(host: str) -> str:
 
 
 class _InstanceAddresses:
-    """Where one instance may be."""
+    """An `_InstanceAddresses` holds the addresses that belong to one instance."""
 
     __slots__ = ("_hosts", "_networks", "_ports", "fitting", "looked", "reached", "usual")
 
@@ -152,7 +154,7 @@ _NOTHING: Final[Mapping[str, _KnownKey]] = {}
 
 
 class HandoffVerifier:
-    """What may be handed on, of every instance; made once, for the dialects that are registered."""
+    """A `HandoffVerifier` checks the handoffs of all instances; it is made once, for the registered dialects."""
 
     def __init__(self, tables: Iterable[DialectTable]) -> None:
         """`tables` of every dialect, routed with or not: their addresses are looked for in every answer."""
@@ -170,7 +172,7 @@ class HandoffVerifier:
         self._own: dict[Instance, _InstanceAddresses] = {}
 
     def verify(self, instance: Instance, said: Mapping[str, object], reached: Collection[str] = ()) -> None:
-        """Whether a decode engine may be told this.
+        """Raises if a decode engine may not be given these members.
 
         Args:
             instance: who has answered.
@@ -201,7 +203,7 @@ class HandoffVerifier:
             self._look(instance, own, said, reached)
 
     def _judge(self, instance: Instance, own: _InstanceAddresses, name: str, value: object) -> bool:
-        """Whether this value has to be looked through for addresses, as it has a form that it may have."""
+        """Returns True if the value has a permitted form and has to be searched for addresses."""
         known = self._known.get(instance.dialect, _NOTHING).get(name)
         if known is None:
             return True
@@ -270,8 +272,10 @@ def _each(value: object) -> list[object]:
 
 
 def _texts(value: object, *, inside: bool = False) -> Iterator[str]:
-    """Every address in a member that is one; of an object the texts that are URLs. What is no text has no form that an
-    instance's own address could have."""
+    """Yields every address in an address member; of an object, the texts that are URLs.
+
+    A value that is no text has no form that an instance's own address could have.
+    """
     if isinstance(value, dict):
         for inner in cast("dict[str, object]", value).values():
             yield from _texts(inner, inside=True)

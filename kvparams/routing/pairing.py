@@ -1,8 +1,8 @@
-"""Who may be paired with whom: connectors, groups and compatibility keys.
+"""Decides which instances may be paired: by connector, group and compatibility key.
 
 A group is a replica: its prefill and decode instances belong together. Those of no group pair freely with others of
-none. A compatibility key says that two builds, layouts or versions understand each other's KV. The one rule: all three
-must be equal on both sides, and nothing is equal to nothing.
+none. A compatibility key says that two builds, layouts or versions understand each other's KV. All three must be equal
+on both sides; an absent value equals an absent value.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _SAME: Final[Mapping[str, str]] = {"store-drop": "store", "store-meet": "store"}
 
 
 class PairKey(NamedTuple):
-    """What two instances must have in common."""
+    """A `PairKey` holds the values that two instances must have in common."""
 
     connector: str
     group: str | None
@@ -41,5 +41,5 @@ def pair_key(instance: Instance) -> PairKey:
 
 
 def may_pair(one: Instance, other: Instance) -> bool:
-    """Whether one of these may fetch the other's KV."""
+    """Returns True if one of these instances may fetch the other's KV."""
     return pair_key(one) == pair_key(other)

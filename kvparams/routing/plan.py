@@ -1,7 +1,7 @@
 """The terms in which a plan is spoken of: choices, legs, how they end, and KV that is held meanwhile.
 
-A manager (`kvparams.routing.managers`) is a generator of steps; an executor runs them. The one rule: a step says what
-is wanted, never how: connections, load, queues and clocks belong to the executor.
+A manager (`kvparams.routing.managers`) is a generator of steps; an executor runs them. A step says what is wanted,
+never how: connections, load, queues and clocks belong to the executor.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -28,9 +28,12 @@ __all__ = [
 
 @final
 class AcquireInstance(NamedTuple):
-    """Wanted: an instance of a role, as soon as one has room. The plan is sent an `Instance`, whose load counts from
-    then on until its leg ends or it is given back. Or `LegFailed` is raised in it: the KV that it holds is given up
-    before there is room; or nobody is there any more who may be paired with `paired_with`, while other pairs are."""
+    """Requests an instance of a role, as soon as one has room.
+
+    The plan is sent an `Instance`, whose load counts from then on until its leg ends or it is given back. `LegFailed`
+    is raised in the plan if the KV that it holds is given up before there is room, or if no instance is left that may
+    be paired with `paired_with` while other pairs are.
+    """
 
     role: Role
     avoid: Sequence[str] = ()
@@ -58,9 +61,11 @@ class Leg(NamedTuple):
 
 @final
 class LegPair(NamedTuple):
-    """Wanted: two legs at once, of engines that meet. Decode's answer is held until prefill has ended well. The plan is
-    sent a `LegResult` when both have, or `LegFailed` is raised in it for the first that has failed; then the other one
-    is aborted."""
+    """Requests two legs at once, of engines that meet.
+
+    Decode's answer is held until prefill has ended well. The plan is sent a `LegResult` when both have, or `LegFailed`
+    is raised in it for the first that has failed; then the other one is aborted.
+    """
 
     prefill: Leg
     decode: Leg
@@ -69,14 +74,14 @@ class LegPair(NamedTuple):
 
 
 class LegResult(NamedTuple):
-    """What an engine said at the end of a leg. Empty for one that answered the client."""
+    """A `LegResult` is the answer of an engine at the end of a leg, empty for a leg that answered the client."""
 
     kv_transfer_params: Mapping[str, object]
     """That object of the answer; empty where there was none."""
 
 
 class StreamProgress(NamedTuple):
-    """How far a stream had come when its engine failed."""
+    """A `StreamProgress` is the part of a stream that was sent when its engine failed."""
 
     prompt_ids: Sequence[int]
     """The prompt, as the engine had tokenised it."""
@@ -122,14 +127,17 @@ class KVLease(NamedTuple):
 
 
 class ExecutionContext(Protocol):
-    """What a plan may ask of its executor. Everything is answered at once."""
+    """An `ExecutionContext` answers the questions of a plan, each of them at once."""
 
     def dialect(self, instance: Instance) -> Dialect:
-        """How an instance is spoken to."""
+        """Returns the dialect of an instance."""
         ...
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """What the bootstrap server of a prefill engine has said, where its dialect has one; None before it has."""
+        """Returns the answer of a prefill engine's bootstrap server; None before it has answered.
+
+        It is also None where the engine's dialect has no bootstrap server.
+        """
         ...
 
     def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
@@ -141,8 +149,10 @@ class ExecutionContext(Protocol):
         ...
 
     def peer_source(self, instance: Instance) -> str | None:
-        """Where the prefill leg that is given to this instance should read what another one has of its prompt, as that
-        one has said; None where it should not. It was held against what is known of that one."""
+        """Returns the address from which this instance's prefill leg should read a prefix of its prompt, or None.
+
+        The address is the one that the other engine has named, checked against the known facts about that engine.
+        """
         ...
 
     def one_token_changes(self) -> Mapping[str, bytes | None]:
@@ -154,21 +164,27 @@ class ExecutionContext(Protocol):
         ...
 
     def has_candidates(self, role: Role) -> bool:
-        """Whether somebody of this role may be given a leg of this request, room apart."""
+        """Returns True if an instance of this role may be given a leg of this request, room aside."""
         ...
 
     def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
-        """Whether the request should leave this instance for another pair: all have failed it that may be paired with
-        it, if there is anybody at all, and there are a prefill and a decode engine that go together and have not."""
+        """Returns True if the request should leave this instance for another pair.
+
+        Every compatible instance, of which there is at least one, has then already failed this request, and another
+        prefill and decode engine that may be paired have not.
+        """
         ...
 
     def cached_tokens(self, role: Role) -> Mapping[str, int]:
-        """Tokens of the prompt's prefix that instances of this role are believed to hold, by id; none where it is not
-        named. What decode engines hold is learnt for the requests whose plans ask this."""
+        """Returns the tokens of the prompt's prefix that instances of this role are believed to hold, by id.
+
+        An instance that is not named holds none. The caches of decode engines are learnt only for requests whose plans
+        ask this.
+        """
         ...
 
     def may_retry(self) -> bool:
-        """Whether the request may have one more attempt; asking takes it."""
+        """Returns True if the request may have one more attempt, and takes it."""
         ...
 
     def next_transfer(self) -> str:
@@ -176,8 +192,11 @@ class ExecutionContext(Protocol):
         ...
 
     def hold_lease(self, lease: KVLease) -> None:
-        """KV is held for this request from now on, in place of what another transfer held before. It counts as fetched
-        with the first byte of the answer; whatever ends the request or its plan before that gives it back."""
+        """Holds KV for this request from now on, in place of the KV that another transfer held before.
+
+        It counts as fetched with the first byte of the answer. If the request or its plan ends before that, it is given
+        back.
+        """
         ...
 
     def release_instance(self, instance: Instance) -> None:

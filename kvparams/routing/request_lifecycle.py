@@ -3,8 +3,8 @@
     created -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
 
 Every state leads to `done`; `queued` is entered only by those who must wait; a further attempt goes back; where both
-legs run at once, `prefill` leads to `decode` at once. The one rule:
-nothing is done while anything is held, and `done` is reached once.
+legs run at once, `prefill` leads to `decode` at once. A request is not done while it holds anything, and it reaches
+`done` once.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ StateSpan = tuple[LifecycleState, str, float]
 
 
 class RequestLifecycle:
-    """One request's. Times are seconds on the executor's clock."""
+    """A `RequestLifecycle` is the state machine of one request; times are seconds on the executor's clock."""
 
     __slots__ = ("_now", "answering", "lease", "loads", "outcome", "since_s", "spans", "state")
 
@@ -69,7 +69,7 @@ class RequestLifecycle:
 
     @property
     def started_s(self) -> float:
-        """When it began."""
+        """Returns the time at which the request began."""
         return self.spans[0][2]
 
     def enter(self, state: LifecycleState, who: str = "") -> None:

@@ -1,7 +1,7 @@
-"""How many further attempts there may be, so that a failing fleet is not asked ever more often.
+"""Bounds further attempts, so that a failing fleet does not get ever more requests.
 
-The one rule: attempts beyond the first are a fraction of the requests; a small reserve lets single failures through
-when there is little traffic.
+Attempts beyond the first are a fraction of the requests; a small reserve allows single retries when there is little
+traffic.
 """
 
 __all__ = ["RetryBudget"]
@@ -26,7 +26,7 @@ class RetryBudget:
         self._level = level if level < self.most else self.most
 
     def try_acquire(self) -> bool:
-        """Whether there may be one more attempt."""
+        """Takes one more attempt from the budget; returns False if there is none."""
         if self._level < 1:
             return False
         self._level -= 1

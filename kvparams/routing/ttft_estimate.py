@@ -1,7 +1,7 @@
-"""What is to be expected of a leg on an instance: the wait there, what is cached, what is fetched, what is computed.
+"""Estimates the time to first token of a leg on an instance: waiting, cached, fetched and computed tokens.
 
-The one rule: KV that a store or a peer has is fetched where the first token should be there sooner than by computing
-it, and whoever asks for an expectation gets that way. Fetching begins at once, beside the work that waits.
+KV that a store or a peer has is fetched if the first token should come sooner than by computing it, and the estimate
+takes that way. Fetching begins at once, beside the work that waits.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["TTFTEstimate", "estimate_ttft"]
 
 
 class TTFTEstimate(NamedTuple):
-    """Of one leg on one instance."""
+    """A `TTFTEstimate` is the estimate for one leg on one instance."""
 
     wait_s: float
     """Until what was given to the instance before is done."""
@@ -34,7 +34,7 @@ class TTFTEstimate(NamedTuple):
 
 
 def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
-    """What to expect of this request's leg on this candidate."""
+    """Estimates the time to first token of this request's leg on this candidate."""
     pace = candidate.backlog
     speed = pace.cost_model
     wait_s = pace.wait_s

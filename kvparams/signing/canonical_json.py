@@ -2,8 +2,8 @@
 
 Whoever holds the parsed dictionary can make it: names sorted, no white space, integers as decimal digits, one escaping
 of text, UTF-8. There are no floats in a document's, because no two languages write them alike, and among native keys
-they stand by their bits; token ids stand there by their digest, whatever form the prefix has. The one rule: what cannot
-be written in exactly one way is refused, never rounded.
+they stand by their bits; token ids stand there by their digest, whatever form the prefix has. A value that cannot be
+written in exactly one way is refused, never rounded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,8 +75,9 @@ def canonical_document(document: Mapping[str, object] | KVTransferParams) -> byt
 
 
 def canonical_members(params: KVTransferParams) -> dict[str, bytes]:
-    """The canonical form in pieces: by name, `"name":value`. Joined by commas in the order of their names they are what
-    stands between the braces.
+    """Returns the canonical form in pieces: by name, `"name":value`.
+
+    Joined by commas in the order of their names, the pieces are the text between the braces.
 
     Raises:
         NotCanonical: as for `canonical_document`.
@@ -90,7 +91,7 @@ def canonical_members(params: KVTransferParams) -> dict[str, bytes]:
 
 
 def native_members(kv_transfer_params: Mapping[str, object]) -> dict[str, object]:
-    """What an engine's own connectors use beside our document."""
+    """Returns the native members that an engine's own connectors use beside the document."""
     return {name: value for name, value in kv_transfer_params.items() if name not in UNSIGNED_MEMBERS}
 
 
@@ -172,8 +173,10 @@ def _object(members: Mapping[str, object], path: JSONPath, fractions: list[float
 
 
 def _integers(items: Sequence[object]) -> bytes | None:
-    """The text of a list that holds nothing but integers, and lists of such (block ids are), at the speed of C; None
-    where it may hold anything else."""
+    """Returns the text of a list of integers and lists of integers, at the speed of C, or None.
+
+    Block ids are such lists. None means that the list may hold other values.
+    """
     if type(items[0]) is not int and type(items[0]) is not list:
         return None
     try:

@@ -1,8 +1,8 @@
 """Documents that are put together from members in canonical form: checked once, then only what differs is filled in.
 
 A proxy writes two documents a request. What most of them have in common is judged and written once (`DocumentOutline`);
-what a request brings (its ids, its prefix, what prefill has answered) was judged when it came, and is only written. The
-one rule: members are text, and the text of a member is written in one place.
+what a request brings (its ids, its prefix, what prefill has answered) was judged when it came, and is only written.
+Members are text, and the text of a member is written in one place.
 """
 
 from collections.abc import Iterable, Mapping
@@ -64,7 +64,7 @@ class DocumentOutline:
 
 
 def encode_member(name: str, value: object) -> bytes:
-    """One member of a document in canonical form, `"name":value`.
+    """Encodes a member of a document in canonical form, `"name":value`.
 
     Args:
         name: of a member that the protocol defines.
@@ -118,7 +118,7 @@ def encode_prefix_verbatim(prefix: object) -> bytes | None:
 
 
 def join_members(members: Mapping[str, bytes], names: Iterable[str]) -> bytes:
-    """What stands between the braces: these members, in this order."""
+    """Returns the text between the braces: these members, in this order."""
     return b",".join([members[name] for name in names])
 
 

@@ -2,8 +2,8 @@
 
 A key is 32 random bytes with a name and a time. The newest of those that are valid signs; each that was valid when a
 document was signed verifies it. So a key is changed without losing a request: the new one is in everybody's file before
-its time begins, and the old one stays there until nothing that it has signed is under way. The one rule: no text, error
-or repr of anything here holds a secret, but for `SigningKeyring.text`, which is what the file holds.
+its time begins, and the old one stays there until nothing that it has signed is under way. No text, error or repr of
+these objects holds a secret, but for `SigningKeyring.text`, which is the file's content.
 """
 
 import hmac
@@ -36,12 +36,14 @@ class SigningKeyringError(KVParamsError, ValueError):
 
 
 class SigningKey:
-    """One key."""
+    """A `SigningKey` is a secret with a name and a validity period."""
 
     __slots__ = ("_keyed", "_secret", "kid", "not_after", "not_before")
 
     def __init__(self, kid: str, secret: bytes, not_before: int, not_after: int | None = None) -> None:
-        """Args:
+        """Validates and creates a key.
+
+        Args:
             kid: its name, 1 to 128 letters, digits and `._~-`; no secret.
             secret: 32 random bytes.
             not_before: from when on it signs, in seconds since 1970.
@@ -74,7 +76,7 @@ class SigningKey:
         return keyed.hexdigest()
 
     def is_valid_at(self, at: float, skew_s: float = 0.0) -> bool:
-        """Whether it may sign at this time, in seconds since 1970, for a clock that is wrong by `skew_s`."""
+        """Returns True if the key may sign at `at`, in seconds since 1970, for a clock that is wrong by `skew_s`."""
         return self.not_before - skew_s <= at and (self.not_after is None or at < self.not_after + skew_s)
 
     def with_end(self, not_after: int) -> "SigningKey":

@@ -1,6 +1,6 @@
 """The file of signing keys: read, followed while it changes, and written.
 
-The one rule: a file that anybody but its owner may read or write is refused: who reads it can sign.
+A file that anybody but its owner may read or write is refused, because its readers can sign.
 """
 
 import os
@@ -87,8 +87,10 @@ def create_keyring(path: Path, keyring: SigningKeyring) -> None:
 
 @contextmanager
 def change_keyring(path: Path) -> Generator[list[SigningKeyring]]:
-    """The keys in a file, in a list of one: what stands in it when the block ends well is written back as a whole, so
-    that whoever reads meanwhile sees the old state or the new one.
+    """Opens the keys of a file for changes, as a list of one keyring.
+
+    The keyring in the list when the block ends well is written back as a whole, so that a reader sees the old state or
+    the new one.
 
     Raises:
         SigningKeyringError: as for `read_keyring`, or it cannot be written.

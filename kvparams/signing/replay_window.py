@@ -1,8 +1,8 @@
-"""Which signed documents were used already: each may be used once.
+"""Remembers which signed documents were used, so that each is used once.
 
 A nonce is remembered until its document has expired anyway. Memory is bounded: where more are alive than there is room
-for, those that would expire first are forgotten, and with them everything that expires as early is refused. The one
-rule: what is not known to be new is not new; forgetting never lets anything in twice.
+for, those that would expire first are forgotten, and with them everything that expires as early is refused. Invariant:
+a nonce that is not known to be new is not accepted; forgetting never accepts a document twice.
 """
 
 from heapq import heappop, heappush
@@ -19,10 +19,12 @@ class ReplayWindow:
     __slots__ = ("_capacity", "_horizon", "_seen", "_until", "since")
 
     def __init__(self, since: float, capacity: int = _CAPACITY) -> None:
-        """Args:
-        since: when this process began. What was signed before, by a clock that may be wrong, is refused: whoever was
-            here before may have accepted it.
-        capacity: how many nonces are remembered; about 200 bytes each.
+        """Creates an empty window.
+
+        Args:
+            since: when this process began. Documents signed before, by a clock that may be wrong, are refused, because
+                an earlier process may have accepted them.
+            capacity: how many nonces are remembered; about 200 bytes each.
         """
         if capacity < 1:
             raise ValueError("a replay window remembers at least one nonce")
@@ -34,7 +36,7 @@ class ReplayWindow:
         """What expires no later than this was forgotten."""
 
     def try_use(self, nonce: str, until: float, now: float) -> bool:
-        """Whether this is the first use of `nonce`, which then is used.
+        """Uses up `nonce` and returns True if this was its first use.
 
         Args:
             nonce: of at most some hundred characters.

@@ -1,6 +1,6 @@
-"""What an engine asks before it acts on a request's KV parameters: keys from a file, and what was used already.
+"""Verifies the KV parameters of a request before an engine acts on them, with keys from a file and a replay window.
 
-The one rule: an engine has one gate for all its requests, and asks it once for each.
+An engine has one verifier for all its requests, and asks it once for each.
 """
 
 import logging
@@ -34,7 +34,9 @@ class RequestVerifier:
         instance: str | None = None,
         skew_s: float = CLOCK_SKEW_S,
     ) -> None:
-        """Args:
+        """Creates a verifier and reads its keys.
+
+        Args:
             keys: the file; read again when it changes.
             audience: the pool that this engine belongs to.
             now: the time, in seconds since 1970.

@@ -1,7 +1,6 @@
 """Small files of keys that one process changes while others read them.
 
-The one rule: whoever reads sees the old state or the new one as a whole. Errors are the operating system's; callers
-put them into words of their own.
+A reader sees the old state or the new one as a whole. Errors are the operating system's; callers add their own words.
 """
 
 import fcntl
@@ -24,8 +23,10 @@ def file_state(status: os.stat_result) -> FileState:
 
 @contextmanager
 def lock_folder(folder: int) -> Generator[None]:
-    """One at a time may change the files of this folder, opened by its caller and closed here: a file that is replaced
-    takes a lock on itself with it."""
+    """Locks the files of this folder against other changes, and closes `folder` at the end.
+
+    A lock on a file that is replaced would be lost with the file.
+    """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

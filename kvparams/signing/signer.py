@@ -1,9 +1,9 @@
 """Documents that are signed: by a proxy that has the keys, for engines that have them too.
 
 A signature covers the whole document and, by their digest, the native keys beside it: what the engine will really use.
-The one rule: what is signed is what is sent. The text that goes out is the canonical form itself, with the signature's
-value put into it, so there is no second writer that could say something else; but for native keys with a fraction,
-whose canonical form is not JSON.
+Invariant: the signed bytes are the sent bytes. The text that goes out is the canonical form itself, with the
+signature's value put into it, so no second writer could say something else; but for native keys with a fraction, whose
+canonical form is not JSON.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,7 +71,9 @@ class Signer:
         now: Callable[[], float],
         lifetime_s: int = LIFETIME_S,
     ) -> None:
-        """Args:
+        """Creates a signer for one audience.
+
+        Args:
             keyring: its newest valid key signs.
             audience: the name of the pool of engines that the documents are for, 1 to 256 visible ASCII characters.
             now: the time, in seconds since 1970.
@@ -171,7 +173,10 @@ class Signer:
         return {**native_members(found), **aside, DOCUMENT_KEY: document}
 
     def _begin(self, second: int) -> None:
-        """What all signatures of one second have in common: the text up to the digest of native keys, and the key."""
+        """Prepares the text and the key that all signatures of one second have in common.
+
+        The text ends before the digest of native keys.
+        """
         key = self._keyring.signing_key_at(second)
         if key is None:
             raise NoSigningKey

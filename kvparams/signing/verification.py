@@ -1,8 +1,7 @@
-"""Whether a request's KV parameters come from somebody who has the key, are for us, and are new.
+"""Verifies that a request's KV parameters come from a holder of the key, are for this engine, and are new.
 
-An engine calls `verify_params` before it acts on anything in `kv_transfer_params`: on an address, a block or a key. The
-one rule: nothing is believed before the signature fits, and a nonce is used up only by a document that is right in
-everything else.
+An engine calls `verify_params` before it acts on an address, a block or a key in `kv_transfer_params`. No member is
+trusted before the signature fits, and a nonce is used up only by a document that is valid in every other respect.
 """
 
 from collections.abc import Mapping
@@ -167,7 +166,7 @@ def _judge(
 
 
 def _same_prompt(params: KVTransferParams, ids: object) -> bool:
-    """Whether ids that stand beside a document, of which the signature says nothing, begin with what it says."""
+    """Returns True if unsigned ids beside a document begin with the prefix that the signature covers."""
     if ids is None:
         return True
     if params.prefix is None or type(ids) is not list or not {int}.issuperset(map(type, cast("list[object]", ids))):
@@ -179,7 +178,7 @@ def _same_prompt(params: KVTransferParams, ids: object) -> bool:
 
 
 def _addressee(params: KVTransferParams) -> str | None:
-    """Who shall act on it, where it says so."""
+    """Returns the engine that shall act on the document, if it names one."""
     if params.phase == "prefill":
         return None if params.producer is None else params.producer.id
     if params.phase == "decode":

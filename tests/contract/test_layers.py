@@ -1,6 +1,5 @@
 """Who may import whom, and what the documents about the layers say. The contracts are in pyproject.toml."""
 
-import ast
 import os
 import re
 import shutil
@@ -111,10 +110,3 @@ def test_the_architecture_fits_a_few_screens_and_names_what_exists() -> None:
     files = [path for path in ROOT.rglob("*") if path.suffix == ".py" or path.is_dir()]
     for named in paths:
         assert any(str(path).endswith(f"/{named}") for path in files), named
-
-
-def test_every_module_says_what_it_is_for() -> None:
-    for folder in LAYERS.values():
-        for module in folder.rglob("*.py"):
-            source = module.read_text()
-            assert not source or ast.get_docstring(ast.parse(source)), f"{module} has no docstring"

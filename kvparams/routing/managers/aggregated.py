@@ -9,7 +9,10 @@ __all__ = ["Aggregated"]
 
 
 class Aggregated:
-    """One engine answers; another one where it fails before its first byte, or from where it came where that is known.
+    """An `Aggregated` manager sends the whole request to one engine.
+
+    Another engine takes over where it fails before its first byte, or continues the stream where its position is known.
+    It also runs requests that cannot be split, on an engine of either role: those compute a whole prompt, too.
 
     It also runs what cannot be split, on an engine of either role: those compute a whole prompt, too.
     """
@@ -27,8 +30,10 @@ class Aggregated:
         sent: StreamProgress | None = None,
         chosen: Instance | None = None,
     ) -> Plan:
-        """See `DisaggregatedRequestManager.legs`. `sent`: what the client has of the answer already; `chosen`: who
-        answers, where that is known."""
+        """Plans the one leg of the request, as `DisaggregatedRequestManager.legs` describes.
+
+        `sent` is the part of the answer that the client already has; `chosen` is the instance that answers, if known.
+        """
         failed: list[str] = []
         while True:
             instance = chosen or as_instance((yield AcquireInstance(self.roles[0], failed)))

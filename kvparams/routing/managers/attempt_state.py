@@ -1,4 +1,4 @@
-"""How far the plan of one request has come: which attempt it makes, with whom, and who has failed it."""
+"""Tracks the attempts of one request's plan: the attempt number, its instances, and the instances that failed."""
 
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.plan import ExecutionContext, LegFailed, StreamProgress
@@ -44,7 +44,9 @@ class AttemptState:
             self.decode = None
 
     def may_retry(self, failure: LegFailed) -> bool:
-        """Returns whether another attempt may follow the failure of a leg that answers the client; if so, it is taken
-        from what the request may have."""
+        """Returns True if another attempt may follow the failure of a leg that answers the client, and takes it.
+
+        It is taken from the attempts that the request may have.
+        """
         is_stuck = failure.response_started and failure.progress is None
         return failure.retryable and not is_stuck and self.context.may_retry()

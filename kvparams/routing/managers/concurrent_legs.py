@@ -14,8 +14,9 @@ __all__ = ["ConcurrentLegs"]
 
 
 class ConcurrentLegs:
-    """Prefill and decode are sent together; decode waits for the KV in the engine, and its answer is held until prefill
-    is known to be good.
+    """A `ConcurrentLegs` manager sends prefill and decode together.
+
+    Decode waits for the KV in the engine, and its answer is held until prefill is known to be good.
 
     Either fails before the first byte: both again, with another instance in place of the one that failed. After it: on
     from what was sent. A connector whose engines do not meet has its legs one after the other.

@@ -1,6 +1,6 @@
 """Remote prefill only where it is worth it: prompts that are short, or cached with decode, stay there.
 
-The one rule: an engine does what another role is for only where the operator has said so.
+An engine does another role's work only if the operator has said so.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,13 @@ _REMOTE_TOKENS = 512
 
 
 class Conditional:
-    """Options: `remote_tokens`, from how many uncached tokens on a prompt is sent to a prefill engine; `fallback`:
-    where a role is missing, engines that are there do both, aggregated ones first.
+    """A `Conditional` manager uses remote prefill only for prompts with many uncached tokens.
 
-    What is cached is known where the policy looks at caches (`cache_aware`); elsewhere nothing is taken to be."""
+    Options: `remote_tokens`, from how many uncached tokens on a prompt is sent to a prefill engine; `fallback`: where a
+    role is missing, engines that are there do both, aggregated ones first.
+
+    What is cached is known where the policy looks at caches (`cache_aware`); elsewhere nothing is taken to be.
+    """
 
     def __init__(self, signer: Signer | None = None, options: ManagerOptions | None = None) -> None:
         given = options or ManagerOptions()

@@ -3,7 +3,7 @@
     [project.entry-points."kvparams.managers"]
     nearest_pair = "their_package.managers:NearestPair"
 
-The one rule: a manager is made from a signer and options, and from nothing else; making one checks both.
+A manager is made from a signer and options, and from nothing else; making one checks both.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["ManagerFactory", "create_manager", "manager_names"]
 
 
 class ManagerFactory(Protocol):
-    """What is registered: a class whose `__init__` takes these two, or a function."""
+    """A `ManagerFactory` is a registered class whose `__init__` takes these two arguments, or a function."""
 
     def __call__(self, signer: Signer | None, options: ManagerOptions) -> DisaggregatedRequestManager:
         """The manager.

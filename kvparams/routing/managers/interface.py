@@ -1,6 +1,6 @@
-"""What a manager is: all that a new way to coordinate has to be.
+"""Defines the interface of a manager, which coordinates the legs of requests.
 
-The one rule: one manager serves all requests; what belongs to one of them lives in its plan.
+One manager serves all requests; the state of one of them lives in its plan.
 """
 
 from typing import Protocol
@@ -12,8 +12,11 @@ __all__ = ["DisaggregatedRequestManager"]
 
 
 class DisaggregatedRequestManager(Protocol):
-    """One way to coordinate. Third parties register theirs in the entry-point group `kvparams.managers`: whatever is
-    called as `kvparams.routing.managers.factory.ManagerFactory` says, as a rule the class itself."""
+    """A `DisaggregatedRequestManager` coordinates the legs of requests in one way.
+
+    Third parties register theirs in the entry-point group `kvparams.managers`: a callable as
+    `kvparams.routing.managers.factory.ManagerFactory` says, as a rule the class itself.
+    """
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -1,6 +1,6 @@
-"""What legs are told of KV: native keys beside our document, written from what most documents have in common.
+"""Writes the KV members of legs: native keys beside the document, from cached templates.
 
-The one rule: a document is judged once for each pair of instances; what one request brings was judged when it came.
+A document is validated once for each pair of instances; the values of a request were validated when it came.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _REMEMBERED: Final = 4096
 
 
 class LegDocuments:
-    """All that one manager writes."""
+    """A `LegDocuments` writes all documents of one manager."""
 
     __slots__ = ("_signer", "_templates")
 
@@ -72,8 +72,11 @@ class LegDocuments:
         consumer: Instance | None,
         known: Mapping[str, object],
     ) -> dict[str, bytes | None]:
-        """What changes in the client's body so that one leg has native keys and our document; `known` are the members
-        that this request alone has, but for the salt: that one all have where clients have keys."""
+        """Returns the changes of the client's body that give one leg its native keys and the document.
+
+        `known` are the members that this request alone has, but for the salt: that one all have where clients have
+        keys.
+        """
         signer = self._signer
         plain = signer is None and not known
         kind = plain, phase, mode, attempt, producer, consumer

@@ -1,8 +1,8 @@
 """Beside an engine: one leg runs on the engine that the request came to, the other on a remote one.
 
 Who is local is the fleet's matter: a sidecar's fleet has one engine of its own role, and the remote ones of the other.
-The plans are those of a proxy; what differs is who is chosen first. The one rule: whatever happens to the remote leg,
-the client has one connection and one answer.
+The plans are those of a proxy; what differs is who is chosen first. Whatever happens to the remote leg, the client has
+one connection and one answer.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,11 @@ LOCAL_MANAGERS: Final[Mapping[Role, str]] = {
 
 
 class PrefillLocalDecodeRemote(PrefillThenDecode):
-    """The client talks to prefill's side: its engine computes the prompt, a remote decode engine is chosen for its
-    result, whose stream goes through here."""
+    """A `PrefillLocalDecodeRemote` manager serves clients that talk to the prefill side.
+
+    The local engine computes the prompt, a remote decode engine is chosen for its result, and the stream of that one
+    goes through the local proxy.
+    """
 
     def __init__(self, signer: Signer | None = None, options: ManagerOptions | None = None) -> None:
         super().__init__(signer, options, decode_first=False)

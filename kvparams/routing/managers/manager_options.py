@@ -1,6 +1,6 @@
-"""What an operator says to one manager besides its name: a few values, checked when it is made.
+"""Holds the options of one manager: a few values, checked when they are read.
 
-The one rule: a name that nobody reads is refused, with the names that there are.
+An option that no manager reads is refused, with a list of the known names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class ManagerOptions:
         return value
 
     def reject_unread(self) -> None:
-        """Everything has been read that is read.
+        """Checks that every given option has been read.
 
         Raises:
             ValueError: more was given.

@@ -1,6 +1,6 @@
-"""Which manager a request gets, where several are active: conditions and priorities, decided by pure code.
+"""Chooses the manager of a request where several are active, by conditions and priorities.
 
-The one rule: there is always an answer. One mode must be for every request, so that whatever comes has a way.
+The choice is pure and total: one mode must accept every request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class ModeCondition:
     max_tokens: int | None = None
 
     def matches(self, request: RequestFacts, endpoint: str, stream: bool) -> bool:
-        """Whether it is meant for this one."""
+        """Returns True if the condition accepts this request."""
         return (
             self.min_tokens <= request.prompt_tokens
             and (self.max_tokens is None or request.prompt_tokens <= self.max_tokens)
@@ -70,7 +70,8 @@ class ModeSelector:
     __slots__ = ("_order", "_sole", "active")
 
     def __init__(self, active: Sequence[ActiveManager]) -> None:
-        """
+        """Orders the active managers by priority.
+
         Raises:
             ValueError: no mode is for every request, or one can never be taken.
         """
@@ -86,7 +87,7 @@ class ModeSelector:
         self._sole = order[0].manager if len(order) == 1 else None
 
     def select_manager(self, request: RequestFacts, endpoint: str, stream: bool) -> DisaggregatedRequestManager:
-        """Who coordinates this request."""
+        """Returns the manager that coordinates this request."""
         if self._sole is not None:
             return self._sole
         return next(one.manager for one in self._order if one.mode.when.matches(request, endpoint, stream))

@@ -1,6 +1,6 @@
 """From prefill's answer to what a decode engine is told: believed, leased, handed on.
 
-The one rule: nothing that a prefill engine says is handed on before it was held against what is known of it.
+No part of a prefill engine's answer is handed on before it was checked against the known facts about the engine.
 """
 
 import math
@@ -116,8 +116,9 @@ def _check(result: KVTransferParams, request_id: str, transfer: str, attempt: in
 
 
 def _handed_on(result: KVTransferParams, version: str, passed_s: float) -> dict[str, object]:
-    """What a decode engine that speaks this version is told of prefill's result, and what of it it must understand;
-    of the lease what is left of it, `passed_s` after it came.
+    """Returns the members of prefill's result that a decode engine of this version gets.
+
+    It includes the members that it must understand, and the rest of the lease `passed_s` after the lease came.
 
     Raises:
         LossyDowngrade: it cannot be told what it must understand.

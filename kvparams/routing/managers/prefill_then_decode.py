@@ -38,7 +38,8 @@ class PrefillThenDecode:
         decode_first: bool | None = None,
         decode_alone: bool = False,
     ) -> None:
-        """
+        """Creates a manager.
+
         Args:
             signer: signs the documents of all legs.
             options: the operator's.
@@ -53,8 +54,10 @@ class PrefillThenDecode:
         self._alone = Aggregated(role=Role.DECODE)
 
     def legs(self, request: RequestFacts, context: ExecutionContext, state: AttemptState | None = None) -> Plan:
-        """See `DisaggregatedRequestManager.legs`. `state`: where another plan has begun, which may hold a prefill
-        instance."""
+        """Plans both legs of the request, as `DisaggregatedRequestManager.legs` describes.
+
+        `state` is that of a plan that has begun elsewhere, which may hold a prefill instance.
+        """
         state = state or AttemptState(request, context)
         while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(Role.PREFILL))):
             prefill = yield from self._choose(state)

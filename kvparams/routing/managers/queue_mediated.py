@@ -1,7 +1,7 @@
 """Through a queue: the client talks to prefill's side, and whichever decode engine has room takes the rest.
 
 To the plan the queue is the fleet's one decode instance, reached over a broker and never full; who really runs the leg,
-the queue decides. The one rule: nothing here knows of the broker; a leg that got lost is a leg that failed.
+the queue decides. The plan knows nothing of the broker; a lost leg is a failed leg.
 """
 
 from kvparams.instances import Role
@@ -13,8 +13,11 @@ __all__ = ["QueueMediated"]
 
 
 class QueueMediated(PrefillThenDecode):
-    """Prefill first: only then is there anything to queue for. Where nobody prefills any more, decode computes it all:
-    whoever has come to this node has nowhere else to go."""
+    """A `QueueMediated` manager prefills first and queues the result for decode.
+
+    If no prefill engine is left, decode computes the whole request, because a request at this node has nowhere else to
+    go.
+    """
 
     roles = (Role.DECODE,)
 

@@ -1,1 +1,1 @@
-"""Who runs a leg: one policy to a file. A third party adds its own in the entry-point group `kvparams.policies`."""
+"""The package holds the policies that choose a leg's instance, one to a file; plugins use `kvparams.policies`."""

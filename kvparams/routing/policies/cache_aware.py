@@ -1,4 +1,4 @@
-"""Whoever should answer first, when everybody counts who will have to wait for it.
+"""Chooses the prefill engine that minimizes expected time to first token, including the delay of queued requests.
 
 For each candidate by itself: the seconds of work that wait there, then the seconds that this prompt takes there, less
 for what its cache holds or what is fetched sooner than computed, at the speed that was learnt of it (`estimate_ttft`).

@@ -1,4 +1,4 @@
-"""Whoever has the least to do."""
+"""Chooses the instance with the least load."""
 
 from collections.abc import Sequence
 from typing import TypeVar

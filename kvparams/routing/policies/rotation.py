@@ -1,4 +1,4 @@
-"""What policies have in common: candidates looked at from another one each turn, so that ties go round."""
+"""Rotates the candidates by one each turn, so that ties are shared evenly."""
 
 from collections.abc import Sequence
 from typing import TypeVar

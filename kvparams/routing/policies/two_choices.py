@@ -1,5 +1,8 @@
-"""The better of two: nearly as even as the best of all, and several proxies that know little of each other do not all
-run to the same one (Mitzenmacher, The Power of Two Choices, 2001)."""
+"""Chooses the better of two random candidates.
+
+This is nearly as even as the best of all, and several proxies that know little of each other do not all choose the same
+one (Mitzenmacher, The Power of Two Choices, 2001).
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar

@@ -1,0 +1,134 @@
+"""Checks that public names have docstrings, and that first lines of docstrings are full sentences."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGES: Final = {
+    "kvparams": ROOT / "kvparams",
+    "kvparams_proxy": ROOT / "proxy" / "kvparams_proxy",
+    "kvparams_connectors": ROOT / "connectors" / "kvparams_connectors",
+}
+DOCUMENTED_SHARE: Final = 0.95
+"""The least share of public classes and functions that have a docstring."""
+
+FULL_SENTENCES: Final = ("kvparams",)
+"""The packages whose first lines are all full sentences. The other packages are rewritten step by step."""
+
+BANNED_OPENINGS: Final = frozenset({
+    "All", "Anything", "Everything", "How", "Nothing", "Of", "One", "So", "Some", "Such", "That", "Those", "What",
+    "When", "Where", "Whether", "Which", "Who", "Whoever",
+})  # fmt: skip
+"""Words that begin a fragment or an inversion, such as "What an engine says." and "Whether it may retry."."""
+
+FRAGMENTS: Final = '''
+"""What a module is about.
+
+The one rule: it is short.
+"""
+def no_stop() -> None:
+    """Returns a value"""
+def goes_on() -> None:
+    """Returns a value that is described over
+    two lines."""
+class Undocumented:
+    """Holds a value."""
+    def method(self) -> None: ...
+    def _private(self) -> None: ...
+'''
+"""A module that breaks each of the rules."""
+
+
+class Docstring(NamedTuple):
+    """A `Docstring` is the docstring of a module, class or function, or None where it has none."""
+
+    name: str
+    is_public: bool
+    text: str | None
+
+    @property
+    def first_line(self) -> str:
+        """Returns the first line, or an empty text."""
+        return (self.text or "").strip().partition("\n")[0]
+
+
+def docstrings(tree: ast.Module, name: str) -> Iterator[Docstring]:
+    """Yields the docstrings of a module and of all its classes and functions; nested functions are not public."""
+    yield Docstring(name, False, ast.get_docstring(tree))
+    yield from _inner_docstrings(tree, name, True)
+
+
+def _inner_docstrings(parent: ast.AST, name: str, is_public: bool) -> Iterator[Docstring]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inner, is_open = f"{name}.{node.name}", is_public and not node.name.startswith("_")
+            yield Docstring(inner, is_open, ast.get_docstring(node))
+            yield from _inner_docstrings(node, inner, is_open and isinstance(node, ast.ClassDef))
+        else:
+            yield from _inner_docstrings(node, name, is_public)
+
+
+def package_docstrings(package: str) -> list[Docstring]:
+    """Returns the docstrings of all modules of a package."""
+    folder = PACKAGES[package]
+    found: list[Docstring] = []
+    for path in sorted(folder.rglob("*.py")):
+        found += docstrings(ast.parse(path.read_text()), path.relative_to(folder.parent).as_posix())
+    return found
+
+
+def undocumented(found: list[Docstring]) -> list[str]:
+    """Returns the names of public classes and functions without a docstring."""
+    return [each.name for each in found if each.is_public and each.text is None]
+
+
+def fragments(found: list[Docstring]) -> list[str]:
+    """Returns the names and first lines of the docstrings that do not begin with a full sentence."""
+    return [
+        f"{each.name}: {each.first_line}"
+        for each in found
+        if each.text
+        and (not each.first_line.endswith(".") or each.first_line.rstrip(".").split(maxsplit=1)[0] in BANNED_OPENINGS)
+    ]
+
+
+def slogans(found: list[Docstring]) -> list[str]:
+    """Returns the names whose docstrings have the slogan "The one rule"."""
+    return [each.name for each in found if "the one rule" in " ".join((each.text or "").lower().split())]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_has_a_docstring(package: str) -> None:
+    for module in PACKAGES[package].rglob("*.py"):
+        source = module.read_text()
+        assert not source or ast.get_docstring(ast.parse(source)), f"{module} has no docstring"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_classes_and_functions_have_docstrings(package: str) -> None:
+    found = package_docstrings(package)
+    public = sum(each.is_public for each in found)
+    assert public > 100
+    missing = undocumented(found)
+    assert len(missing) <= (1 - DOCUMENTED_SHARE) * public, missing
+
+
+@pytest.mark.parametrize("package", FULL_SENTENCES)
+def test_first_lines_are_full_sentences(package: str) -> None:
+    found = package_docstrings(package)
+    assert not fragments(found)
+    assert not slogans(found)
+
+
+def test_a_module_that_breaks_the_rules_is_found() -> None:
+    found = list(docstrings(ast.parse(FRAGMENTS), "made_up"))
+    assert [line.partition(":")[0] for line in fragments(found)] == ["made_up", "made_up.no_stop", "made_up.goes_on"]
+    assert slogans(found) == ["made_up"]
+    assert undocumented(found) == ["made_up.Undocumented.method"]
+    fixed = FRAGMENTS.replace("What a module is about.", "The module returns values.").replace("The one rule: it", "It")
+    assert not slogans(list(docstrings(ast.parse(fixed), "made_up")))
+    assert len(fragments(list(docstrings(ast.parse(fixed), "made_up")))) == 2
