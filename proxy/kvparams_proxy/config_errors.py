@@ -1,4 +1,4 @@
-"""What is wrong with something an operator wrote: everything at once, each with where it stands.
+"""Errors in an operator's configuration, reported together and each with its location.
 
 The one rule: a message names members and says what to do; it never repeats a value that may be a secret.
 """
@@ -12,7 +12,7 @@ _SHOWN: Final = 20
 
 
 class ConfigError(ValueError):
-    """What an operator wrote cannot be used. `problems` are sentences, each beginning with where it stands."""
+    """The configuration cannot be used. `problems` are sentences, each beginning with its location."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))

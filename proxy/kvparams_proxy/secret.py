@@ -49,7 +49,7 @@ class Secret:
         return b"authorization: Bearer %b\r\n" % self._text.encode()
 
     def matches(self, given: bytes) -> bool:
-        """Whether `given` is the same text; the time it takes tells nothing about either."""
+        """Returns whether `given` is the same text, in a time that depends on neither."""
         return compare_digest(sha256(given).digest(), self._digest)
 
     def __eq__(self, other: object) -> bool:
@@ -77,7 +77,7 @@ def secret_from_file(path: Path) -> Secret:
 
 
 def is_accessible_by_others(path: Path) -> bool:
-    """Whether others on this machine may read the file, or write it."""
+    """Returns whether other users of this machine may read or write the file."""
     try:
         return path.stat().st_mode & 0o077 != 0
     except OSError:  # whoever reads it says so

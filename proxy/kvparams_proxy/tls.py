@@ -23,7 +23,7 @@ class TLSError(KVParamsError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerTLSSettings:
-    """How the proxy shows itself to clients. All files are PEM."""
+    """TLS settings of the proxy as a server. All files are PEM."""
 
     certificate: Path
     """The proxy's certificate, then those that lead to its authority."""
@@ -35,7 +35,7 @@ class ServerTLSSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineTLSSettings:
-    """How the proxy and one engine know each other. All files are PEM. Hashable: engines may share a context."""
+    """TLS settings between the proxy and one engine. All files are PEM. Hashable: engines may share a context."""
 
     ca: Path | None = None
     """The authorities that may vouch for the engine, instead of those the system trusts."""

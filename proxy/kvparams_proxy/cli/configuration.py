@@ -52,7 +52,7 @@ __all__ = ["Configuration", "build_configuration"]
 
 
 class Configuration(NamedTuple):
-    """What to start."""
+    """Describes the server to start: its settings, address, instances and the problems to report."""
 
     settings: Settings
     host: str
@@ -205,7 +205,7 @@ def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: ConfigP
 
 
 def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
-    """Of `label=value,label=value`; a label that stands twice may have either value."""
+    """Parses `label=value,label=value` into a selector. A label that is repeated may have either value."""
     wanted: dict[str, frozenset[str]] = {}
     for pair in text.split(","):
         label, _, value = pair.strip().partition("=")
@@ -253,7 +253,7 @@ def _entries(
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
-    """Where flags say that bootstrap servers are, by the name of their engine."""
+    """Parses the bootstrap server URLs given by flags, keyed by engine name."""
     found: dict[str, str] = {}
     for text in cast("Sequence[str]", arguments.bootstrap):
         name, _, url = text.partition("=")

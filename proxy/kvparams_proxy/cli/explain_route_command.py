@@ -29,7 +29,7 @@ class ExplainRouteCommand:
     summary = "Say where a running proxy would send a request, and why."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """What is asked, and whom."""
+        """Adds the arguments for the proxy's URL and the request to explain."""
         parser.epilog = _EXAMPLE
         parser.add_argument("proxy", metavar="URL", help="of the proxy, http://host:port")
         parser.add_argument("--request", metavar="FILE", help="the body of a request; - is stdin")

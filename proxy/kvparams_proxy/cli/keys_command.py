@@ -29,7 +29,7 @@ class KeysCommand:
     summary = "Make, list and revoke the API keys of clients."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One subcommand for each thing to do."""
+        """Adds one subcommand for each action."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
         create = actions.add_parser("create", help="make a key; it is printed once")

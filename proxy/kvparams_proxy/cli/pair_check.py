@@ -45,7 +45,7 @@ class _EngineRefused(LegFailed):
 
 
 class PairTrial:
-    """One small request through one pair. The context of its plan, too: see `kvparams.routing.plan.Context`."""
+    """Sends one small request through one pair of engines. It is also the `Context` of its own plan."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ _MEANINGLESS: Final[Mapping[str, bool]] = {
 
 
 class StaticFleet(NamedTuple):
-    """What such flags say."""
+    """The static fleet described by production-stack's flags."""
 
     documents: tuple[Mapping[str, object], ...] = ()
     """An entry for each backend: id, url, labels."""
@@ -76,7 +76,7 @@ def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigProblems) -> StaticFleet:
-    """What they say, as our entries and selectors."""
+    """Converts production-stack's flags to fleet entries and selectors."""
     given: dict[str, str | bool] = {
         name.replace("_", "-"): value for name, value in vars(arguments).items() if value not in (None, False)
     }

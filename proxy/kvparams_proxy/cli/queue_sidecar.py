@@ -39,7 +39,7 @@ _POOL: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def load_broker_url(text: str) -> Secret:
-    """What `--broker` says: a URL, or the path of a file that holds one.
+    """Reads the value of `--broker`: a URL, or the path of a file that holds one.
 
     Raises:
         ValueError: it is neither, or shows a password.
@@ -127,7 +127,7 @@ def create_decode_node_app(broker: Secret, pool: str, settings: Settings, engine
 
 
 async def _health(request: Request) -> Response:
-    """Whether it would take work now."""
+    """Reports whether the node would accept work now."""
     consumer: WorkConsumer = request.state.consumer
     missing = [what for what, there in (("broker", consumer.connected), ("engine", consumer.engine_ready)) if not there]
     body = {"status": "unavailable" if missing else "ok", **({"missing": missing} if missing else {})}

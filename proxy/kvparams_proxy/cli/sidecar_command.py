@@ -54,7 +54,7 @@ class SidecarCommand:
     summary = "Put a proxy beside one engine: it prefills or decodes here, and the other leg runs elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Those that name engines, and one for each setting of the proxy."""
+        """Adds the flags that name engines, and one for each setting of the proxy."""
         parser.epilog = _EXAMPLE
         parser.set_defaults(**{role.value: [] for role in Role})
         group = parser.add_argument_group("engines")

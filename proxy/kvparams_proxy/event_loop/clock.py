@@ -16,7 +16,7 @@ _LATE_S: Final = 0.05
 
 
 class Clock(Protocol):
-    """What time-outs are measured by."""
+    """A clock that measures time-outs."""
 
     def time(self) -> float:
         """Seconds; only differences mean something."""

@@ -16,7 +16,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Expirable(Protocol):
-    """What has a time-out."""
+    """An object that has a time-out."""
 
     def expire(self) -> None:
         """Its time is over."""

@@ -25,7 +25,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class StepTask:
-    """One piece of work that was begun."""
+    """A piece of work that a `StepRunner` has been given."""
 
     __slots__ = ("_done", "_failed", "_steps")
 
@@ -41,7 +41,7 @@ class StepTask:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is complete, has failed or was cancelled."""
+        """True once the work is complete, has failed or was cancelled."""
         return self._steps is None
 
     def cancel(self) -> None:

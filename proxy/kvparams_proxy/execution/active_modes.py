@@ -1,4 +1,4 @@
-"""How requests are coordinated now: the modes that are active, switched while the proxy runs.
+"""Holds the active request manager modes, which can be switched while the proxy runs.
 
 The one rule: a request keeps the manager that it began with; a switch is for those who come after it.
 """
@@ -24,7 +24,7 @@ def required_roles(choice: ModeSelector) -> frozenset[Role]:
 
 
 class ActiveModes:
-    """Those of one proxy."""
+    """The active modes of one proxy."""
 
     def __init__(self, modes: Sequence[ManagerMode], signer: Signer | None = None) -> None:
         """
@@ -54,7 +54,7 @@ class ActiveModes:
         changed(self.roles)
 
     def select_manager(self, request: RequestFacts, endpoint: str, stream: bool) -> DisaggregatedRequestManager:
-        """Who coordinates this request."""
+        """Selects the manager that coordinates this request."""
         return self._choice.select_manager(request, endpoint, stream)
 
     def replace(self, modes: Sequence[ManagerMode], source: str) -> None:

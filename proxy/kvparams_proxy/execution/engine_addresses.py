@@ -30,7 +30,7 @@ _REMEMBERED: Final = 64
 
 
 class EngineAddresses:
-    """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """Hosts of the engines, and text patterns that look like addresses. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
     __slots__ = ("_gone", "_pattern", "_urls", "has_random_looking_host")
 
@@ -60,7 +60,7 @@ class EngineAddresses:
         self.has_random_looking_host = _like_random([*self._urls, *self._gone])
 
     def occur_in(self, text: str, sent: bytes = b"") -> bool:
-        """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
+        """Returns whether `text` contains an address that is not in `sent`, the client's own request."""
         if self._pattern is None:
             self._pattern = _pattern([*self._urls, *self._gone])
         for number, found in enumerate(self._pattern.finditer(text)):

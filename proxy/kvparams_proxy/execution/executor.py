@@ -50,7 +50,7 @@ class RequestDeadline:
 
 
 class Execution:
-    """One request being executed. A `DownstreamObserver` of its client, and the `LegOwner` of its legs."""
+    """Executes one request. It is the `DownstreamObserver` of its client and the `LegOwner` of its legs."""
 
     __slots__ = (
         "_account",
@@ -213,8 +213,10 @@ class Execution:
                 failure.__traceback__ = None
 
     def _stranded(self, step: AcquireInstance, error: ProxyError) -> EngineLegFailed | None:
-        """What the plan is told of a choice that found nobody, if it has chosen the other leg's engine already and
-        should do so again."""
+        """Returns the failure for the plan when no instance was available, or None.
+
+        The plan fails over only if it has already chosen the other leg's engine and should choose it again.
+        """
         if not isinstance(step.paired_with, Instance) or not self._context.should_fail_over(
             step.paired_with, step.avoid
         ):

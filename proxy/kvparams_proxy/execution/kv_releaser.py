@@ -56,7 +56,7 @@ class AbandonedKV(NamedTuple):
 
 
 class KVReleaser:
-    """All that run now, and those that wait for their turn."""
+    """Runs KV releases, a bounded number at a time, and queues the others."""
 
     def __init__(
         self,

@@ -299,7 +299,7 @@ class LegRunner:
                 running.resume()
 
     def drop_other(self) -> None:
-        """One of two legs has failed: the other one is ended. Does nothing where no leg runs."""
+        """Ends the other leg after one of two legs has failed. Does nothing where no leg runs."""
         if self._prefill is not None:
             exchange = self._prefill.exchange
             self._end_prefill(self._prefill)

@@ -1,4 +1,4 @@
-"""What the end of a leg is worth: its answer goes to the client or to the plan, its failure to the fleet and the plan.
+"""Settles ended legs: their response goes to the client or the plan, their failure to the fleet and the plan.
 
 `LegRunner` says when a leg has ended; everything that is recorded of it is recorded here.
 """

@@ -1,4 +1,4 @@
-"""What one request holds and may still do: what its plan asks, and the KV it must not leave behind.
+"""Per-request execution state: the facts that its plan asks for, and the KV that the request must release.
 
 The one rule: KV that is held for it is fetched, given back or counted as orphaned; nothing else becomes of it.
 """

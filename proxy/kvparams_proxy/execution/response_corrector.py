@@ -1,4 +1,4 @@
-"""What must change in a decode engine's answer before a client sees it, spliced in place.
+"""Corrects a decode engine's response before the client sees it, by editing bytes in place.
 
 Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. The one rule:
 every other byte leaves as the engine wrote it.
@@ -42,7 +42,7 @@ _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
 
 class ResponseCorrector:
-    """Of the answers to one request."""
+    """Corrects the responses to one request."""
 
     __slots__ = ("_addresses", "_allowance", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
 
@@ -186,7 +186,10 @@ def _with_details(usage: bytes, document: Mapping[str, object], details: object)
 
 
 def _chosen(choices: object) -> bool:
-    """Whether something stands there. The text of a choice may be empty: a model may have nothing to say."""
+    """Returns whether a response has a non-empty choice.
+
+    The text of a choice may be empty: a model may have nothing to say.
+    """
     if isinstance(choices, list):
         for one in cast("list[object]", choices):
             if one and isinstance(one, dict):
@@ -195,7 +198,7 @@ def _chosen(choices: object) -> bool:
 
 
 def _event_start(raw: bytes, at: int, inside: int) -> int:
-    """Where the event begins that `inside` is in; `at` is where one does."""
+    """Returns the start of the event that contains `inside`. `at` is the start of an event."""
     ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.rfind(mark, at, inside)) >= 0]
     return max(ends, default=at)
 

@@ -54,7 +54,7 @@ class RunningLeg:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether a long answer is being read."""
+        """True while a long response is being parsed."""
         return self._parse is not None and not self._parse.is_finished
 
     def collected(

@@ -41,7 +41,7 @@ continued."""
 
 
 class StreamRecorder:
-    """One stream's."""
+    """Records one stream, so that another engine can continue it."""
 
     __slots__ = (
         "_answer",
@@ -93,8 +93,10 @@ class StreamRecorder:
         return StreamProgress(self._prompt, list(self._answer))
 
     def missing_ending(self) -> bytes | None:
-        """What the client lacks of a stream whose last token it has: only its end, which no engine is needed for. None
-        where tokens are missing."""
+        """Returns the end of a stream whose last token has been sent, or None where tokens are missing.
+
+        No engine is needed for this.
+        """
         self._read()
         template = self._template
         if self._lost or self._prompt is None or template is None or not self._finished:
@@ -147,7 +149,7 @@ class StreamRecorder:
         return raw if self._keep else _stripped(raw)
 
     def undo_last(self) -> None:
-        """What `events` has given last was not sent."""
+        """Reverts the last call of `events`, whose result was not sent."""
         if not self.resumed:
             kept, number = self._unread.pop()
             self._unread_bytes -= len(kept)
@@ -251,7 +253,7 @@ class StreamRecorder:
 
 
 def _members(template: Mapping[str, Any]) -> dict[str, Any]:
-    """What all events of a stream have in common."""
+    """Returns the members that all events of a stream have in common."""
     return {name: value for name, value in template.items() if name not in ("choices", "usage", "prompt_token_ids")}
 
 
@@ -297,7 +299,7 @@ def _document(event: bytes) -> dict[str, Any] | None:
 
 
 def _choices(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those of its choices that are objects."""
+    """Yields the choices of a document that are objects."""
     choices: object = document.get("choices")
     for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
         if isinstance(choice, dict):
@@ -311,7 +313,7 @@ def _whole_numbers(ids: object) -> list[int]:
 
 
 def _text(choice: Mapping[str, Any]) -> bool:
-    """Whether the client sees something of this event."""
+    """Returns whether a choice has text that the client sees."""
     delta = choice.get("delta")
     return bool(cast("dict[str, object]", delta).get("content") if isinstance(delta, dict) else choice.get("text"))
 

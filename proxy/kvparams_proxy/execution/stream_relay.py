@@ -49,10 +49,10 @@ _FindsContent = Callable[[bytes | bytearray], re.Match[bytes] | bool | None]
 
 
 class StreamRelayObserver(Protocol):
-    """Whoever owns the request."""
+    """The owner of the request, as its stream relay sees it."""
 
     def stream_held(self) -> None:
-        """Where it is gated: there is something to send."""
+        """Hears that a gated relay has something to send."""
         ...
 
     def stream_begun(self) -> None:
@@ -188,11 +188,11 @@ class StreamRelay:
 
     @property
     def complete(self) -> bool:
-        """Whether the client has the last event."""
+        """True once the client has the last event."""
         return self._complete
 
     def release_held(self) -> UpstreamError | None:
-        """What is held may be sent now. What is wrong with it, where the exchange has not ended yet."""
+        """Sends the held events. Returns the error in them, if there is one and the exchange has not ended yet."""
         self._gated = False
         events = bytes(self._held)
         self._held.clear()
@@ -234,7 +234,10 @@ class StreamRelay:
         self._listener.stream_ended(self._head, whole, error, self._sent_bytes, self._sent_events)
 
     def _worth_waiting(self) -> bool:
-        """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
+        """Returns whether the decode engine has begun its answer.
+
+        An engine that has not may never meet the prefill that would be waited for.
+        """
         return self._streaming and bool(self._begins(self._held))
 
     def _send(self, events: bytes) -> None:

@@ -28,7 +28,7 @@ BootstrapCallback = Callable[[BootstrapInfo | None, str], None]
 
 
 def bootstrap_url(instance: Instance, bootstrap: BootstrapProtocol) -> str:
-    """Where the bootstrap server of `instance` is: as declared, or the dialect's port on the engine's host."""
+    """Returns the URL of the bootstrap server of `instance`: as declared, or the dialect's port on the engine's host."""
     if instance.bootstrap is not None:
         return instance.bootstrap
     host = urlsplit(instance.url).hostname or ""
@@ -45,7 +45,7 @@ class BootstrapServers:
         self._limits = replace(limits, connections=_CONNECTIONS)
 
     def for_instance(self, instance: Instance) -> "BootstrapServer | None":
-        """That of an instance; None where it has none."""
+        """Returns the bootstrap server of an instance, or None where it has none."""
         dialect = self._dialects.get(instance.dialect)
         if dialect is None or dialect.bootstrap is None or instance.role is not Role.PREFILL:
             return None
@@ -53,7 +53,7 @@ class BootstrapServers:
 
 
 class BootstrapServer:
-    """One of them."""
+    """The bootstrap server of one instance."""
 
     def __init__(
         self, bootstrap: BootstrapProtocol, url: str, limits: UpstreamLimits, clock: Clock | None = None

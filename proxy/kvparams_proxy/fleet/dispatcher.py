@@ -1,5 +1,6 @@
-"""Who runs the next leg of one role: limits, slow start, and who has to wait for room. See `candidates.py` for whom it
-chooses from.
+"""Assigns instances to the legs of one role: limits, slow start, and the queue for room.
+
+`candidates.py` selects the instances that may be chosen.
 
 Invariant: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
 on are kept from those behind it.
@@ -30,7 +31,7 @@ _PASSED: Final = 4
 
 
 class Dispatcher(Candidates):
-    """One role."""
+    """Dispatches the legs of one role."""
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class Dispatcher(Candidates):
         return given
 
     def _next(self) -> tuple[LegWaiter, Instance] | None:
-        """Who is next of those for whom there is room."""
+        """Selects the next waiting leg for which there is room, and its instance."""
         kept = set[Member]()
         for head in self._room.lane_heads():
             served = self._first_of(head, kept)

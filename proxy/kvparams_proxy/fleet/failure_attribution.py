@@ -1,4 +1,4 @@
-"""Which engine a failed decode leg is held against: the fleet's side of `kvparams_proxy.fleet.pair_failures`."""
+"""Attributes a failed decode leg to one engine: the fleet's side of `kvparams_proxy.fleet.pair_failures`."""
 
 from collections.abc import Callable, Collection, Mapping
 

@@ -174,21 +174,24 @@ class Fleet(FleetMembers):
     # what there is
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """What the bootstrap server of an instance has said last; None where it has none, or was not asked yet."""
+        """Returns the last answer of an instance's bootstrap server, or None where there is no server or no answer yet."""
         try:
             return self.member(instance).bootstrap_info
         except KeyError:
             return None
 
     def may_serve_model(self, model: str) -> bool:
-        """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
+        """Returns whether a request for this model can be served at all.
+
+        True while an engine has not reported its models.
+        """
         if any(dispatcher.has_cached_candidates(model) for dispatcher in self._roles.values()):
             return True
         members = self._members.values()
         return not members or any(member.serves(model) for member in members)
 
     def models(self) -> list[str]:
-        """What the engines say they serve, sorted."""
+        """Returns the models that the engines report, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
 
     def set_needed_roles(self, roles: frozenset[Role]) -> None:
@@ -196,7 +199,7 @@ class Fleet(FleetMembers):
         self.needed = roles
 
     def has_candidates(self, role: Role, model: str | None) -> bool:
-        """Whether somebody of this role may be given work for this model, room apart."""
+        """Returns whether an instance of this role may be given work for this model, regardless of room."""
         return self._roles[role].has_candidates(model)
 
     def should_fail_over(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
@@ -218,7 +221,9 @@ class Fleet(FleetMembers):
         return {each.id: believed[each] for each in candidates if each in believed}
 
     def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation | None":
-        """What `acquire` would decide now, room apart; nothing is taken. None: the policy looks at no caches.
+        """Explains the decision that `acquire` would make now, regardless of room.
+
+        Nothing is taken. Returns None where the policy ignores caches.
 
         Raises:
             ProxyError: 503 naming the role: there is nobody.

@@ -104,7 +104,7 @@ class FleetMembers:
 
     @property
     def members(self) -> Iterable[Member]:
-        """All that have not been removed, in the order they were named."""
+        """All members that have not been removed, in the order they were named."""
         return self._members.values()
 
     def add(self, instance: Instance, why: str = "") -> Member:
@@ -141,7 +141,7 @@ class FleetMembers:
             self._changed(member)
 
     def replace(self, instance: Instance, why: str = "") -> Member:
-        """What is called by that id has changed: the old one leaves, the new one joins.
+        """Replaces the instance of this id: the old one leaves, the new one joins.
 
         Raises:
             KeyError: nobody is called that.
@@ -155,7 +155,7 @@ class FleetMembers:
         return member
 
     def member(self, instance: Instance) -> Member:
-        """Who an instance is or was, as long as a leg runs there.
+        """Returns the member that an instance belongs to, or belonged to while a leg still runs there.
 
         Raises:
             KeyError: it is forgotten.
@@ -276,7 +276,7 @@ class FleetMembers:
         self._changed(member)
 
     def _changed(self, member: Member) -> None:
-        """Whoever may be given work is told to those who choose; where it matters who fits whom, to all of them."""
+        """Tells the dispatchers that a member has changed; all of them where pairs matter."""
         before, self._paired = self._paired, self._has_several_pair_keys()
         if before or self._paired:
             for dispatcher in self._roles.values():

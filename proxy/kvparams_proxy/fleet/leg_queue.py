@@ -1,4 +1,4 @@
-"""Those who wait for room on an instance of one role, and what they are told when there is none.
+"""The queue of legs that wait for room on an instance of one role, and the errors of those that are refused.
 
 The one rule: whoever enters hears exactly once how it ended, unless it gives up.
 """
@@ -17,11 +17,14 @@ __all__ = ["LegQueue", "LegWaiter", "QueuedLeg", "unavailable_error"]
 
 
 class LegWaiter(Protocol):
-    """Who waits for an instance, by identity. It hears exactly one of both, unless it gives up; neither may raise."""
+    """A leg that waits for an instance, compared by identity.
+
+    Exactly one of both methods is called, unless it gives up; neither may raise.
+    """
 
     @property
     def facts(self) -> RequestFacts:
-        """What it wants to run."""
+        """The request that the leg belongs to."""
         ...
 
     def granted(self, instance: Instance) -> None:
@@ -34,7 +37,7 @@ class LegWaiter(Protocol):
 
 
 class QueuedLeg(NamedTuple):
-    """One leg that waits."""
+    """A waiting leg, with the conditions of its choice."""
 
     waiter: LegWaiter
     facts: RequestFacts
@@ -45,7 +48,7 @@ class QueuedLeg(NamedTuple):
 
 
 class LegQueue:
-    """One role's."""
+    """The queue of one role."""
 
     def __init__(
         self,
@@ -118,7 +121,10 @@ class LegQueue:
         self._refuse(loser, error)
 
     def would_refuse(self, facts: RequestFacts) -> ProxyError | None:
-        """What whoever entered now and found no room would be told by `enforce_limits`; None where it might wait."""
+        """Returns the error that `enforce_limits` would give to a leg that entered now and found no room.
+
+        Returns None where it might wait.
+        """
         if self._waits and not self._tickets:
             return None
         full = self._queue.would_overflow(facts.tenant, facts.priority)
@@ -133,11 +139,11 @@ class LegQueue:
         return True
 
     def lane_heads(self) -> list[Ticket[QueuedLeg]]:
-        """Who is next, of those who are in nobody's way."""
+        """Returns the first leg of each lane, in the order of service."""
         return self._queue.lane_heads()
 
     def iter_lane(self, head: Ticket[QueuedLeg]) -> Generator[Ticket[QueuedLeg]]:
-        """Those who wait in one lane, from its head on. Close it before anybody is served."""
+        """Yields the legs that wait in one lane, from its head on. Close the generator before a leg is served."""
         return self._queue.iter_lane(head.lane)
 
     def take(self, ticket: Ticket[QueuedLeg]) -> LegWaiter:

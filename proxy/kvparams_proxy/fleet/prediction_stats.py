@@ -1,4 +1,4 @@
-"""How far what was believed of prefix caches comes true, and a word in the log when it no longer does.
+"""Compares predictions of the prefix cache model with engines' reports, and logs a warning when they diverge.
 
 The one rule: only engines know what they had cached; what they do not report is counted as not reported, never guessed.
 """
@@ -54,7 +54,7 @@ class PredictionStats:
 
     @property
     def alarmed(self) -> bool:
-        """Whether they no longer come true: from below 0.5 until above 0.75."""
+        """True while predictions are unreliable: from an accuracy below 0.5 until one above 0.75."""
         return self._alarmed
 
     @property

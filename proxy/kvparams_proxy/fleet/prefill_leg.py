@@ -12,7 +12,7 @@ __all__ = ["PrefillLeg", "PromptLookup"]
 
 
 class PromptLookup(NamedTuple):
-    """What is believed of one prompt."""
+    """The state of the cache model for one prompt."""
 
     facts: RequestFacts
     hashes: BlockHashes | None

@@ -1,4 +1,4 @@
-"""What engines that compute prompts are believed to have cached, for policies that look at it (`uses_prefixes`).
+"""Models which prompt prefixes each prefill engine has cached, for cache-aware policies (`uses_prefixes`).
 
 It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
 believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
@@ -83,11 +83,11 @@ class PrefixCacheModel:
 
     @property
     def blocks(self) -> int:
-        """That somebody is believed to have."""
+        """The number of blocks that some engine is believed to have."""
         return len(self._index)
 
     def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
-        """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `leg_released`."""
+        """Chooses the instance for a prefill leg. Its work counts from now on, until `leg_released`."""
         facts, hashes, held = self._look(members, facts)
         chosen, decision, reach = self._decide(policy, members, facts, turn, held)
         instance, expected = chosen.instance, decision.expected
@@ -102,7 +102,7 @@ class PrefixCacheModel:
     def explain(
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
     ) -> RouteExplanation:
-        """What `choose` would do now. Nothing is counted or kept."""
+        """Explains the decision that `choose` would make now. Nothing is counted or kept."""
         facts, _, held = self._look(members, facts)
         expected = [estimate_ttft(each, facts) for each in members]
         reaches = [self._fetching.fetchable_tokens(each.instance, held) for each in members]
@@ -202,7 +202,7 @@ class PrefixCacheModel:
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
     ) -> tuple[int | None, int]:
-        """What an engine says that it had, in tokens of ours, None where it says nothing; and how exactly."""
+        """Returns the cached tokens that an engine reports, or None, and the granularity of the number."""
         grain = self._grains.get(instance, 0)
         if cached is None and grain and prompt_tokens is not None:
             cached = 0  # vLLM 0.32.0 leaves out what is 0
@@ -318,7 +318,7 @@ class PrefixCacheModel:
             coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
 
     def _settle(self, leg: PrefillLeg, instance: Instance) -> None:
-        """What it brings comes no longer: it is there, or will never be."""
+        """Ends the expectation of the leg's new blocks: they are stored now, or never will be."""
         if not leg.fresh:
             return
         coming = self._coming[instance]

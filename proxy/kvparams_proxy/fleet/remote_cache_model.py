@@ -1,5 +1,4 @@
-"""What prefill engines may fetch instead of computing it: what is believed to be in stores, and in other engines' own
-memory.
+"""Models the blocks that prefill engines may fetch instead of computing: those in stores and in other engines' memory.
 
 What a leg computed on an engine with a store is in that store from when it has ended, for all that share it. What it
 computed on an engine that lets others read (`kvparams.peer_reads`, learnt from its answers) is in its memory, for those
@@ -42,7 +41,7 @@ HeldTokens = Mapping[SharedStore | PeerMemory, int]
 
 
 class FetchableTokens(NamedTuple):
-    """What one engine can fetch of a prompt at most."""
+    """The tokens that one engine can fetch of a prompt at most."""
 
     tokens: int
     holder: SharedStore | PeerMemory | None
@@ -53,7 +52,7 @@ _NOWHERE: Final = FetchableTokens(0, None)
 
 
 class RemoteCacheModel:
-    """Of one fleet; `Prefixes` alone calls it."""
+    """The remote caches of one fleet. Only `PrefixCacheModel` calls it."""
 
     def __init__(self, index: PrefixIndex, block_tokens: int, store: tuple[int, int], peer: tuple[int, int]) -> None:
         """
@@ -83,7 +82,7 @@ class RemoteCacheModel:
         )
 
     def fetchable_tokens(self, instance: Instance, held: HeldTokens) -> FetchableTokens:
-        """What it can fetch at most, and from whom."""
+        """Returns the tokens that the instance can fetch at most, and their holder."""
         return self._reach(instance, self._best_first(held))
 
     def _best_first(self, held: HeldTokens) -> HeldTokens:
@@ -115,7 +114,7 @@ class RemoteCacheModel:
         return place is not None and other != instance and place[0].ready and may_pair(instance, other)
 
     def peer_address(self, instance: Instance) -> str | None:
-        """Where others can read its memory, it says."""
+        """Returns the address at which other engines can read the instance's memory, as it reports."""
         place = self._places.get(instance)
         return None if place is None else place[1]
 

@@ -41,7 +41,7 @@ class RetiredInstances:
         return self._legs[instance].member
 
     def release(self, instance: Instance) -> Member:
-        """One leg has ended; whose it was.
+        """Releases one ended leg and returns the member of its instance.
 
         Raises:
             ValueError: none runs there.

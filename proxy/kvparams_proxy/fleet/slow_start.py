@@ -15,7 +15,7 @@ _STEPS: Final = 20
 
 
 class CancellableTimer(Protocol):
-    """What `call_later` gives."""
+    """A timer, as `call_later` returns it."""
 
     def cancel(self) -> object:
         """It is not called."""
@@ -27,7 +27,7 @@ CallLater = Callable[[float, Callable[[], None]], CancellableTimer]
 
 
 class SlowStart:
-    """Those of one role that are starting."""
+    """Limits the share of new instances of one role."""
 
     def __init__(
         self, over_s: float, now: Callable[[], float], call_later: CallLater, stepped: Callable[[], None]
@@ -42,7 +42,7 @@ class SlowStart:
 
     @property
     def active(self) -> bool:
-        """Whether anybody is starting."""
+        """True while any instance is in slow start."""
         return bool(self._since)
 
     def begin(self, member: Member) -> None:
@@ -53,11 +53,11 @@ class SlowStart:
                 self._timer = self._call_later(self._over_s / _STEPS, self._step)
 
     def startup_complete(self) -> None:
-        """Whoever is there has been there from the start: nobody is slower than others."""
+        """Ends the slow start of all present instances: at the start of the proxy none is newer than the others."""
         self._since.clear()
 
     def within_share(self, members: list[Member], candidates: list[Member]) -> list[Member]:
-        """Those of `members` that one more leg keeps within their share; `candidates` are all that share."""
+        """Returns those of `members` that one more leg keeps within their share. `candidates` are all that share."""
         others = [member.in_flight for member in candidates if member not in self._since]
         if not others:  # nobody to be slower than
             return members

@@ -33,7 +33,7 @@ _BAD: Final = frozenset((MemberState.BROKEN, MemberState.NOT_READY))
 
 
 class _SubjectState:
-    """What was told of one subject."""
+    """The last logged state of one subject."""
 
     __slots__ = ("changes", "line", "lines", "state", "until")
 

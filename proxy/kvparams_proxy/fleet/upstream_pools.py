@@ -22,11 +22,11 @@ class UpstreamPools:
         return self._now[id]
 
     def for_member(self, member: Member) -> Upstream:
-        """That of one that is there, or on which a leg runs: whatever has its name by now."""
+        """Returns the pool of a member that is in the fleet or still runs a leg, even if its id has been reused."""
         return self._all[member]
 
     def get(self, id: str) -> Upstream | None:
-        """That of an instance, or None where it has left."""
+        """Returns the pool of an instance, or None where it has left."""
         return self._now.get(id)
 
     def joined(self, member: Member) -> None:

@@ -1,4 +1,4 @@
-"""What was read from a queue, acknowledged: all that came within some milliseconds at once.
+"""Acknowledges messages in batches: all that were handled within some milliseconds at once.
 
 The one rule: an acknowledgement goes to the channel that the message came from, or nowhere.
 """

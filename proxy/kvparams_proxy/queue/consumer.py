@@ -49,7 +49,10 @@ _TELL_S: Final = 2.0
 
 
 class WorkConsumer:
-    """One decode node. An async context: at its end no more work is taken, and what runs has a moment to end."""
+    """Pulls work for one decode node.
+
+    On exit of the async context it takes no more work, and running work gets a moment to end.
+    """
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class WorkConsumer:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What became of the work so far."""
+        """The number of pieces of work by outcome."""
         return MappingProxyType(self._counts)
 
     @property
@@ -130,12 +133,12 @@ class WorkConsumer:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a broker."""
+        """True while the broker is connected."""
         return self._reads is not None
 
     @property
     def engine_ready(self) -> bool:
-        """Whether its engine is there and works."""
+        """True while the engine is reachable and works."""
         return self._appetite.ready
 
     # for what runs

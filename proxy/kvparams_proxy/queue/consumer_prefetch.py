@@ -1,4 +1,4 @@
-"""How much work a decode node takes: as much as it has room for, one piece on trial, or none while its engine fails.
+"""Decides how much work a decode node takes: up to its room, one piece on trial, or none while its engine fails.
 
 The one rule: a node whose engine is not there takes nothing. It would fail fastest, and so take the most.
 """
@@ -112,7 +112,7 @@ class ConsumerPrefetch:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine is there and works."""
+        """True while the engine is reachable and works."""
         return self._ready and self._breaker.state is not BreakerState.OPEN
 
     @property

@@ -1,5 +1,6 @@
-"""What prefill and decode nodes say to each other through a broker: one line of JSON, a line feed, and raw bytes. What
-goes to one result queue at a time goes as one letter, one message after the other.
+"""Messages between prefill and decode nodes: one line of JSON, a line feed, and raw bytes.
+
+Messages for one result queue that are sent together share one broker message, one after the other.
 
 `README.md` beside this file is the page for other implementers. The one rule: what is not exactly one of these messages
 is refused, whoever sent it; members that a later version adds are passed over.
@@ -65,7 +66,7 @@ class MalformedMessage(KVParamsError, ValueError):
 
 
 class WorkItem(NamedTuple):
-    """One request to one engine, for whoever takes it."""
+    """A request to one engine, for any decode node."""
 
     id: str
     """Names the node that asks, a full stop, and the attempt: never the same twice."""
@@ -83,7 +84,7 @@ class WorkTaken(NamedTuple):
 
 
 class ResultHead(NamedTuple):
-    """How an engine's answer begins."""
+    """The head of an engine's response."""
 
     status: int
     content_type: bytes
@@ -91,7 +92,7 @@ class ResultHead(NamedTuple):
 
 
 class ResultEnd(NamedTuple):
-    """How it ended badly."""
+    """The failure that ended a response."""
 
     failure: ResultFailure
     """`full`: the engine has no more connections. `timeout`: it said nothing for too long."""
@@ -131,7 +132,7 @@ class WorkRefused(NamedTuple):
 
 
 class ControlMessage(NamedTuple):
-    """What a prefill node asks of the decode node that runs its work."""
+    """An order of a prefill node for the decode node that runs its work."""
 
     order: ControlOrder
     id: str
@@ -205,7 +206,9 @@ def validated_head(head: ResultHead) -> ResultHead:
 
 
 def read_results(raw: bytes) -> Iterator[ResultMessage | MalformedMessage]:
-    """All that one letter holds, in order; `MalformedMessage` stands for what is none though it is known where it ends.
+    """Yields all messages of one broker message, in order.
+
+    A message that is invalid but has a known end is yielded as `MalformedMessage`.
 
     Raises:
         MalformedMessage: where the next one ends cannot be read; nothing after it is.
@@ -274,7 +277,7 @@ def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
 
 
 def _first_line(raw: bytes, at: int) -> tuple[dict[str, object], int]:
-    """What the line there says, and where the next one begins."""
+    """Parses the line of JSON at `at`, and returns it with the start of the next byte."""
     feed = raw.find(b"\n", at, at + _MOST_HEAD + 1)
     if feed < 0:
         raise MalformedMessage("it must begin with a line of JSON that is not too long")

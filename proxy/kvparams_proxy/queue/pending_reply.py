@@ -1,4 +1,4 @@
-"""One attempt that a prefill node has put into the queue, and the answer that it waits for: a `ExchangeHandle`.
+"""A prefill node's attempt in the queue, and the response that it waits for: an `ExchangeHandle`.
 
 The one rule: its sink hears the parts of one node's answer, in order, each once, and nothing after the end.
 """
@@ -47,7 +47,7 @@ _SILENT_S: Final = 6.0
 
 
 class ReplyOwner(Protocol):
-    """What it needs of the way it goes."""
+    """The upstream, as its pending replies see it."""
 
     @property
     def wait_s(self) -> float:
@@ -56,7 +56,7 @@ class ReplyOwner(Protocol):
 
     @property
     def answer_bytes(self) -> int:
-        """What may be kept for a client that takes nothing."""
+        """The bytes that may be kept for a client that does not read."""
         ...
 
     @property
@@ -189,7 +189,7 @@ class PendingReply:
         self._timer = self._owner.call_later(self._owner.wait_s, self._waited)
 
     def on_delivery(self, fate: DeliveryOutcome) -> None:
-        """What became of the work in the broker."""
+        """Handles the outcome of the work's delivery to the broker."""
         self.message = None
         if fate == "too large":
             self.answer(413, _TOO_LARGE)
@@ -199,7 +199,7 @@ class PendingReply:
             self.finish(UpstreamError("the queue of work is gone", connected=False))
 
     def answer(self, status: int, body: bytes = b"") -> None:
-        """What is made up here stands for an engine's."""
+        """Answers in place of an engine."""
         if self._sink is not None:
             head = messages.ResultHead(status, b"application/json", b"")
             self._pass(ResultPart(self._id, "", 0, head, body, True, None), self._sink)
@@ -244,7 +244,7 @@ class PendingReply:
             self._deliver()
 
     def on_malformed(self, malformed: MalformedMessage) -> None:
-        """What was said about it cannot be read: the answer would have a hole there."""
+        """Handles a message that cannot be parsed: the response would have a gap."""
         if self._node is None:
             self._node = malformed.node
         if malformed.node in (None, self._node):

@@ -56,7 +56,7 @@ _AGAIN: Final = 16
 
 
 class QueueUpstream:
-    """One way to all engines behind a queue: an `Upstream`."""
+    """An `Upstream` for all engines behind a queue."""
 
     def __init__(
         self, url: Secret, *, name: str = "kvparams", wait_s: float = 60.0, answer_bytes: int = 64 << 20
@@ -98,7 +98,7 @@ class QueueUpstream:
 
     @property
     def open_connections(self) -> int:
-        """That to the broker."""
+        """The number of connections to the broker."""
         return int(not self._link.disconnected_for_s)
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
@@ -140,7 +140,7 @@ class QueueUpstream:
         self._link.close()
 
     def _answer_probe(self, awaited: PendingReply) -> None:
-        """Whether there is a broker; of the engines behind it nothing is known."""
+        """Answers a probe by the state of the broker. Nothing is known of the engines behind it."""
         if self._closed or self._link.disconnected_for_s > self._away_s:
             awaited.finish(UpstreamError("the broker is not there", connected=False))
         else:
@@ -241,4 +241,4 @@ class QueueUpstream:
 
 
 def _heed(_: DeliveryOutcome) -> None:
-    """What became of it changes nothing."""
+    """Ignores the outcome of a delivery."""

@@ -1,4 +1,4 @@
-"""One piece of work on a decode node: its engine's answer, told in numbered parts to the node that asked.
+"""A piece of work on a decode node: sends its engine's response in numbered parts to the node that asked.
 
 The one rule: it counts as done only when the broker has all of its answer; until then the work is not acknowledged.
 """
@@ -67,7 +67,7 @@ class WorkOwner(Protocol):
         ...
 
     def work_finished(self, running: "RunningWork") -> None:
-        """Nothing of it is left to do: its deliveries may be acknowledged."""
+        """Hears that the work is finished: its deliveries may be acknowledged."""
         ...
 
 
@@ -208,7 +208,7 @@ class RunningWork:
     # inside
 
     def _send(self) -> None:
-        """What there is, unless many parts are on their way."""
+        """Sends the buffered response, unless many parts are in flight."""
         crowded = len(self._body) > _MOST_BYTES
         while self._dirty and not self._over and len(self._letters) < _ON_THE_WAY:
             body = bytes(self._body[:_MOST_BYTES])
@@ -247,7 +247,7 @@ class RunningWork:
             self._owner.work_finished(self)
 
     def _break_off(self, number: int) -> None:
-        """That part cannot be told, so nothing after it can: the answer ends there."""
+        """Ends the response at a part that cannot be sent: no later part can follow it."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.discard()

@@ -22,13 +22,13 @@ _ORPHAN_MS: Final = 15_000
 
 
 class QueueNames(NamedTuple):
-    """Of the queues of one pool of decode nodes."""
+    """Names of the queues of one pool of decode nodes."""
 
     prefix: str
 
     @property
     def work(self) -> str:
-        """One for all: prefill nodes write, decode nodes pull."""
+        """The shared work queue: prefill nodes write, decode nodes pull."""
         return f"{self.prefix}.work"
 
     @property
@@ -37,11 +37,11 @@ class QueueNames(NamedTuple):
         return f"{self.prefix}.dead"
 
     def results(self, node: str) -> str:
-        """Of one prefill node."""
+        """Returns the name of one prefill node's result queue."""
         return f"{self.prefix}.results.{node}"
 
     def control(self, node: str) -> str:
-        """Of one decode node."""
+        """Returns the name of one decode node's control queue."""
         return f"{self.prefix}.control.{node}"
 
 

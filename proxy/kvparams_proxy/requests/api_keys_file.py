@@ -54,7 +54,7 @@ class APIKeysError(KVParamsError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class APIKeyRecord:
-    """One client key, as it is kept.
+    """A client key, as the file keeps it.
 
     Raises:
         APIKeysError: a value is not one that the file may hold.
@@ -95,7 +95,7 @@ def create_api_key(
 
 
 def hash_api_key(key: bytes) -> bytes:
-    """What is kept in place of a key: 32 bytes."""
+    """Returns the hash that is kept in place of a key: 32 bytes."""
     return sha256(key).digest()
 
 

@@ -1,4 +1,4 @@
-"""Who asks: clients are known by their keys, and what they may share in engines' caches is bound to their tenant.
+"""Authenticates clients by their keys, and isolates what tenants share in engines' caches.
 
 What is kept of a key, and why a fast hash is right for it, stands in `api_keys_file.py`. The one rule: a refusal tells
 nothing but that the key is not valid here, neither in words nor in the time it takes.
@@ -29,7 +29,7 @@ _FOREVER: Final = float("inf")
 
 
 class AuthenticatedClient(NamedTuple):
-    """Who asks, as far as the proxy knows."""
+    """The client that sent a request, as far as the proxy knows it."""
 
     key_id: str
     """Which of the tenant's keys it was."""
@@ -87,7 +87,10 @@ class APIKeyAuthenticator:
         return len(self._entries)
 
     def authenticate(self, authorization: bytes | None) -> AuthenticatedClient | None:
-        """Who sent this Authorization header; None if nobody with a valid key did. About 1 us; nothing is kept."""
+        """Returns the client that sent this Authorization header, or None without a valid key.
+
+        Takes about 1 us; nothing is kept.
+        """
         if authorization is None:
             return None
         scheme, _, key = authorization.partition(b" ")

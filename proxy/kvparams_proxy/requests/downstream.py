@@ -16,7 +16,7 @@ HIGH_WATERMARK_BYTES: Final = 64 << 10
 
 
 class DownstreamObserver(Protocol):
-    """Whoever must know what becomes of the client."""
+    """An object that hears about the client's connection."""
 
     def client_gone(self) -> None:
         """It left before the answer was complete."""
@@ -32,7 +32,7 @@ class DownstreamObserver(Protocol):
 
 
 class Downstream(Protocol):
-    """One answer to one client. `head`, then `body` as often as needed, then `end`; each at once."""
+    """A response to one client. Call `head`, then `body` as often as needed, then `end`; none of them waits."""
 
     def watch(self, watcher: DownstreamObserver) -> None:
         """Tell `watcher` from now on. If the client has left already, it hears so now."""
@@ -116,7 +116,7 @@ class ASGIDownstream:
             self._gone = True
 
     def close(self) -> None:
-        """Nothing will be written or heard any more, whatever came between."""
+        """Stops writing and watching."""
         self._reader.cancel()
         self._writer.cancel()
 

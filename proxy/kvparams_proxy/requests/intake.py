@@ -44,7 +44,7 @@ _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
 class ParsedRequest(NamedTuple):
-    """One request that may be planned."""
+    """A parsed request that is ready to be planned."""
 
     facts: RequestFacts
     body: bytes

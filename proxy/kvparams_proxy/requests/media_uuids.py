@@ -153,7 +153,7 @@ def _find_names(body: bytes, field: MemberSpan, cuts: list[tuple[int, int]]) -> 
 
 
 def _may_name(body: bytes, start: int, end: int) -> bool:
-    """Whether there may be a name in `body[start:end]`: the pattern takes long to find none, as in a long picture."""
+    """Returns whether `body[start:end]` may contain a name. The pattern is slow to find none, as in a long picture."""
     if body.find(b'"', start, end) < 0:
         return False
     if body.find(b'uuid"', start, end) >= 0:

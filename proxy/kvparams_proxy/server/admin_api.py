@@ -330,7 +330,7 @@ def _leases(request: Request) -> Mapping[str, int]:
 
 
 def _instance_document(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[str, object]:
-    """What an operator wants to know of it; no secrets."""
+    """Returns the description of an instance for an operator, without secrets."""
     instance = member.instance
     owned = registry.owned[instance.id]
     return {

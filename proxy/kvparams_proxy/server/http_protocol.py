@@ -38,7 +38,7 @@ _FOREVER: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What all connections of one server share."""
+    """The context that all connections of one server share."""
 
     loop: asyncio.AbstractEventLoop
     app: ASGIApp
@@ -54,7 +54,7 @@ class ServerContext:
 
 
 class HTTPProtocol(PipelinedInput, asyncio.Protocol):
-    """One connection: a `ClientConnections` member, and the owner of the response that is being written."""
+    """A client connection: a `ClientConnections` member, and the owner of the response that is being written."""
 
     __slots__ = ("_leaving", "_lingering", "_service", "address")
 

@@ -69,7 +69,7 @@ class Admission(NamedTuple):
 
 
 class RequestHandler:
-    """One endpoint: a `kvparams_proxy.server.direct_path.DirectEndpoint`."""
+    """Handles the requests of one endpoint: a `kvparams_proxy.server.direct_path.DirectEndpoint`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class RequestHandler:
 
     @property
     def step_runner(self) -> StepRunner:
-        """What does long work."""
+        """The runner of long work."""
         return self._resources.step_runner
 
     def parse_with(self, how: Callable[..., T], admission: Admission, body: bytes) -> T:
@@ -225,7 +225,7 @@ class RequestHandler:
             resources.token_service.find(self._endpoint.kind, inbound, execute)
 
     def _manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
-        """Who coordinates it from now on. Where one engine does both, it also does what is not split."""
+        """Returns the manager of the request. Where one engine does both, it also serves requests that are not split."""
         manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
         return manager if self._alone is None or manager.roles == _BOTH else self._alone
 
@@ -240,7 +240,7 @@ class RequestHandler:
         downstream.end()
 
     def _tell(self, admission: Admission, error: ProxyError) -> None:
-        """Of a request that nobody executes."""
+        """Records a request that is refused before its execution."""
         resources = self._resources
         tenant = "" if admission.client is None else admission.client.tenant
         trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]

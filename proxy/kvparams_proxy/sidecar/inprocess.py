@@ -39,7 +39,7 @@ _HERE: Final = ("127.0.0.1", 0)
 
 
 class InProcessUpstream:
-    """One engine's app. See `kvparams_proxy.upstream.interface.Upstream`."""
+    """The app of one engine, as an upstream. See `kvparams_proxy.upstream.interface.Upstream`."""
 
     def __init__(self, app: ASGIApp, base: Mapping[str, Any], *, key: Secret | None = None) -> None:
         """
@@ -130,7 +130,7 @@ class InProcessUpstream:
 
 
 class InProcessExchange:
-    """One request to the app and its answer. See `kvparams_proxy.upstream.interface.Handle`."""
+    """A request to the app and its response. See `kvparams_proxy.upstream.interface.ExchangeHandle`."""
 
     __slots__ = (
         "_begun",

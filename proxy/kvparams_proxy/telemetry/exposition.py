@@ -1,4 +1,4 @@
-"""What Prometheus is answered: the text of all metrics, in the format that it asks for.
+"""Writes the text of all metrics for Prometheus, in the format that it asks for.
 
 The one rule: however many instances there are, requests go on between two metrics.
 """
@@ -56,7 +56,7 @@ class _SingleMetricCollector(Collector):
         self._family = family
 
     def collect(self) -> Iterable[Metric]:
-        """That one."""
+        """Returns the single metric."""
         return (self._family,)
 
 

@@ -21,7 +21,7 @@ TOKENS_BUCKETS: Final = (*(float(digit * 10**power) for power in range(6) for di
 
 
 class Histogram:
-    """How often, and how much in all."""
+    """Counts and sums observed values by bucket."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -38,7 +38,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of observations."""
         return sum(self._counts)
 
     def add(self, other: "Histogram") -> None:

@@ -24,7 +24,7 @@ class _LineBatch(NamedTuple):
 
 
 class LineWriter:
-    """One place to write to. Lines stay whole, and in order."""
+    """Writes lines to one destination. Lines stay whole and in order."""
 
     def __init__(self, place: str | int) -> None:
         """

@@ -1,4 +1,4 @@
-"""How late the event loop is: a timer that notes by how much it was called too late.
+"""Measures event loop lag: a timer records its own delay.
 
 The one rule: it costs nothing that could be measured, four calls a second.
 """

@@ -1,5 +1,4 @@
-"""What the proxy counts of its requests, for Prometheus. `METRICS.md` has all names; `proxy_gauges.py` what is true
-now.
+"""Prometheus counters of requests. `METRICS.md` lists all names; `proxy_gauges.py` has the gauges.
 
 The one rule: a request pays for additions, not for a label look-up and a lock; the rest happens when it is scraped.
 """
@@ -92,7 +91,7 @@ class Metrics(Collector):
         tally.legs_s += spent_s
 
     def leg_failed(self, instance: Instance, kind: str) -> None:
-        """One of `FAILURE_KINDS`."""
+        """Counts a failed leg. `kind` is one of `FAILURE_KINDS`."""
         self._failures[instance.role, kind] += 1
 
     def refused(self, refusal: RefusedRequest) -> None:
@@ -151,7 +150,7 @@ class Metrics(Collector):
     # when it is scraped
 
     def count_in_states(self, *states: LifecycleState) -> int:
-        """How many requests are in one of these states."""
+        """Returns the number of requests in these states."""
         return sum(life.state in states for life in self._live)
 
     def held_leases(self) -> Iterable[KVLease]:
@@ -167,15 +166,15 @@ class Metrics(Collector):
             del self._legs_of[id]
 
     def leg_count(self, id: str) -> int:
-        """How many legs have ended on an instance."""
+        """Returns the number of legs that have ended on an instance."""
         return self.instance_totals(id, 0).legs
 
     def instance_totals(self, id: str, running: int) -> InstanceTotals:
-        """What is summed of an instance, on which so many legs run now."""
+        """Returns the totals of an instance, on which `running` legs run now."""
         return (self._legs_of.get(id) or InstanceStats()).totals(running)
 
     def _tally(self, id: str) -> InstanceStats:
-        """Of an instance that has none yet."""
+        """Creates the statistics of an instance that has none yet."""
         tally = self._legs_of[id] = InstanceStats()
         return tally
 
@@ -308,7 +307,7 @@ class Metrics(Collector):
 
 
 def failure_kind(head: ResponseHead, error: UpstreamError | None) -> str:
-    """Which of `FAILURE_KINDS` the end of a leg is."""
+    """Classifies the end of a leg as one of `FAILURE_KINDS`."""
     if error is None:
         return "error" if head.status >= 500 else "refused"
     if isinstance(error, UpstreamErrorResponse):

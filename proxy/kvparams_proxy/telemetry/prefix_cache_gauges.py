@@ -1,4 +1,4 @@
-"""What is believed of prefix caches and how far it comes true, for Prometheus; only where the policy looks at it.
+"""Prometheus gauges of the prefix cache model and its accuracy. They exist only where the policy uses the model.
 
 Queries and hits are counted in tokens, as vLLM counts its own (`vllm:prefix_cache_queries`, `vllm:prefix_cache_hits`).
 """

@@ -1,4 +1,4 @@
-"""Where the ids came from by which prompts were routed, for Prometheus; only with `--tokenizer`."""
+"""Prometheus counts of the sources of token ids for routing. They exist only with `--tokenizer`."""
 
 from collections.abc import Iterable
 

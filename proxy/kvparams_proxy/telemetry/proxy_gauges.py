@@ -1,4 +1,4 @@
-"""What is true of the proxy at this moment, for Prometheus: nothing here is counted while a request runs.
+"""Prometheus gauges of the proxy's present state. Requests do not update them; a scrape computes them.
 
 The one rule: labels are roles, instances' ids and words of our own; a client invents none.
 """
@@ -27,7 +27,7 @@ _BREAKERS: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerSt
 
 
 class KVReleaseCounts(Protocol):
-    """What is known of KV that nobody fetched: `kvparams_proxy.execution.kv_releaser.Releases`."""
+    """Counts of unfetched KV, as `kvparams_proxy.execution.kv_releaser.KVReleaser` keeps them."""
 
     released: int
     """Transfers whose KV an engine was told to free."""
@@ -35,11 +35,11 @@ class KVReleaseCounts(Protocol):
     """Transfers whose KV stays until its lease ends."""
 
     def __len__(self) -> int:
-        """How many engines are being told now."""
+        """Returns the number of engines that are being told."""
         ...
 
     def leases(self) -> Iterable[KVLease]:
-        """What they are told to free."""
+        """The leases that they are told to free."""
         ...
 
 

@@ -19,7 +19,7 @@ _LATEST_S: Final = 0.1
 
 
 class RecordDispatcher:
-    """What is not read yet."""
+    """Passes request records to their readers in batches."""
 
     __slots__ = ("_accounts", "_loop", "_readers", "_timer")
 
@@ -40,7 +40,7 @@ class RecordDispatcher:
             self._timer = self._loop.call_later(_LATEST_S, self._tick)
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """One was answered with an error before it began to be executed; see `RecordReader.refused`."""
+        """Passes on a request that was refused before its execution. See `RecordReader.refused`."""
         self.flush()  # what ended before it is told before it
         for reader in self._readers:
             reader.refused(refusal)

@@ -1,4 +1,4 @@
-"""What is told about one request: gathered while it runs, read once when it is over, by metrics, journal and traces.
+"""Record of one request: filled while it runs, and read once at its end by metrics, request log and traces.
 
 The one rule: nothing of what was asked or answered is in it, no address and no key.
 """
@@ -21,7 +21,7 @@ _MOST_TOKENS: Final = 1 << 40
 
 
 class RequestRecord:
-    """One request's."""
+    """The record of one request."""
 
     __slots__ = (
         "answer_bytes",
@@ -93,15 +93,17 @@ class RequestRecord:
             self.record_usage(cast("dict[str, object]", usage))
 
     def record_usage(self, usage: Mapping[str, object]) -> None:
-        """Whoever computed the prompt has said what it cost."""
+        """Records the usage that the engine of the prompt reports."""
         self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
 
     def record_decode(self, usage: Mapping[str, object], *, split: bool) -> None:
-        """Whoever answered has said what the answer cost, once or again and again; the last word counts. Not `split`:
-        it has computed the prompt, too."""
+        """Records the usage that the answering engine reports; the last call counts.
+
+        Without `split` that engine has computed the prompt as well.
+        """
         self.completion_tokens = _tokens(usage.get("completion_tokens"))
         if not split:
             self.record_usage(usage)
@@ -141,12 +143,14 @@ class RecordReader(Protocol):
     """Wants to know of every request that is over."""
 
     def ended(self, account: RequestRecord) -> None:
-        """One is, some time ago: nothing of its account changes any more. Costs a few microseconds, never raises, never
-        waits."""
+        """Reads the record of a request that has ended: it does not change any more.
+
+        Takes a few microseconds, never raises, never waits.
+        """
         ...
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """One was answered with an error before it began to be executed."""
+        """Reads a request that was answered with an error before its execution."""
         ...
 
 

@@ -160,7 +160,7 @@ class _SpanClock:
 
 
 class _SpanInterval:
-    """One leg, or one wait."""
+    """The span of one leg or one wait."""
 
     def __init__(self, begun: StateSpan, ended_s: float, well: bool, first_byte_s: float | None = None) -> None:
         self.begun = begun
@@ -190,7 +190,7 @@ def _visits(spans: list[StateSpan], well: bool) -> Iterator[_SpanInterval]:
 
 
 def _place(trace: TraceContext) -> tuple[SpanContext, SpanContext | None]:
-    """Of the request's span, and of its parent if the client has begun the trace."""
+    """Returns the context of the request's span, and of its parent if the client has begun the trace."""
     flags = TraceFlags(trace.flags)
     context = SpanContext(trace.trace_id, trace.span_id, is_remote=False, trace_flags=flags)
     if trace.parent_id is None:
@@ -217,7 +217,7 @@ def _attributes(account: RequestRecord) -> _Values:
 
 
 def _known(endpoint: bytes, request_id: str, outcome: str) -> _Values:
-    """What every request has."""
+    """Returns the attributes that every request has."""
     return {
         "http.request.method": "POST",
         "http.route": endpoint.decode("latin-1"),
@@ -234,7 +234,7 @@ def _present(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> _Values:
-    """What is there of what may be missing."""
+    """Returns the optional attributes that are known."""
     optional: tuple[tuple[str, str | int | None], ...] = (
         ("http.response.status_code", status),
         ("error.type", code),

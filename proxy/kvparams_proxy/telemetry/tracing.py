@@ -22,7 +22,7 @@ _RANDOM: Final = 2
 
 
 class TraceContext:
-    """One request's place in a trace."""
+    """The position of one request in a trace."""
 
     __slots__ = ("_random", "flags", "legs", "parent_id", "span_id", "trace_id")
 
@@ -38,7 +38,7 @@ class TraceContext:
 
     @property
     def sampled(self) -> bool:
-        """Whether spans are made of it."""
+        """True if spans are recorded for the request."""
         return bool(self.flags & _SAMPLED)
 
     def traceparent_header(self) -> bytes:

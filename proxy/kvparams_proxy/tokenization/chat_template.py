@@ -27,11 +27,11 @@ _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class RenderLimitError(ValueError):
-    """What the template makes of a chat is too long, or takes too long."""
+    """The rendered chat is too long, or takes too long to render."""
 
 
 class ChatTemplate:
-    """One template."""
+    """Renders one chat template."""
 
     def __init__(self, text: str, specials: Mapping[str, str], most_s: float = _MOST_S) -> None:
         """

@@ -96,7 +96,7 @@ class EngineTokenizer:
 
 
 class _TokenizeRequest:
-    """One of them, until it is answered or its time is over."""
+    """A request to `/tokenize`, until it is answered or its time is over."""
 
     def __init__(self, watch: Deadlines, answered: TokenizeCallback, ended: Callable[[], None]) -> None:
         self._watch = watch
@@ -115,7 +115,10 @@ class _TokenizeRequest:
 
 
 def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | None:
-    """What to ask `/tokenize` about a request, its members as the client wrote them; None where it cannot be asked."""
+    """Builds the `/tokenize` body for a request, with the client's own members.
+
+    Returns None for a request that it cannot express.
+    """
     names = _MEMBERS.get(kind)
     document = inbound.document
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
@@ -135,7 +138,7 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
 
 
 def _is_long(field: MemberSpan | None) -> bool:
-    """Whether a member's value is not what stands in the document of a body that was read in steps."""
+    """Returns whether a member's value is missing from the document of a body that was read in steps."""
     return field is not None and field.end - field.start > SHORT_BYTES
 
 

@@ -40,7 +40,7 @@ def pseudo_tokens(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpa
 
 
 def _end(body: bytes, field: MemberSpan) -> int:
-    """Where a member's value ends, but for what ends any prompt."""
+    """Returns the end of a member's value without the closing bytes that end any prompt."""
     end = field.end
     while end > field.value:
         tail = body[max(field.value, end - _TAIL) : end]

@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its parts have the same token ids as the whole.
+"""Finds places at which a text can be split so that its parts have the same token ids as the whole.
 
 The one rule: a text is cut only where the tokenizer itself is bound to. First, right before an added token that it
 finds. HF `tokenizers` looks for added tokens first, leftmost and longest, and normalises, splits and encodes what lies
@@ -157,7 +157,7 @@ def _find_all(pattern: "re.Pattern[str]", text: str, at: int, end: int, most: in
 
 
 def _cut(text: str, edges: list[int]) -> list[str]:
-    """What is between these, up to the end. Adds that to them."""
+    """Splits the text at these positions, and appends the end to them."""
     if edges == [0]:
         return [text]
     edges.append(len(text))
@@ -165,7 +165,7 @@ def _cut(text: str, edges: list[int]) -> list[str]:
 
 
 def may_split_between_words(normalizer: object, pre_tokenizer: object) -> bool:
-    """Whether a tokenizer with these parts, as `tokenizer.json` has them, may be cut between words."""
+    """Returns whether a tokenizer with these parts, as in `tokenizer.json`, may be split between words."""
     if normalizer is not None and normalizer != {"type": "NFC"}:
         return False
     match pre_tokenizer:

@@ -29,7 +29,7 @@ class SegmentCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes held now."""
         return self._bytes
 
     def __len__(self) -> int:

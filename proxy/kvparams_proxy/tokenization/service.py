@@ -68,7 +68,7 @@ class EncodingJob(Protocol):
 
     @property
     def missing_chars(self) -> int:
-        """How much of it is still to be encoded."""
+        """The number of characters that are still to be encoded."""
         ...
 
     def encode(self) -> "array[int]":
@@ -77,15 +77,17 @@ class EncodingJob(Protocol):
 
 
 class Tokenizer(Protocol):
-    """One of this process: see `kvparams_proxy.tokenization.local_tokenizer.LocalTokenizer`, whose libraries need not
-    be installed."""
+    """A tokenizer in this process, independent of optional libraries.
+
+    See `kvparams_proxy.tokenization.local_tokenizer.LocalTokenizer`.
+    """
 
     def encode_chat(self, document: Mapping[str, object], max_chars: int) -> EncodingJob:
         """The prompt of a chat request."""
         ...
 
     def encode_completion(self, document: Mapping[str, object], max_chars: int) -> EncodingJob:
-        """That of a completion request."""
+        """Returns a job that encodes a completion request."""
         ...
 
 
@@ -127,7 +129,7 @@ class TokenService:
             self._by_tokenizer(tokenizer, kind, inbound, found)
 
     def close(self) -> None:
-        """Whoever still waits hears nothing any more."""
+        """Stops the service; callbacks of pending requests are not called."""
         self._lane.close()
 
     def _by_tokenizer(

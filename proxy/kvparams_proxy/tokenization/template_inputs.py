@@ -57,7 +57,7 @@ def template_messages(messages: object, form: ContentFormat, *, developer: bool)
 
 
 def template_variables(document: Mapping[str, object], declared: Collection[str]) -> dict[str, object]:
-    """What else a template gets, of a chat request; `declared` are the names that it reads.
+    """Returns the further variables of a template for a chat request. `declared` are the names that it reads.
 
     Raises:
         UnsupportedChatError: the client wants another template, or says what the engine refuses.
@@ -202,7 +202,7 @@ def _tools(tools: object) -> list[dict[str, object]]:
 
 
 def _as_system(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What a developer says is said by the system; if that is not the first message alone, all of it comes first."""
+    """Merges all system and developer messages into one system message at the front."""
     system = ("system", "developer")
     said = [message for message in messages if message["role"] in system]
     if len(said) == 1 and messages[0] is said[0]:

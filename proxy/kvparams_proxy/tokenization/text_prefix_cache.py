@@ -34,7 +34,7 @@ class EncodedText(NamedTuple):
 
 
 class TextPrefixCache:
-    """Those of one tokenizer, for several threads."""
+    """The encoded texts of one tokenizer, for several threads."""
 
     def __init__(self, max_bytes: int, margin: int) -> None:
         """
@@ -50,7 +50,7 @@ class TextPrefixCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes held now."""
         return self._bytes
 
     def find(self, text: str, *, special: bool) -> tuple[EncodedText, int] | None:
@@ -79,12 +79,15 @@ class TextPrefixCache:
                 self._bytes -= _size(self._kept.popitem(last=False)[1])
 
     def _alike(self, other: EncodedText, text: str) -> int:
-        """How many cuts of the other text lie so far within what both have in common that they are cuts of this one."""
+        """Returns the number of split points of the other text that are valid for this one too.
+
+        They lie far enough within the common prefix.
+        """
         return bisect_right(other.split_points, _alike_chars(other.text, text) - self._margin)
 
 
 def _alike_chars(one: str, other: str) -> int:
-    """How many characters both begin with. No operation takes long: other threads wait meanwhile."""
+    """Returns the length of the common prefix in characters. No operation takes long: other threads wait meanwhile."""
     most = min(len(one), len(other))
     at = 0
     while at < most and one[at : at + _COMPARED] == other[at : at + _COMPARED]:

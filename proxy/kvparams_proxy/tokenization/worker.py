@@ -1,4 +1,4 @@
-"""One thread for work that would hold up the event loop.
+"""A worker thread for work that would block the event loop.
 
 The one rule: whoever gives work never waits; what does not fit into its bounded room is not taken.
 """
@@ -45,7 +45,7 @@ class TokenizerWorker(Generic[T]):
         return True
 
     def close(self) -> None:
-        """Nothing is begun, and nothing told, from now on."""
+        """Stops the thread: no more jobs begin, and no more callbacks are called."""
         self._closed = True
         self._jobs.put(None)
 

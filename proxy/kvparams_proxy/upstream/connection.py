@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to an engine: asyncio and httptools call, the sink of its exchange hears.
+"""An HTTP/1.1 connection to an engine. Asyncio and httptools call it; it calls the sink of its exchange.
 
 It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. Invariant: whatever an
 engine sends, an exchange ends once, and a connection is used again only when its last answer was whole and alone.
@@ -41,7 +41,7 @@ class ConnectionOwner(Protocol):
 
     @property
     def limits(self) -> UpstreamLimits:
-        """What an engine may take."""
+        """The limits of the engine."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class ConnectionOwner(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to an engine; carries one exchange at a time."""
+    """A connection to an engine. It carries one exchange at a time."""
 
     __slots__ = (
         "_bodiless_bytes",

@@ -1,4 +1,4 @@
-"""One request to an engine and its answer, whatever connection it runs on."""
+"""A request to an engine and its response, independent of the connection."""
 
 import asyncio
 from typing import Protocol
@@ -41,7 +41,7 @@ class ExchangeConnection(Protocol):
 
 
 class UpstreamExchange:
-    """One request and its answer: a handle to abort or throttle it."""
+    """A request and its response: a handle to abort or throttle them."""
 
     __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
 
@@ -107,7 +107,7 @@ class UpstreamExchange:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still wants the answer."""
+        """True while a sink still wants the response."""
         return self._sink is not None
 
     def finish(self, error: UpstreamError | None, *, untouched: bool = False) -> None:

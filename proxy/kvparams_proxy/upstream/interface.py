@@ -14,7 +14,7 @@ __all__ = ["ExchangeHandle", "Upstream", "UpstreamFactory"]
 
 
 class ExchangeHandle(Protocol):
-    """One exchange that runs. Everything is a no-op once it is over."""
+    """A running exchange. All methods do nothing once it is over."""
 
     def abort(self, error: UpstreamError) -> None:
         """End it now: the engine learns that nobody waits, the sink hears `error`, which is told whether the engine may
@@ -40,16 +40,16 @@ class ExchangeHandle(Protocol):
 
 
 class Upstream(Protocol):
-    """One engine, as legs, releases and probes reach it."""
+    """An engine, as legs, releases and probes reach it."""
 
     @property
     def has_own_key(self) -> bool:
-        """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        """True if requests carry the engine's own key: then no other Authorization may be among their headers."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether several engines are behind it, so that the failure of one says nothing of the next."""
+        """True if several engines are behind it, so that the failure of one says nothing of the next."""
         ...
 
     @property

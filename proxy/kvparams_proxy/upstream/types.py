@@ -43,7 +43,7 @@ def join_body(body: UpstreamBody) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamLimits:
-    """What one engine may take of this process."""
+    """Limits on the resources that one engine may use in this process."""
 
     connections: int = 2048
     """Open to one engine at a time, idle ones included."""
@@ -112,7 +112,7 @@ class ResponseSink(Protocol):
         ...
 
     def on_body(self, data: bytes) -> None:
-        """What came of the body in one read, chunk framing removed."""
+        """Receives the part of the body that came in one read, without chunk framing."""
         ...
 
     def on_done(self, error: UpstreamError | None) -> None:

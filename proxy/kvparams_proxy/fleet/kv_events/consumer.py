@@ -27,7 +27,7 @@ _LOOK_S: Final = 0.25
 
 
 class KVEventStats(NamedTuple):
-    """Of one engine."""
+    """Statistics of one engine's KV events."""
 
     connected: bool
     batches: int
@@ -70,7 +70,7 @@ class KVEventConsumer:
             self._prefixes.remove_event_source(member)
 
     def stats(self) -> dict[str, KVEventStats]:
-        """Of each engine that publishes, by its id."""
+        """The statistics of each engine that publishes, by its id."""
         found = {member.instance.id: KVEventStats(False, 0, 0, 0, 0) for member in self._unnamed}
         if self._listening is not None:
             for member in self._members:
@@ -123,7 +123,7 @@ class KVEventConsumer:
             self._turn()
 
     def _turn(self) -> None:
-        """Some of what was said; the rest in further turns, never two of them at once."""
+        """Enters a part of the pending events. The rest follows in further turns, never two of them at once."""
         self._further = False
         until = perf_counter() + _TURN_S
         while not self._closed:
@@ -150,7 +150,7 @@ class KVEventConsumer:
 
 
 def _parts(said: ReceivedBatch) -> Iterator[tuple[Member, EventBatch | None]]:
-    """Of a size that can be entered at once."""
+    """Splits a batch into parts that are small enough to be entered at once."""
     who, batch = said
     if not isinstance(who, Member):
         return

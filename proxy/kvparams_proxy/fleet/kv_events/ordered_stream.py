@@ -1,5 +1,4 @@
-"""What one publisher says, in the order in which it said it: gaps are filled by a replay, or what was said before is
-given up.
+"""Orders the events of one publisher. A replay fills gaps; without one, earlier events are discarded.
 
 The one rule: nothing here waits or knows a socket. Who has the sockets hands in what comes, asks what is wanted, and
 says when time is up.
@@ -21,7 +20,7 @@ _UNIT_BYTES: Final = 256
 
 
 def batch_weight(batch: EventBatch | None) -> int:
-    """What a batch weighs in memory, in blocks, about: whatever a publisher has filled it with."""
+    """Estimates the memory that a batch takes, in blocks, whatever its publisher has filled it with."""
     if batch is None:
         return 1
     blocks = sum(1 if isinstance(event, AllBlocksCleared) else 1 + event.blocks for event in batch.events)
@@ -68,7 +67,7 @@ class OrderedEventStream:
 
     @property
     def replaying(self) -> bool:
-        """Whether a replay is wanted or runs."""
+        """True while a replay is wanted or running."""
         return self._asked is not None
 
     def on_connected(self) -> None:
@@ -77,7 +76,7 @@ class OrderedEventStream:
             self._ask(self._tracker.last)
 
     def restart(self) -> None:
-        """Whoever keeps the books has forgotten everything."""
+        """Starts over, after the consumer has lost its state."""
         self._tracker = SequenceTracker()
         self._held.clear()
         self._held_weight = 0
@@ -143,7 +142,7 @@ class OrderedEventStream:
         self._brought = False
 
     def _give_up(self, goes_on: int) -> None:
-        """What lies before is lost, and so is what was told."""
+        """Skips lost events and invalidates the earlier ones."""
         if self._tracker.next or goes_on:
             self.gaps += 1
         self._tell(None)

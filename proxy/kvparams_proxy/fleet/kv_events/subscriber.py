@@ -40,14 +40,14 @@ _AT_ONCE_BYTES: Final = 4 << 20
 
 
 class PublisherEndpoint(NamedTuple):
-    """Where an engine publishes."""
+    """The addresses at which an engine publishes."""
 
     endpoint: str
     replay: str | None
 
 
 class ReceivedBatch(NamedTuple):
-    """What is to be entered."""
+    """A batch that is to be entered."""
 
     who: Hashable
     batch: EventBatch | None
@@ -77,7 +77,7 @@ class KVEventSubscriber:
         self._order(who, publisher, anew=False)
 
     def request_full_replay(self, who: Hashable) -> None:
-        """Everything that it can say again is wanted again."""
+        """Requests a replay of everything that the publisher still has."""
         self._order(who, None, anew=True)
 
     def unsubscribe(self, who: Hashable) -> None:
@@ -97,11 +97,11 @@ class KVEventSubscriber:
 
     @property
     def pending_weight(self) -> int:
-        """What is decoded and not taken out yet, by its weight."""
+        """The weight of batches that are decoded and not taken yet."""
         return self._ahead
 
     def counts(self, who: Hashable) -> tuple[bool, int, int, int, int]:
-        """Whether it is connected; batches taken, messages that were none, gaps that stay, restarts."""
+        """Returns whether it is connected, and its counts of batches, invalid messages, unfilled gaps and restarts."""
         ear = self._ears.get(who)
         if ear is None:
             return False, 0, 0, 0, 0
@@ -304,7 +304,7 @@ class _PublisherSockets:
 
 
 def _received(socket: "zmq.Socket[bytes]") -> "list[list[bytes]]":
-    """What is there now, some of it."""
+    """Receives a bounded number of the messages that are available now."""
     found: list[list[bytes]] = []
     size = 0
     with suppress(zmq.Again):

@@ -1,4 +1,4 @@
-"""Where nobody hears engines' KV events, says of whom that was declared for nothing.
+"""Logs the instances whose declared KV events are not used.
 
 The one rule: what an operator has declared is done or spoken of, never passed over.
 """

@@ -1,4 +1,4 @@
-"""How one engine is spoken to: the API key it wants to see and TLS, read from where an operator said they are.
+"""Credentials for one engine: its API key and TLS settings, read from the places that an operator names.
 
 The one rule: an entry names places; what is read there stays in memory and shows itself to nobody (`secret.py`).
 """
@@ -19,7 +19,7 @@ __all__ = ["NO_CREDENTIALS", "NO_CREDENTIAL_SOURCES", "CredentialSources", "Engi
 
 @dataclass(frozen=True, slots=True)
 class CredentialSources:
-    """Where the key and the certificates for an engine are. Hashable: many engines share one."""
+    """The places of an engine's key and certificates. Hashable: many engines share one."""
 
     key_file: Path | None = None
     """Holds the engine's API key, alone."""
@@ -37,7 +37,7 @@ class CredentialSources:
 
 @dataclass(frozen=True, slots=True)
 class EngineCredentials:
-    """What was read. Equal exactly if an engine would see no difference."""
+    """The credentials that were read. Two are equal exactly if an engine would see no difference."""
 
     key: Secret | None = None
     """The engine's API key."""

@@ -1,4 +1,4 @@
-"""What a source wants of one instance, and by which rules what it says is read.
+"""Specifications of instances as their source declares them, and the rules that parse them.
 
 The one rule: an entry is a value. Two are equal exactly if nothing about the instance has changed.
 """
@@ -28,7 +28,7 @@ LabelSelector = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One instance as its source wants it. Equal exactly if nothing about it has changed."""
+    """An instance as its source declares it. Two are equal exactly if nothing about the instance has changed."""
 
     id: str
     url: str
@@ -78,7 +78,7 @@ class InstanceSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpecRules:
-    """How entries are read: what is known, and what holds for all that do not say otherwise."""
+    """Rules that parse entries: the known names, and the defaults."""
 
     connectors: frozenset[str]
     """The names of the dialects that are spoken here."""

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class InstanceProvider(Protocol):
-    """One source of instances."""
+    """A source of instances."""
 
     @property
     def source(self) -> str:

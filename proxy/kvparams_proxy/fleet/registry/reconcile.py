@@ -1,4 +1,4 @@
-"""What has to happen so that the fleet is what a source wants: a pure decision, and the law of sources.
+"""Computes the changes that bring the fleet to the state that a source declares: a pure decision.
 
 The one rule: a source changes and removes only what is its own. An id belongs to the source that named it first;
 whoever names it later waits until it is free.
@@ -21,7 +21,7 @@ class OwnedInstance(NamedTuple):
 
 
 class FleetChanges(NamedTuple):
-    """What has to be done to the fleet. An id is in one of them at most."""
+    """Changes to the fleet. An id is in at most one of them."""
 
     adds: tuple[InstanceSpec, ...] = ()
     replaces: tuple[InstanceSpec, ...] = ()
@@ -34,7 +34,7 @@ class FleetChanges(NamedTuple):
 
 
 def reconcile(owned: Mapping[str, OwnedInstance], source: str, desired: Sequence[InstanceSpec]) -> FleetChanges:
-    """What has to happen so that of `source` exactly `desired` is there, conflicts aside.
+    """Computes the changes after which the fleet has exactly `desired` of `source`, conflicts aside.
 
     Args:
         owned: everything in the fleet by id, of every source.

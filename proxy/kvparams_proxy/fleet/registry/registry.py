@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SourceState:
-    """How it stands with one source."""
+    """The state of one source."""
 
     __slots__ = ("applied_count", "conflicts", "desired_specs", "problems", "refused_count")
 
@@ -39,7 +39,7 @@ class SourceState:
 
 
 class Registry:
-    """Who is in the fleet, and by whose word."""
+    """Records the members of the fleet and the source that owns each."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Registry:
 
     @property
     def owned(self) -> Mapping[str, OwnedInstance]:
-        """Everything in the fleet, by id."""
+        """All instances in the fleet, by id."""
         return MappingProxyType(self._owned)
 
     @property
     def sources(self) -> Mapping[str, SourceState]:
-        """Those that have spoken, by name, in the order in which they did first."""
+        """All sources that have published, by name, in the order of their first publication."""
         return MappingProxyType(self._sources)
 
     def credentials_for(self, id: str) -> EngineCredentials:
-        """How the instance of this id is spoken to. Known before the fleet's listeners hear that it has joined."""
+        """Returns the credentials of the instance. They are known before the fleet's listeners hear that it has joined."""
         owned = self._owned.get(id)
         return NO_CREDENTIALS if owned is None else owned.spec.credentials
 
@@ -93,7 +93,7 @@ class Registry:
         return changes
 
     def is_local(self, entry: InstanceSpec) -> bool:
-        """Whether only the engine beside this proxy may do what `entry` is for."""
+        """Returns whether the role of `entry` is reserved for the engine beside this proxy."""
         local = self._owned.get(self._local) if self._local is not None else None
         return local is not None and local.spec.role is entry.role
 
