@@ -1,6 +1,6 @@
 """Errors in an operator's configuration, reported together and each with its location.
 
-The one rule: a message names members and says what to do; it never repeats a value that may be a secret.
+A message names members and says what to do. It never repeats a value that may be a secret.
 """
 
 from typing import Final

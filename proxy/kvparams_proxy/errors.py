@@ -1,6 +1,6 @@
 """Errors reported to clients, in the OpenAI format.
 
-The one rule: the message says what is wrong and what to do; addresses and the inside of engines are never in it.
+A message says what is wrong and what to do. It never contains addresses or internals of engines.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Secrets that an operator gives the proxy: the engines' keys, the key of the admin API.
 
-They come from files or environment variables, never from the command line, where everybody on the machine reads them.
-The one rule: a secret shows itself only to whoever asks it to; in logs, errors and settings it is a name.
+They come from files or environment variables, never from the command line, where everybody on the machine reads them. A
+secret's text is available only through explicit calls; logs, errors and settings show its name.
 """
 
 import re

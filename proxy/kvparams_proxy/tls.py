@@ -1,7 +1,7 @@
 """TLS contexts: the proxy as a server to its clients, and as a client to each engine.
 
-Whoever is spoken to is verified, always: there is no setting that turns it off. The one rule: whatever is wrong with a
-file is found at the start, and the error says which file and why.
+Whoever is spoken to is verified, always: there is no setting that turns it off. Faulty files are found at the start,
+and the error names the file and the reason.
 """
 
 import ssl

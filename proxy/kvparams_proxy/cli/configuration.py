@@ -1,7 +1,7 @@
 """From the command line and the fleet file to `Settings`: layered, checked, and everything wrong said at once.
 
-A flag goes before the file, the file before the default. The one rule: what is started was checked completely; after
-this nothing about the settings can fail.
+A flag goes before the file, the file before the default. Settings are checked completely here; none can fail after the
+start.
 """
 
 import argparse

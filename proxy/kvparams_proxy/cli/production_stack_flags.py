@@ -1,8 +1,8 @@
 """The flags of vLLM production-stack's router, as other names for ours: its command line for disaggregated prefill with
 static discovery works here.
 
-The one rule: what is taken means the same here; what means nothing here is said so, and what cannot be done is refused.
-Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.
+Flags that are accepted have the same meaning here. Flags without meaning here are reported, and flags that cannot be
+honored are refused. Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.
 """
 
 import argparse

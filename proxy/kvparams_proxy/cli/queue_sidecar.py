@@ -1,6 +1,6 @@
 """The queue beside an engine: what `kvparams sidecar --broker` makes of a prefill engine and of a decode engine.
 
-The one rule: with a password in it, the broker's URL comes from a file; a command line is read by everybody.
+A broker URL with a password must come from a file, since other users can read a command line.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`kvparams sidecar`: the proxy beside one engine, from the command line.
 
-The one rule: its settings are the proxy's, by the same names; its own say only which engine it is beside.
+Its settings have the same names as the proxy's. Its own flags only describe the engine beside it.
 """
 
 import argparse

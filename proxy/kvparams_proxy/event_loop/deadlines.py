@@ -1,6 +1,6 @@
 """Time-outs of legs: one sweep over all of them in place of a timer for each.
 
-The one rule: starting or renewing a time-out costs an entry in a dictionary; it fires at most a tick late.
+Starting or renewing a time-out costs a dictionary entry; it fires at most a tick late.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Batches work that arrives during one turn of the event loop, one kind after another.
 
 Acted on as they come, requests and answers of all kinds by turns, each costs a sixth more: code and data of its kind
-have to come back into the processor's caches every time. The one rule: what was put here is acted on before the loop
-waits again, in the order in which it was put.
+have to come back into the processor's caches every time. Scheduled actions run before the loop waits again, in the
+order in which they were scheduled.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Holds the active request manager modes, which can be switched while the proxy runs.
 
-The one rule: a request keeps the manager that it began with; a switch is for those who come after it.
+A request keeps the manager that it began with; a switch affects later requests.
 """
 
 import logging

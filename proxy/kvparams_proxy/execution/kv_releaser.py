@@ -1,6 +1,6 @@
 """Gives back KV that nobody will fetch: one small request to an engine, after its own request has ended.
 
-The one rule: it is tried once, within a bounded time; what fails is counted as orphaned and ends with its lease.
+A release is tried once, within a bounded time. If it fails, the KV is counted as orphaned and ends with its lease.
 """
 
 import asyncio

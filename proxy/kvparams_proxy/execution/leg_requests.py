@@ -1,6 +1,6 @@
 """Builds the request of a leg: the client's body with the changes that the plan asks for.
 
-The one rule: the client's words go out as they came in, but for these changes.
+Apart from these changes the client's bytes are sent unchanged.
 """
 
 from typing import Final, cast

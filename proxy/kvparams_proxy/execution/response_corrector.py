@@ -1,7 +1,7 @@
 """Corrects a decode engine's response before the client sees it, by editing bytes in place.
 
-Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. The one rule:
-every other byte leaves as the engine wrote it.
+Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. All other
+bytes leave as the engine wrote them.
 """
 
 from collections.abc import Mapping, Sequence

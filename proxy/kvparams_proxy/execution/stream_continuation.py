@@ -2,8 +2,8 @@
 
 While a stream runs, `StreamRecorder` remembers its token ids (asked for with `return_token_ids`, and taken out again
 where the client has not asked itself). When its engine fails, the rest is asked of another engine as a completion of
-exactly these ids, and its events are put into the form of those that came before. The one rule: only ids whose text the
-client has are counted; what an engine had computed but not yet said is computed again.
+exactly these ids, and its events are put into the form of those that came before. Only ids whose text the client has
+are counted. Tokens that an engine had computed but not sent are computed again.
 """
 
 import json

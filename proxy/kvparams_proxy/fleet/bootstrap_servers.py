@@ -1,6 +1,6 @@
 """Asks the bootstrap servers of prefill engines who the engine is, where a dialect has them.
 
-The one rule: they are asked by probes, never for a request, and are shown nothing of ours: they want no key.
+Probes query them; requests never do. They require no key and are sent none.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ BootstrapCallback = Callable[[BootstrapInfo | None, str], None]
 
 
 def bootstrap_url(instance: Instance, bootstrap: BootstrapProtocol) -> str:
-    """Returns the URL of the bootstrap server of `instance`: as declared, or the dialect's port on the engine's host."""
+    """Returns the bootstrap server's URL for `instance`: as declared, or the dialect's port on the engine's host."""
     if instance.bootstrap is not None:
         return instance.bootstrap
     host = urlsplit(instance.url).hostname or ""

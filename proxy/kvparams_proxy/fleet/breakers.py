@@ -1,6 +1,6 @@
 """The breakers of the fleet's members: what legs tell them, and the timers that half open them.
 
-The one rule: a half-open breaker has one trial at a time, and a trial whose leg told nothing makes room for another.
+A half-open breaker has one trial at a time. A trial whose leg gave no result makes room for another.
 """
 
 from collections.abc import Callable

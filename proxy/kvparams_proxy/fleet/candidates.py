@@ -43,7 +43,7 @@ class Candidates:
         return found
 
     def has_cached_candidates(self, model: str | None) -> bool:
-        """Returns whether candidates for this model are cached. False says nothing about whether there are candidates."""
+        """Returns whether candidates for this model are cached. False does not mean that there are none."""
         return model in self._candidates
 
     def has_candidates(self, model: str | None) -> bool:

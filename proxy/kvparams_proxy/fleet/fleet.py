@@ -174,7 +174,7 @@ class Fleet(FleetMembers):
     # what there is
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """Returns the last answer of an instance's bootstrap server, or None where there is no server or no answer yet."""
+        """Returns the last answer of an instance's bootstrap server, or None without a server or an answer."""
         try:
             return self.member(instance).bootstrap_info
         except KeyError:
@@ -203,7 +203,7 @@ class Fleet(FleetMembers):
         return self._roles[role].has_candidates(model)
 
     def should_fail_over(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
-        """See `kvparams.routing.plan.Context.should_fail_over`."""
+        """See `kvparams.routing.plan.ExecutionContext.should_fail_over`."""
         if not self._paired:
             return False
         other = Role.DECODE if instance.role is Role.PREFILL else Role.PREFILL
@@ -213,7 +213,7 @@ class Fleet(FleetMembers):
         )
 
     def cached_tokens(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
-        """See `kvparams.routing.plan.Context.cached_tokens`."""
+        """See `kvparams.routing.plan.ExecutionContext.cached_tokens`."""
         if self._prefixes is None or not self.has_candidates(role, facts.model):
             return {}
         believed = self._prefixes.cached_tokens(facts)

@@ -1,6 +1,6 @@
 """The queue of legs that wait for room on an instance of one role, and the errors of those that are refused.
 
-The one rule: whoever enters hears exactly once how it ended, unless it gives up.
+Each waiter hears exactly once how its wait ended, unless it gives up.
 """
 
 from collections.abc import Callable, Collection, Generator

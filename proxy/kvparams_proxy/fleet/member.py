@@ -1,6 +1,6 @@
 """A member of the fleet: an engine, and the facts known about it now.
 
-The one rule: only `Fleet` and `Dispatcher` change a member; everybody else reads.
+Only `Fleet` and `Dispatcher` change a member; all other code reads it.
 """
 
 from enum import StrEnum

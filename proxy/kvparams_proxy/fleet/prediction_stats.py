@@ -1,6 +1,6 @@
 """Compares predictions of the prefix cache model with engines' reports, and logs a warning when they diverge.
 
-The one rule: only engines know what they had cached; what they do not report is counted as not reported, never guessed.
+Only engines know what they had cached. Legs without a report are counted as such, never estimated.
 """
 
 import logging

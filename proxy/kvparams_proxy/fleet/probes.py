@@ -2,8 +2,8 @@
 speaks, over the data path's connections.
 Where its dialect has a bootstrap server, an engine is there only when that one says who it is.
 
-Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
-for each member at most one probe runs, and none after the member or the prober has gone.
+Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. At most one
+probe runs for each member, and none after the member or the prober has gone.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ computed on an engine that lets others read (`kvparams.peer_reads`, learnt from 
 that read from others and may be paired with whom it may. An engine that was expected to fetch, and reports less, says
 that whoever was to have it has it no longer.
 
-The one rule: an address is only remembered here; whoever hands it on holds it against its engine first.
+Addresses are only stored here. Callers that pass one on compare it with its engine first.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Legs that run on what is no longer in the fleet: an earlier incarnation of a member, or a member that was removed.
 
-The one rule: an instance is remembered exactly as long as a leg runs on it.
+An instance is kept exactly as long as a leg runs on it.
 """
 
 from kvparams.instances import Instance

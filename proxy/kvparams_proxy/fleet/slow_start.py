@@ -1,6 +1,6 @@
 """Instances that have just come get their share of the work little by little.
 
-The one rule: while it lasts, an instance has at most ramp * (mean of the others) + 1 legs; ramp goes from 0 to 1.
+Meanwhile an instance has at most ramp * (mean of the others) + 1 legs; ramp goes from 0 to 1.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Acknowledges messages in batches: all that were handled within some milliseconds at once.
 
-The one rule: an acknowledgement goes to the channel that the message came from, or nowhere.
+An acknowledgement goes to the channel that its message came from, or is dropped.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The connection of one node to the broker: made, lost, made again.
 
-The one rule: whoever uses it declares everything anew each time, as if the broker had never been there before.
+Users declare their queues anew on each connection, since the broker may have lost everything.
 """
 
 import asyncio

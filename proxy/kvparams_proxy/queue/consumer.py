@@ -1,7 +1,7 @@
 """A decode node: pulls work when it has room, has its engine do it, and tells the answer to the node that asked.
 
-The one rule: work is acknowledged when all of its answer is with the broker, or when nobody waits for it, or when
-somebody has been told that it is not done; never before.
+Work is acknowledged when all of its response is with the broker, when nobody waits for it any more, or when the
+requester has been told that it is not done; never before.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class WorkConsumer:
         Args:
             url: the broker's.
             engine: the way to it.
-            name: of the pool of decode nodes, see `kvparams_proxy.queue.topology.Names`.
+            name: of the pool of decode nodes, see `kvparams_proxy.queue.topology.QueueNames`.
             room: how much work it does at a time.
             silence_s: the longest silence of the engine.
             probe_s: how often the engine is asked whether it is there.
@@ -144,25 +144,25 @@ class WorkConsumer:
     # for what runs
 
     def watch(self, running: RunningWork, limit_s: float) -> None:
-        """See `running.Owner.watch`."""
+        """See `WorkOwner.watch`."""
         self._watch.start(running, limit_s)
 
     def put(self, letter: OutboundMessage, to: str) -> None:
-        """See `running.Owner.put`."""
+        """See `WorkOwner.put`."""
         letter.queue_name = self._names.results(to)
         self._outbox.put(letter)
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """See `running.Owner.withdraw`."""
+        """See `WorkOwner.withdraw`."""
         self._outbox.withdraw(letter)
 
     def engine_finished(self, running: RunningWork, error: UpstreamError | None, status: int) -> None:
-        """See `running.Owner.over`."""
+        """See `WorkOwner.engine_finished`."""
         self._watch.stop(running)
         self._appetite.record_outcome(error, well=error is None and status < _FAULTS)
 
     def work_finished(self, running: RunningWork) -> None:
-        """See `running.Owner.done`."""
+        """See `WorkOwner.work_finished`."""
         self._watch.stop(running)
         self._running.pop(running.id, None)
         self._counts["done" if running.complete else "cancelled"] += 1

@@ -1,6 +1,6 @@
 """Decides how much work a decode node takes: up to its room, one piece on trial, or none while its engine fails.
 
-The one rule: a node whose engine is not there takes nothing. It would fail fastest, and so take the most.
+A node whose engine is missing takes no work: it would fail fastest, and so take the most.
 """
 
 import asyncio

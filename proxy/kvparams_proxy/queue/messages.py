@@ -2,8 +2,8 @@
 
 Messages for one result queue that are sent together share one broker message, one after the other.
 
-`README.md` beside this file is the page for other implementers. The one rule: what is not exactly one of these messages
-is refused, whoever sent it; members that a later version adds are passed over.
+`README.md` beside this file is the page for other implementers. Anything that is not exactly one of these messages is
+refused. Members added by a later version are ignored.
 """
 
 import json
@@ -155,7 +155,7 @@ def write_work(work: WorkItem) -> bytes:
 
 def read_work(raw: bytes) -> WorkItem:
     """Raises:
-    Malformed: it is none.
+    MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)
     id = _id(head)
@@ -259,7 +259,7 @@ def write_control(control: ControlMessage) -> bytes:
 
 def read_control(raw: bytes) -> ControlMessage:
     """Raises:
-    Malformed: it is none.
+    MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)
     _kind(head, "control")

@@ -3,8 +3,8 @@
 A message costs nodes and broker about the same however much is in it, and a step of an engine brings tokens of many
 streams: letters that may be joined leave together, at most once in a few milliseconds for each queue.
 
-The one rule: what the broker has not confirmed is sent again, in order, as soon as there is a connection; so whoever
-reads must know a letter that comes twice.
+Messages that the broker has not confirmed are sent again, in order, after a reconnect. Readers must therefore recognize
+duplicates.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """A prefill node's attempt in the queue, and the response that it waits for: an `ExchangeHandle`.
 
-The one rule: its sink hears the parts of one node's answer, in order, each once, and nothing after the end.
+The sink receives the parts of one node's response in order, each once, and nothing after the end.
 """
 
 import asyncio

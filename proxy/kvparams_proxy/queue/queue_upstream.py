@@ -1,7 +1,7 @@
 """The way of a prefill node to all decode nodes: work goes into one queue, answers come back through one of its own.
 
-The one rule: an attempt has an id of its own and hears one decode node, the first that takes it; whatever else comes
-for it is a duplicate, and whoever sent that is told to stop.
+An attempt has an id of its own and accepts one decode node, the first that takes it. Any other node that answers it is
+a duplicate and is told to stop.
 """
 
 import asyncio

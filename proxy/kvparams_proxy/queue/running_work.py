@@ -1,6 +1,6 @@
 """A piece of work on a decode node: sends its engine's response in numbered parts to the node that asked.
 
-The one rule: it counts as done only when the broker has all of its answer; until then the work is not acknowledged.
+Work is acknowledged only when the broker has all of its response.
 """
 
 from collections.abc import Callable

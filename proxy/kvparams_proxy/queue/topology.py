@@ -1,6 +1,6 @@
 """The queues: what they are called, what they promise, who declares them.
 
-The one rule: only what may wait is durable and bounded; what belongs to one node goes with it.
+Only work that may wait is in a durable, bounded queue. The queues of one node disappear with it.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,7 @@
 
 Keys are made here, from 256 bits of randomness; nobody chooses one. So a plain SHA-256 at rest is right: a slow hash
 (argon2, scrypt) makes guessing words dear, but there is nothing to guess in 2^256, and it would cost every request
-milliseconds. The one rule: a line that is not exactly as it should be refuses the whole file, by its number.
+milliseconds. An invalid line makes the whole file invalid; the error gives its number.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Authenticates clients by their keys, and isolates what tenants share in engines' caches.
 
-What is kept of a key, and why a fast hash is right for it, stands in `api_keys_file.py`. The one rule: a refusal tells
-nothing but that the key is not valid here, neither in words nor in the time it takes.
+What is kept of a key, and why a fast hash is right for it, stands in `api_keys_file.py`. A refusal reveals only that
+the key is not valid here, neither in words nor by its timing.
 """
 
 import asyncio

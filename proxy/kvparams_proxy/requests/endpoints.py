@@ -1,7 +1,7 @@
 """The engines' endpoints that are served here, and how a request to each is cut to a prefill leg.
 
-Generating ones are split between prefill and decode; others are passed to one engine as they are. The one rule: what an
-endpoint is called for the client it is called for the engine.
+Generating ones are split between prefill and decode; others are passed to one engine as they are. An endpoint has the
+same path for clients and engines.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,8 @@ def one_token_changes(
 ) -> dict[str, bytes | None]:
     """Computes the changes to a client's body after which only its prompt is computed.
 
-    They are as for `kvparams.jsontext.editing.edit`. `sampling`: the spans of the members of `sampling_params`, if they are known already.
+    They are as for `kvparams.jsontext.editing.edit`. `sampling`: the spans of the members of `sampling_params`, if they
+    are known already.
     """
     if kind == "generate":
         changes = _changes(_WHOLE, _STREAM, spans)

@@ -2,8 +2,7 @@
 
 An engine can be told where to fetch KV, under which key or id, from which rank. Each row names one way to tell it, and
 who reads it. Members are removed from the body; of headers and request ids only what is known to be harmless is let
-through, and the table says what that keeps back. The one rule: a way in that becomes known is a row here, and nothing
-else has to change.
+through, and the table says what that keeps back. A newly found field needs a new row here and no other change.
 
 Not in it is what an engine fetches because the API says so, such as images by URL (vLLM: --allowed-media-domains).
 """

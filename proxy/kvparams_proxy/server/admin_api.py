@@ -15,8 +15,8 @@
     PUT    /admin/modes                    the same from now on; requests that run are not touched
     POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
 
-What is added here is forgotten when the proxy ends. The one rule: nothing is looked at before the token is right, and
-no secret is ever in an answer.
+What is added here is forgotten when the proxy ends. A request is read only after its token has been verified, and no
+response contains a secret.
 """
 
 import asyncio

@@ -225,7 +225,7 @@ class RequestHandler:
             resources.token_service.find(self._endpoint.kind, inbound, execute)
 
     def _manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
-        """Returns the manager of the request. Where one engine does both, it also serves requests that are not split."""
+        """Returns the request's manager. Where one engine does both, it also serves requests that are not split."""
         manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
         return manager if self._alone is None or manager.roles == _BOTH else self._alone
 
@@ -251,7 +251,7 @@ class RequestHandler:
 
 
 class _LongBodyRead:
-    """A request whose body is being read in steps: a `downstream.Watcher`."""
+    """A request whose body is being read in steps: a `DownstreamObserver`."""
 
     __slots__ = ("_admission", "_done", "_downstream", "_generate", "_work")
 
@@ -288,7 +288,7 @@ class _LongBodyRead:
             self._done()
 
     def client_gone(self) -> None:
-        """See `Watcher`. What is read of the body is dropped."""
+        """See `DownstreamObserver`. What is read of the body is dropped."""
         work, self._work = self._work, None
         if work is not None:
             work.cancel()
@@ -296,10 +296,10 @@ class _LongBodyRead:
                 self._done()
 
     def client_slow(self) -> None:
-        """See `Watcher`. Nothing is written yet."""
+        """See `DownstreamObserver`. Nothing is written yet."""
 
     def client_ready(self) -> None:
-        """See `Watcher`."""
+        """See `DownstreamObserver`."""
 
 
 class ASGIRequestHandler:

@@ -1,7 +1,6 @@
 """`POST /admin/explain-route`: where a request would go now, and why. The body is what a client would send.
 
-The one rule: no leg is sent and no load is counted; only an engine's `/tokenize` is asked, where prompts get their ids
-there.
+It sends no leg and counts no load. It asks an engine's `/tokenize` only where prompts get their ids there.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The way to an engine whose ASGI app runs in this process: an `Upstream` without a socket.
 
-To whoever listens its answers look like those that come over HTTP. The one rule: an app is told first that nobody
-waits any more, by `http.disconnect`, and its task is cancelled only where it does not mind: many servers abort what
-they compute for a request when they hear the first, and never when they are cancelled.
+To whoever listens its answers look like those that come over HTTP. An app is first told by `http.disconnect` that
+nobody waits any more. Its task is cancelled only where that is harmless: many servers abort the computation for a
+request on the disconnect, and never on a cancellation.
 """
 
 import asyncio

@@ -5,9 +5,8 @@
         Settings((me, *decode_engines), beside=me.id),  # `me`: Instance("p0", ..., Role.PREFILL, "http://10.0.0.1:8000")
     )
 
-The one rule: who does not show the engines' key is a client. It may ask for what the proxy serves, and read a few
-things that name no address; what it says of KV reaches no engine. Legs of other proxies come with the key and go to the
-app as they are.
+A caller without the engines' key is a client. It may use the proxy's endpoints and read a few that reveal no address;
+its KV fields reach no engine. Legs of other proxies carry the key and go to the app unchanged.
 """
 
 import asyncio

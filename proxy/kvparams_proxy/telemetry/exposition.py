@@ -1,6 +1,6 @@
 """Writes the text of all metrics for Prometheus, in the format that it asks for.
 
-The one rule: however many instances there are, requests go on between two metrics.
+The event loop serves requests between two metrics, however many instances there are.
 """
 
 import asyncio

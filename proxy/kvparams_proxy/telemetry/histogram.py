@@ -1,6 +1,6 @@
 """A histogram that costs a search in a few numbers and two additions.
 
-The one rule: everything else (labels, running totals, text) happens when somebody asks for it.
+Labels, running totals and text are computed only when they are read.
 """
 
 from bisect import bisect_left

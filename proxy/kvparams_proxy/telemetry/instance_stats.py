@@ -1,7 +1,6 @@
 """Statistics of each instance: totals, and changes within about the last minute.
 
-The one rule: sums only grow, and whoever wants a mean or a rate looks at them again and again: nothing is kept of
-single requests, and nothing happens while nobody looks.
+Sums only grow. Readers that want a mean or a rate sample them repeatedly; single requests are not stored.
 """
 
 from collections import deque

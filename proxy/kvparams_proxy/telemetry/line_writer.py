@@ -1,7 +1,7 @@
 """Writes lines to stdout, stderr or a file from a thread of its own.
 
-The one rule: whoever gives lines never waits and never fails; what a slow, full or closed place does not take within
-its bounded room is dropped and counted.
+Writers never wait and never fail. Lines that a slow, full or closed destination does not take within the bounded buffer
+are dropped and counted.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measures event loop lag: a timer records its own delay.
 
-The one rule: it costs nothing that could be measured, four calls a second.
+It takes four calls a second, too little to be measured.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Prometheus counters of requests. `METRICS.md` lists all names; `proxy_gauges.py` has the gauges.
 
-The one rule: a request pays for additions, not for a label look-up and a lock; the rest happens when it is scraped.
+A request pays for additions only; labels and locks are needed only when metrics are scraped.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ _FIRST_TOKEN: Final[dict[Role, tuple[LifecycleState, LifecycleState]]] = {
 
 
 class Metrics(Collector):
-    """Counters and histograms. A `kvparams_proxy.telemetry.request_record.Reader`."""
+    """Counters and histograms. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
     def __init__(self) -> None:
         self.outcomes: dict[RequestOutcome, int] = dict.fromkeys(get_args(RequestOutcome), 0)
@@ -95,13 +95,13 @@ class Metrics(Collector):
         self._failures[instance.role, kind] += 1
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         status = refusal.error.status
         self.outcomes["refused" if status < 500 else "failed"] += 1
         self.refusals[status] = self.refusals.get(status, 0) + 1
 
     def ended(self, account: RequestRecord) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         life = account.lifecycle
         self._live.discard(life)
         ways = self._ways

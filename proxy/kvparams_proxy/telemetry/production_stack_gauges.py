@@ -2,7 +2,7 @@
 
 Source of names and label: production-stack 0c740a25, src/vllm_router/services/metrics_service/__init__.py and
 routers/metrics_router.py; `avg_prefill_length` and `router_queueing_delay_seconds` are in its dashboard only
-(observability/vllm-dashboard.json, version 18). The one rule: what is not known is not said, neither as 0 nor as -1.
+(observability/vllm-dashboard.json, version 18). A value that is not known is left out, instead of reported as 0 or -1.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,6 +1,6 @@
 """Prometheus gauges of the proxy's present state. Requests do not update them; a scrape computes them.
 
-The one rule: labels are roles, instances' ids and words of our own; a client invents none.
+Label values are roles, instance ids and fixed words; none comes from a client.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Accounts of requests that are over, handed in batches to whoever reads them: metrics, journal, traces.
 
 Read one by one, between two requests, an account costs two to three times as much: its readers' code and data have to
-come back into the processor's caches each time. The one rule: who reads later must not see less, so whatever an account
-says is fixed before it comes here.
+come back into the processor's caches each time. A record is complete before it comes here, so that late readers see the
+same.
 """
 
 import asyncio

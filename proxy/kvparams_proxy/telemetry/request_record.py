@@ -1,6 +1,6 @@
 """Record of one request: filled while it runs, and read once at its end by metrics, request log and traces.
 
-The one rule: nothing of what was asked or answered is in it, no address and no key.
+A record contains no part of the prompt or the answer, no address and no key.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 What takes time (the request, each wait, each leg) is a span; every step of a request's life is an event on its span.
 
-Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). The one rule: only requests that
-are sampled cost anything here, a thread sends what they leave, and a collector that is not there holds up nobody.
+Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). Only sampled requests cost
+anything here. A thread exports their spans, so a missing collector blocks nothing.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _OPERATIONS: Final = {b"/v1/completions": "text_completion", b"/v1/chat/completi
 
 
 class RequestSpanExporter:
-    """A `kvparams_proxy.telemetry.request_record.Reader`: one span for a request, below it one for each leg and each
-    wait."""
+    """A `kvparams_proxy.telemetry.request_record.RecordReader`: exports one span for each
+    request, and below it one for each leg and each wait."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         """`exporter` is by default OTLP over HTTP. Starts a thread."""
@@ -48,7 +48,7 @@ class RequestSpanExporter:
         self._scope = InstrumentationScope("kvparams_proxy", __version__)
 
     def ended(self, account: RequestRecord) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         trace, life = account.trace_context, account.lifecycle
         if trace is None or not trace.sampled:
             return
@@ -82,7 +82,7 @@ class RequestSpanExporter:
         )
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`. Its span has no length: it never came to life."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`. Its span has no length: it never came to life."""
         trace, error = refusal.trace, refusal.error
         if trace is None or not trace.sampled:
             return

@@ -1,7 +1,7 @@
 """W3C trace context: which trace a request belongs to, and what each leg tells its engine of it.
 
 Ids are made before a leg starts, so that the engine's spans hang below the leg's; spans are made when the request is
-over (`spans.py`). The one rule: without tracing none of this runs, and the client's headers pass through untouched.
+over (`spans.py`). Without tracing this module is not used, and the client's headers pass through unchanged.
 """
 
 import re

@@ -1,8 +1,8 @@
 """A model's chat template, rendered as the engine renders it.
 
 The environment is that of transformers 5.19 (utils/chat_template_utils.py) as vLLM 0.32.0 uses it: jinja2's immutable
-sandbox, blocks trimmed, `tojson`, `strftime_now`, `raise_exception`, loop controls, `{% generation %}`. The one rule:
-the template is the operator's, what is put into it a stranger's; so what comes out is bounded in size and time.
+sandbox, blocks trimmed, `tojson`, `strftime_now`, `raise_exception`, loop controls, `{% generation %}`. The operator
+provides the template, but a client provides its input; so the output is bounded in size and time.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Detects the form of message content that a chat template reads: one text, or a list of parts.
 
 vLLM decides this from the template itself: one that loops over a message's content wants parts (vLLM 0.32.0
-renderers/hf.py, _detect_content_format). The one rule: this decides alike, for the same templates.
+renderers/hf.py, _detect_content_format). This module must decide as that function does for the same templates.
 """
 
 from collections.abc import Iterator

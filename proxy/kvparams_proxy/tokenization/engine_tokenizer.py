@@ -1,7 +1,7 @@
 """Token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
 
-The one rule: it is worth a little time and no more. An engine that is slow, busy or does not know the path is not
-waited for, and not held to be broken.
+The question has a short time limit. An engine that is slow, busy or does not know the path is not waited for, and is
+not marked as broken.
 """
 
 from array import array

@@ -1,6 +1,6 @@
 """A model's own tokenizer in this process: HF `tokenizers`, its chat template, and what was encoded before.
 
-The one rule: the ids are those of the whole text, however much of it was known.
+The ids are always those of the whole text, however much of it was cached.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Finds places at which a text can be split so that its parts have the same token ids as the whole.
 
-The one rule: a text is cut only where the tokenizer itself is bound to. First, right before an added token that it
+A text is split only where the tokenizer itself must split it. First, right before an added token that it
 finds. HF `tokenizers` looks for added tokens first, leftmost and longest, and normalises, splits and encodes what lies
 between two of them by itself
 (tokenizers 0.23 src/tokenizer/added_vocabulary.rs, extract_and_normalize). So with a token found at a place

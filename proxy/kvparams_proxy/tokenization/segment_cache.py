@@ -1,7 +1,6 @@
 """Token ids of parts of texts that were encoded before, within a bound.
 
-The one rule: what does not fit is forgotten, the longest unused first. A part that is not found costs its encoding,
-never a wrong id.
+The least recently used parts are evicted first. A missing part costs its encoding, never a wrong id.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Token ids for routing, of every request: the client's own, a tokenizer's, the engine's, or pseudo tokens.
 
-The one rule: they say where a request should go, never what it is. A wrong id costs a misroute; so whatever goes wrong
-ends in pseudo tokens, never in an error, and nothing of a prompt is logged.
+The ids affect only the choice of an instance, so a wrong id costs a misroute. All errors end in pseudo tokens, and no
+part of a prompt is logged.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class RoutingTokens(NamedTuple):
 
 
 class EncodingJob(Protocol):
-    """A text on its way to its ids: see `kvparams_proxy.tokenization.local_tokenizer.Work`."""
+    """A text on its way to its ids: see `kvparams_proxy.tokenization.local_tokenizer.LocalEncodingJob`."""
 
     @property
     def missing_chars(self) -> int:

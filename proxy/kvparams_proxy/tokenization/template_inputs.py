@@ -1,8 +1,8 @@
 """A chat request as its template sees it: messages flattened, tools and further variables in place.
 
 All of it as vLLM 0.32.0 does before it renders (renderers/chat_utils.py, parse_chat_messages;
-entrypoints/openai/chat_completion/protocol.py, build_chat_params and _normalize_messages_before). The one rule: what is
-not text, or what the engine would refuse, is not guessed at.
+entrypoints/openai/chat_completion/protocol.py, build_chat_params and _normalize_messages_before). Content that is not
+text, or that the engine would refuse, is rejected instead of guessed.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Texts that were encoded, as a whole: one that begins like one of them has those ids without a look at its parts.
 
-The one rule: ids are taken up to a cut of the other text, and only if both go on alike for so many characters behind it
-that it is a cut of this one, too (`safe_split_points.py`).
+Ids are reused up to a split point of the other text. Both texts must agree for enough characters behind it to make it a
+split point of this text, too (`safe_split_points.py`).
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Parses the operator's choice of tokenization for each model, and loads the tokenizers.
 
-The one rule: what is named is there when the proxy starts, or it does not start.
+The proxy does not start if a named tokenizer is missing.
 """
 
 from collections.abc import Mapping

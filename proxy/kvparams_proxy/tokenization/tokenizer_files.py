@@ -1,7 +1,7 @@
 """A model's tokenizer from its files: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
-The one rule: everything is read from the folder that the operator names, nothing from a network; what the files say is
-done as transformers 5.19 does it (tokenization_utils_tokenizers.py, TokenizersBackend).
+All files come from the folder that the operator names, none from a network. They are interpreted as transformers 5.19
+does it (tokenization_utils_tokenizers.py, TokenizersBackend).
 """
 
 import json

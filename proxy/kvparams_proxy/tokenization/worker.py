@@ -1,6 +1,6 @@
 """A worker thread for work that would block the event loop.
 
-The one rule: whoever gives work never waits; what does not fit into its bounded room is not taken.
+Callers never wait. A job that does not fit into the bounded queue is not taken.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The HTTP/1.1 client of the data path: the connections to one engine.
 
-It does only what two legs need. The one rule: a connection that waited is tried once; if the engine had closed it, a
-new one is made and nobody notices.
+It does only what two legs need. A request tries an idle connection once. If the engine has closed it, the request is
+sent on a new connection.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The terms in which an exchange with an engine is spoken of: limits, errors, the head of an answer, who hears it.
 
-The client itself is `pool.py` (one for each engine) over `connection.py`. The one rule: a sink hears `on_done` exactly
-once, whatever happens, and nothing after it.
+The client itself is `connection_pool.py` (one for each engine) over `connection.py`. A sink's `on_done` is called
+exactly once, whatever happens, and no method of it after that.
 """
 
 import ssl

@@ -1,7 +1,7 @@
 """Enters into the books what engines say of their caches: who is listened to, and how much of it in one turn of the
 event loop.
 
-The one rule: requests go first. However much engines say, a turn takes about a millisecond.
+Requests have priority: a turn takes about a millisecond, however many events engines send.
 """
 
 import asyncio

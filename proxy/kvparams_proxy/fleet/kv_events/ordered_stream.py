@@ -1,7 +1,6 @@
 """Orders the events of one publisher. A replay fills gaps; without one, earlier events are discarded.
 
-The one rule: nothing here waits or knows a socket. Who has the sockets hands in what comes, asks what is wanted, and
-says when time is up.
+This class does no I/O. The owner of the sockets passes in messages, sends the requested replays, and reports time-outs.
 """
 
 from collections.abc import Callable

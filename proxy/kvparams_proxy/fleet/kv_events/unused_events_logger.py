@@ -1,6 +1,6 @@
 """Logs the instances whose declared KV events are not used.
 
-The one rule: what an operator has declared is done or spoken of, never passed over.
+An operator's declaration is either used or reported in the log.
 """
 
 import logging

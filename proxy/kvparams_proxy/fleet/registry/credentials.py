@@ -1,6 +1,6 @@
 """Credentials for one engine: its API key and TLS settings, read from the places that an operator names.
 
-The one rule: an entry names places; what is read there stays in memory and shows itself to nobody (`secret.py`).
+An entry names only places; the secrets read there stay in memory (`secret.py`).
 """
 
 import os

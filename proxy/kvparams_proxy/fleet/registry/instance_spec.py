@@ -1,6 +1,6 @@
 """Specifications of instances as their source declares them, and the rules that parse them.
 
-The one rule: an entry is a value. Two are equal exactly if nothing about the instance has changed.
+A specification is a value: two are equal exactly if nothing about the instance has changed.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The interface of whoever knows engines: the fleet file now, DNS and Kubernetes next.
 
-A provider knows the complete set of instances of its own source and says it anew whenever it changes. The one rule: a
-provider never touches the fleet, and its trouble is never the proxy's: what it said last stays in force.
+A provider knows the complete set of instances of its own source and says it anew whenever it changes. A provider never
+touches the fleet. If it fails, its last set stays in force.
 """
 
 import asyncio

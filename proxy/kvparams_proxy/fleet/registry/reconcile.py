@@ -1,7 +1,7 @@
 """Computes the changes that bring the fleet to the state that a source declares: a pure decision.
 
-The one rule: a source changes and removes only what is its own. An id belongs to the source that named it first;
-whoever names it later waits until it is free.
+A source changes and removes only its own instances. An id belongs to the source that named it first; another source
+that names it waits until it is free.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Every source's word about the engines, and the fleet made to follow it.
 
-The one rule: all changes to who is in the fleet go through here, and each is one call without a wait in it, so that no
-request ever sees half of one.
+All changes of the fleet's membership go through here. Each is one call without a wait, so that no request sees half of
+one.
 """
 
 import logging
@@ -72,7 +72,7 @@ class Registry:
         return MappingProxyType(self._sources)
 
     def credentials_for(self, id: str) -> EngineCredentials:
-        """Returns the credentials of the instance. They are known before the fleet's listeners hear that it has joined."""
+        """Returns the instance's credentials. They are known before the fleet's listeners hear that it has joined."""
         owned = self._owned.get(id)
         return NO_CREDENTIALS if owned is None else owned.spec.credentials
 
