@@ -32,13 +32,13 @@ class ConfigProblems:
         return bool(self._found)
 
     def add(self, where: str, what: str) -> None:
-        """`where` is a path such as `instances[2].url`; empty when it is about the whole."""
+        """Adds a problem. `where` is a path such as `instances[2].url`, or empty for the whole configuration."""
         if len(self._found) < _SHOWN:
             self._found.append(f"{where}: {what}" if where else what)
         else:
             self._more += 1
 
     def raise_if_any(self) -> None:
-        """Raise `ConfigError` with what was found, if anything was."""
+        """Raises `ConfigError` with the problems, if there are any."""
         if self._found:
             raise ConfigError((*self._found, f"and {self._more} more") if self._more else tuple(self._found))

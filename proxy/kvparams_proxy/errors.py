@@ -9,7 +9,7 @@ __all__ = ["ProxyError"]
 
 
 class ProxyError(Exception):
-    """An answer other than the one the client hoped for. `kind` is OpenAI's error `type`."""
+    """An error response to the client. `kind` is OpenAI's error `type`."""
 
     def __init__(
         self,

@@ -41,11 +41,11 @@ class Secret:
         self._digest = sha256(text.encode()).digest()
 
     def reveal(self) -> str:
-        """The text itself."""
+        """Returns the text itself."""
         return self._text
 
     def authorization_header(self) -> bytes:
-        """A whole header line that shows it to an engine."""
+        """Returns a whole header line that shows the secret to an engine."""
         return b"authorization: Bearer %b\r\n" % self._text.encode()
 
     def matches(self, given: bytes) -> bool:
@@ -63,7 +63,7 @@ class Secret:
 
 
 def secret_from_file(path: Path) -> Secret:
-    """The text of a file; white space around it does not count.
+    """Reads a secret from a file; surrounding white space does not count.
 
     Raises:
         SecretError: it cannot be read, or holds no secret.
@@ -85,7 +85,7 @@ def is_accessible_by_others(path: Path) -> bool:
 
 
 def secret_from_variable(name: str, environment: Mapping[str, str]) -> Secret:
-    """The text of an environment variable.
+    """Reads a secret from an environment variable.
 
     Raises:
         SecretError: it is not set, or holds no secret.

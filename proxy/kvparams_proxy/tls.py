@@ -53,7 +53,7 @@ class EngineTLSSettings:
 
 
 def server_ssl_context(settings: ServerTLSSettings) -> ssl.SSLContext:
-    """For the listener.
+    """Returns the context of the listener.
 
     Raises:
         TLSError: a file is missing, is not what it should be, or two do not belong together.
@@ -69,7 +69,7 @@ def server_ssl_context(settings: ServerTLSSettings) -> ssl.SSLContext:
 
 
 def engine_ssl_context(settings: EngineTLSSettings) -> ssl.SSLContext:
-    """For the connections to an engine. It takes milliseconds where the system's authorities are read.
+    """Returns the context for connections to an engine. Takes milliseconds where the system's authorities are read.
 
     Raises:
         TLSError: a file is missing, is not what it should be, or two do not belong together.
@@ -120,7 +120,7 @@ class _Encrypted(Exception):
 
 
 def _encrypted() -> NoReturn:
-    """Instead of OpenSSL, which would wait at the terminal."""
+    """Refuses an encrypted key, for which OpenSSL would wait at the terminal."""
     raise _Encrypted
 
 

@@ -1,4 +1,4 @@
-"""From the command line and the fleet file to `Settings`: layered, checked, and everything wrong said at once.
+"""Builds the configuration from the command line and the fleet file, and reports all errors at once.
 
 A flag goes before the file, the file before the default. Settings are checked completely here; none can fail after the
 start.
@@ -65,7 +65,7 @@ class Configuration(NamedTuple):
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
-    """Read what was asked for. Blocks: it reads the files that are named.
+    """Builds the configuration. Blocks: it reads the files that are named.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -156,14 +156,14 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
 
 
 def _modes(values: Mapping[str, Any], provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
-    """A flag goes before the file."""
+    """Returns the modes: those of the flag, or else those of the file."""
     if values["mode"] is not None:
         return (values["mode"],)
     return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
 
 
 def _flags(arguments: argparse.Namespace, problems: ConfigProblems) -> dict[str, object]:
-    """The flags that were given, checked."""
+    """Returns the flags that were given, checked."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         given = getattr(arguments, option.name.replace("-", "_"))
@@ -219,7 +219,7 @@ def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
 def _entries(
     arguments: argparse.Namespace, static: StaticFleet, rules: SpecRules, problems: ConfigProblems
 ) -> tuple[InstanceSpec, ...]:
-    """The engines that flags name."""
+    """Returns the fleet entries for the engines that flags name."""
     entries: list[InstanceSpec] = []
     bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
@@ -320,7 +320,7 @@ def _tokenizers(values: Mapping[str, Any], problems: ConfigProblems) -> Tokenize
 
 
 def _policy(values: Mapping[str, Any], tokenizers: TokenizersByModel) -> tuple[str, list[str]]:
-    """The policy that is named, or the one that is best where nobody has named one; and what is to be said of it."""
+    """Returns the named policy or the best default, with notes for the operator."""
     if values["policy"] is not None or not tokenizers:
         return values["policy"] or "round_robin", []
     if any(find_spec(name) is None for name in ("numpy", "msgspec")):

@@ -1,4 +1,4 @@
-"""`kvparams explain-route`: where a running proxy would send a request now, and why."""
+"""`kvparams explain-route` shows where a running proxy would send a request now, and why."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ class ExplainRouteCommand:
         parser.add_argument("--json", action="store_true", help="print the proxy's answer as it is")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Ask and print."""
+        """Asks the proxy and prints its answer."""
         try:
             body = _body(arguments)
             token = Path(arguments.admin_token_file).read_text().strip()

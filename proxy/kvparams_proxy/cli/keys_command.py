@@ -1,4 +1,4 @@
-"""`kvparams keys`: make, list and revoke the API keys of clients."""
+"""`kvparams keys` makes, lists and revokes the API keys of clients."""
 
 import argparse
 import re
@@ -44,7 +44,7 @@ class KeysCommand:
         revoke.add_argument("id", help="the key's id, as `list` shows it")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it."""
+        """Runs the chosen action."""
         try:
             if arguments.action == "create":
                 return _create(arguments.file, arguments.tenant, arguments.priority, arguments.expires)

@@ -38,7 +38,7 @@ _EXTERNAL: Final = re.compile(r'^\S*prompt_tokens\S*\{[^}]*source="external\w*"[
 
 
 class _EngineRefused(LegFailed):
-    """An engine did not answer a leg well."""
+    """Raised when an engine does not answer a leg well."""
 
     def __init__(self, instance: Instance, why: str) -> None:
         super().__init__(f"the {instance.role} leg failed on {instance.id}: {why}", another=False)

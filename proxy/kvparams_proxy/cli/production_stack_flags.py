@@ -49,7 +49,7 @@ class StaticFleet(NamedTuple):
 
 
 def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
-    """Take them."""
+    """Adds production-stack's flags to the parser."""
     group = parser.add_argument_group(
         "names of vLLM production-stack's router",
         "Its command line for disaggregated prefill with static discovery works here unchanged, on its port "

@@ -1,4 +1,4 @@
-"""`kvparams proxy`: the global proxy from the command line."""
+"""`kvparams proxy` starts the global proxy from the command line."""
 
 import argparse
 import asyncio
@@ -79,7 +79,7 @@ class ProxyCommand:
         production_stack_flags.add_production_stack_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Serve until told to stop."""
+        """Serves until told to stop."""
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
@@ -174,7 +174,7 @@ def run_server(
     check: bool = False,
     make: Callable[[Settings], Starlette] = create_app,
 ) -> int:
-    """Serve what `make` makes until told to stop, or only look at the engines; the exit status."""
+    """Serves the app that `make` makes until told to stop, or only checks the engines. Returns the exit status."""
     if check:
         return asyncio.run(_check(command, asked))
     app = make(asked.settings)
@@ -197,7 +197,7 @@ def run_server(
 
 
 async def _check(command: str, asked: Configuration) -> int:
-    """Look at all engines; the exit status."""
+    """Checks all engines and returns the exit status."""
     settings = asked.settings
     given = [spec_of(instance, settings.spec_rules) for instance in settings.instances]
     entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
@@ -212,7 +212,7 @@ async def _check(command: str, asked: Configuration) -> int:
 
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
-    """The flag of one setting. Not given is None: then the fleet file has its say."""
+    """Adds the flag of one setting. Its default is None, so that the fleet file can set the value."""
     text = option.help if option.kind.known is None else f"{option.help}: {', '.join(option.kind.known())}"
     if option.kind is SWITCH:
         group.add_argument(f"--{option.name}", action="store_const", const=True, help=text)

@@ -58,12 +58,12 @@ def load_broker_url(text: str) -> Secret:
 
 
 def queue_instance(connector: str) -> Instance:
-    """All decode nodes of a pool, as one instance of the fleet."""
+    """Returns one instance of the fleet that stands for all decode nodes of a pool."""
     return Instance(_QUEUE, _QUEUE, Role.DECODE, f"http://{_QUEUE}.invalid", connector)
 
 
 def queue_upstream_factory(broker: Secret, pool: str, settings: Settings) -> UpstreamFactory:
-    """The way to that instance."""
+    """Returns a factory of the upstream to that instance."""
 
     def reach(instance: Instance) -> Upstream | None:
         if instance.id != _QUEUE:
@@ -75,7 +75,7 @@ def queue_upstream_factory(broker: Secret, pool: str, settings: Settings) -> Ups
 
 
 def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -> int:
-    """`kvparams sidecar --broker`; the exit status.
+    """Runs `kvparams sidecar --broker` and returns the exit status.
 
     Raises:
         ValueError: what is asked for does not go together.
@@ -102,7 +102,10 @@ def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -
 
 
 def create_decode_node_app(broker: Secret, pool: str, settings: Settings, engine: Instance) -> Starlette:
-    """The app beside a decode engine: it serves no requests, it pulls them. Its health and its metrics are served."""
+    """Creates the app beside a decode engine.
+
+    It pulls requests instead of serving them, and serves its health and its metrics.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:

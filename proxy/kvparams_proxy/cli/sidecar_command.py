@@ -1,4 +1,4 @@
-"""`kvparams sidecar`: the proxy beside one engine, from the command line.
+"""`kvparams sidecar` starts the proxy beside one engine from the command line.
 
 Its settings have the same names as the proxy's. Its own flags only describe the engine beside it.
 """
@@ -90,7 +90,7 @@ class SidecarCommand:
         add_option_flags(parser, without=("mode",))
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Serve until told to stop."""
+        """Serves until told to stop."""
         role = Role(arguments.role)
         remote = _REMOTE[role]
         engine = cast("str", arguments.engine)

@@ -26,7 +26,7 @@ class TurnBatcher:
         self._acts: list[Callable[[], None]] = []
 
     def schedule(self, act: Callable[[], None]) -> None:
-        """Do it in the loop's next turn, which is not waited for."""
+        """Schedules the action for the loop's next turn, which is not delayed for it."""
         if not self._acts:
             self._loop.call_soon(self._run)
         self._acts.append(act)

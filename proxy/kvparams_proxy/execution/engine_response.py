@@ -105,7 +105,7 @@ class EngineResponse:
         return any(choice and isinstance(choice, dict) for choice in cast("list[object]", choices))
 
     def parse_in_steps(self, request_id: str, addresses: EngineAddresses) -> Generator[None, None, "EngineResponse"]:
-        """Read it in steps. Never raises for what stands there.
+        """Parses the response in steps. Never raises for its content.
 
         Args:
             request_id: what the engine was told.
@@ -128,7 +128,7 @@ class EngineResponse:
 
 
 def _check_params(receiver: AbridgedObjectReceiver) -> None:
-    """Refuse `kv_transfer_params` that cannot be handed on."""
+    """Raises an error for `kv_transfer_params` that cannot be handed on."""
     field = receiver.fields.get("kv_transfer_params")
     if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
         raise JSONTextError("its kv_transfer_params are too long")
@@ -212,7 +212,7 @@ def _says(raw: bytes, field: MemberSpan) -> Generator[None, None, bool]:
 
 
 def _without_private(raw: bytes, field: MemberSpan) -> Generator[None, None, bytes | None]:
-    """A value without members that say where KV or engines are, at any depth; None where it has none."""
+    """Returns the value without members at any depth that reveal KV or engines; None if it has none."""
     kept = bytearray()
     at, end = field.value, field.end
     cuts = yield from private_member_cuts(raw, at, end)

@@ -40,7 +40,7 @@ def make_stream_recorder(endpoint: APIEndpoint, inbound: ParsedRequest) -> Strea
 def build_leg_request(
     endpoint: APIEndpoint, inbound: ParsedRequest, leg: Leg, recorder: StreamRecorder | None
 ) -> tuple[bytes, UpstreamBody]:
-    """The path and the body of one leg."""
+    """Returns the path and the body of one leg."""
     body, spans = inbound.body, inbound.member_spans
     path = endpoint.path.encode()
     changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes

@@ -54,7 +54,7 @@ class LegSettlement:
         self._recorder = recorder
 
     def begin_answer(self, leg: Leg | None) -> None:
-        """The client is about to get its first byte, or the first one of another engine's continuation."""
+        """Prepares for the first byte that the client is about to get from this engine or its successor."""
         resources, life = self._resources, self._context.life
         again = life.answering
         life.enter("first_byte")

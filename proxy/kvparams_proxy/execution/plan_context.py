@@ -24,7 +24,7 @@ __all__ = ["PlanContext"]
 
 
 class PlanContext:
-    """A `kvparams.routing.plan.ExecutionContext`. Everything is answered at once."""
+    """The `kvparams.routing.plan.ExecutionContext` of one request. Its methods never wait."""
 
     __slots__ = (
         "_attempts",
@@ -133,14 +133,14 @@ class PlanContext:
         return self._resources.fleet.cached_tokens(role, self.inbound.facts)
 
     def record_answer(self, route: Sequence[Instance]) -> None:
-        """All has gone well; the last of the route has answered."""
+        """Records that all legs have succeeded; the last of the route has answered."""
         if self._weighs and route[-1].role is Role.DECODE:
             account = self.account
             said = (account.prompt_tokens, account.cached_tokens) if len(route) == 1 else (None, None)
             self._resources.fleet.record_decode(route[-1], self.inbound.facts, *said)
 
     def may_retry(self) -> bool:
-        """See `ExecutionContext.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        """See `ExecutionContext.may_retry`. The settings limit retries for one request and for all requests together."""
         metrics = self._resources.metrics
         if self._attempts >= self._resources.settings.retries:
             metrics.retries_denied += 1
@@ -195,7 +195,7 @@ class PlanContext:
         return self._resources.dialects[leg.instance.dialect].has_reusable_kv
 
     def claim_kv(self) -> bool:
-        """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
+        """Claims KV for a leg that answers the client. Returns whether an engine may fetch the KV only once."""
         lease = self.life.lease
         self.kv_producer = None if lease is None else lease.producer
         if lease is None or self._resources.dialects[lease.producer.dialect].has_reusable_kv:
@@ -204,7 +204,7 @@ class PlanContext:
         return True
 
     def abandon_kv(self, *, gone: bool) -> None:
-        """KV that is held for this request will not be fetched. `gone`: because its client has left.
+        """Gives up KV that is held for this request and will not be fetched. `gone`: because its client has left.
 
         Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
         else may: the blocks may be another request's by then.

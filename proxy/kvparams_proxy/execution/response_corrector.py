@@ -62,7 +62,7 @@ class ResponseCorrector:
         """The last `usage` that came, as decode said it."""
 
     def correct_document(self, raw: bytes, *, event: bool = False) -> bytes:
-        """A JSON answer, or what one event of a stream holds, corrected.
+        """Returns a corrected JSON answer or event.
 
         Raises:
             JSONTextError: it is not a JSON object.
@@ -99,7 +99,7 @@ class ResponseCorrector:
         return edit(raw, spans, changes)
 
     def correct_response(self, answer: EngineResponse) -> Sequence[bytes | memoryview]:
-        """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
+        """Returns a whole JSON answer, corrected. For one that was read in steps it returns pieces, without copies.
 
         Raises:
             as `correct_document`.
@@ -123,7 +123,7 @@ class ResponseCorrector:
         return edit_pieces(raw, answer.member_spans, changes) or (raw,)
 
     def correct_events(self, raw: bytes) -> bytes:
-        """Complete server-sent events, corrected.
+        """Returns complete server-sent events, corrected.
 
         Raises:
             JSONTextError: an event that needs correction is not JSON.
@@ -180,7 +180,7 @@ _SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"
 
 
 def _with_details(usage: bytes, document: Mapping[str, object], details: object) -> bytes:
-    """The text of a `usage` with other `prompt_tokens_details`."""
+    """Returns the text of a `usage` with other `prompt_tokens_details`."""
     spans = {_DETAILS: find_member(usage, document, _DETAILS)} if _DETAILS in document else find_members(usage)
     return edit(usage, spans, {_DETAILS: to_json(details)})
 
@@ -219,7 +219,7 @@ def _next(raw: bytes, at: int, suspects: list[int]) -> int:
 
 
 def prompt_tokens_details(answer: Mapping[str, object]) -> object:
-    """`usage.prompt_tokens_details` of an answer, None where the engine does not report it."""
+    """Returns `usage.prompt_tokens_details` of an answer, or None where the engine does not report it."""
     usage = answer.get("usage")
     return cast("dict[str, object]", usage).get(_DETAILS) if isinstance(usage, dict) else None
 

@@ -60,7 +60,7 @@ class RunningLeg:
     def collected(
         self, done: OnAnswer, batcher: TurnBatcher | None, head: ResponseHead, raw: bytes, error: UpstreamError | None
     ) -> None:
-        """The leg has ended whose answer is wanted whole. A long one is read before `done` hears of it.
+        """Handles the end of a leg whose complete answer is wanted. A long one is parsed before `done` is called.
 
         Args:
             done: hears of the answer.
@@ -105,14 +105,14 @@ class RunningLeg:
             self.exchange.abort(error)
 
     def end(self) -> None:
-        """The leg is over, however it went: its load is given back."""
+        """Ends the leg and releases the load of its instance."""
         self._cancel_parse()
         self.exchange = self.relay = None
         self._context.release_instance(self.leg.instance)
         self._resources.metrics.leg_ended(self.leg.instance, perf_counter() - self._began_s)
 
     def discard(self) -> None:
-        """The request is over: the engine must not go on alone."""
+        """Discards the leg when its request is over, so that the engine does not go on."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.discard()
@@ -139,5 +139,5 @@ class ConcurrentPrefill(RunningLeg):
         """Decode's whole answer, where it is here already."""
 
     def expire(self) -> None:
-        """For `Deadlines`: the leg takes too long."""
+        """Ends a prefill leg that takes too long; `Deadlines` calls it."""
         self.abort(UpstreamTimeout(LEG_TIMEOUT_REASON))

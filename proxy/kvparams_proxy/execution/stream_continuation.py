@@ -86,7 +86,10 @@ class StreamRecorder:
         self.resumed = False
 
     def progress(self) -> StreamProgress | None:
-        """From where another engine can go on; None where the stream has said too little, or everything."""
+        """Returns the position from which another engine can go on.
+
+        None if the stream has said too little, or everything.
+        """
         self._read()
         if self._lost or self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
             return None
@@ -208,7 +211,7 @@ class StreamRecorder:
         self._counted = not choice and isinstance(document.get("usage"), dict)
 
     def _rewritten(self, event: bytes) -> bytes:
-        """An event of a completion, in the form of the stream that it continues."""
+        """Returns an event of a completion, in the form of the stream that it continues."""
         document = _document(event)
         template = self._template
         if (
@@ -240,7 +243,7 @@ class StreamRecorder:
         return made
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """As one engine would have counted."""
+        """Returns the usage that a single engine would have counted."""
         prompt = len(self._prompt or ())
         said = usage.get("completion_tokens")
         completion = self._base + (said if type(said) is int else 0)
@@ -288,7 +291,7 @@ def _stripped(raw: bytes) -> bytes:
 
 
 def _document(event: bytes) -> dict[str, Any] | None:
-    """The JSON of one event; None for a comment or the last event."""
+    """Returns the parsed JSON of one event, or None for a comment or the last event."""
     data = event_data(event)
     if not data.startswith(b"{"):
         return None

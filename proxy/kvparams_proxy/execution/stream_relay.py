@@ -56,11 +56,11 @@ class StreamRelayObserver(Protocol):
         ...
 
     def stream_begun(self) -> None:
-        """The first whole event is about to be sent."""
+        """Hears that the first whole event is about to be sent."""
         ...
 
     def stream_complete(self) -> None:
-        """The client has the last event; the engine has only to end its response."""
+        """Hears that the client has the last event; the engine has only to end its response."""
         ...
 
     def stream_ended(
@@ -161,12 +161,12 @@ class StreamRelay:
         self._whole = BodyBuffer(limit_bytes)  # an answer that is no stream
 
     def on_head(self, head: ResponseHead) -> None:
-        """Decide whether this is a stream at all."""
+        """Decides whether the response is a stream."""
         self._head = head
         self._streaming = head.status == 200 and head.content_type.lower().startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
-        """Send on all whole events, corrected, in one write; keep the rest.
+        """Sends all whole events, corrected, in one write, and keeps the rest.
 
         Raises:
             JSONTextError: an event is not what it should be.
@@ -210,7 +210,7 @@ class StreamRelay:
         return None
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Say how it went; the owner does the rest."""
+        """Tells the owner how the exchange has ended."""
         if self._gated and error is None and self._head.status == 200 and self._worth_waiting():
             self._ended = True
             return

@@ -63,7 +63,7 @@ class BootstrapServer:
         self._pool = UpstreamConnectionPool(url, limits, clock=clock)
 
     def query(self, found: BootstrapCallback) -> UpstreamExchange:
-        """Ask it; `found` hears once, unless the exchange is discarded."""
+        """Sends the query. `found` is called once, unless the exchange is discarded."""
 
         def answered(head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
             found(*self._read(head, raw, error))
@@ -72,7 +72,7 @@ class BootstrapServer:
         return self._pool.exchange(request, ResponseCollector(_LIMITS.max_bytes, answered))
 
     def close(self) -> None:
-        """It is asked no more."""
+        """Ends the queries."""
         self._pool.close()
 
     def _read(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> tuple[BootstrapInfo | None, str]:

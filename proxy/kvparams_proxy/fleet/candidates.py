@@ -111,7 +111,7 @@ class Candidates:
         return fresh or candidates
 
     def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
-        """Why there is no candidate for this model."""
+        """Returns the error that explains why there is no candidate for this model."""
         if beside is not None and self._find(model):
             whom = (
                 f"the other leg's engine, {beside.describe()}" if isinstance(beside, PairKey) else f"any {beside} one"

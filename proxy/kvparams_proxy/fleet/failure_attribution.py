@@ -13,7 +13,7 @@ __all__ = ["FailureAttributor"]
 
 
 class FailureAttributor:
-    """The pairs of one fleet that fail together, kept true and told to the log."""
+    """Tracks and logs the pairs of one fleet that fail together."""
 
     def __init__(
         self, limits: BreakerLimits, members: Mapping[str, Member], states: EngineStateLog, now: Callable[[], float]

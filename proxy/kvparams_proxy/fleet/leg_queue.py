@@ -28,11 +28,11 @@ class LegWaiter(Protocol):
         ...
 
     def granted(self, instance: Instance) -> None:
-        """There is room; its load counts from now on."""
+        """Called when an instance has room; its load counts from now on."""
         ...
 
     def refused(self, error: ProxyError) -> None:
-        """Its deadline has passed, nobody is left to run it, or it had to make room in the queue."""
+        """Called when the deadline has passed, no instance is left, or the leg had to make room in the queue."""
         ...
 
 
@@ -84,8 +84,10 @@ class LegQueue:
         model: str | None,
         beside: PairKey | Role | None = None,
     ) -> None:
-        """Wait. `model` stands for all models with the same candidates. If it still waits when all have been served who
-        can be, call `enforce_limits`.
+        """Adds a leg.
+
+        `model` stands for all models with the same candidates. If the leg still waits after all possible legs have been
+        served, call `enforce_limits`.
 
         Raises:
             ProxyError: 503, because the fleet was closed.
@@ -104,7 +106,7 @@ class LegQueue:
             self._timer = self._call_later(self._wait_s, self._expire)
 
     def enforce_limits(self, waiter: LegWaiter) -> None:
-        """Hold the bounds after this one has come: it or another may have to go.
+        """Enforces the limits after this leg has entered: it or another may be refused.
 
         Raises:
             ProxyError: 429 or 503, because it may not wait.
@@ -131,7 +133,7 @@ class LegQueue:
         return None if full is None else self._full(full, facts.tenant)
 
     def cancel(self, waiter: LegWaiter) -> bool:
-        """Give up; whether it waited."""
+        """Cancels a wait. Returns whether the leg waited."""
         ticket = self._tickets.pop(waiter, None)
         if ticket is None:
             return False
@@ -147,31 +149,31 @@ class LegQueue:
         return self._queue.iter_lane(head.lane)
 
     def take(self, ticket: Ticket[QueuedLeg]) -> LegWaiter:
-        """It is served."""
+        """Removes a leg that is served."""
         waiter = self._queue.take(ticket).waiter
         del self._tickets[waiter]
         return waiter
 
     def record_leg_end(self) -> None:
-        """A leg has ended: what is waited for."""
+        """Records the end of a leg, for estimates of the waiting time."""
         self._rate.record_departure(self._now())
 
     def refuse_where(self, why: Callable[[QueuedLeg], ProxyError | None]) -> None:
-        """Refuse everybody for whom there is an error."""
+        """Refuses all legs for which there is an error."""
         for ticket in self._queue.list_waiting():
             if ticket.waiting and (error := why(ticket.item)) is not None:
                 self._queue.cancel(ticket)
                 self._refuse(ticket, error)
 
     def close(self) -> None:
-        """Refuse everybody; no timer is left."""
+        """Refuses all legs and cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._closed = True
         self.refuse_where(lambda item: _closed())
 
     def _refuse(self, ticket: Ticket[QueuedLeg], error: ProxyError) -> None:
-        """It is out of the queue already; unless it gave up because of what another was told, it hears why."""
+        """Tells a leg that is already out of the queue why it is refused, unless it gave up meanwhile."""
         waiter = ticket.item.waiter
         if self._tickets.get(waiter) is ticket:
             del self._tickets[waiter]
@@ -205,7 +207,7 @@ class LegQueue:
 
 
 def unavailable_error(message: str, code: str, retry_after_s: int) -> ProxyError:
-    """A 503."""
+    """Returns an error of status 503."""
     return ProxyError(503, "service_unavailable", message, code=code, retry_after_s=retry_after_s)
 
 

@@ -95,7 +95,7 @@ class Member:
 
     @property
     def state(self) -> MemberState:
-        """In one word."""
+        """The state, as one word."""
         if self.has_left:
             return MemberState.LEFT
         if self.draining:

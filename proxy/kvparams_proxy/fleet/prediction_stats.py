@@ -20,7 +20,7 @@ _GOOD: Final = 0.75
 
 
 class PredictionStats:
-    """All of one proxy, in tokens."""
+    """Compares the predictions of one proxy with reports, in tokens."""
 
     __slots__ = (
         "_alarmed",
@@ -59,17 +59,17 @@ class PredictionStats:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of what was predicted for the last legs that came true; None where there were none."""
+        """The share of the tokens predicted for the last legs that were confirmed, or None without predictions."""
         return self._true / self._wanted if self._wanted else None
 
     def record_lookup(self, tokens: int, best: int) -> None:
-        """A prompt was looked up; whoever has most of it is believed to have `best` tokens."""
+        """Records a lookup of a prompt, of which the best instance is believed to have `best` tokens."""
         self.queried_tokens += tokens
         if not best:
             self.zero_matches += 1
 
     def record_leg(self, predicted: int, settled: int, cached: int | None) -> None:
-        """A leg has ended well.
+        """Records a leg that has ended well.
 
         Args:
             predicted: tokens that were believed to be cached when it would run.

@@ -22,7 +22,7 @@ class PromptLookup(NamedTuple):
 
 
 class PrefillLeg:
-    """A prefill leg that runs, and what is believed of it."""
+    """A running prefill leg, with the model's beliefs about it."""
 
     __slots__ = (
         "answered",

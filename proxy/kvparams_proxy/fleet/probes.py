@@ -232,7 +232,7 @@ class _MemberProbe:
             self._ask()
 
     def end(self) -> None:
-        """No more."""
+        """Ends the probes."""
         if self._timer is not None:
             self._timer.cancel()
         if self._exchange is not None:
@@ -303,7 +303,10 @@ class _MemberProbe:
         self._wait()
 
     def _wait(self) -> None:
-        """A leg that finds no connection makes a member not ready at any time: so it is looked at often."""
+        """Schedules the next probe.
+
+        It comes soon, since a leg without a connection may make a member not ready at any time.
+        """
         if self._member.ready:
             delay_s = min(self._every_s, _RETRY_S)
         else:

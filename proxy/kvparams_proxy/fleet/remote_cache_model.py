@@ -69,7 +69,7 @@ class RemoteCacheModel:
         """Engines that read from others and let others read, and where."""
 
     def annotate_facts(self, members: Sequence[Member], facts: RequestFacts, held: HeldTokens) -> RequestFacts:
-        """With what each of these can fetch."""
+        """Returns facts that include the tokens each of these instances can fetch."""
         if not held or not members:
             return facts
         common = members[0].instance.store
@@ -119,21 +119,21 @@ class RemoteCacheModel:
         return None if place is None else place[1]
 
     def record_peer_address(self, member: Member, address: str | None) -> None:
-        """It has answered a leg, and said this of itself."""
+        """Records the address that an engine has reported with a leg's answer."""
         if address is not None:
             self._places[member.instance] = member, address
         elif member.instance in self._places:
             self.forget_instance(member.instance)
 
     def forget_instance(self, instance: Instance) -> None:
-        """It has gone, or was started anew."""
+        """Forgets an instance that has left or restarted."""
         if self._places.pop(instance, None) is not None:
             self._peers.forget_worker(PeerMemory(instance))
 
     def record_leg(
         self, instance: Instance, reach: FetchableTokens, hashes: BlockHashes, now: float, found: int | None, grain: int
     ) -> None:
-        """A leg with these blocks has ended well: they are where it saves them.
+        """Records a leg that has ended well: its blocks are where its instance saves them.
 
         Args:
             instance: where it ran.
@@ -155,7 +155,7 @@ class RemoteCacheModel:
             self._peers.record_routed(PeerMemory(instance), hashes, now)
 
     def _correct(self, feed: RoutingFeed, routed: RoutedRequest, wanted: int, found: int | None, grain: int) -> None:
-        """Hold what somebody was believed to have against what was found there."""
+        """Corrects the model with the tokens that were found at a holder."""
         size = self._block_tokens
         believed = min(len(routed.used), wanted)
         if found is not None and believed * size - found >= max(grain, size):

@@ -1,4 +1,4 @@
-"""Instances that have just come get their share of the work little by little.
+"""Gives new instances their share of the work gradually.
 
 Meanwhile an instance has at most ramp * (mean of the others) + 1 legs; ramp goes from 0 to 1.
 """
@@ -18,7 +18,7 @@ class CancellableTimer(Protocol):
     """A timer, as `call_later` returns it."""
 
     def cancel(self) -> object:
-        """It is not called."""
+        """Cancels the call."""
         ...
 
 
@@ -46,7 +46,7 @@ class SlowStart:
         return bool(self._since)
 
     def begin(self, member: Member) -> None:
-        """It has just become ready."""
+        """Begins the slow start of a member that has just become ready."""
         if self._over_s > 0:
             self._since[member] = self._now()
             if self._timer is None:
@@ -66,7 +66,7 @@ class SlowStart:
         return [m for m in members if m not in self._since or m.in_flight <= mean * self._ramp(m, now)]
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

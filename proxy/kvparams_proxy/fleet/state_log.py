@@ -102,7 +102,7 @@ class EngineStateLog:
         self._log = StateLog(now)
 
     def log_joined(self, member: Member, why: str) -> None:
-        """A member has joined the fleet and was not asked anything yet."""
+        """Logs a member that has joined the fleet and was not probed yet."""
         self._log.log_change(member, "joined", _line(member, "has joined", why), good=True)
 
     def log_member(self, member: Member, why: str, *, answers: bool = True) -> None:
@@ -129,7 +129,7 @@ class EngineStateLog:
             self._log.forget(member)
 
     def log_pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
-        """A prefill and a decode instance are set apart for so long, or (None) work together again."""
+        """Logs that a prefill and a decode instance are set apart for so long, or (None) work together again."""
         who = f"{decode.role} {decode.id} with the KV of {prefill.role} {prefill.id}"
         if apart_s is None:
             words = f"{who} works again"

@@ -116,7 +116,7 @@ class WorkConsumer:
         await self._link.wait_closed()
 
     async def _ended(self, limit_s: float) -> None:
-        """Wait until nothing runs, but not for longer."""
+        """Waits until nothing runs, up to the time limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -128,7 +128,7 @@ class WorkConsumer:
 
     @property
     def running_count(self) -> int:
-        """Work that is being done."""
+        """The number of pieces of work that are running."""
         return len(self._running)
 
     @property
@@ -201,7 +201,7 @@ class WorkConsumer:
             running.set_broker_backpressure(stopped)
 
     async def _told(self, message: DeliveredMessage) -> None:
-        """A prefill node wants something. Without a wait in it, as all that comes."""
+        """Handles an order of a prefill node. It never waits, like all handlers of messages."""
         try:
             control = read_control(message.body)
         except MalformedMessage as malformed:
@@ -216,7 +216,7 @@ class WorkConsumer:
                 del self._called_off[next(iter(self._called_off))]
 
     async def _take(self, message: DeliveredMessage) -> None:
-        """Work has come."""
+        """Handles new work."""
         tag = message.delivery_tag
         if tag is None or message.channel is not self._reads:
             return
@@ -255,7 +255,7 @@ class WorkConsumer:
             running.set_broker_backpressure(True)
 
     def _refuse(self, tag: int, malformed: MalformedMessage) -> None:
-        """Put it aside, when whoever asked has been told, where that can be read."""
+        """Rejects the message to the dead letters, after telling its sender where that can be read."""
         self._counts["refused"] += 1
         _log.warning("work is put aside: %s", malformed)
         if malformed.id is None:
@@ -265,7 +265,7 @@ class WorkConsumer:
             self._say(tag, said, malformed.id, well=False)
 
     def _say(self, tag: int, body: bytes, id: str, *, well: bool) -> None:
-        """Tell whoever asked; then it is done, or put aside."""
+        """Tells the sender; then the work is acknowledged, or put aside."""
         reads = self._reads
         self.put(OutboundMessage("", body, lambda _: self._later(reads, tag, well=well), joins=True), node_of(id))
 

@@ -57,7 +57,7 @@ _FAILURES: Final = ("failed", "timeout", "full")
 
 
 class MalformedMessage(KVParamsError, ValueError):
-    """A message is not one of these. `id` and `node` are whose it is and who said it, where that could be read."""
+    """A message is not valid. `id` and `node` name its work and its sender, where they could be read."""
 
     def __init__(self, message: str, id: str | None = None, node: str | None = None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class WorkItem(NamedTuple):
 
 
 class WorkTaken(NamedTuple):
-    """A decode node runs it. Said at first, when it is asked, and when it has found the broker again."""
+    """Says that a decode node runs the work. It is sent at first, on request, and after a reconnect."""
 
     id: str
     node: str
@@ -116,15 +116,17 @@ class ResultPart(NamedTuple):
 
 
 class WorkLost(NamedTuple):
-    """The broker has handed the work to `node` after it had handed it to another one, which did not say that it is
-    done. It is not run again."""
+    """Says that the broker has handed the work to `node` after another node, which did not say that it is done.
+
+    The work is not run again.
+    """
 
     id: str
     node: str
 
 
 class WorkRefused(NamedTuple):
-    """The work cannot be run, by nobody of this version. It is among the dead letters."""
+    """Says that no node of this version can run the work. It is among the dead letters."""
 
     id: str
     node: str
@@ -142,12 +144,12 @@ ResultMessage = WorkTaken | ResultPart | WorkLost | WorkRefused
 
 
 def node_of(id: str) -> str:
-    """The node that asks: its result queue is named after it."""
+    """Returns the node that asks: its result queue is named after it."""
     return id.partition(".")[0]
 
 
 def write_work(work: WorkItem) -> bytes:
-    """As it is sent."""
+    """Serializes a piece of work."""
     headers = work.headers.decode("latin-1")
     head = {"queue": MESSAGE_VERSION, "kind": "work", "id": work.id, "path": work.path, "headers": headers}
     return b"%b\n%b" % (json.dumps(head, separators=(",", ":")).encode(), work.body)
@@ -172,7 +174,7 @@ def read_work(raw: bytes) -> WorkItem:
 
 
 def write_result(result: WorkTaken | WorkLost | WorkRefused) -> bytes:
-    """As it is sent."""
+    """Serializes a result message."""
     kind = {WorkTaken: "taken", WorkLost: "lost", WorkRefused: "refused"}[type(result)]
     head = {"queue": MESSAGE_VERSION, "kind": kind, **result._asdict()}
     if isinstance(result, WorkRefused):
@@ -181,7 +183,7 @@ def write_result(result: WorkTaken | WorkLost | WorkRefused) -> bytes:
 
 
 def write_part(part: ResultPart) -> bytes:
-    """As it is sent."""
+    """Serializes a part of a response."""
     begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d,"size":%d' % (
         part.id.encode(),
         part.node.encode(),
@@ -197,7 +199,7 @@ def write_part(part: ResultPart) -> bytes:
 
 
 def validated_head(head: ResultHead) -> ResultHead:
-    """The same, if it may be sent. One that is too long could take all that goes with it in one letter along.
+    """Returns the head, if it may be sent. One that is too long could invalidate all that shares its broker message.
 
     Raises:
         MalformedMessage: nobody would read it.
@@ -253,7 +255,7 @@ def _result(head: dict[str, object], body: bytes) -> ResultMessage:
 
 
 def write_control(control: ControlMessage) -> bytes:
-    """As it is sent."""
+    """Serializes a control message."""
     return b'{"queue":1,"kind":"control","order":"%b","id":"%b"}\n' % (control.order.encode(), control.id.encode())
 
 

@@ -84,7 +84,7 @@ class APIKeyRecord:
 def create_api_key(
     tenant: str, created: datetime, *, priority: int = 0, expires: datetime | None = None
 ) -> tuple[str, APIKeyRecord]:
-    """A key and what is kept of it. The key itself is nowhere else: whoever loses it makes another.
+    """Creates a key and its record. The key itself is stored nowhere: a lost key must be replaced.
 
     Raises:
         APIKeysError: see `APIKeyRecord`.
@@ -100,7 +100,7 @@ def hash_api_key(key: bytes) -> bytes:
 
 
 def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
-    """The keys in a file, by id, and which state of it they are.
+    """Reads the keys in a file, by id, and the file's state.
 
     Raises:
         APIKeysError: it cannot be read, others than its owner and group may write to it, or a line is wrong.

@@ -58,7 +58,7 @@ _Endpoint = Callable[[Registry, Request], Awaitable[Response]]
 
 
 def admin_routes(token: Secret) -> list[Route]:
-    """The routes; they find the `Registry` as `registry` in the state of the lifespan.
+    """Returns the routes. They find the `Registry` as `registry` in the state of the lifespan.
 
     Args:
         token: what callers must show: `Authorization: Bearer <token>`.
@@ -273,7 +273,7 @@ def _document(raw: bytes) -> Generator[None, None, dict[str, object]]:
 
 
 async def _checked(registry: Registry, document: object) -> InstanceSpec:
-    """An entry as it may come over the network, with its access."""
+    """Checks an entry that came over the network, and its access."""
     problems = ConfigProblems()
     rules = replace(registry.spec_rules, may_name_credentials=False)
     entry = parse_spec(document, "", rules, problems)

@@ -34,7 +34,7 @@ class MetricsExposition:
         self._registry.register(collector)
 
     async def text(self, accept: str) -> tuple[bytes, str]:
-        """The text and its content type.
+        """Returns the text and its content type.
 
         Args:
             accept: the header of that name; the plain format, unless it has OpenMetrics in it.
@@ -50,7 +50,7 @@ class MetricsExposition:
 
 
 class _SingleMetricCollector(Collector):
-    """A single metric, where a registry is wanted."""
+    """Exposes a single metric as a registry."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family

@@ -32,7 +32,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Counts one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -42,15 +42,15 @@ class Histogram:
         return sum(self._counts)
 
     def add(self, other: "Histogram") -> None:
-        """Take in what another one of the same bounds has seen."""
+        """Adds the observations of another histogram with the same bounds."""
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
     def add_zeros(self, number: int) -> None:
-        """Count `number` times nothing."""
+        """Counts `number` observations of zero."""
         self._counts[0] += number
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Say it to Prometheus."""
+        """Adds the samples to a Prometheus metric."""
         bounds = (*(str(bound) for bound in self._bounds), "+Inf")
         family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)

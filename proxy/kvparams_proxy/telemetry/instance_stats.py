@@ -71,7 +71,7 @@ class InstanceStats:
         self.gaps_s = 0.0
 
     def totals(self, running: int) -> InstanceTotals:
-        """As they are now; `running` legs have not ended."""
+        """Returns the totals now; `running` legs have not ended."""
         return InstanceTotals(
             self.legs + running,
             self.legs,

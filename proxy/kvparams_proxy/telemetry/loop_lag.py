@@ -23,7 +23,7 @@ class LoopLag:
         self._set()
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels the timer."""
         self._timer.cancel()
 
     def _set(self) -> None:

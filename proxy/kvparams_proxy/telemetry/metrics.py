@@ -80,11 +80,11 @@ class Metrics(Collector):
     # on the way of a request
 
     def request_began(self, life: RequestLifecycle) -> None:
-        """A request begins; how long it was where is counted when it is over."""
+        """Counts the beginning of a request; the durations are counted when it is over."""
         self._live.add(life)
 
     def leg_ended(self, instance: Instance, spent_s: float) -> None:
-        """A leg is over, however it went."""
+        """Counts the end of a leg, whatever its result."""
         self.legs[instance.role].observe(spent_s)
         tally = self._legs_of.get(instance.id) or self._tally(instance.id)
         tally.legs += 1
@@ -154,13 +154,13 @@ class Metrics(Collector):
         return sum(life.state in states for life in self._live)
 
     def held_leases(self) -> Iterable[KVLease]:
-        """KV that engines hold for requests that run."""
+        """The leases of KV that engines hold for running requests."""
         for life in self._live:
             if life.lease is not None and life.lease.release_request is not None:
                 yield life.lease
 
     def retain_instances(self, ids: Iterable[str]) -> None:
-        """Forget instances that are not among these."""
+        """Forgets instances that are not among these."""
         known = set(ids)
         for id in [id for id in self._legs_of if id not in known]:
             del self._legs_of[id]
@@ -179,7 +179,7 @@ class Metrics(Collector):
         return tally
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         yield from self._requests()
         yield from self._times()
         yield from self._legs()

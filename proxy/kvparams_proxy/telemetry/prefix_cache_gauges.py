@@ -16,13 +16,13 @@ __all__ = ["PrefixCacheGauges"]
 
 
 class PrefixCacheGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of the prefix cache model at each scrape."""
 
     def __init__(self, prefixes: "PrefixCacheModel") -> None:
         self._prefixes = prefixes
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         seen = self._prefixes.prediction_stats
         for name, text, value in (
             (

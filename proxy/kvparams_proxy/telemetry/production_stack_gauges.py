@@ -58,7 +58,7 @@ _MEANS: Final[tuple[tuple[str, str, Callable[[InstanceTotals], float | None]], .
 
 
 class ProductionStackGauges(Collector):
-    """Looks at the sums of all instances at each scrape."""
+    """Collects the gauges from the totals of all instances at each scrape."""
 
     def __init__(self, metrics: Metrics, fleet: Fleet, now: Callable[[], float]) -> None:
         """`now` is a clock, in seconds: nothing was counted before it is made."""
@@ -68,7 +68,7 @@ class ProductionStackGauges(Collector):
         self._window = SlidingWindow(now())
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         members = list(self._fleet.members)
         seconds, added = self._window.observe(
             self._now(),

@@ -44,7 +44,7 @@ class KVReleaseCounts(Protocol):
 
 
 def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[str]:
-    """By the id of an instance, how much KV it holds that nobody has fetched yet: one for each transfer.
+    """Returns the number of KV leases that each instance holds, by instance id: one for each unfetched transfer.
 
     KV that may stay, in a store, is not among it. An engine that is to be stopped can be once it has no leg and none of
     these.
@@ -53,7 +53,7 @@ def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[s
 
 
 class ProxyGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of the proxy at each scrape."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ProxyGauges(Collector):
         self._bodies = bodies
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         yield InfoMetricFamily("kvparams_proxy", "Which proxy this is.", value={"version": __version__})
         yield from self._requests()
         yield from self._roles()

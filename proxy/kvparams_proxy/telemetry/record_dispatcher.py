@@ -1,4 +1,4 @@
-"""Accounts of requests that are over, handed in batches to whoever reads them: metrics, journal, traces.
+"""Passes the records of ended requests in batches to their readers: metrics, request log, traces.
 
 Read one by one, between two requests, an account costs two to three times as much: its readers' code and data have to
 come back into the processor's caches each time. A record is complete before it comes here, so that late readers see the
@@ -31,7 +31,7 @@ class RecordDispatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     def ended(self, account: RequestRecord) -> None:
-        """A request is over; its readers hear of it within a tenth of a second."""
+        """Takes the record of an ended request; its readers hear of it within a tenth of a second."""
         accounts = self._accounts
         accounts.append(account)
         if len(accounts) == _BATCH:
@@ -46,14 +46,14 @@ class RecordDispatcher:
             reader.refused(refusal)
 
     def flush(self) -> None:
-        """Have everything read that is here."""
+        """Passes all pending records to their readers."""
         accounts, self._accounts = self._accounts, []
         for reader in self._readers:
             for account in accounts:
                 reader.ended(account)
 
     def close(self) -> None:
-        """Settle, and leave no timer."""
+        """Passes on all pending records and cancels the timer."""
         self.flush()
         if self._timer is not None:
             self._timer.cancel()

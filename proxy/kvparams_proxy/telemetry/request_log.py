@@ -36,7 +36,7 @@ _LINE: Final = (
 
 
 class RequestLog:
-    """A `kvparams_proxy.telemetry.request_record.RecordReader`."""
+    """Writes a log line for each request. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, place: str) -> None:
         """
@@ -59,7 +59,7 @@ class RequestLog:
 
     @property
     def dropped(self) -> int:
-        """Lines that were not written: the place took them too slowly, or not at all."""
+        """The number of lines that were dropped because their destination was too slow or missing."""
         return self._writer.dropped
 
     def ended(self, account: RequestRecord) -> None:
@@ -126,7 +126,7 @@ class RequestLog:
         )
 
     def close(self) -> None:
-        """Write what is left, for a second at most. A second call does nothing."""
+        """Writes the remaining lines, for a second at most. A second call does nothing."""
         atexit.unregister(self.close)
         self._flush()
         if self._timer is not None:

@@ -87,7 +87,7 @@ class RequestRecord:
         return self.error_status or (200 if self.lifecycle.answering else None)
 
     def record_prefill(self, answer: Mapping[str, object]) -> None:
-        """The answer of whoever computed the prompt is here."""
+        """Records that the engine of the prompt has answered."""
         usage = answer.get("usage")
         if isinstance(usage, dict):
             self.record_usage(cast("dict[str, object]", usage))
@@ -111,13 +111,13 @@ class RequestRecord:
             self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
 
     def record_error(self, error: ProxyError) -> None:
-        """The client is told of an error."""
+        """Records an error that the client is told of."""
         if not self.lifecycle.answering:
             self.error_status = error.status
         self.code = error.name
 
     def add_transfer(self, transfer_id: str) -> str:
-        """A further transfer is begun."""
+        """Records a further transfer."""
         if self.further_transfers is None:
             self.further_transfers = []
         self.further_transfers.append(transfer_id)
@@ -140,7 +140,7 @@ class RefusedRequest(NamedTuple):
 
 
 class RecordReader(Protocol):
-    """Wants to know of every request that is over."""
+    """Reads the records of all requests that are over."""
 
     def ended(self, account: RequestRecord) -> None:
         """Reads the record of a request that has ended: it does not change any more.

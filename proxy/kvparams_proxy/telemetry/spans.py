@@ -104,7 +104,7 @@ class RequestSpanExporter:
         )
 
     async def close(self) -> None:
-        """Send what is left, for three seconds at most."""
+        """Exports the remaining spans, for three seconds at most."""
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -149,7 +149,7 @@ class RequestSpanExporter:
 
 
 class _SpanClock:
-    """From the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
+    """Converts the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
 
     def __init__(self, end_s: float, since_1970_s: float) -> None:
         self._end_s = end_s

@@ -42,11 +42,11 @@ class TraceContext:
         return bool(self.flags & _SAMPLED)
 
     def traceparent_header(self) -> bytes:
-        """The header for what is done for this request beside its legs."""
+        """Returns the header for requests other than legs."""
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, self.span_id, self.flags)
 
     def leg_traceparent_header(self) -> bytes:
-        """A leg begins: its header."""
+        """Returns the header of a leg that begins."""
         if not self.flags & _SAMPLED:
             return self.traceparent_header()
         span_id = self.new_span_id()
@@ -54,7 +54,7 @@ class TraceContext:
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, span_id, self.flags)
 
     def new_span_id(self) -> int:
-        """Never 0."""
+        """Returns a new span id, which is never 0."""
         return self._random.getrandbits(64) or 1
 
 
@@ -71,7 +71,7 @@ class Tracer:
         self._random = random
 
     def begin(self, lines: Sequence[bytes]) -> tuple[TraceContext, list[bytes]]:
-        """A request has come.
+        """Begins the trace context of a new request.
 
         Args:
             lines: the client's headers that are passed on, whole lines, names in lower case.

@@ -52,7 +52,7 @@ def _message_names(template: nodes.Template) -> Iterator[str]:
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: set[str]) -> Iterator[str]:
-    """The parameters of a macro that some call gives the content of a message."""
+    """Yields the parameters of a macro that receive the content of a message in some call."""
     names = [argument.name for argument in macro.args]
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:

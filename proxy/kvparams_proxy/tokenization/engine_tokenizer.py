@@ -1,4 +1,4 @@
-"""Token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
+"""Gets token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
 
 The question has a short time limit. An engine that is slow, busy or does not know the path is not waited for, and is
 not marked as broken.
@@ -74,8 +74,10 @@ class EngineTokenizer:
         self._asking = 0
 
     def request_tokens(self, kind: EndpointKind, inbound: ParsedRequest, answered: TokenizeCallback) -> None:
-        """Ask an engine that serves the model, prefill engines before others. `answered` hears once: the answer's
-        body, or None where there is none."""
+        """Asks an engine that serves the model, prefill engines first.
+
+        `answered` is called once, with the answer's body or None.
+        """
         body = build_tokenize_body(kind, inbound)
         able = [each for each in self._members() if each.available and each.serves(inbound.facts.model)]
         able = [each for each in able if each.instance.role is Role.PREFILL] or able
@@ -143,8 +145,10 @@ def _is_long(field: MemberSpan | None) -> bool:
 
 
 def parse_tokenize_response(raw: bytes) -> "array[int] | None":
-    """The ids in an answer of `/tokenize`; None where it is none. No part of it takes long, so that other threads run
-    beside it."""
+    """Parses the ids in an answer of `/tokenize`, or returns None.
+
+    No part of it takes long, so that other threads run beside it.
+    """
     answer = AbridgedObjectReceiver(special={"tokens": (tokens := TokenIdsReceiver("tokens"))})
     try:
         for _ in read_object(raw, answer, UNLIMITED, strict=False):

@@ -46,7 +46,7 @@ class LocalEncodingJob:
         self.missing_chars: Final = sum(missing)
 
     def encode(self) -> "array[int]":
-        """All token ids; encodes what is missing. For any thread.
+        """Returns all token ids, after encoding the missing ones. Any thread may call it.
 
         Raises:
             UnicodeError: the text has half a surrogate pair in it.
@@ -105,7 +105,7 @@ class LocalTokenizer:
         """The special tokens before and behind a text that is no chat."""
 
     def encode(self, part: str) -> "array[int]":
-        """The ids of one part, without special tokens around it."""
+        """Returns the ids of one part, without special tokens around it."""
         if len(part) > _LONGEST_CHARS:
             return array("I", self._tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids)
         return array("I", self._tokenizer.encode(part, add_special_tokens=False).ids)

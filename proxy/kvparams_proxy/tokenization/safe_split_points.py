@@ -119,7 +119,7 @@ class SafeSplitPoints:
         return _cut(last, edges)
 
     def _between_words(self, text: str, edges: list[int], end: int, size: int) -> None:
-        """Add cuts behind the last one, as long as what follows it up to `end` is longer than `size`, if any."""
+        """Adds split points behind the last one, while the text that follows it up to `end` is longer than `size`."""
         while size and end - edges[-1] > size:
             found = next(_find_all(_WORDS, text, edges[-1] + size, end, 1), None)
             if found is None:

@@ -43,7 +43,7 @@ _ARGUMENTS: Final = frozenset(
 
 
 def template_messages(messages: object, form: ContentFormat, *, developer: bool) -> list[dict[str, object]]:
-    """The messages that a template gets. `developer`: whether it knows that role; else it is `system`.
+    """Returns the messages that a template gets. `developer`: whether it knows that role; else it is `system`.
 
     Raises:
         UnsupportedChatError: they cannot be said as text here.
@@ -151,7 +151,7 @@ def _without_billing(text: str) -> str | None:
 
 
 def _calls(calls: object) -> list[dict[str, object]]:
-    """Calls of tools, their members in the order that vLLM's typed dictionaries give them."""
+    """Returns calls of tools, with their members in the order that vLLM's typed dictionaries give them."""
     if not isinstance(calls, list):
         raise UnsupportedChatError("tool_calls is no list")
     found: list[dict[str, object]] = []
@@ -170,7 +170,7 @@ def _calls(calls: object) -> list[dict[str, object]]:
 
 
 def _arguments(arguments: object) -> dict[str, object]:
-    """Always an object: what is none is an empty one."""
+    """Returns the arguments as an object; another value becomes an empty one."""
     if isinstance(arguments, str):
         if len(arguments) > _MOST_ARGUMENTS:
             raise UnsupportedChatError("the arguments of a call are too long")
@@ -182,7 +182,7 @@ def _arguments(arguments: object) -> dict[str, object]:
 
 
 def _tools(tools: object) -> list[dict[str, object]]:
-    """Tools with the members that vLLM knows, in its order, absent ones named."""
+    """Returns tools with the members that vLLM knows, in its order, absent ones named."""
     if not isinstance(tools, list) or not tools:
         raise UnsupportedChatError("tools must be a list of at least one")
     found: list[dict[str, object]] = []

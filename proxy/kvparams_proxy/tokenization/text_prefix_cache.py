@@ -1,4 +1,4 @@
-"""Texts that were encoded, as a whole: one that begins like one of them has those ids without a look at its parts.
+"""Caches encoded texts as a whole: a text with the same beginning reuses their ids without a look at its parts.
 
 Ids are reused up to a split point of the other text. Both texts must agree for enough characters behind it to make it a
 split point of this text, too (`safe_split_points.py`).
@@ -54,8 +54,10 @@ class TextPrefixCache:
         return self._bytes
 
     def find(self, text: str, *, special: bool) -> tuple[EncodedText, int] | None:
-        """A text that begins like this one, and how many of its cuts are in what is alike. `special`: whether ids stand
-        around it."""
+        """Finds a text with the same beginning, and the number of its split points in the common part.
+
+        `special`: whether ids stand around it.
+        """
         key = special, text[:_OPENING]
         with self._lock:
             found = self._kept.get(key)
@@ -66,7 +68,7 @@ class TextPrefixCache:
         return (found, alike) if alike else None
 
     def add(self, encoded: EncodedText, *, special: bool) -> None:
-        """Remember it, in place of another one that begins with the same characters."""
+        """Adds a text, in place of another one that begins with the same characters."""
         size = _size(encoded)
         if len(encoded.text) < _OPENING or not encoded.split_points or size > self.max_bytes // 8:
             return

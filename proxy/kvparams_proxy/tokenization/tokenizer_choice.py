@@ -63,7 +63,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def load_tokenizers(choices: TokenizerChoices) -> "dict[str | None, LocalTokenizer | TokenizationMethod]":
-    """The tokenizers that are named; models that share one share what it has encoded. Blocks.
+    """Loads the tokenizers that are named. Models that share one share its caches. Blocks.
 
     Raises:
         TokenizerError: one cannot be used, or the extra `tokens` is not installed.

@@ -17,12 +17,15 @@ class ExchangeHandle(Protocol):
     """A running exchange. All methods do nothing once it is over."""
 
     def abort(self, error: UpstreamError) -> None:
-        """End it now: the engine learns that nobody waits, the sink hears `error`, which is told whether the engine may
-        have seen the request (`connected` and `sent`)."""
+        """Aborts the exchange.
+
+        The engine learns that nobody waits, and the sink hears `error`, which is told whether the engine may have seen
+        the request (`connected` and `sent`).
+        """
         ...
 
     def discard(self) -> None:
-        """End it now: the engine learns that nobody waits, the sink hears nothing more."""
+        """Ends the exchange. The engine learns that nobody waits; the sink hears nothing more."""
         ...
 
     def half_close(self) -> bool:
@@ -31,11 +34,11 @@ class ExchangeHandle(Protocol):
         ...
 
     def pause(self) -> None:
-        """Deliver nothing until `resume`, but for what is on its way, and let the engine feel it."""
+        """Pauses delivery until `resume`, except for data in flight, and lets the engine feel it."""
         ...
 
     def resume(self) -> None:
-        """Deliver again."""
+        """Resumes delivery."""
         ...
 
 
@@ -54,29 +57,31 @@ class Upstream(Protocol):
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
-        """The IP addresses that its name has led to, the last few; empty where it is not reached by one."""
+        """The IP addresses that its name has led to, the last few. Empty for an upstream without addresses."""
         ...
 
     @property
     def open_connections(self) -> int:
-        """Idle ones included."""
+        """The number of connections, idle ones included."""
         ...
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
-        """A POST, as `exchange` takes it. `headers` are whole lines, each ending in CRLF."""
+        """Builds a POST request for `exchange`. `headers` are whole lines, each ending in CRLF."""
         ...
 
     def get(self, path: bytes) -> UpstreamRequest:
-        """A GET."""
+        """Builds a GET request."""
         ...
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> ExchangeHandle:
-        """Send `request`, deliver its answer to `sink`. `once`: never send it twice, even where the engine has most
-        likely not seen it."""
+        """Sends `request` and delivers its answer to `sink`.
+
+        `once`: never send it twice, even where the engine has most likely not seen it.
+        """
         ...
 
     def close(self) -> None:
-        """Exchanges that run hear that they were cut off, and none begins any more."""
+        """Refuses new exchanges. Running exchanges are told that they were cut off."""
         ...
 
 

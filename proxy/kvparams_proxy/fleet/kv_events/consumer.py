@@ -39,7 +39,7 @@ class KVEventStats(NamedTuple):
 
 
 class KVEventConsumer:
-    """A `kvparams_proxy.fleet.fleet.FleetListener`. Everything is called in the event loop."""
+    """Consumes the KV events of a fleet's engines, in the event loop. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, prefixes: PrefixCacheModel) -> None:
         self._loop = loop
@@ -79,11 +79,11 @@ class KVEventConsumer:
 
     @property
     def unplaced_blocks(self) -> int:
-        """Blocks that could not be placed."""
+        """The number of blocks that could not be placed."""
         return self._prefixes.unplaced_blocks
 
     def close(self) -> None:
-        """Nobody is listened to any more."""
+        """Ends all subscriptions."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -91,7 +91,7 @@ class KVEventConsumer:
             self._listening.close()
 
     def _look(self) -> None:
-        """Listen to those who have said what they serve."""
+        """Subscribes to the publishers whose models are known."""
         self._timer = None
         for member in list(self._unnamed):
             if member.base_model is None:
@@ -111,14 +111,14 @@ class KVEventConsumer:
         listening.subscribe(member, PublisherEndpoint(instance.kv_events or "", instance.kv_events_replay))
 
     def _ready(self) -> None:
-        """Called in the other thread."""
+        """Schedules `_enter` in the event loop; the subscriber's thread calls it."""
         try:
             self._loop.call_soon_threadsafe(self._enter)
         except RuntimeError:  # the loop is closed: nobody waits
             return
 
     def _enter(self) -> None:
-        """There is something to take, where there was nothing. What still has to be entered goes first."""
+        """Enters new events, after those that are still pending."""
         if not self._further:
             self._turn()
 

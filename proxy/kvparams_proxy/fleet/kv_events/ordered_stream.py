@@ -70,7 +70,10 @@ class OrderedEventStream:
         return self._asked is not None
 
     def on_connected(self) -> None:
-        """The publisher is there, for the first time or again: it may have said something before, or be another one."""
+        """Handles a connection to the publisher, the first or a later one.
+
+        It may have published before, or be another process.
+        """
         if self._replays:
             self._ask(self._tracker.last)
 
@@ -83,7 +86,7 @@ class OrderedEventStream:
         self.on_connected()
 
     def on_live_batch(self, batch: EventBatch) -> None:
-        """It has said this now."""
+        """Handles a batch that was published now."""
         if self._asked is None:
             self._take(batch, self._replays)
             return
@@ -96,7 +99,7 @@ class OrderedEventStream:
         self._held_weight += batch_weight(batch)
 
     def on_replayed_batch(self, batch: EventBatch) -> None:
-        """It says this again."""
+        """Handles a batch that was replayed."""
         asked = self._asked
         if asked is None or self.replay_wanted_from is not None:  # of a replay before the one that is wanted now
             return
@@ -106,7 +109,7 @@ class OrderedEventStream:
         self._take(batch, False)
 
     def on_replay_end(self) -> None:
-        """The replay has ended, or takes too long."""
+        """Handles the end of a replay, or its time-out."""
         if self._asked is not None and self.replay_wanted_from is None:
             self._end()
 

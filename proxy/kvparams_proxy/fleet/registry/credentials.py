@@ -30,7 +30,7 @@ class CredentialSources:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that is named."""
+        """All files that are named."""
         tls = self.tls or EngineTLSSettings()
         return tuple(path for path in (self.key_file, tls.ca, tls.certificate, tls.key) if path is not None)
 
@@ -54,7 +54,10 @@ NO_CREDENTIALS: Final = EngineCredentials()
 
 
 def load_credentials(places: CredentialSources, where: str, problems: ConfigProblems) -> EngineCredentials:
-    """Read what `places` names. Blocks, for milliseconds. What is wrong is added to `problems` and left out."""
+    """Reads the files that `places` names.
+
+    Blocks for milliseconds. Errors are added to `problems`, and their values left out.
+    """
     key: Secret | None = None
     try:
         if places.key_file is not None:

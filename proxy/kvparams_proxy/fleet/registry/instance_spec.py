@@ -58,7 +58,7 @@ class InstanceSpec:
     """Whose KV it understands: of all with an equal one."""
 
     def make_instance(self) -> Instance:
-        """A new incarnation of it."""
+        """Creates a new incarnation of the instance."""
         return Instance(
             self.id,
             token_hex(8),
@@ -109,7 +109,7 @@ class SpecRules:
 
 
 def spec_of(instance: Instance, rules: SpecRules) -> InstanceSpec:
-    """The entry of an instance that was given as such; its key and certificates are those of the rules."""
+    """Returns the specification of an existing instance; its key and certificates are those of the rules."""
     i = instance
     return InstanceSpec(
         i.id,

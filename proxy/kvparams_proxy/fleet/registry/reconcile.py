@@ -14,7 +14,7 @@ __all__ = ["FleetChanges", "OwnedInstance", "reconcile", "rollout_steps"]
 
 
 class OwnedInstance(NamedTuple):
-    """An instance that is in the fleet, and by whose word."""
+    """An instance in the fleet, and the source that owns it."""
 
     source: str
     spec: InstanceSpec
@@ -65,7 +65,7 @@ def reconcile(owned: Mapping[str, OwnedInstance], source: str, desired: Sequence
 def rollout_steps(
     before: Sequence[InstanceSpec], after: Sequence[InstanceSpec], most: int
 ) -> Iterator[list[InstanceSpec]]:
-    """The way from one set to another: the sets between them, each `most` instances further than the one before.
+    """Yields the sets between two sets of instances, each `most` instances further than the one before.
 
     New ones come first, so that the fleet is never smaller than it has to be.
     """

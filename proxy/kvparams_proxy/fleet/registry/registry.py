@@ -1,4 +1,4 @@
-"""Every source's word about the engines, and the fleet made to follow it.
+"""Combines the sources' declarations of engines, and applies them to the fleet.
 
 All changes of the fleet's membership go through here. Each is one call without a wait, so that no request sees half of
 one.
@@ -77,7 +77,7 @@ class Registry:
         return NO_CREDENTIALS if owned is None else owned.spec.credentials
 
     def publish(self, source: str, desired: Sequence[InstanceSpec], *, partly: bool = False) -> FleetChanges:
-        """A source says its complete set; ids are unique in it. What has been done about it.
+        """Applies the complete set of a source, in which ids are unique, and returns the changes.
 
         `partly`: it is on the way to a new version that is not reached yet; see `portions`.
         """
@@ -98,7 +98,7 @@ class Registry:
         return local is not None and local.spec.role is entry.role
 
     def report_invalid(self, source: str, problems: tuple[str, ...]) -> None:
-        """A source's new version cannot be used: what it said before stays in force."""
+        """Records that a source's new version cannot be used: its last set stays in force."""
         state = self._sources.setdefault(source, SourceState())
         state.refused_count += 1
         state.problems = problems
@@ -106,7 +106,7 @@ class Registry:
             _log.warning("%s is not put to use, the fleet stays as it is: %s", source, problem)
 
     def drain(self, id: str, on: bool) -> None:
-        """Send it no new requests, or again. It holds until its source says something else about draining.
+        """Starts or ends draining of an instance. This holds until its source says something else about draining.
 
         Raises:
             KeyError: no instance has this id.
