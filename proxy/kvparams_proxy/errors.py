@@ -1,6 +1,6 @@
-"""What a client is told when something goes wrong, in the OpenAI shape.
+"""Errors reported to clients, in the OpenAI format.
 
-The one rule: the message says what is wrong and what to do; addresses and the inside of engines are never in it.
+A message says what is wrong and what to do. It never contains addresses or internals of engines.
 """
 
 import json
@@ -9,7 +9,7 @@ __all__ = ["ProxyError"]
 
 
 class ProxyError(Exception):
-    """An answer other than the one the client hoped for. `kind` is OpenAI's error `type`."""
+    """An error response to the client. `kind` is OpenAI's error `type`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ProxyError(Exception):
 
     @property
     def name(self) -> str:
-        """Which error it is, in one word: for what is told of requests."""
+        """The error's short name, used in logs, metrics and traces."""
         return self.kind if self.code is None else str(self.code)
 
     def body(self) -> bytes:

@@ -1,7 +1,7 @@
 """Secrets that an operator gives the proxy: the engines' keys, the key of the admin API.
 
-They come from files or environment variables, never from the command line, where everybody on the machine reads them.
-The one rule: a secret shows itself only to whoever asks it to; in logs, errors and settings it is a name.
+They come from files or environment variables, never from the command line, where everybody on the machine reads them. A
+secret's text is available only through explicit calls; logs, errors and settings show its name.
 """
 
 import re
@@ -41,15 +41,15 @@ class Secret:
         self._digest = sha256(text.encode()).digest()
 
     def reveal(self) -> str:
-        """The text itself."""
+        """Returns the text itself."""
         return self._text
 
     def authorization_header(self) -> bytes:
-        """A whole header line that shows it to an engine."""
+        """Returns a whole header line that shows the secret to an engine."""
         return b"authorization: Bearer %b\r\n" % self._text.encode()
 
     def matches(self, given: bytes) -> bool:
-        """Whether `given` is the same text; the time it takes tells nothing about either."""
+        """Returns whether `given` is the same text, in a time that depends on neither."""
         return compare_digest(sha256(given).digest(), self._digest)
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +63,7 @@ class Secret:
 
 
 def secret_from_file(path: Path) -> Secret:
-    """The text of a file; white space around it does not count.
+    """Reads a secret from a file; surrounding white space does not count.
 
     Raises:
         SecretError: it cannot be read, or holds no secret.
@@ -77,7 +77,7 @@ def secret_from_file(path: Path) -> Secret:
 
 
 def is_accessible_by_others(path: Path) -> bool:
-    """Whether others on this machine may read the file, or write it."""
+    """Returns whether other users of this machine may read or write the file."""
     try:
         return path.stat().st_mode & 0o077 != 0
     except OSError:  # whoever reads it says so
@@ -85,7 +85,7 @@ def is_accessible_by_others(path: Path) -> bool:
 
 
 def secret_from_variable(name: str, environment: Mapping[str, str]) -> Secret:
-    """The text of an environment variable.
+    """Reads a secret from an environment variable.
 
     Raises:
         SecretError: it is not set, or holds no secret.

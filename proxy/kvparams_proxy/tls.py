@@ -1,7 +1,7 @@
 """TLS contexts: the proxy as a server to its clients, and as a client to each engine.
 
-Whoever is spoken to is verified, always: there is no setting that turns it off. The one rule: whatever is wrong with a
-file is found at the start, and the error says which file and why.
+Whoever is spoken to is verified, always: there is no setting that turns it off. Faulty files are found at the start,
+and the error names the file and the reason.
 """
 
 import ssl
@@ -23,7 +23,7 @@ class TLSError(KVParamsError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerTLSSettings:
-    """How the proxy shows itself to clients. All files are PEM."""
+    """TLS settings of the proxy as a server. All files are PEM."""
 
     certificate: Path
     """The proxy's certificate, then those that lead to its authority."""
@@ -35,7 +35,7 @@ class ServerTLSSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineTLSSettings:
-    """How the proxy and one engine know each other. All files are PEM. Hashable: engines may share a context."""
+    """TLS settings between the proxy and one engine. All files are PEM. Hashable: engines may share a context."""
 
     ca: Path | None = None
     """The authorities that may vouch for the engine, instead of those the system trusts."""
@@ -53,7 +53,7 @@ class EngineTLSSettings:
 
 
 def server_ssl_context(settings: ServerTLSSettings) -> ssl.SSLContext:
-    """For the listener.
+    """Returns the context of the listener.
 
     Raises:
         TLSError: a file is missing, is not what it should be, or two do not belong together.
@@ -69,7 +69,7 @@ def server_ssl_context(settings: ServerTLSSettings) -> ssl.SSLContext:
 
 
 def engine_ssl_context(settings: EngineTLSSettings) -> ssl.SSLContext:
-    """For the connections to an engine. It takes milliseconds where the system's authorities are read.
+    """Returns the context for connections to an engine. Takes milliseconds where the system's authorities are read.
 
     Raises:
         TLSError: a file is missing, is not what it should be, or two do not belong together.
@@ -120,7 +120,7 @@ class _Encrypted(Exception):
 
 
 def _encrypted() -> NoReturn:
-    """Instead of OpenSSL, which would wait at the terminal."""
+    """Refuses an encrypted key, for which OpenSSL would wait at the terminal."""
     raise _Encrypted
 
 

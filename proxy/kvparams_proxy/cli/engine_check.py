@@ -30,7 +30,7 @@ _ANSWER_BYTES: Final = 16 << 20
 
 
 class CheckFinding(NamedTuple):
-    """One thing that was found."""
+    """A result of `--check` about one engine or pair."""
 
     grade: FindingGrade
     who: str
@@ -38,7 +38,7 @@ class CheckFinding(NamedTuple):
 
 
 class EngineInfo(NamedTuple):
-    """What an engine says of itself."""
+    """Model and token limit that an engine reports about itself."""
 
     model: str | None
     max_tokens: int

@@ -1,4 +1,4 @@
-"""`kvparams explain-route`: where a running proxy would send a request now, and why."""
+"""`kvparams explain-route` shows where a running proxy would send a request now, and why."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ class ExplainRouteCommand:
     summary = "Say where a running proxy would send a request, and why."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """What is asked, and whom."""
+        """Adds the arguments for the proxy's URL and the request to explain."""
         parser.epilog = _EXAMPLE
         parser.add_argument("proxy", metavar="URL", help="of the proxy, http://host:port")
         parser.add_argument("--request", metavar="FILE", help="the body of a request; - is stdin")
@@ -41,7 +41,7 @@ class ExplainRouteCommand:
         parser.add_argument("--json", action="store_true", help="print the proxy's answer as it is")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Ask and print."""
+        """Asks the proxy and prints its answer."""
         try:
             body = _body(arguments)
             token = Path(arguments.admin_token_file).read_text().strip()

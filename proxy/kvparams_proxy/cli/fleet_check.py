@@ -1,4 +1,4 @@
-"""`kvparams proxy --check`: is every engine what its entry says, and does KV get from prefill to decode?
+"""`kvparams proxy --check` checks that every engine matches its entry, and that KV gets from prefill to decode.
 
 Each engine is asked what it serves, each bootstrap server who its engine is; then one small request goes through each
 pair of engines, by the same plan as a client's, and decode is asked where it had the prompt from. Invariant: nothing is

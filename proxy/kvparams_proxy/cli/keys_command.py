@@ -1,4 +1,4 @@
-"""`kvparams keys`: make, list and revoke the API keys of clients."""
+"""`kvparams keys` makes, lists and revokes the API keys of clients."""
 
 import argparse
 import re
@@ -29,7 +29,7 @@ class KeysCommand:
     summary = "Make, list and revoke the API keys of clients."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One subcommand for each thing to do."""
+        """Adds one subcommand for each action."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
         create = actions.add_parser("create", help="make a key; it is printed once")
@@ -44,7 +44,7 @@ class KeysCommand:
         revoke.add_argument("id", help="the key's id, as `list` shows it")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it."""
+        """Runs the chosen action."""
         try:
             if arguments.action == "create":
                 return _create(arguments.file, arguments.tenant, arguments.priority, arguments.expires)

@@ -38,14 +38,14 @@ _EXTERNAL: Final = re.compile(r'^\S*prompt_tokens\S*\{[^}]*source="external\w*"[
 
 
 class _EngineRefused(LegFailed):
-    """An engine did not answer a leg well."""
+    """Raised when an engine does not answer a leg well."""
 
     def __init__(self, instance: Instance, why: str) -> None:
         super().__init__(f"the {instance.role} leg failed on {instance.id}: {why}", another=False)
 
 
 class PairTrial:
-    """One small request through one pair. The context of its plan, too: see `kvparams.routing.plan.Context`."""
+    """Sends one small request through one pair of engines. It is also the `Context` of its own plan."""
 
     def __init__(
         self,
@@ -75,54 +75,54 @@ class PairTrial:
         """What decode has answered."""
 
     def dialect(self, instance: Instance) -> Dialect:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return self._dialects[instance.dialect]
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return self._places.get(instance)
 
     def one_token_changes(self) -> Mapping[str, bytes | None]:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return one_token_changes("completions", self._body, find_members(self._body))
 
     def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         self._pins.verify(instance, said, self._engines[instance].peer_addresses)
 
     def peer_source(self, instance: Instance) -> str | None:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return None
 
     def now(self) -> float:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return asyncio.get_running_loop().time()
 
     def has_candidates(self, role: Role) -> bool:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return role in self._pair
 
     def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
-        """See `Context`: it is this pair that is looked at."""
+        """See `ExecutionContext`: it is this pair that is looked at."""
         return False
 
     def cached_tokens(self, role: Role) -> Mapping[str, int]:
-        """See `Context`: the prompt is a new one."""
+        """See `ExecutionContext`: the prompt is a new one."""
         return {}
 
     def may_retry(self) -> bool:
-        """See `Context`: what goes wrong is what is looked for."""
+        """See `ExecutionContext`: what goes wrong is what is looked for."""
         return False
 
     def next_transfer(self) -> str:
-        """See `Context`."""
+        """See `ExecutionContext`."""
         return uuid4().hex
 
     def hold_lease(self, lease: KVLease) -> None:
-        """See `Context`: it ends by itself."""
+        """See `ExecutionContext`: it ends by itself."""
 
     def release_instance(self, instance: Instance) -> None:
-        """See `Context`."""
+        """See `ExecutionContext`."""
 
     async def run(self) -> CheckFinding:
         """Sends the request and returns what it shows."""

@@ -1,8 +1,8 @@
 """The flags of vLLM production-stack's router, as other names for ours: its command line for disaggregated prefill with
 static discovery works here.
 
-The one rule: what is taken means the same here; what means nothing here is said so, and what cannot be done is refused.
-Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.
+Flags that are accepted have the same meaning here. Flags without meaning here are reported, and flags that cannot be
+honored are refused. Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _MEANINGLESS: Final[Mapping[str, bool]] = {
 
 
 class StaticFleet(NamedTuple):
-    """What such flags say."""
+    """The static fleet described by production-stack's flags."""
 
     documents: tuple[Mapping[str, object], ...] = ()
     """An entry for each backend: id, url, labels."""
@@ -49,7 +49,7 @@ class StaticFleet(NamedTuple):
 
 
 def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
-    """Take them."""
+    """Adds production-stack's flags to the parser."""
     group = parser.add_argument_group(
         "names of vLLM production-stack's router",
         "Its command line for disaggregated prefill with static discovery works here unchanged, on its port "
@@ -76,7 +76,7 @@ def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigProblems) -> StaticFleet:
-    """What they say, as our entries and selectors."""
+    """Converts production-stack's flags to fleet entries and selectors."""
     given: dict[str, str | bool] = {
         name.replace("_", "-"): value for name, value in vars(arguments).items() if value not in (None, False)
     }

@@ -1,6 +1,6 @@
 """The queue beside an engine: what `kvparams sidecar --broker` makes of a prefill engine and of a decode engine.
 
-The one rule: with a password in it, the broker's URL comes from a file; a command line is read by everybody.
+A broker URL with a password must come from a file, since other users can read a command line.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _POOL: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def load_broker_url(text: str) -> Secret:
-    """What `--broker` says: a URL, or the path of a file that holds one.
+    """Reads the value of `--broker`: a URL, or the path of a file that holds one.
 
     Raises:
         ValueError: it is neither, or shows a password.
@@ -58,12 +58,12 @@ def load_broker_url(text: str) -> Secret:
 
 
 def queue_instance(connector: str) -> Instance:
-    """All decode nodes of a pool, as one instance of the fleet."""
+    """Returns one instance of the fleet that stands for all decode nodes of a pool."""
     return Instance(_QUEUE, _QUEUE, Role.DECODE, f"http://{_QUEUE}.invalid", connector)
 
 
 def queue_upstream_factory(broker: Secret, pool: str, settings: Settings) -> UpstreamFactory:
-    """The way to that instance."""
+    """Returns a factory of the upstream to that instance."""
 
     def reach(instance: Instance) -> Upstream | None:
         if instance.id != _QUEUE:
@@ -75,7 +75,7 @@ def queue_upstream_factory(broker: Secret, pool: str, settings: Settings) -> Ups
 
 
 def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -> int:
-    """`kvparams sidecar --broker`; the exit status.
+    """Runs `kvparams sidecar --broker` and returns the exit status.
 
     Raises:
         ValueError: what is asked for does not go together.
@@ -102,7 +102,10 @@ def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -
 
 
 def create_decode_node_app(broker: Secret, pool: str, settings: Settings, engine: Instance) -> Starlette:
-    """The app beside a decode engine: it serves no requests, it pulls them. Its health and its metrics are served."""
+    """Creates the app beside a decode engine.
+
+    It pulls requests instead of serving them, and serves its health and its metrics.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[Mapping[str, Any]]:
@@ -127,7 +130,7 @@ def create_decode_node_app(broker: Secret, pool: str, settings: Settings, engine
 
 
 async def _health(request: Request) -> Response:
-    """Whether it would take work now."""
+    """Reports whether the node would accept work now."""
     consumer: WorkConsumer = request.state.consumer
     missing = [what for what, there in (("broker", consumer.connected), ("engine", consumer.engine_ready)) if not there]
     body = {"status": "unavailable" if missing else "ok", **({"missing": missing} if missing else {})}

@@ -1,6 +1,6 @@
-"""`kvparams sidecar`: the proxy beside one engine, from the command line.
+"""`kvparams sidecar` starts the proxy beside one engine from the command line.
 
-The one rule: its settings are the proxy's, by the same names; its own say only which engine it is beside.
+Its settings have the same names as the proxy's. Its own flags only describe the engine beside it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class SidecarCommand:
     summary = "Put a proxy beside one engine: it prefills or decodes here, and the other leg runs elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Those that name engines, and one for each setting of the proxy."""
+        """Adds the flags that name engines, and one for each setting of the proxy."""
         parser.epilog = _EXAMPLE
         parser.set_defaults(**{role.value: [] for role in Role})
         group = parser.add_argument_group("engines")
@@ -90,7 +90,7 @@ class SidecarCommand:
         add_option_flags(parser, without=("mode",))
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Serve until told to stop."""
+        """Serves until told to stop."""
         role = Role(arguments.role)
         remote = _REMOTE[role]
         engine = cast("str", arguments.engine)

@@ -16,7 +16,7 @@ _LATE_S: Final = 0.05
 
 
 class Clock(Protocol):
-    """What time-outs are measured by."""
+    """A clock that measures time-outs."""
 
     def time(self) -> float:
         """Seconds; only differences mean something."""
@@ -24,7 +24,7 @@ class Clock(Protocol):
 
     @property
     def coarse_time_s(self) -> float:
-        """The time, or up to a tenth of a second later: for what happens at every event of a stream."""
+        """Returns the time, or up to a tenth of a second later, for events as frequent as those of a stream."""
         ...
 
 
@@ -66,7 +66,7 @@ class StallAwareClock:
         return now - self._held_s - (late_s if late_s > _LATE_S else 0.0)
 
     def close(self) -> None:
-        """No timer is left."""
+        """Closes the clock and cancels its timer."""
         self._timer.cancel()
 
     def _set(self) -> None:
@@ -96,7 +96,7 @@ class ClockTimer:
         self._timer = loop.call_later(delay_s, self._look)
 
     def cancel(self) -> None:
-        """Do not call back."""
+        """Cancels the callback."""
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -1,6 +1,6 @@
-"""Time-outs of legs: one sweep over all of them in place of a timer for each.
+"""Time-outs of legs, checked by one sweep over all of them in place of a timer for each.
 
-The one rule: starting or renewing a time-out costs an entry in a dictionary; it fires at most a tick late.
+Starting or renewing a time-out costs a dictionary entry; it fires at most a tick late.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Expirable(Protocol):
-    """What has a time-out."""
+    """An object that has a time-out."""
 
     def expire(self) -> None:
-        """Its time is over."""
+        """Called when the time is over."""
         ...
 
 
@@ -34,13 +34,13 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, what: Expirable, limit_s: float) -> None:
-        """`what` has `limit_s` seconds from now on, whatever it had before."""
+        """Starts or renews the time-out of `what`: it ends `limit_s` seconds from now."""
         self._deadlines[what] = self._clock.time() + limit_s
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._sweep)
 
     def stop(self, what: Expirable) -> None:
-        """It is over."""
+        """Cancels the time-out."""
         self._deadlines.pop(what, None)
 
     def _sweep(self) -> None:

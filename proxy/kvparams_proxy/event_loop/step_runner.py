@@ -25,7 +25,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class StepTask:
-    """One piece of work that was begun."""
+    """A piece of work that a `StepRunner` has been given."""
 
     __slots__ = ("_done", "_failed", "_steps")
 
@@ -41,18 +41,18 @@ class StepTask:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is complete, has failed or was cancelled."""
+        """True once the work is complete, has failed or was cancelled."""
         return self._steps is None
 
     def cancel(self) -> None:
-        """Do no more of it, and tell nobody. No-op when it is over."""
+        """Cancels the rest of the work without a callback. Does nothing once it is over."""
         steps, self._steps = self._steps, None
         if steps is not None:
             del self._done, self._failed
             steps.close()
 
     def advance(self, until: float) -> None:
-        """For the runner: do steps until this time."""
+        """Runs steps until this time; only the runner calls it."""
         steps = self._steps
         while steps is not None:
             try:
@@ -103,7 +103,7 @@ class StepRunner:
         *,
         at_once: bool = True,
     ) -> StepTask:
-        """Do the work, now or later.
+        """Runs the work, now or later.
 
         Args:
             steps: does one step of bounded time at each `next`.

@@ -1,8 +1,8 @@
-"""What has come in one turn of the event loop is acted on together, one kind after another.
+"""Batches work that arrives during one turn of the event loop, one kind after another.
 
 Acted on as they come, requests and answers of all kinds by turns, each costs a sixth more: code and data of its kind
-have to come back into the processor's caches every time. The one rule: what was put here is acted on before the loop
-waits again, in the order in which it was put.
+have to come back into the processor's caches every time. Scheduled actions run before the loop waits again, in the
+order in which they were scheduled.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class TurnBatcher:
-    """What there is to do of one kind."""
+    """Runs scheduled actions of one kind together, in the next turn of the event loop."""
 
     __slots__ = ("_acts", "_loop")
 
@@ -26,7 +26,7 @@ class TurnBatcher:
         self._acts: list[Callable[[], None]] = []
 
     def schedule(self, act: Callable[[], None]) -> None:
-        """Do it in the loop's next turn, which is not waited for."""
+        """Schedules the action for the loop's next turn, which is not delayed for it."""
         if not self._acts:
             self._loop.call_soon(self._run)
         self._acts.append(act)

@@ -1,1 +1,1 @@
-"""One request, executed: legs, answers, what is given back."""
+"""Execution of one request: its legs, its responses, and the release of its resources."""

@@ -1,6 +1,6 @@
-"""How requests are coordinated now: the modes that are active, switched while the proxy runs.
+"""Holds the active request manager modes, which can be switched while the proxy runs.
 
-The one rule: a request keeps the manager that it began with; a switch is for those who come after it.
+A request keeps the manager that it began with; a switch affects later requests.
 """
 
 import logging
@@ -19,12 +19,12 @@ _log: Final = logging.getLogger(__name__)
 
 
 def required_roles(choice: ModeSelector) -> frozenset[Role]:
-    """Every role without which some request would be refused."""
+    """Returns the roles without which some request would be refused."""
     return frozenset(role for each in choice.active for role in each.manager.roles)
 
 
 class ActiveModes:
-    """Those of one proxy."""
+    """The active modes of one proxy."""
 
     def __init__(self, modes: Sequence[ManagerMode], signer: Signer | None = None) -> None:
         """
@@ -40,7 +40,7 @@ class ActiveModes:
 
     @property
     def active(self) -> tuple[ManagerMode, ...]:
-        """In the order in which they were named."""
+        """The active modes, in the order in which they were named."""
         return tuple(each.mode for each in self._choice.active)
 
     @property
@@ -49,16 +49,16 @@ class ActiveModes:
         return required_roles(self._choice)
 
     def set_change_listener(self, changed: Callable[[frozenset[Role]], None]) -> None:
-        """`changed` hears the roles that are needed, now and after every switch."""
+        """Sets a listener that hears the required roles now and after every switch."""
         self._changed = changed
         changed(self.roles)
 
     def select_manager(self, request: RequestFacts, endpoint: str, stream: bool) -> DisaggregatedRequestManager:
-        """Who coordinates this request."""
+        """Selects the manager that coordinates this request."""
         return self._choice.select_manager(request, endpoint, stream)
 
     def replace(self, modes: Sequence[ManagerMode], source: str) -> None:
-        """From the next request on. Raises as the constructor; then nothing has changed."""
+        """Replaces the modes from the next request on. Raises as the constructor does; then nothing has changed."""
         self._choice = self._made(modes, self._choice.active)
         self.switch_count += 1
         _log.info("%s: modes are now %s", source, ", ".join(mode.use for mode in modes))
@@ -66,7 +66,7 @@ class ActiveModes:
             self._changed(self.roles)
 
     def _made(self, modes: Sequence[ManagerMode], before: Iterable[ActiveManager]) -> ModeSelector:
-        """A manager that goes on keeps what it has learnt of its documents."""
+        """Returns the managers. One that stays active keeps its state."""
         kept = {(each.mode.use, *sorted(map(repr, each.mode.options.items()))): each.manager for each in before}
         active: list[ActiveManager] = []
         for mode in modes:

@@ -30,7 +30,7 @@ _REMEMBERED: Final = 64
 
 
 class EngineAddresses:
-    """Where engines are: their hosts, and what looks like an address. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """Hosts of the engines, and patterns that look like addresses. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
     __slots__ = ("_gone", "_pattern", "_urls", "has_random_looking_host")
 
@@ -44,12 +44,12 @@ class EngineAddresses:
         """Whether the name of a host is one that could be random: then nothing is random by its looks alone."""
 
     def joined(self, member: Member) -> None:
-        """A member has come."""
+        """Adds the host of a new member."""
         self._urls.extend(_urls(member))
         self._changed()
 
     def left(self, member: Member) -> None:
-        """A member has gone; another may be at the same place."""
+        """Moves the URLs of a member that has left to those of former members, which stay recognized."""
         for url in _urls(member):
             self._urls.remove(url)
             self._gone.append(url)
@@ -60,7 +60,7 @@ class EngineAddresses:
         self.has_random_looking_host = _like_random([*self._urls, *self._gone])
 
     def occur_in(self, text: str, sent: bytes = b"") -> bool:
-        """Whether an address stands in `text` that does not stand in `sent`, the client's own words."""
+        """Returns whether `text` contains an address that is not in `sent`, the client's own request."""
         if self._pattern is None:
             self._pattern = _pattern([*self._urls, *self._gone])
         for number, found in enumerate(self._pattern.finditer(text)):
@@ -93,5 +93,5 @@ def _pattern(urls: Iterable[str]) -> re.Pattern[str]:
 
 
 def _name(name: str) -> str:
-    """A host as it may be written. One that is a plain word is an address only with a port behind it."""
+    """Returns a pattern for a host as it may be written. A plain word is an address only with a port behind it."""
     return rf"{name}:\d{{2,5}}" if name.isalpha() else re.escape(name)

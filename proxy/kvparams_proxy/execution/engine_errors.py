@@ -28,7 +28,7 @@ _LONGEST: Final = 4096
 def engine_error_response(
     role: str, status: int, raw: bytes, addresses: EngineAddresses, sent: bytes, *, own_key: bool = True
 ) -> ProxyError:
-    """What an engine's answer other than 200 means for the client.
+    """Translates an engine's response other than 200 into an error for the client.
 
     A 4xx is about the client's request: its message, param and code are passed on, unless it is about KV params or
     credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
@@ -75,7 +75,7 @@ def reported_engine_error(
 
 
 class PublicError(NamedTuple):
-    """What a client may know of an engine's error; None where that is nothing."""
+    """The parts of an engine's error that a client may see. A part that it may not see is None."""
 
     message: str | None
     kind: str | None
@@ -84,7 +84,7 @@ class PublicError(NamedTuple):
 
 
 def public_error(error: Mapping[str, object], addresses: EngineAddresses, sent: bytes) -> PublicError:
-    """What a client may know of an engine's error object. `sent` is the client's body."""
+    """Extracts from an engine's error object the parts that a client may see. `sent` is the client's body."""
     message, kind, param, code = (error.get(name) for name in ("message", "type", "param", "code"))
     if isinstance(message, str):
         message = message[:_LONGEST]

@@ -56,7 +56,7 @@ _SUSPECTS: Final = (b'_params"', b'"remote_', b'"bootstrap_')
 
 
 class EngineResponse:
-    """One of them."""
+    """A whole response of an engine."""
 
     __slots__ = ("_document", "_error", "member_spans", "privacy_changes", "raw")
 
@@ -71,7 +71,7 @@ class EngineResponse:
 
     @property
     def document(self) -> Mapping[str, object]:
-        """What it says.
+        """The parsed response.
 
         Raises:
             JSONTextError: it is not a JSON object.
@@ -91,7 +91,7 @@ class EngineResponse:
 
     @property
     def has_choice(self) -> bool:
-        """Whether it is what a client asks for: JSON, no error, and a choice.
+        """Returns whether the response is usable: JSON, no error, and at least one choice.
 
         In a choice there may be no text: a model may have nothing to say.
         """
@@ -105,7 +105,7 @@ class EngineResponse:
         return any(choice and isinstance(choice, dict) for choice in cast("list[object]", choices))
 
     def parse_in_steps(self, request_id: str, addresses: EngineAddresses) -> Generator[None, None, "EngineResponse"]:
-        """Read it in steps. Never raises for what stands there.
+        """Parses the response in steps. Never raises for its content.
 
         Args:
             request_id: what the engine was told.
@@ -128,7 +128,7 @@ class EngineResponse:
 
 
 def _check_params(receiver: AbridgedObjectReceiver) -> None:
-    """Refuse `kv_transfer_params` that cannot be handed on."""
+    """Raises an error for `kv_transfer_params` that cannot be handed on."""
     field = receiver.fields.get("kv_transfer_params")
     if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
         raise JSONTextError("its kv_transfer_params are too long")
@@ -177,7 +177,7 @@ class _ChoicesReceiver(ListReceiver):
 def _changes(
     raw: bytes, receiver: AbridgedObjectReceiver, request_id: str, addresses: EngineAddresses
 ) -> Generator[None, None, dict[str, bytes | None]]:
-    """What `privacy_changes` gives for a short answer."""
+    """Computes in steps the changes that `privacy_changes` computes for a short response."""
     document, fields = receiver.document, receiver.fields
     said = {name: document[name] for name in _SAYS_OF_ITSELF if name in document}
     changes = privacy_changes(said, b"", request_id, addresses)
@@ -202,7 +202,7 @@ def _changes(
 
 
 def _says(raw: bytes, field: MemberSpan) -> Generator[None, None, bool]:
-    """Whether one of the suspects stands in a value."""
+    """Returns, in steps, whether the value contains one of the suspicious words."""
     for word in _SUSPECTS:
         for at in range(field.value, field.end, _COPIED_BYTES):
             if raw.find(word, at, min(at + _COPIED_BYTES + len(word), field.end)) >= 0:
@@ -212,7 +212,7 @@ def _says(raw: bytes, field: MemberSpan) -> Generator[None, None, bool]:
 
 
 def _without_private(raw: bytes, field: MemberSpan) -> Generator[None, None, bytes | None]:
-    """A value without members that say where KV or engines are, at any depth; None where it has none."""
+    """Returns the value without members at any depth that reveal KV or engines; None if it has none."""
     kept = bytearray()
     at, end = field.value, field.end
     cuts = yield from private_member_cuts(raw, at, end)
@@ -229,8 +229,9 @@ def _without_private(raw: bytes, field: MemberSpan) -> Generator[None, None, byt
 
 
 def private_member_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, list[tuple[int, int]]]:
-    """Where members stand in `raw[at:end]`, JSON text, that say where KV or engines are: with one comma each, so that
-    without them it is JSON as well.
+    """Finds the members in `raw[at:end]`, JSON text, that reveal the location of KV or engines.
+
+    Each span includes one comma, so that the text without them is still JSON.
 
     Raises:
         JSONTextError: there are too many.
@@ -269,7 +270,7 @@ def private_member_cuts(raw: bytes, at: int, end: int) -> Generator[None, None, 
 
 
 def _value_end(raw: bytes, at: int) -> Generator[None, None, int]:
-    """Where the value ends that begins at `at`."""
+    """Returns, in steps, the end of the value that begins at `at`."""
     byte = raw[at]
     if byte in b"{[":
         reader = IncrementalReader(raw, at, UNLIMITED)

@@ -37,7 +37,7 @@ _RETRY_S: Final = 1
 
 
 class RequestDeadline:
-    """The limit of a whole request, beside that of its legs."""
+    """The time limit of a whole request, beside those of its legs."""
 
     __slots__ = ("_execution",)
 
@@ -45,12 +45,12 @@ class RequestDeadline:
         self._execution = execution
 
     def expire(self) -> None:
-        """For `Deadlines`."""
+        """Ends the request; `Deadlines` calls it."""
         self._execution.on_request_timeout()
 
 
 class Execution:
-    """One request being executed. A `DownstreamObserver` of its client, and the `LegOwner` of its legs."""
+    """Executes one request. It is the `DownstreamObserver` of its client and the `LegOwner` of its legs."""
 
     __slots__ = (
         "_account",
@@ -158,13 +158,16 @@ class Execution:
     # the queue, as `fleet.Waiter`
 
     def granted(self, instance: Instance) -> None:
-        """There is room. The plan goes on in a turn of its own: whoever made room is not done yet."""
+        """Continues the plan with the granted instance.
+
+        This takes a turn of its own, since the caller is not finished yet.
+        """
         self._waiting = None
         self._life.loads.append(instance)
         self._resources.loop.call_soon(self.resume_plan, instance)
 
     def refused(self, error: ProxyError) -> None:
-        """There was no room for too long, or nobody is left to wait for. Then another pair may be there."""
+        """Tells the plan that no room was found in time, or that no instance is left. Another pair may be available."""
         step = self._waiting
         self._waiting = None
         failure = None if step is None else self._stranded(step, error)
@@ -214,8 +217,10 @@ class Execution:
                 failure.__traceback__ = None
 
     def _stranded(self, step: AcquireInstance, error: ProxyError) -> EngineLegFailed | None:
-        """What the plan is told of a choice that found nobody, if it has chosen the other leg's engine already and
-        should do so again."""
+        """Returns the failure for the plan when no instance was available, or None.
+
+        The plan fails over only if it has already chosen the other leg's engine and should choose it again.
+        """
         if not isinstance(step.paired_with, Instance) or not self._context.should_fail_over(
             step.paired_with, step.avoid
         ):
@@ -223,7 +228,7 @@ class Execution:
         return EngineLegFailed(error, claimed=False)
 
     def _wait(self, step: AcquireInstance) -> None:
-        """There is no room. Decode is not waited for longer than there is KV for it."""
+        """Waits for room. A wait for decode is no longer than the lease of its KV."""
         self._waiting = step
         self._life.enter("queued")
         lease = self._life.lease
@@ -233,8 +238,11 @@ class Execution:
     # time-outs
 
     def expire(self) -> None:
-        """For `Deadlines`: the engine may have been silent for too long, or the client has taken nothing for too long,
-        or the KV that a decode engine was to fetch is given up."""
+        """Handles a time-out of the leg.
+
+        The engine or the client may have been silent for too long, or the KV that a decode engine was to fetch is given
+        up.
+        """
         if self._legs.client_is_slow:
             self._downstream.drop()
         elif self._waiting is not None:
@@ -245,7 +253,7 @@ class Execution:
             self._legs.expire()
 
     def on_request_timeout(self) -> None:
-        """For `RequestDeadline`: the request as a whole takes too long. No engine is to blame."""
+        """Ends a request that takes too long as a whole; no engine is to blame."""
         if self._legs.client_is_slow:
             self._downstream.drop()
         else:
@@ -267,8 +275,10 @@ class Execution:
             self.fail(error)
 
     def end_without_client(self, result: LegResult | None = None) -> None:
-        """The client has left. If its prefill has ended since, the plan learns what is held for it, and takes no
-        further step."""
+        """Ends a request whose client has left.
+
+        The plan learns of KV held by a prefill leg that has ended since, and takes no further step.
+        """
         if result is not None:
             with suppress(Exception):  # whatever the answer is worth, nobody waits for it
                 self._plan.send(result)

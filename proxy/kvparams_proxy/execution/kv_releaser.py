@@ -1,6 +1,6 @@
 """Gives back KV that nobody will fetch: one small request to an engine, after its own request has ended.
 
-The one rule: it is tried once, within a bounded time; what fails is counted as orphaned and ends with its lease.
+A release is tried once, within a bounded time. If it fails, the KV is counted as orphaned and ends with its lease.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _PATH: Final = b"/v1/kvparams"
 
 
 class AbandonedKV(NamedTuple):
-    """KV that nobody will fetch, and the request it was for."""
+    """KV that nobody will fetch, and its request."""
 
     lease: KVLease
     abandon: ReleaseRequest
@@ -56,7 +56,7 @@ class AbandonedKV(NamedTuple):
 
 
 class KVReleaser:
-    """All that run now, and those that wait for their turn."""
+    """Runs KV releases, a bounded number at a time, and queues the others."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class KVReleaser:
         return len(self._running) + len(self._waiting)
 
     def leases(self) -> Iterable[KVLease]:
-        """KV that engines hold and are being told, or will be, to free."""
+        """The leases of KV whose engines are being told, or will be, to free it."""
         yield from (release.lease for release in self._running)
         yield from (held.lease for held in self._waiting)
 
     def release(self, held: AbandonedKV) -> None:
-        """Tell an engine, as soon as not too many are being told."""
+        """Releases the KV as soon as few enough releases are running."""
         if len(self._running) < _MOST:
             self._tell(held)
         elif len(self._waiting) < _MOST_WAITING:
@@ -99,7 +99,7 @@ class KVReleaser:
             self.orphaned += 1
 
     def on_release_end(self, release: "_RunningRelease", well: bool) -> None:
-        """For one of them."""
+        """Starts waiting releases after one has ended."""
         self._watch.stop(release)
         self._running.discard(release)
         if well:
@@ -140,7 +140,7 @@ class KVReleaser:
         release.exchange = pool.exchange(request, ResponseCollector(_ANSWER_BYTES, release.ended), once=abandon.leg)
 
     def _params(self, held: AbandonedKV, instance: Instance) -> bytes | None:
-        """The text of `kv_transfer_params`; None where it should be signed, and cannot."""
+        """Returns the text of `kv_transfer_params`, or None where it should be signed and cannot be."""
         abandon = held.abandon
         if self._signer is None:
             return abandon.native if abandon.leg else merge_with_native(b"{}", dump_json(_document(held, instance)))
@@ -152,7 +152,7 @@ class KVReleaser:
             return None
 
     def _producer(self, lease: KVLease) -> Instance | None:
-        """The one that holds it, unless it has left: another may have its name."""
+        """Returns the member that holds the KV, unless it has left: another may have its name."""
         id, url = lease.producer.id, lease.producer.url
         here = (member.instance for member in self._fleet.members)
         return next((instance for instance in here if instance.id == id and instance.url == url), None)
@@ -185,18 +185,18 @@ class _RunningRelease:
         self.exchange: ExchangeHandle | None = None
 
     def expire(self) -> None:
-        """It takes too long; for a decode leg that is an abort, which frees the KV as well."""
+        """Ends a release that takes too long. For a decode leg that is an abort, which frees the KV as well."""
         if self.exchange is not None:
             self.exchange.abort(UpstreamTimeout("took too long"))
 
     def ended(self, head: ResponseHead, _raw: bytes, error: UpstreamError | None) -> None:
-        """Its engine has answered, or will not."""
+        """Ends the release once its engine has answered or failed."""
         self.exchange = None
         self._owner.on_release_end(self, error is None and head.status == 200)
 
 
 def _document(held: AbandonedKV, instance: Instance) -> KVTransferParams:
-    """The release of a transfer; on a leg that fetches the KV once more, what it says of itself. It is all of 1.0."""
+    """Builds the params that release a transfer, or those of a leg that fetches the KV once more. All are of 1.0."""
     lease = held.lease
     members: dict[str, object] = {
         "version": instance.version,

@@ -45,7 +45,7 @@ class EngineLegFailed(LegFailed):
 
 
 class LegEnd(NamedTuple):
-    """How the exchange of one leg ended, and what the engine was shown."""
+    """The end of one leg's exchange, and the credentials that the engine was shown."""
 
     instance: Instance
     head: ResponseHead
@@ -71,7 +71,7 @@ class LegEnd(NamedTuple):
 
 
 class LegOutcome(NamedTuple):
-    """What the end of a leg means."""
+    """The meaning of a leg's end for the plan and for the fleet."""
 
     failure: EngineLegFailed | None = None
     """What the plan is told; `retryable` says whether another instance may do better. None where the leg went well."""

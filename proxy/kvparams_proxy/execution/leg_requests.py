@@ -1,6 +1,6 @@
-"""What a leg sends: the client's body with the changes that the plan asks for, spliced in.
+"""Builds the request of a leg: the client's body with the changes that the plan asks for.
 
-The one rule: the client's words go out as they came in, but for these changes.
+Apart from these changes the client's bytes are sent unchanged.
 """
 
 from typing import Final, cast
@@ -23,7 +23,7 @@ _IDS: Final = {"return_token_ids": b"true"}
 
 
 def make_stream_recorder(endpoint: APIEndpoint, inbound: ParsedRequest) -> StreamRecorder | None:
-    """What remembers the stream of a request that can be continued; None for others."""
+    """Returns a recorder for the stream of a request that can be continued, or None for other requests."""
     document, facts = inbound.document, inbound.facts
     if document is None or endpoint.kind not in ("completions", "chat"):
         return None
@@ -40,7 +40,7 @@ def make_stream_recorder(endpoint: APIEndpoint, inbound: ParsedRequest) -> Strea
 def build_leg_request(
     endpoint: APIEndpoint, inbound: ParsedRequest, leg: Leg, recorder: StreamRecorder | None
 ) -> tuple[bytes, UpstreamBody]:
-    """The path and the body of one leg."""
+    """Returns the path and the body of one leg."""
     body, spans = inbound.body, inbound.member_spans
     path = endpoint.path.encode()
     changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes

@@ -31,22 +31,25 @@ and to end its response behind the last event of its stream."""
 
 
 class LegOwner(Protocol):
-    """The owner of the request."""
+    """The owner of the request, as its legs see it."""
 
     def expire(self) -> None:
-        """The time-out is over that `LegRunner` has started; where a leg's is meant, `LegRunner.expire` is called."""
+        """Called when the time-out that `LegRunner` has started is over.
+
+        If it belongs to a leg, the owner calls `LegRunner.expire`.
+        """
         ...
 
     def resume_plan(self, value: object, failure: LegFailed | None = None) -> None:
-        """A leg has ended: the plan is sent `value`, or `failure` is raised in it."""
+        """Called when a leg has ended: the plan is sent `value`, or `failure` is raised in it."""
         ...
 
     def end_without_client(self, result: LegResult | None = None) -> None:
-        """The client has left, and no leg runs for it any more. `result` is that of a prefill that has ended since."""
+        """Called when the client has left and no leg runs for it. `result` is of a prefill that has ended since."""
         ...
 
     def fail(self, error: ProxyError) -> None:
-        """The request ends with this error."""
+        """Ends the request with this error."""
         ...
 
 
@@ -202,7 +205,7 @@ class LegRunner:
         self._resources.deadlines.start(self._owner, limit_s)
 
     def expire(self) -> None:
-        """The engine may have been silent for too long."""
+        """Ends a leg whose engine has been silent for too long."""
         running = self._running
         if running is None or running.exchange is None:
             return
@@ -218,7 +221,7 @@ class LegRunner:
     # whole answers
 
     def _answered(self, head: ResponseHead, answer: EngineResponse, error: UpstreamError | None) -> None:
-        """The leg has ended, and its answer is whole if there is one."""
+        """Handles the end of a leg and its complete answer, if there is one."""
         if self._context.life.state == "done":  # it was overdue between the end of its leg and this turn
             return
         reports = self._resources.prefix_cache is not None
@@ -272,14 +275,14 @@ class LegRunner:
     def _prefill_answered(
         self, prefill: ConcurrentPrefill, head: ResponseHead, answer: EngineResponse, error: UpstreamError | None
     ) -> None:
-        """A prefill leg has ended beside which its decode leg runs, or has run."""
+        """Handles the end of a prefill leg beside which its decode leg runs, or has run."""
         if error is None and head.status == 200:
             self._settlement.report_response(prefill.leg, answer)
         self._end_prefill(prefill)
         self._settle(prefill.leg, head, answer, error, prefill)
 
     def _release_decode(self, prefill: ConcurrentPrefill) -> None:
-        """Prefill is good: decode's answer is held no longer."""
+        """Releases the held answer of decode after a successful prefill."""
         self._context.hold_lease(prefill.pair.kv)
         self._context.claim_kv()
         settings, running = self._resources.settings, self._running
@@ -297,7 +300,7 @@ class LegRunner:
                 running.resume()
 
     def drop_other(self) -> None:
-        """One of two legs has failed: the other one is ended. Does nothing where no leg runs."""
+        """Ends the other leg after one of two legs has failed. Does nothing where no leg runs."""
         if self._prefill is not None:
             exchange = self._prefill.exchange
             self._end_prefill(self._prefill)
@@ -317,18 +320,18 @@ class LegRunner:
             self._running.pause()
 
     def stream_begun(self) -> None:
-        """The client is about to get its first byte."""
+        """Hears that the client is about to get its first byte."""
         self._settlement.begin_answer(None if self._running is None else self._running.leg)
 
     def stream_complete(self) -> None:
-        """The client has everything. An engine that does not end its response is not waited for."""
+        """Hears that the client has everything. An engine that does not end its response is not waited for."""
         if not self.client_is_slow:
             self._resources.deadlines.start(self._owner, _LAST_WORD_S)
 
     def stream_ended(
         self, head: ResponseHead, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:
-        """The leg has ended. `whole` is an answer that is no stream."""
+        """Handles the end of a stream's leg. `whole` is an answer that is no stream."""
         account, running = self._context.account, self._running
         account.answer_bytes += sent_bytes
         account.stream_events += sent_events
@@ -371,7 +374,7 @@ class LegRunner:
         return True
 
     def close(self) -> None:
-        """The request is over: whatever runs is ended, and the owner is let go."""
+        """Ends all running legs and drops the owner; the request is over."""
         if self._running is not None:
             self._running.discard()
             self._running = None

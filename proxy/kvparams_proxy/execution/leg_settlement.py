@@ -1,4 +1,4 @@
-"""What the end of a leg is worth: its answer goes to the client or to the plan, its failure to the fleet and the plan.
+"""Settles ended legs: their response goes to the client or the plan, their failure to the fleet and the plan.
 
 `LegRunner` says when a leg has ended; everything that is recorded of it is recorded here.
 """
@@ -55,7 +55,7 @@ class LegSettlement:
         self._recorder = recorder
 
     def begin_answer(self, leg: Leg | None) -> None:
-        """The client is about to get its first byte, or the first one of another engine's continuation."""
+        """Prepares for the first byte that the client is about to get from this engine or its successor."""
         resources, life = self._resources, self._context.life
         again = life.answering
         life.enter("first_byte")

@@ -1,6 +1,6 @@
-"""What one request holds and may still do: what its plan asks, and the KV it must not leave behind.
+"""Per-request execution state: the facts that its plan asks for, and the KV that the request must release.
 
-The one rule: KV that is held for it is fetched, given back or counted as orphaned; nothing else becomes of it.
+KV that is held for the request is fetched, released or counted as orphaned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["PlanContext"]
 
 
 class PlanContext:
-    """A `kvparams.routing.plan.Context`. Everything is answered at once."""
+    """The `kvparams.routing.plan.ExecutionContext` of one request. Its methods never wait."""
 
     __slots__ = (
         "_attempts",
@@ -80,15 +80,15 @@ class PlanContext:
     # the plan's questions
 
     def dialect(self, instance: Instance) -> Dialect:
-        """See `Context.dialect`."""
+        """See `ExecutionContext.dialect`."""
         return self._resources.dialects[instance.dialect]
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """See `Context.place`."""
+        """See `ExecutionContext.bootstrap_info`."""
         return self._resources.fleet.bootstrap_info(instance)
 
     def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
-        """See `Context.pin`."""
+        """See `ExecutionContext.verify_handoff`."""
         resources = self._resources
         pool = resources.pools.get(instance.id)
         try:
@@ -98,7 +98,7 @@ class PlanContext:
             raise
 
     def peer_source(self, instance: Instance) -> str | None:
-        """See `Context.source`."""
+        """See `ExecutionContext.peer_source`."""
         prefixes = self._resources.prefix_cache
         found = None if prefixes is None else prefixes.peer_source(self.inbound.facts)
         if found is None:
@@ -111,36 +111,36 @@ class PlanContext:
         return address
 
     def one_token_changes(self) -> Mapping[str, bytes | None]:
-        """See `Context.one_token`."""
+        """See `ExecutionContext.one_token_changes`."""
         inbound = self.inbound
         return one_token_changes(self.endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
 
     def now(self) -> float:
-        """See `Context.now`."""
+        """See `ExecutionContext.now`."""
         return self._resources.loop.time()
 
     def has_candidates(self, role: Role) -> bool:
-        """See `Context.there`."""
+        """See `ExecutionContext.has_candidates`."""
         return self._resources.fleet.has_candidates(role, self.inbound.facts.model)
 
     def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
-        """See `Context.elsewhere`."""
+        """See `ExecutionContext.should_fail_over`."""
         return self._resources.fleet.should_fail_over(instance, self.inbound.facts, failed)
 
     def cached_tokens(self, role: Role) -> Mapping[str, int]:
-        """See `Context.cached`."""
+        """See `ExecutionContext.cached_tokens`."""
         self._weighs = True
         return self._resources.fleet.cached_tokens(role, self.inbound.facts)
 
     def record_answer(self, route: Sequence[Instance]) -> None:
-        """All has gone well; the last of the route has answered."""
+        """Records that all legs have succeeded; the last of the route has answered."""
         if self._weighs and route[-1].role is Role.DECODE:
             account = self.account
             said = (account.prompt_tokens, account.cached_tokens) if len(route) == 1 else (None, None)
             self._resources.fleet.record_decode(route[-1], self.inbound.facts, *said)
 
     def may_retry(self) -> bool:
-        """See `Context.may_retry`: as many as the settings say for one request, and as all of them together may."""
+        """See `ExecutionContext.may_retry`. The settings limit retries for one request and for all requests together."""
         metrics = self._resources.metrics
         if self._attempts >= self._resources.settings.retries:
             metrics.retries_denied += 1
@@ -154,11 +154,11 @@ class PlanContext:
         return True
 
     def next_transfer(self) -> str:
-        """See `Context.next_transfer`."""
+        """See `ExecutionContext.next_transfer`."""
         return self.account.add_transfer(self._resources.new_id())
 
     def hold_lease(self, lease: KVLease) -> None:
-        """See `Context.hold`."""
+        """See `ExecutionContext.hold_lease`."""
         held = self.life.lease
         if held is not None and held.transfer_id != lease.transfer_id:
             self.abandon_kv(gone=False)
@@ -166,7 +166,7 @@ class PlanContext:
         self.kv_claimed = False
 
     def release_instance(self, instance: Instance) -> None:
-        """See `Context.give_back`."""
+        """See `ExecutionContext.release_instance`."""
         self.life.loads.remove(instance)
         self._resources.fleet.release(instance, self.inbound.facts)
 
@@ -195,7 +195,7 @@ class PlanContext:
         return self._resources.dialects[leg.instance.dialect].has_reusable_kv
 
     def claim_kv(self) -> bool:
-        """A leg is about to be sent that answers the client; whether an engine may fetch the KV for it only once."""
+        """Claims KV for a leg that answers the client. Returns whether an engine may fetch the KV only once."""
         lease = self.life.lease
         self.kv_producer = None if lease is None else lease.producer
         if lease is None or self._resources.dialects[lease.producer.dialect].has_reusable_kv:
@@ -204,7 +204,7 @@ class PlanContext:
         return True
 
     def abandon_kv(self, *, gone: bool) -> None:
-        """KV that is held for this request will not be fetched. `gone`: because its client has left.
+        """Gives up KV that is held for this request and will not be fetched. `gone`: because its client has left.
 
         Where a leg was to fetch it, the engine that was sent this leg has done so, or frees it as it is aborted. Nobody
         else may: the blocks may be another request's by then.

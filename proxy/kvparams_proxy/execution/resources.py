@@ -1,4 +1,4 @@
-"""What all executions of a proxy share; made when the app starts, and passed on."""
+"""The resources that all executions of a proxy share. The app makes them when it starts, and passes them on."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class RunningExecution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResources:
-    """What executions share."""
+    """The resources that executions share."""
 
     loop: asyncio.AbstractEventLoop
     fleet: Fleet

@@ -1,7 +1,7 @@
-"""What must change in a decode engine's answer before a client sees it, spliced in place.
+"""Corrects a decode engine's response before the client sees it, by editing bytes in place.
 
-Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. The one rule:
-every other byte leaves as the engine wrote it.
+Decode counts transferred KV as cached; only prefill knows what was. And KV params say where engines are. All other
+bytes leave as the engine wrote them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
 
 class ResponseCorrector:
-    """Of the answers to one request."""
+    """Corrects the responses to one request."""
 
     __slots__ = ("_addresses", "_allowance", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
 
@@ -62,7 +62,7 @@ class ResponseCorrector:
         """The last `usage` that came, as decode said it."""
 
     def correct_document(self, raw: bytes, *, event: bool = False) -> bytes:
-        """A JSON answer, or what one event of a stream holds, corrected.
+        """Returns a corrected JSON answer or event.
 
         Raises:
             JSONTextError: it is not a JSON object.
@@ -99,7 +99,7 @@ class ResponseCorrector:
         return edit(raw, spans, changes)
 
     def correct_response(self, answer: EngineResponse) -> Sequence[bytes | memoryview]:
-        """A whole JSON answer, corrected: of one that was read in steps the pieces, which are no copies.
+        """Returns a whole JSON answer, corrected. For one that was read in steps it returns pieces, without copies.
 
         Raises:
             as `correct_document`.
@@ -123,7 +123,7 @@ class ResponseCorrector:
         return edit_pieces(raw, answer.member_spans, changes) or (raw,)
 
     def correct_events(self, raw: bytes) -> bytes:
-        """Complete server-sent events, corrected.
+        """Returns complete server-sent events, corrected.
 
         Raises:
             JSONTextError: an event that needs correction is not JSON.
@@ -180,13 +180,16 @@ _SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"
 
 
 def _with_details(usage: bytes, document: Mapping[str, object], details: object) -> bytes:
-    """The text of a `usage` with other `prompt_tokens_details`."""
+    """Returns the text of a `usage` with other `prompt_tokens_details`."""
     spans = {_DETAILS: find_member(usage, document, _DETAILS)} if _DETAILS in document else find_members(usage)
     return edit(usage, spans, {_DETAILS: to_json(details)})
 
 
 def _chosen(choices: object) -> bool:
-    """Whether something stands there. The text of a choice may be empty: a model may have nothing to say."""
+    """Returns whether a response has a non-empty choice.
+
+    The text of a choice may be empty: a model may have nothing to say.
+    """
     if isinstance(choices, list):
         for one in cast("list[object]", choices):
             if one and isinstance(one, dict):
@@ -195,7 +198,7 @@ def _chosen(choices: object) -> bool:
 
 
 def _event_start(raw: bytes, at: int, inside: int) -> int:
-    """Where the event begins that `inside` is in; `at` is where one does."""
+    """Returns the start of the event that contains `inside`. `at` is the start of an event."""
     ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := raw.rfind(mark, at, inside)) >= 0]
     return max(ends, default=at)
 
@@ -216,7 +219,7 @@ def _next(raw: bytes, at: int, suspects: list[int]) -> int:
 
 
 def prompt_tokens_details(answer: Mapping[str, object]) -> object:
-    """`usage.prompt_tokens_details` of an answer, None where the engine does not report it."""
+    """Returns `usage.prompt_tokens_details` of an answer, or None where the engine does not report it."""
     usage = answer.get("usage")
     return cast("dict[str, object]", usage).get(_DETAILS) if isinstance(usage, dict) else None
 

@@ -11,7 +11,7 @@ __all__ = ["embedded_error", "load_response"]
 
 
 def load_response(raw: bytes) -> dict[str, object]:
-    """An engine's answer as an object, at the parser's speed: its keys are not examined for doubles.
+    """Parses an engine's answer to an object at the parser's speed: duplicate keys are not detected.
 
     Raises:
         JSONTextError: it is not a JSON object.
@@ -26,7 +26,7 @@ def load_response(raw: bytes) -> dict[str, object]:
 
 
 def embedded_error(document: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The error object of what is an error and no answer, whatever its status said; None where it is an answer.
+    """Returns the error object of a response, whatever its status, or None where it is an answer.
 
     Source: vLLM 0.32.0 and SGLang 0.5.23 write `{"error": {...}}` into a stream that fails; older ones
     `{"object": "error", ...}`.

@@ -127,7 +127,7 @@ def privacy_changes(
     addresses: EngineAddresses,
     allowance: Allowance | None = None,
 ) -> dict[str, bytes | None]:
-    """What must change in an answer, or in one event of a stream, as for `kvparams.jsontext.editing.edit`.
+    """Computes the changes to a response, or to one event of a stream, as for `kvparams.jsontext.editing.edit`.
 
     Args:
         document: what `raw` parses to.
@@ -225,7 +225,7 @@ def strip_private_members(raw: bytes) -> bytes:
 
 
 def _opaque(id: object, request_id: str, addresses: EngineAddresses) -> bool:
-    """Whether a response id says nothing but which request it is."""
+    """Returns whether a response id identifies the request and reveals nothing else."""
     if type(id) is not str:
         return False
     rest = id.replace(request_id, "", 1)

@@ -2,8 +2,8 @@
 
 While a stream runs, `StreamRecorder` remembers its token ids (asked for with `return_token_ids`, and taken out again
 where the client has not asked itself). When its engine fails, the rest is asked of another engine as a completion of
-exactly these ids, and its events are put into the form of those that came before. The one rule: only ids whose text the
-client has are counted; what an engine had computed but not yet said is computed again.
+exactly these ids, and its events are put into the form of those that came before. Only ids whose text the client has
+are counted. Tokens that an engine had computed but not sent are computed again.
 """
 
 import json
@@ -41,7 +41,7 @@ continued."""
 
 
 class StreamRecorder:
-    """One stream's."""
+    """Records one stream, so that another engine can continue it."""
 
     __slots__ = (
         "_answer",
@@ -86,15 +86,20 @@ class StreamRecorder:
         self.resumed = False
 
     def progress(self) -> StreamProgress | None:
-        """From where another engine can go on; None where the stream has said too little, or everything."""
+        """Returns the position from which another engine can go on.
+
+        None if the stream has said too little, or everything.
+        """
         self._read()
         if self._lost or self._prompt is None or self._finished or self._mixed or (self._chat and not self._answer):
             return None
         return StreamProgress(self._prompt, list(self._answer))
 
     def missing_ending(self) -> bytes | None:
-        """What the client lacks of a stream whose last token it has: only its end, which no engine is needed for. None
-        where tokens are missing."""
+        """Returns the end of a stream whose last token has been sent, or None where tokens are missing.
+
+        No engine is needed for this.
+        """
         self._read()
         template = self._template
         if self._lost or self._prompt is None or template is None or not self._finished:
@@ -147,7 +152,7 @@ class StreamRecorder:
         return raw if self._keep else _stripped(raw)
 
     def undo_last(self) -> None:
-        """What `events` has given last was not sent."""
+        """Reverts the last call of `events`, whose result was not sent."""
         if not self.resumed:
             kept, number = self._unread.pop()
             self._unread_bytes -= len(kept)
@@ -206,7 +211,7 @@ class StreamRecorder:
         self._counted = not choice and isinstance(document.get("usage"), dict)
 
     def _rewritten(self, event: bytes) -> bytes:
-        """An event of a completion, in the form of the stream that it continues."""
+        """Returns an event of a completion, in the form of the stream that it continues."""
         document = _document(event)
         template = self._template
         if (
@@ -238,7 +243,7 @@ class StreamRecorder:
         return made
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """As one engine would have counted."""
+        """Returns the usage that a single engine would have counted."""
         prompt = len(self._prompt or ())
         said = usage.get("completion_tokens")
         completion = self._base + (said if type(said) is int else 0)
@@ -251,7 +256,7 @@ class StreamRecorder:
 
 
 def _members(template: Mapping[str, Any]) -> dict[str, Any]:
-    """What all events of a stream have in common."""
+    """Returns the members that all events of a stream have in common."""
     return {name: value for name, value in template.items() if name not in ("choices", "usage", "prompt_token_ids")}
 
 
@@ -286,7 +291,7 @@ def _stripped(raw: bytes) -> bytes:
 
 
 def _document(event: bytes) -> dict[str, Any] | None:
-    """The JSON of one event; None for a comment or the last event."""
+    """Returns the parsed JSON of one event, or None for a comment or the last event."""
     data = event_data(event)
     if not data.startswith(b"{"):
         return None
@@ -297,7 +302,7 @@ def _document(event: bytes) -> dict[str, Any] | None:
 
 
 def _choices(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those of its choices that are objects."""
+    """Yields the choices of a document that are objects."""
     choices: object = document.get("choices")
     for choice in cast("list[object]", choices) if isinstance(choices, list) else ():
         if isinstance(choice, dict):
@@ -311,7 +316,7 @@ def _whole_numbers(ids: object) -> list[int]:
 
 
 def _text(choice: Mapping[str, Any]) -> bool:
-    """Whether the client sees something of this event."""
+    """Returns whether a choice has text that the client sees."""
     delta = choice.get("delta")
     return bool(cast("dict[str, object]", delta).get("content") if isinstance(delta, dict) else choice.get("text"))
 

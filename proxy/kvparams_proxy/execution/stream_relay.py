@@ -49,18 +49,18 @@ _FindsContent = Callable[[bytes | bytearray], re.Match[bytes] | bool | None]
 
 
 class StreamRelayObserver(Protocol):
-    """Whoever owns the request."""
+    """The owner of the request, as its stream relay sees it."""
 
     def stream_held(self) -> None:
-        """Where it is gated: there is something to send."""
+        """Hears that a gated relay has something to send."""
         ...
 
     def stream_begun(self) -> None:
-        """The first whole event is about to be sent."""
+        """Hears that the first whole event is about to be sent."""
         ...
 
     def stream_complete(self) -> None:
-        """The client has the last event; the engine has only to end its response."""
+        """Hears that the client has the last event; the engine has only to end its response."""
         ...
 
     def stream_ended(
@@ -161,12 +161,12 @@ class StreamRelay:
         self._whole = BodyBuffer(limit_bytes)  # an answer that is no stream
 
     def on_head(self, head: ResponseHead) -> None:
-        """Decide whether this is a stream at all."""
+        """Decides whether the response is a stream."""
         self._head = head
         self._streaming = head.status == 200 and head.content_type.lower().startswith(b"text/event-stream")
 
     def on_body(self, data: bytes) -> None:
-        """Send on all whole events, corrected, in one write; keep the rest.
+        """Sends all whole events, corrected, in one write, and keeps the rest.
 
         Raises:
             JSONTextError: an event is not what it should be.
@@ -188,11 +188,11 @@ class StreamRelay:
 
     @property
     def complete(self) -> bool:
-        """Whether the client has the last event."""
+        """True once the client has the last event."""
         return self._complete
 
     def release_held(self) -> UpstreamError | None:
-        """What is held may be sent now. What is wrong with it, where the exchange has not ended yet."""
+        """Sends the held events. Returns the error in them, if there is one and the exchange has not ended yet."""
         self._gated = False
         events = bytes(self._held)
         self._held.clear()
@@ -210,7 +210,7 @@ class StreamRelay:
         return None
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Say how it went; the owner does the rest."""
+        """Tells the owner how the exchange has ended."""
         if self._gated and error is None and self._head.status == 200 and self._worth_waiting():
             self._ended = True
             return
@@ -234,7 +234,10 @@ class StreamRelay:
         self._listener.stream_ended(self._head, whole, error, self._sent_bytes, self._sent_events)
 
     def _worth_waiting(self) -> bool:
-        """Whether it has answered. Who has not may never have met the prefill that would be waited for."""
+        """Returns whether the decode engine has begun its answer.
+
+        An engine that has not may never meet the prefill that would be waited for.
+        """
         return self._streaming and bool(self._begins(self._held))
 
     def _send(self, events: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Which streams another engine can continue, and the request that asks it for the rest."""
+"""Decides which streams another engine can continue, and builds the request for the rest."""
 
 from collections.abc import Mapping
 from typing import Final, cast

@@ -1,6 +1,6 @@
 """Asks the bootstrap servers of prefill engines who the engine is, where a dialect has them.
 
-The one rule: they are asked by probes, never for a request, and are shown nothing of ours: they want no key.
+Probes query them; requests never do. They require no key and are sent none.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ BootstrapCallback = Callable[[BootstrapInfo | None, str], None]
 
 
 def bootstrap_url(instance: Instance, bootstrap: BootstrapProtocol) -> str:
-    """Where the bootstrap server of `instance` is: as declared, or the dialect's port on the engine's host."""
+    """Returns the bootstrap server's URL for `instance`: as declared, or the dialect's port on the engine's host."""
     if instance.bootstrap is not None:
         return instance.bootstrap
     host = urlsplit(instance.url).hostname or ""
@@ -45,7 +45,7 @@ class BootstrapServers:
         self._limits = replace(limits, connections=_CONNECTIONS)
 
     def for_instance(self, instance: Instance) -> "BootstrapServer | None":
-        """That of an instance; None where it has none."""
+        """Returns the bootstrap server of an instance, or None where it has none."""
         dialect = self._dialects.get(instance.dialect)
         if dialect is None or dialect.bootstrap is None or instance.role is not Role.PREFILL:
             return None
@@ -53,7 +53,7 @@ class BootstrapServers:
 
 
 class BootstrapServer:
-    """One of them."""
+    """The bootstrap server of one instance."""
 
     def __init__(
         self, bootstrap: BootstrapProtocol, url: str, limits: UpstreamLimits, clock: Clock | None = None
@@ -63,7 +63,7 @@ class BootstrapServer:
         self._pool = UpstreamConnectionPool(url, limits, clock=clock)
 
     def query(self, found: BootstrapCallback) -> UpstreamExchange:
-        """Ask it; `found` hears once, unless the exchange is discarded."""
+        """Sends the query. `found` is called once, unless the exchange is discarded."""
 
         def answered(head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
             found(*self._read(head, raw, error))
@@ -72,7 +72,7 @@ class BootstrapServer:
         return self._pool.exchange(request, ResponseCollector(_LIMITS.max_bytes, answered))
 
     def close(self) -> None:
-        """It is asked no more."""
+        """Ends the queries."""
         self._pool.close()
 
     def _read(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> tuple[BootstrapInfo | None, str]:

@@ -1,6 +1,6 @@
 """The breakers of the fleet's members: what legs tell them, and the timers that half open them.
 
-The one rule: a half-open breaker has one trial at a time, and a trial whose leg told nothing makes room for another.
+A half-open breaker has one trial at a time. A trial whose leg gave no result makes room for another.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["Breakers"]
 
 
 class Breakers:
-    """All of one fleet."""
+    """The breakers of all members of one fleet."""
 
     def __init__(
         self, limits: BreakerLimits, now: Callable[[], float], call_later: CallLater, changed: Callable[[Member], None]
@@ -29,23 +29,23 @@ class Breakers:
         self._closed = False
 
     def new(self) -> Breaker:
-        """For a new member."""
+        """Creates the breaker of a new member."""
         return Breaker(self._limits)
 
     def succeeded(self, member: Member) -> None:
-        """A leg did what it should."""
+        """Records the success of a leg."""
         if member.breaker.record_success():
             member.trial = None
             self._changed(member)
 
     def trial_answered(self, member: Member) -> None:
-        """Its trial goes well so far."""
+        """Records that the trial of a half-open breaker goes well so far."""
         member.trial = None
         member.breaker.end_trial()
         self._changed(member)
 
     def failed(self, member: Member) -> bool:
-        """A leg failed; whether that opened the breaker. It is for the caller to tell who has to know."""
+        """Records the failure of a leg. Returns whether it opened the breaker; the caller notifies others."""
         now = self._now()
         if not member.breaker.record_failure(now):
             return False
@@ -54,32 +54,32 @@ class Breakers:
         return True
 
     def probed_well(self, member: Member) -> None:
-        """It is alive: its trial is brought forward, if it waits for one."""
+        """Records a successful probe, which brings a waiting trial forward."""
         if member.breaker.state is BreakerState.OPEN:
             now = self._now()
             member.breaker.record_probe_success(now)
             self._set_timer(member, member.breaker.half_open_at - now)
 
     def restarted(self, member: Member) -> None:
-        """It is another incarnation. It is for the caller to tell who has to know."""
+        """Resets the breaker of a new incarnation. The caller notifies others."""
         now = self._now()
         member.breaker.record_restart(now)
         if member.breaker.poll(now):
             self.forget(member)
 
     def released(self, member: Member, facts: RequestFacts) -> None:
-        """A leg has ended; how it went is said in this turn or never."""
+        """Records that a leg has ended; its result is reported in this turn or never."""
         if member.trial is facts:
             self._call_later(0.0, partial(self._end_trial, member, facts))
 
     def forget(self, member: Member) -> None:
-        """There is nothing to wait for; it may have left."""
+        """Forgets the timer of a breaker that has nothing to wait for; its member may have left."""
         timer = self._timers.pop(member, None)
         if timer is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels all timers."""
         self._closed = True
         for member in list(self._timers):
             self.forget(member)

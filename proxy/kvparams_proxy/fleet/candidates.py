@@ -32,7 +32,7 @@ class Candidates:
         """By model, and by who runs the other leg where that matters."""
 
     def candidates(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:
-        """Who may be chosen, room apart, remembered until something changes.
+        """Returns the members that may be chosen, regardless of room. The result is cached until something changes.
 
         Raises:
             ProxyError: 503 naming the role: there is nobody.
@@ -43,15 +43,15 @@ class Candidates:
         return found
 
     def has_cached_candidates(self, model: str | None) -> bool:
-        """Whether there are candidates for sure: a short cut, False tells nothing."""
+        """Returns whether candidates for this model are cached. False does not mean that there are none."""
         return model in self._candidates
 
     def has_candidates(self, model: str | None) -> bool:
-        """Whether there are candidates that are not suspected."""
+        """Returns whether there are candidates that are not suspected."""
         return any(member.available for member in self._find(model))
 
     def pair_keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
-        """Who may be paired with candidates that are neither suspected nor to be avoided."""
+        """Returns the pair keys of candidates that are neither suspected nor to be avoided."""
         return self._keys(self.role, model, avoid, 0)
 
     # inside
@@ -90,15 +90,18 @@ class Candidates:
         return {pair_key(m.instance) for m in self._able(role, model, suspicion) if m.instance.id not in avoid}
 
     def _sound_pairs(self, model: str | None) -> bool:
-        """Whether there are a prefill and a decode instance that may be paired and are not suspected."""
+        """Returns whether a prefill and a decode instance that are not suspected may be paired."""
         other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
         return bool(self._keys(self.role, model, (), 0) & self._keys(other, model, (), 0))
 
     def _preferred(
         self, candidates: list[Member], avoid: Collection[str], model: str | None, beside: PairKey | Role | None
     ) -> list[Member]:
-        """Those that have not failed this request already, with others to be paired with who have not; failing that,
-        those that have not; all, where there is nobody else."""
+        """Returns the preferred candidates, in three tiers.
+
+        First come those that have not failed this request and have such partners, then those that have not failed it,
+        then all of them.
+        """
         if not avoid:
             return candidates
         fresh = [member for member in candidates if member.instance.id not in avoid]
@@ -108,7 +111,7 @@ class Candidates:
         return fresh or candidates
 
     def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
-        """Why there is no candidate for this model."""
+        """Returns the error that explains why there is no candidate for this model."""
         if beside is not None and self._find(model):
             whom = (
                 f"the other leg's engine, {beside.describe()}" if isinstance(beside, PairKey) else f"any {beside} one"

@@ -1,5 +1,6 @@
-"""Who runs the next leg of one role: limits, slow start, and who has to wait for room. See `candidates.py` for whom it
-chooses from.
+"""Assigns instances to the legs of one role: limits, slow start, and the queue for room.
+
+`candidates.py` selects the instances that may be chosen.
 
 Invariant: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
 on are kept from those behind it.
@@ -30,7 +31,7 @@ _PASSED: Final = 4
 
 
 class Dispatcher(Candidates):
-    """One role."""
+    """Dispatches the legs of one role."""
 
     def __init__(
         self,
@@ -68,13 +69,13 @@ class Dispatcher(Candidates):
 
     @property
     def waiting_legs(self) -> int:
-        """Legs that wait for room."""
+        """The number of legs that wait for room."""
         return len(self._room)
 
     # what a request needs
 
     def admit(self, facts: RequestFacts) -> None:
-        """Refuse a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
+        """Refuses a request that would be refused if it asked for an instance now. Nothing is taken or kept for it.
 
         Raises:
             ProxyError: as for `acquire`.
@@ -134,7 +135,7 @@ class Dispatcher(Candidates):
     # what the fleet tells
 
     def released(self, member: Member, facts: RequestFacts) -> None:
-        """A leg was released, while guarded."""
+        """Handles the release of a leg: waiting legs may have room now."""
         if self._prefixes is not None:
             self._prefixes.leg_released(member, facts)
         if self.has_limits:
@@ -143,7 +144,7 @@ class Dispatcher(Candidates):
                 self._serve()
 
     def begin_slow_start(self, member: Member) -> None:
-        """A member is about to become ready."""
+        """Begins the slow start of a member that is about to become ready."""
         self._slow.begin(member)
 
     def startup_complete(self) -> None:
@@ -164,7 +165,7 @@ class Dispatcher(Candidates):
             self._serve()
 
     def close(self) -> None:
-        """Refuse whoever waits; no timer is left."""
+        """Refuses all waiting legs and cancels all timers."""
         self._slow.close()
         self._room.close()
 
@@ -191,7 +192,7 @@ class Dispatcher(Candidates):
     def _choose(
         self, preferred: list[Member], candidates: list[Member], facts: RequestFacts, kept: Collection[Member]
     ) -> Member | None:
-        """Take one of `preferred` that has room and is not kept for others; its load counts."""
+        """Takes one of `preferred` that has room and is not kept for others; its load counts."""
         roomy = preferred
         if self.has_limits:
             tokens = facts.prompt_tokens
@@ -234,7 +235,7 @@ class Dispatcher(Candidates):
     # those who wait
 
     def _serve(self, arriving: LegWaiter | None = None) -> Instance | None:
-        """Grant room to whoever is next, as long as there is some; the instance, if `arriving` was granted one."""
+        """Grants room to waiting legs while there is some. Returns the instance, if `arriving` was granted one."""
         if self._serving:  # called by somebody who was just granted: the loop below goes on
             return None
         self._serving = True
@@ -251,7 +252,7 @@ class Dispatcher(Candidates):
         return given
 
     def _next(self) -> tuple[LegWaiter, Instance] | None:
-        """Who is next of those for whom there is room."""
+        """Selects the next waiting leg for which there is room, and its instance."""
         kept = set[Member]()
         for head in self._room.lane_heads():
             served = self._first_of(head, kept)
@@ -261,7 +262,7 @@ class Dispatcher(Candidates):
         return None
 
     def _first_of(self, head: Ticket[QueuedLeg], kept: set[Member]) -> tuple[Ticket[QueuedLeg], Instance] | None:
-        """The first of one lane for whom there is room; whoever is passed keeps an instance."""
+        """Returns the first leg of a lane for which there is room. Each leg that is passed over keeps an instance."""
         with closing(self._room.iter_lane(head)) as line:
             for passed, ticket in enumerate(line):
                 item = ticket.item
@@ -276,7 +277,7 @@ class Dispatcher(Candidates):
         return None
 
     def _keep(self, preferred: list[Member], kept: set[Member]) -> bool:
-        """Keep an instance for one that found no room; whether there may be room on others for those behind it.
+        """Keeps an instance for a leg without room. Returns whether other instances may have room for those behind it.
 
         Where only its tokens do not fit, that is the one that will have room first: nothing is given to it until then,
         so the turn comes, and meanwhile the others need not idle.
@@ -289,7 +290,7 @@ class Dispatcher(Candidates):
         return len(free) > 1
 
     def _time_passed(self) -> None:
-        """A slow start goes on or is over; somebody has waited too long."""
+        """Handles the progress of a slow start, and waits that took too long."""
         if not self._slow.active:
             self._guard([member for member in self._members.values() if member.instance.role is self.role])
         self._serve()

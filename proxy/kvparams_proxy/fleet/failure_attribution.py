@@ -1,4 +1,4 @@
-"""Which engine a failed decode leg is held against: the fleet's side of `kvparams_proxy.fleet.pair_failures`."""
+"""Attributes a failed decode leg to one engine: the fleet's side of `kvparams_proxy.fleet.pair_failures`."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -13,7 +13,7 @@ __all__ = ["FailureAttributor"]
 
 
 class FailureAttributor:
-    """The pairs of one fleet that fail together, kept true and told to the log."""
+    """Tracks and logs the pairs of one fleet that fail together."""
 
     def __init__(
         self, limits: BreakerLimits, members: Mapping[str, Member], states: EngineStateLog, now: Callable[[], float]

@@ -26,8 +26,7 @@ class Fleet(FleetMembers):
     # what a request needs
 
     def check_admission(self, roles: Iterable[Role], facts: RequestFacts) -> None:
-        """Refuse a request whose later legs nobody could run, or might not even wait for room as things are, before its
-        first one costs anything.
+        """Refuses a request whose later legs could not run or wait for room, before its first leg costs anything.
 
         Raises:
             ProxyError: as for `acquire`.
@@ -46,7 +45,7 @@ class Fleet(FleetMembers):
         beside: PairTarget | None = None,
         near: Collection[str] = (),
     ) -> Instance | None:
-        """Take an instance for one leg; its load counts until `release`.
+        """Takes an instance for one leg; its load counts until `release`.
 
         Args:
             role: what it is for.
@@ -76,13 +75,13 @@ class Fleet(FleetMembers):
         return instance
 
     def cancel_wait(self, waiter: LegWaiter) -> None:
-        """It waits no longer. No-op if it does not wait."""
+        """Cancels a wait. Does nothing if the leg does not wait."""
         for dispatcher in self._roles.values():
             if dispatcher.cancel_wait(waiter):
                 return
 
     def release(self, instance: Instance, facts: RequestFacts) -> None:
-        """Give back what `acquire` counted; whoever waits and fits is granted at once.
+        """Releases the load that `acquire` counted. Waiting legs that fit are granted at once.
 
         Raises:
             ValueError: it was given back already.
@@ -106,7 +105,7 @@ class Fleet(FleetMembers):
     # what its legs find out
 
     def record_success(self, instance: Instance, beside: Instance | None = None) -> None:
-        """A leg on it did what it should. `beside`: it has fetched the KV of this prefill instance."""
+        """Records the success of a leg. `beside`: it has fetched the KV of this prefill instance."""
         member = self._members.get(instance.id)
         if member is not None and member.instance is instance and not member.breaker.is_pristine:
             self._breakers.succeeded(member)
@@ -114,8 +113,10 @@ class Fleet(FleetMembers):
             self._blame.record_fetch(beside, instance)
 
     def record_first_byte(self, instance: Instance, beside: Instance | None = None) -> None:
-        """A leg on it has given its first byte: if it is on trial, another one may begin. How it ends still counts.
-        `beside`: as for `record_success`."""
+        """Records the first byte of a leg: if its instance is on trial, another trial may begin.
+
+        The leg's end still counts. `beside`: as for `record_success`.
+        """
         member = self._members.get(instance.id)
         if member is not None and member.instance is instance and member.trial is not None:
             self._breakers.trial_answered(member)
@@ -123,7 +124,7 @@ class Fleet(FleetMembers):
             self._blame.record_fetch(beside, instance)
 
     def record_prompt_computed(self, instance: Instance, facts: RequestFacts) -> None:
-        """A leg on it that goes on with the answer has its prompt computed."""
+        """Records that the prompt of a leg is computed that goes on with the answer."""
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
             self._prefixes.record_first_byte(member, facts)
@@ -131,7 +132,7 @@ class Fleet(FleetMembers):
     def record_decode(
         self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None
     ) -> None:
-        """A decode engine has answered. See `PrefixCacheModel.record_decode`."""
+        """Records the answer of a decode engine. See `PrefixCacheModel.record_decode`."""
         member = self._members.get(instance.id)
         if self._prefixes is not None and member is not None and member.instance is instance:
             self._prefixes.record_decode(instance, facts, prompt_tokens, cached)
@@ -145,7 +146,7 @@ class Fleet(FleetMembers):
         why: str = "",
         beside: Instance | None = None,
     ) -> None:
-        """A leg on it failed by its fault.
+        """Records a failure of a leg for which its instance is to blame.
 
         Args:
             instance: who ran the leg.
@@ -174,33 +175,36 @@ class Fleet(FleetMembers):
     # what there is
 
     def bootstrap_info(self, instance: Instance) -> BootstrapInfo | None:
-        """What the bootstrap server of an instance has said last; None where it has none, or was not asked yet."""
+        """Returns the last answer of an instance's bootstrap server, or None without a server or an answer."""
         try:
             return self.member(instance).bootstrap_info
         except KeyError:
             return None
 
     def may_serve_model(self, model: str) -> bool:
-        """Whether a request for this model can be served at all. True as long as an engine has not said what it has."""
+        """Returns whether a request for this model can be served at all.
+
+        True while an engine has not reported its models.
+        """
         if any(dispatcher.has_cached_candidates(model) for dispatcher in self._roles.values()):
             return True
         members = self._members.values()
         return not members or any(member.serves(model) for member in members)
 
     def models(self) -> list[str]:
-        """What the engines say they serve, sorted."""
+        """Returns the models that the engines report, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
 
     def set_needed_roles(self, roles: frozenset[Role]) -> None:
-        """Without these roles requests are refused, from now on."""
+        """Sets the roles without which requests are refused."""
         self.needed = roles
 
     def has_candidates(self, role: Role, model: str | None) -> bool:
-        """Whether somebody of this role may be given work for this model, room apart."""
+        """Returns whether an instance of this role may be given work for this model, regardless of room."""
         return self._roles[role].has_candidates(model)
 
     def should_fail_over(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
-        """See `kvparams.routing.plan.Context.should_fail_over`."""
+        """See `kvparams.routing.plan.ExecutionContext.should_fail_over`."""
         if not self._paired:
             return False
         other = Role.DECODE if instance.role is Role.PREFILL else Role.PREFILL
@@ -210,7 +214,7 @@ class Fleet(FleetMembers):
         )
 
     def cached_tokens(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
-        """See `kvparams.routing.plan.Context.cached_tokens`."""
+        """See `kvparams.routing.plan.ExecutionContext.cached_tokens`."""
         if self._prefixes is None or not self.has_candidates(role, facts.model):
             return {}
         believed = self._prefixes.cached_tokens(facts)
@@ -218,7 +222,9 @@ class Fleet(FleetMembers):
         return {each.id: believed[each] for each in candidates if each in believed}
 
     def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation | None":
-        """What `acquire` would decide now, room apart; nothing is taken. None: the policy looks at no caches.
+        """Explains the decision that `acquire` would make now, regardless of room.
+
+        Nothing is taken. Returns None where the policy ignores caches.
 
         Raises:
             ProxyError: 503 naming the role: there is nobody.

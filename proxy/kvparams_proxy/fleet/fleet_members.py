@@ -30,11 +30,11 @@ class FleetListener(Protocol):
     """Hears who comes and goes, from when it begins to listen."""
 
     def joined(self, member: Member) -> None:
-        """It will be chosen once it is known to be ready."""
+        """Hears that a member has joined. It can be chosen once it is known to be ready."""
         ...
 
     def left(self, member: Member) -> None:
-        """It is not chosen any more and its last leg has ended: what is kept for it may be closed."""
+        """Hears that a member has left and its last leg has ended: its resources may be closed."""
         ...
 
 
@@ -104,11 +104,13 @@ class FleetMembers:
 
     @property
     def members(self) -> Iterable[Member]:
-        """All that have not been removed, in the order they were named."""
+        """All members that have not been removed, in the order they were named."""
         return self._members.values()
 
     def add(self, instance: Instance, why: str = "") -> Member:
-        """It joins, and is chosen once it is known to be ready. `why` is for the log, as for the next three methods.
+        """Adds an instance, which can be chosen once it is known to be ready.
+
+        `why` is for the log, as for the next three methods.
 
         Raises:
             ValueError: the id is taken.
@@ -118,7 +120,7 @@ class FleetMembers:
         return self._join(instance, why)
 
     def remove(self, id: str, why: str = "") -> None:
-        """No new legs from now on; those that run go on, and it is forgotten when the last one ends.
+        """Removes an instance. It gets no new legs; running legs go on, and it is forgotten when the last one ends.
 
         Raises:
             KeyError: nobody is called that.
@@ -129,7 +131,7 @@ class FleetMembers:
         self._say_left(member, why)
 
     def drain(self, id: str, on: bool = True, why: str = "") -> None:
-        """No new legs as long as it is on; those that run go on.
+        """Starts or ends draining. A draining instance gets no new legs; running legs go on.
 
         Raises:
             KeyError: nobody is called that.
@@ -141,7 +143,7 @@ class FleetMembers:
             self._changed(member)
 
     def replace(self, instance: Instance, why: str = "") -> Member:
-        """What is called by that id has changed: the old one leaves, the new one joins.
+        """Replaces the instance of this id: the old one leaves, the new one joins.
 
         Raises:
             KeyError: nobody is called that.
@@ -155,7 +157,7 @@ class FleetMembers:
         return member
 
     def member(self, instance: Instance) -> Member:
-        """Who an instance is or was, as long as a leg runs there.
+        """Returns the member that an instance belongs to, or belonged to while a leg still runs there.
 
         Raises:
             KeyError: it is forgotten.
@@ -166,20 +168,20 @@ class FleetMembers:
         return self._earlier.member(instance)
 
     def add_listener(self, listener: FleetListener) -> None:
-        """It hears of every change from now on."""
+        """Adds a listener, which hears of every change from now on."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: FleetListener) -> None:
-        """It hears nothing more."""
+        """Removes a listener."""
         self._listeners.remove(listener)
 
     def startup_complete(self) -> None:
-        """The proxy has started: those that are ready by now need no slow start, there was nobody before them."""
+        """Hears that the proxy has started: instances that are ready by now need no slow start."""
         for dispatcher in self._roles.values():
             dispatcher.startup_complete()
 
     def close(self) -> None:
-        """Refuse whoever waits; no timer is left. Legs that run can still be released."""
+        """Refuses all waiting legs and cancels all timers. Running legs can still be released."""
         self._breakers.close()
         for dispatcher in self._roles.values():
             dispatcher.close()
@@ -262,7 +264,7 @@ class FleetMembers:
                 listener.left(member)
 
     def _set_aside(self, member: Member) -> None:
-        """The legs that run on `member.instance` are now those of an earlier one."""
+        """Moves the running legs of `member.instance` to the retired instances."""
         if member.trial is not None:
             member.trial = None
             member.breaker.end_trial()
@@ -276,7 +278,7 @@ class FleetMembers:
         self._changed(member)
 
     def _changed(self, member: Member) -> None:
-        """Whoever may be given work is told to those who choose; where it matters who fits whom, to all of them."""
+        """Tells the dispatchers that a member has changed; all of them where pairs matter."""
         before, self._paired = self._paired, self._has_several_pair_keys()
         if before or self._paired:
             for dispatcher in self._roles.values():

@@ -1,4 +1,4 @@
-"""Whether the engines of a role can serve requests, from the counts of their states: what `/health` answers with."""
+"""Health of the engines of a role, computed from the counts of their states. `/health` answers with it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -12,7 +12,7 @@ __all__ = ["HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role"]
 
 
 class HealthStatus(StrEnum):
-    """How well a role is served."""
+    """The health of one role."""
 
     OK = "ok"
     """At least one engine does what it should."""

@@ -1,6 +1,6 @@
-"""Those who wait for room on an instance of one role, and what they are told when there is none.
+"""The queue of legs that wait for room on an instance of one role, and the errors of those that are refused.
 
-The one rule: whoever enters hears exactly once how it ended, unless it gives up.
+Each waiter hears exactly once how its wait ended, unless it gives up.
 """
 
 from collections.abc import Callable, Collection, Generator
@@ -17,24 +17,27 @@ __all__ = ["LegQueue", "LegWaiter", "QueuedLeg", "unavailable_error"]
 
 
 class LegWaiter(Protocol):
-    """Who waits for an instance, by identity. It hears exactly one of both, unless it gives up; neither may raise."""
+    """A leg that waits for an instance, compared by identity.
+
+    Exactly one of both methods is called, unless it gives up; neither may raise.
+    """
 
     @property
     def facts(self) -> RequestFacts:
-        """What it wants to run."""
+        """The request that the leg belongs to."""
         ...
 
     def granted(self, instance: Instance) -> None:
-        """There is room; its load counts from now on."""
+        """Called when an instance has room; its load counts from now on."""
         ...
 
     def refused(self, error: ProxyError) -> None:
-        """Its deadline has passed, nobody is left to run it, or it had to make room in the queue."""
+        """Called when the deadline has passed, no instance is left, or the leg had to make room in the queue."""
         ...
 
 
 class QueuedLeg(NamedTuple):
-    """One leg that waits."""
+    """A waiting leg, with the conditions of its choice."""
 
     waiter: LegWaiter
     facts: RequestFacts
@@ -45,7 +48,7 @@ class QueuedLeg(NamedTuple):
 
 
 class LegQueue:
-    """One role's."""
+    """The queue of one role."""
 
     def __init__(
         self,
@@ -81,8 +84,10 @@ class LegQueue:
         model: str | None,
         beside: PairKey | Role | None = None,
     ) -> None:
-        """Wait. `model` stands for all models with the same candidates. If it still waits when all have been served who
-        can be, call `enforce_limits`.
+        """Adds a leg.
+
+        `model` stands for all models with the same candidates. If the leg still waits after all possible legs have been
+        served, call `enforce_limits`.
 
         Raises:
             ProxyError: 503, because the fleet was closed.
@@ -101,7 +106,7 @@ class LegQueue:
             self._timer = self._call_later(self._wait_s, self._expire)
 
     def enforce_limits(self, waiter: LegWaiter) -> None:
-        """Hold the bounds after this one has come: it or another may have to go.
+        """Enforces the limits after this leg has entered: it or another may be refused.
 
         Raises:
             ProxyError: 429 or 503, because it may not wait.
@@ -118,14 +123,17 @@ class LegQueue:
         self._refuse(loser, error)
 
     def would_refuse(self, facts: RequestFacts) -> ProxyError | None:
-        """What whoever entered now and found no room would be told by `enforce_limits`; None where it might wait."""
+        """Returns the error that `enforce_limits` would give to a leg that entered now and found no room.
+
+        Returns None where it might wait.
+        """
         if self._waits and not self._tickets:
             return None
         full = self._queue.would_overflow(facts.tenant, facts.priority)
         return None if full is None else self._full(full, facts.tenant)
 
     def cancel(self, waiter: LegWaiter) -> bool:
-        """Give up; whether it waited."""
+        """Cancels a wait. Returns whether the leg waited."""
         ticket = self._tickets.pop(waiter, None)
         if ticket is None:
             return False
@@ -133,39 +141,39 @@ class LegQueue:
         return True
 
     def lane_heads(self) -> list[Ticket[QueuedLeg]]:
-        """Who is next, of those who are in nobody's way."""
+        """Returns the first leg of each lane, in the order of service."""
         return self._queue.lane_heads()
 
     def iter_lane(self, head: Ticket[QueuedLeg]) -> Generator[Ticket[QueuedLeg]]:
-        """Those who wait in one lane, from its head on. Close it before anybody is served."""
+        """Yields the legs that wait in one lane, from its head on. Close the generator before a leg is served."""
         return self._queue.iter_lane(head.lane)
 
     def take(self, ticket: Ticket[QueuedLeg]) -> LegWaiter:
-        """It is served."""
+        """Removes a leg that is served."""
         waiter = self._queue.take(ticket).waiter
         del self._tickets[waiter]
         return waiter
 
     def record_leg_end(self) -> None:
-        """A leg has ended: what is waited for."""
+        """Records the end of a leg, for estimates of the waiting time."""
         self._rate.record_departure(self._now())
 
     def refuse_where(self, why: Callable[[QueuedLeg], ProxyError | None]) -> None:
-        """Refuse everybody for whom there is an error."""
+        """Refuses all legs for which there is an error."""
         for ticket in self._queue.list_waiting():
             if ticket.waiting and (error := why(ticket.item)) is not None:
                 self._queue.cancel(ticket)
                 self._refuse(ticket, error)
 
     def close(self) -> None:
-        """Refuse everybody; no timer is left."""
+        """Refuses all legs and cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._closed = True
         self.refuse_where(lambda item: _closed())
 
     def _refuse(self, ticket: Ticket[QueuedLeg], error: ProxyError) -> None:
-        """It is out of the queue already; unless it gave up because of what another was told, it hears why."""
+        """Tells a leg that is already out of the queue why it is refused, unless it gave up meanwhile."""
         waiter = ticket.item.waiter
         if self._tickets.get(waiter) is ticket:
             del self._tickets[waiter]
@@ -199,7 +207,7 @@ class LegQueue:
 
 
 def unavailable_error(message: str, code: str, retry_after_s: int) -> ProxyError:
-    """A 503."""
+    """Returns an error of status 503."""
     return ProxyError(503, "service_unavailable", message, code=code, retry_after_s=retry_after_s)
 
 

@@ -1,6 +1,6 @@
-"""One engine of the fleet, and what is known about it now.
+"""A member of the fleet: an engine, and the facts known about it now.
 
-The one rule: only `Fleet` and `Dispatcher` change a member; everybody else reads.
+Only `Fleet` and `Dispatcher` change a member; all other code reads it.
 """
 
 from enum import StrEnum
@@ -14,7 +14,7 @@ __all__ = ["Member", "MemberState"]
 
 
 class MemberState(StrEnum):
-    """What an operator wants to know first."""
+    """The state of a member, as operators see it."""
 
     READY = "ready"
     BROKEN = "broken"
@@ -28,7 +28,7 @@ class MemberState(StrEnum):
 
 
 class Member:
-    """One instance and what is known about it now: a `kvparams.instances.Candidate`."""
+    """An instance and the facts known about it now: a `kvparams.instances.Candidate`."""
 
     __slots__ = (
         "backlog",
@@ -75,11 +75,11 @@ class Member:
 
     @property
     def available(self) -> bool:
-        """Whether it may be given a leg now, room apart."""
+        """True if it may be given a leg now, regardless of room."""
         return self.ready and not self.draining and not self.has_left and self.breaker.allows_requests
 
     def is_usable(self, suspicion: int = 2) -> bool:
-        """Whether it may be given a leg, room apart, where engines that are suspected that much have to do.
+        """Returns whether it may be given a leg, regardless of room, when engines up to this suspicion must be used.
 
         Args:
             suspicion: 0 asks for what `available` says; 1 includes half-open breakers whose trial is running; 2
@@ -95,7 +95,7 @@ class Member:
 
     @property
     def state(self) -> MemberState:
-        """In one word."""
+        """The state, as one word."""
         if self.has_left:
             return MemberState.LEFT
         if self.draining:
@@ -105,5 +105,5 @@ class Member:
         return MemberState.READY if self.breaker.state is BreakerState.CLOSED else MemberState.BROKEN
 
     def serves(self, model: str | None) -> bool:
-        """Whether it has the model. True as long as it has not said what it has."""
+        """Returns whether it serves the model. True while it has not reported its models."""
         return model is None or self.models is None or model in self.models

@@ -1,4 +1,4 @@
-"""Which prefill and decode engines fail together: a decision over outcomes, without I/O.
+"""Detects prefill and decode engines that fail together: a decision over outcomes, without I/O.
 
 A decode leg that fails before its first byte may fail because of its engine, because of the KV that it was to fetch, or
 because of the two together: a prefill engine that was restarted under the same NIXL engine id, for example, is refused

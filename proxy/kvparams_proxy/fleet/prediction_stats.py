@@ -1,6 +1,6 @@
-"""How far what was believed of prefix caches comes true, and a word in the log when it no longer does.
+"""Compares predictions of the prefix cache model with engines' reports, and logs a warning when they diverge.
 
-The one rule: only engines know what they had cached; what they do not report is counted as not reported, never guessed.
+Only engines know what they had cached. Legs without a report are counted as such, never estimated.
 """
 
 import logging
@@ -20,7 +20,7 @@ _GOOD: Final = 0.75
 
 
 class PredictionStats:
-    """All of one proxy, in tokens."""
+    """Compares the predictions of one proxy with reports, in tokens."""
 
     __slots__ = (
         "_alarmed",
@@ -54,22 +54,22 @@ class PredictionStats:
 
     @property
     def alarmed(self) -> bool:
-        """Whether they no longer come true: from below 0.5 until above 0.75."""
+        """True while predictions are unreliable: from an accuracy below 0.5 until one above 0.75."""
         return self._alarmed
 
     @property
     def accuracy(self) -> float | None:
-        """The share of what was predicted for the last legs that came true; None where there were none."""
+        """The share of the tokens predicted for the last legs that were confirmed, or None without predictions."""
         return self._true / self._wanted if self._wanted else None
 
     def record_lookup(self, tokens: int, best: int) -> None:
-        """A prompt was looked up; whoever has most of it is believed to have `best` tokens."""
+        """Records a lookup of a prompt, of which the best instance is believed to have `best` tokens."""
         self.queried_tokens += tokens
         if not best:
             self.zero_matches += 1
 
     def record_leg(self, predicted: int, settled: int, cached: int | None) -> None:
-        """A leg has ended well.
+        """Records a leg that has ended well.
 
         Args:
             predicted: tokens that were believed to be cached when it would run.

@@ -12,7 +12,7 @@ __all__ = ["PrefillLeg", "PromptLookup"]
 
 
 class PromptLookup(NamedTuple):
-    """What is believed of one prompt."""
+    """The state of the cache model for one prompt."""
 
     facts: RequestFacts
     hashes: BlockHashes | None
@@ -22,7 +22,7 @@ class PromptLookup(NamedTuple):
 
 
 class PrefillLeg:
-    """A prefill leg that runs, and what is believed of it."""
+    """A running prefill leg, with the model's beliefs about it."""
 
     __slots__ = (
         "answered",

@@ -1,4 +1,4 @@
-"""What engines that compute prompts are believed to have cached, for policies that look at it (`uses_prefixes`).
+"""Models which prompt prefixes each prefill engine has cached, for cache-aware policies (`uses_prefixes`).
 
 It is learnt from where legs are sent, and corrected by the `cached_tokens` that engines report. A leg's blocks are
 believed to be there from when it is given: who comes next with the same prefix runs behind it. Its engine may have
@@ -54,7 +54,7 @@ _HOST: Final = 1
 
 
 class PrefixCacheModel:
-    """All prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
+    """Models the caches of all prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
 
     def __init__(self, now: Callable[[], float], seed: int) -> None:
         """
@@ -78,16 +78,16 @@ class PrefixCacheModel:
         self.prediction_stats: Final = PredictionStats()
 
     def __len__(self) -> int:
-        """Legs that run."""
+        """Returns the number of running legs."""
         return len(self._legs)
 
     @property
     def blocks(self) -> int:
-        """That somebody is believed to have."""
+        """The number of blocks that some engine is believed to have."""
         return len(self._index)
 
     def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
-        """Who runs a prefill leg, by what is believed; what it has to do counts from now on, until `leg_released`."""
+        """Chooses the instance for a prefill leg. Its work counts from now on, until `leg_released`."""
         facts, hashes, held = self._look(members, facts)
         chosen, decision, reach = self._decide(policy, members, facts, turn, held)
         instance, expected = chosen.instance, decision.expected
@@ -102,7 +102,7 @@ class PrefixCacheModel:
     def explain(
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
     ) -> RouteExplanation:
-        """What `choose` would do now. Nothing is counted or kept."""
+        """Explains the decision that `choose` would make now. Nothing is counted or kept."""
         facts, _, held = self._look(members, facts)
         expected = [estimate_ttft(each, facts) for each in members]
         reaches = [self._fetching.fetchable_tokens(each.instance, held) for each in members]
@@ -110,7 +110,10 @@ class PrefixCacheModel:
         return RouteExplanation(self._decide(policy, members, facts, turn, held)[1], members, expected, sources)
 
     def cached_tokens(self, facts: RequestFacts) -> Mapping[Instance, int]:
-        """Tokens of the prompt that instances are believed to have, of whatever role; none where it is not named."""
+        """Returns the tokens of the prompt that each instance is believed to have.
+
+        An instance that is missing has none.
+        """
         return self._look((), facts).facts.cached_tokens
 
     def record_decode(
@@ -131,7 +134,7 @@ class PrefixCacheModel:
             self._feed.record_reported(routed._replace(used=routed.used[:believed]), min(had // BLOCK_TOKENS, most))
 
     def record_first_byte(self, member: Member, facts: RequestFacts) -> None:
-        """A leg that goes on with an answer has its first byte: its prompt is computed."""
+        """Records the first byte of a leg that goes on with an answer: its prompt is computed."""
         leg = self._legs.get(facts.transfer_id)
         if leg is not None:
             member.backlog.end(
@@ -141,8 +144,10 @@ class PrefixCacheModel:
             )
 
     def peer_source(self, facts: RequestFacts) -> tuple[Instance, str] | None:
-        """Whose memory the leg that runs for this request should read, and where that is; None where it should fetch
-        nothing, or from a store."""
+        """Returns the address of the memory from which the request's running leg should read.
+
+        None where it should fetch nothing, or from a store.
+        """
         leg = self._legs.get(facts.transfer_id)
         if leg is None or leg.decision.source is None:
             return None
@@ -167,7 +172,7 @@ class PrefixCacheModel:
         return leg.decision
 
     def leg_released(self, member: Member, facts: RequestFacts) -> None:
-        """Its leg is over, however it went."""
+        """Ends a leg, whatever its result."""
         leg = self._legs.pop(facts.transfer_id, None)
         if leg is None:
             return
@@ -202,7 +207,7 @@ class PrefixCacheModel:
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
     ) -> tuple[int | None, int]:
-        """What an engine says that it had, in tokens of ours, None where it says nothing; and how exactly."""
+        """Returns the cached tokens that an engine reports, or None, and the granularity of the number."""
         grain = self._grains.get(instance, 0)
         if cached is None and grain and prompt_tokens is not None:
             cached = 0  # vLLM 0.32.0 leaves out what is 0
@@ -214,7 +219,7 @@ class PrefixCacheModel:
         return cached, grain
 
     def forget_instance(self, instance: Instance) -> None:
-        """It has gone, or was started anew: it has nothing."""
+        """Forgets an instance that has left or restarted: its cache is empty."""
         self._feed.forget_worker(instance)
         self._fetching.forget_instance(instance)
         self._grains.pop(instance, None)
@@ -227,27 +232,27 @@ class PrefixCacheModel:
 
     @property
     def unplaced_blocks(self) -> int:
-        """Blocks that engines told of and that could not be placed."""
+        """The number of reported blocks that could not be placed."""
         return self._events.unplaced
 
     def add_event_source(self, member: Member, again: Callable[[], None]) -> None:
-        """It will say what it has. `again` is called when it has to say everything again."""
+        """Adds an engine that publishes events. `again` is called when it has to publish everything again."""
         self._tellers[member] = again
 
     def apply_events(self, member: Member, batch: EventBatch | None, model: str) -> None:
-        """It has said so; or, None, what it has said holds no longer."""
+        """Applies events of an engine. None invalidates all earlier ones."""
         if batch is None:
             self._events.forget_worker(member)
         else:
             self._events.apply(batch, member, model, self._now())
 
     def remove_event_source(self, member: Member) -> None:
-        """It will say nothing more."""
+        """Removes an engine that publishes events no longer."""
         if self._tellers.pop(member, None) is not None:
             self._events.forget_worker(member)
 
     def _gone(self, who: object, hashes: BlockHashes | None) -> None:
-        """An engine has given up blocks, or all it has: whoever believed them there does so no longer."""
+        """Handles the eviction of blocks, or of all blocks, by an engine: holders that depended on them are removed."""
         if isinstance(who, Member) and hashes is None:
             self._feed.forget_worker(who.instance)
         elif isinstance(who, Member) and hashes is not None:
@@ -280,7 +285,7 @@ class PrefixCacheModel:
         )
 
     def _hashes(self, facts: RequestFacts) -> BlockHashes | None:
-        """None where there are no token ids."""
+        """Returns the block hashes of a prompt, or None without token ids."""
         ids = facts.token_ids if facts.routing_ids is None else facts.routing_ids
         if ids is None:
             return None
@@ -288,7 +293,10 @@ class PrefixCacheModel:
         return self._chain.hashes(ids if len(ids) <= _MOST_TOKENS else ids[:_MOST_TOKENS], namespace)
 
     def _match(self, hashes: BlockHashes, tokens: int) -> tuple[dict[Instance, int], HeldTokens]:
-        """Tokens that instances have, and whoever they fetch from. The last one of a prompt is always computed."""
+        """Returns the tokens that instances and the caches they fetch from have.
+
+        The last token of a prompt is always computed.
+        """
         most = (tokens - 1) // BLOCK_TOKENS
         cached: dict[Instance, int] = {}
         held: dict[SharedStore | PeerMemory, int] = {}
@@ -318,7 +326,7 @@ class PrefixCacheModel:
             coming[leg.fresh] = coming.get(leg.fresh, 0) + 1
 
     def _settle(self, leg: PrefillLeg, instance: Instance) -> None:
-        """What it brings comes no longer: it is there, or will never be."""
+        """Ends the expectation of the leg's new blocks: they are stored now, or never will be."""
         if not leg.fresh:
             return
         coming = self._coming[instance]
@@ -329,7 +337,7 @@ class PrefixCacheModel:
                 del self._coming[instance]
 
     def _correct(self, leg: PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
-        """Hold what was believed against what is reported, where that says anything."""
+        """Corrects the model where the report contradicts it."""
         most = (leg.decision.prompt_tokens - 1) // BLOCK_TOKENS
         believed, settled = min(len(routed.used), most), min(leg.settled, most)
         blocks = min(cached // BLOCK_TOKENS, most)
@@ -342,5 +350,5 @@ class PrefixCacheModel:
 
 
 def _whose(expected: TTFTEstimate, reach: FetchableTokens) -> Instance | None:
-    """The engine that something is fetched from, if it is not from a store."""
+    """Returns the engine that something is fetched from, or None if it is a store."""
     return reach.holder.instance if expected.fetched_tokens and isinstance(reach.holder, PeerMemory) else None

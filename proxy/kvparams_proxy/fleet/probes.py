@@ -2,8 +2,8 @@
 speaks, over the data path's connections.
 Where its dialect has a bootstrap server, an engine is there only when that one says who it is.
 
-Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. The one rule:
-for each member at most one probe runs, and none after the member or the prober has gone.
+Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. At most one
+probe runs for each member, and none after the member or the prober has gone.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ _UNAUTHORIZED: Final = (401, 403)
 
 
 class _ProbeResult(NamedTuple):
-    """What a probe has found out."""
+    """The result of a probe."""
 
     ready: bool
     why: str
@@ -232,7 +232,7 @@ class _MemberProbe:
             self._ask()
 
     def end(self) -> None:
-        """No more."""
+        """Ends the probes."""
         if self._timer is not None:
             self._timer.cancel()
         if self._exchange is not None:
@@ -303,7 +303,10 @@ class _MemberProbe:
         self._wait()
 
     def _wait(self) -> None:
-        """A leg that finds no connection makes a member not ready at any time: so it is looked at often."""
+        """Schedules the next probe.
+
+        It comes soon, since a leg without a connection may make a member not ready at any time.
+        """
         if self._member.ready:
             delay_s = min(self._every_s, _RETRY_S)
         else:
@@ -319,7 +322,7 @@ class _MemberProbe:
 
 
 def _document(raw: bytes) -> Mapping[str, object] | None:
-    """What a short answer says: an object, empty where it is another JSON value; None where it is no JSON."""
+    """Parses a short response to an object, empty for another JSON value. Returns None where it is not JSON."""
     try:
         document: object = from_json(raw)
     except ValueError:
@@ -328,7 +331,7 @@ def _document(raw: bytes) -> Mapping[str, object] | None:
 
 
 def _long_document(raw: bytes) -> Generator[None, None, Mapping[str, object] | None]:
-    """What a long one says, in steps; of its models nothing but names."""
+    """Parses a long response in steps, and keeps only the names of its models."""
     models = _ModelsReceiver()
     receiver = AbridgedObjectReceiver(special={"data": models})
     try:
@@ -358,8 +361,11 @@ class _ModelsReceiver(ListReceiver):
 def _said(
     head: ResponseHead, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
 ) -> _ProbeResult:
-    """What an answer to a probe says; `document` is None where it is not JSON. `keyed`: the proxy has a key for it, so
-    that one refused is wrong; without one clients may bring their own."""
+    """Interprets the response to a probe.
+
+    `document` is None where it is not JSON. `keyed`: the proxy has a key for the engine, so a refusal means that the
+    key is wrong; without one clients may bring their own.
+    """
     known = member.models
     if error is not None:
         return _ProbeResult(False, error.reason, known)

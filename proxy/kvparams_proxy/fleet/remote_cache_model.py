@@ -1,12 +1,11 @@
-"""What prefill engines may fetch instead of computing it: what is believed to be in stores, and in other engines' own
-memory.
+"""Models the blocks that prefill engines may fetch instead of computing: those in stores and in other engines' memory.
 
 What a leg computed on an engine with a store is in that store from when it has ended, for all that share it. What it
 computed on an engine that lets others read (`kvparams.peer_reads`, learnt from its answers) is in its memory, for those
 that read from others and may be paired with whom it may. An engine that was expected to fetch, and reports less, says
 that whoever was to have it has it no longer.
 
-The one rule: an address is only remembered here; whoever hands it on holds it against its engine first.
+Addresses are only stored here. Callers that pass one on compare it with its engine first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ HeldTokens = Mapping[SharedStore | PeerMemory, int]
 
 
 class FetchableTokens(NamedTuple):
-    """What one engine can fetch of a prompt at most."""
+    """The tokens that one engine can fetch of a prompt at most."""
 
     tokens: int
     holder: SharedStore | PeerMemory | None
@@ -53,7 +52,7 @@ _NOWHERE: Final = FetchableTokens(0, None)
 
 
 class RemoteCacheModel:
-    """Of one fleet; `Prefixes` alone calls it."""
+    """The remote caches of one fleet. Only `PrefixCacheModel` calls it."""
 
     def __init__(self, index: PrefixIndex, block_tokens: int, store: tuple[int, int], peer: tuple[int, int]) -> None:
         """
@@ -70,7 +69,7 @@ class RemoteCacheModel:
         """Engines that read from others and let others read, and where."""
 
     def annotate_facts(self, members: Sequence[Member], facts: RequestFacts, held: HeldTokens) -> RequestFacts:
-        """With what each of these can fetch."""
+        """Returns facts that include the tokens each of these instances can fetch."""
         if not held or not members:
             return facts
         common = members[0].instance.store
@@ -83,7 +82,7 @@ class RemoteCacheModel:
         )
 
     def fetchable_tokens(self, instance: Instance, held: HeldTokens) -> FetchableTokens:
-        """What it can fetch at most, and from whom."""
+        """Returns the tokens that the instance can fetch at most, and their holder."""
         return self._reach(instance, self._best_first(held))
 
     def _best_first(self, held: HeldTokens) -> HeldTokens:
@@ -115,26 +114,26 @@ class RemoteCacheModel:
         return place is not None and other != instance and place[0].ready and may_pair(instance, other)
 
     def peer_address(self, instance: Instance) -> str | None:
-        """Where others can read its memory, it says."""
+        """Returns the address at which other engines can read the instance's memory, as it reports."""
         place = self._places.get(instance)
         return None if place is None else place[1]
 
     def record_peer_address(self, member: Member, address: str | None) -> None:
-        """It has answered a leg, and said this of itself."""
+        """Records the address that an engine has reported with a leg's answer."""
         if address is not None:
             self._places[member.instance] = member, address
         elif member.instance in self._places:
             self.forget_instance(member.instance)
 
     def forget_instance(self, instance: Instance) -> None:
-        """It has gone, or was started anew."""
+        """Forgets an instance that has left or restarted."""
         if self._places.pop(instance, None) is not None:
             self._peers.forget_worker(PeerMemory(instance))
 
     def record_leg(
         self, instance: Instance, reach: FetchableTokens, hashes: BlockHashes, now: float, found: int | None, grain: int
     ) -> None:
-        """A leg with these blocks has ended well: they are where it saves them.
+        """Records a leg that has ended well: its blocks are where its instance saves them.
 
         Args:
             instance: where it ran.
@@ -156,7 +155,7 @@ class RemoteCacheModel:
             self._peers.record_routed(PeerMemory(instance), hashes, now)
 
     def _correct(self, feed: RoutingFeed, routed: RoutedRequest, wanted: int, found: int | None, grain: int) -> None:
-        """Hold what somebody was believed to have against what was found there."""
+        """Corrects the model with the tokens that were found at a holder."""
         size = self._block_tokens
         believed = min(len(routed.used), wanted)
         if found is not None and believed * size - found >= max(grain, size):

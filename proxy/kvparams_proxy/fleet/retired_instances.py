@@ -1,6 +1,6 @@
-"""Legs that run on what is no longer in the fleet: an earlier incarnation of a member, or a member that was removed.
+"""Tracks legs on instances that are no longer in the fleet: earlier incarnations, and removed members.
 
-The one rule: an instance is remembered exactly as long as a leg runs on it.
+An instance is kept exactly as long as a leg runs on it.
 """
 
 from kvparams.instances import Instance
@@ -18,7 +18,7 @@ class _RemainingLegs:
 
 
 class RetiredInstances:
-    """All of one fleet."""
+    """The retired instances of one fleet."""
 
     def __init__(self) -> None:
         self._legs: dict[Instance, _RemainingLegs] = {}
@@ -27,13 +27,13 @@ class RetiredInstances:
         return len(self._legs)
 
     def add(self, member: Member) -> None:
-        """From now on `member.instance` is an earlier one."""
+        """Adds `member.instance`, which is an earlier incarnation from now on."""
         legs = member.in_flight - sum(legs.left for legs in self._legs.values() if legs.member is member)
         if legs:
             self._legs[member.instance] = _RemainingLegs(member, legs)
 
     def member(self, instance: Instance) -> Member:
-        """Whose it was.
+        """Returns the member of a retired instance.
 
         Raises:
             KeyError: no leg runs there.
@@ -41,7 +41,7 @@ class RetiredInstances:
         return self._legs[instance].member
 
     def release(self, instance: Instance) -> Member:
-        """One leg has ended; whose it was.
+        """Releases one ended leg and returns the member of its instance.
 
         Raises:
             ValueError: none runs there.

@@ -1,4 +1,4 @@
-"""Why a prefill leg went where it did, and what would be decided for a request now."""
+"""Explains routing: the reasons for a prefill leg's instance, and the decision for a request now."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -14,7 +14,7 @@ _NAMED: Final = 8
 
 
 class RoutingDecision(NamedTuple):
-    """Why a leg went where it did."""
+    """The reasons for the choice of a leg's instance."""
 
     chosen: Instance
     prompt_tokens: int
@@ -27,7 +27,7 @@ class RoutingDecision(NamedTuple):
     """Whose memory it is to fetch from; None: from its store, or it fetches nothing."""
 
     def summary(self) -> str:
-        """For people: the chosen one first, then those that were believed to have most."""
+        """Returns a text for people: the chosen instance first, then those that were believed to have most."""
         it = self.expected
         whose = "" if self.source is None else f"from {self.source.id} "
         fetch = f"fetch {it.fetched_tokens} {whose}in {1000 * it.fetch_s:.0f} ms, " if it.fetched_tokens else ""
@@ -44,7 +44,7 @@ class RoutingDecision(NamedTuple):
 
 
 class RouteExplanation(NamedTuple):
-    """A decision, and what was expected of each candidate."""
+    """A decision, with the estimate for each candidate."""
 
     decision: RoutingDecision
     members: Sequence[Member]

@@ -1,6 +1,6 @@
-"""Instances that have just come get their share of the work little by little.
+"""Gives new instances their share of the work gradually.
 
-The one rule: while it lasts, an instance has at most ramp * (mean of the others) + 1 legs; ramp goes from 0 to 1.
+Meanwhile an instance has at most ramp * (mean of the others) + 1 legs; ramp goes from 0 to 1.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ _STEPS: Final = 20
 
 
 class CancellableTimer(Protocol):
-    """What `call_later` gives."""
+    """A timer, as `call_later` returns it."""
 
     def cancel(self) -> object:
-        """It is not called."""
+        """Cancels the call."""
         ...
 
 
@@ -27,7 +27,7 @@ CallLater = Callable[[float, Callable[[], None]], CancellableTimer]
 
 
 class SlowStart:
-    """Those of one role that are starting."""
+    """Limits the share of new instances of one role."""
 
     def __init__(
         self, over_s: float, now: Callable[[], float], call_later: CallLater, stepped: Callable[[], None]
@@ -42,22 +42,22 @@ class SlowStart:
 
     @property
     def active(self) -> bool:
-        """Whether anybody is starting."""
+        """True while any instance is in slow start."""
         return bool(self._since)
 
     def begin(self, member: Member) -> None:
-        """It has just become ready."""
+        """Begins the slow start of a member that has just become ready."""
         if self._over_s > 0:
             self._since[member] = self._now()
             if self._timer is None:
                 self._timer = self._call_later(self._over_s / _STEPS, self._step)
 
     def startup_complete(self) -> None:
-        """Whoever is there has been there from the start: nobody is slower than others."""
+        """Ends the slow start of all present instances: at the start of the proxy none is newer than the others."""
         self._since.clear()
 
     def within_share(self, members: list[Member], candidates: list[Member]) -> list[Member]:
-        """Those of `members` that one more leg keeps within their share; `candidates` are all that share."""
+        """Returns those of `members` that one more leg keeps within their share. `candidates` are all that share."""
         others = [member.in_flight for member in candidates if member not in self._since]
         if not others:  # nobody to be slower than
             return members
@@ -66,7 +66,7 @@ class SlowStart:
         return [m for m in members if m not in self._since or m.in_flight <= mean * self._ramp(m, now)]
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

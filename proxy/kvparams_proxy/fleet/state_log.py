@@ -33,7 +33,7 @@ _BAD: Final = frozenset((MemberState.BROKEN, MemberState.NOT_READY))
 
 
 class _SubjectState:
-    """What was told of one subject."""
+    """The last logged state of one subject."""
 
     __slots__ = ("changes", "line", "lines", "state", "until")
 
@@ -102,7 +102,7 @@ class EngineStateLog:
         self._log = StateLog(now)
 
     def log_joined(self, member: Member, why: str) -> None:
-        """A member has joined the fleet and was not asked anything yet."""
+        """Logs a member that has joined the fleet and was not probed yet."""
         self._log.log_change(member, "joined", _line(member, "has joined", why), good=True)
 
     def log_member(self, member: Member, why: str, *, answers: bool = True) -> None:
@@ -129,7 +129,7 @@ class EngineStateLog:
             self._log.forget(member)
 
     def log_pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
-        """A prefill and a decode instance are set apart for so long, or (None) work together again."""
+        """Logs that a prefill and a decode instance are set apart for so long, or (None) work together again."""
         who = f"{decode.role} {decode.id} with the KV of {prefill.role} {prefill.id}"
         if apart_s is None:
             words = f"{who} works again"

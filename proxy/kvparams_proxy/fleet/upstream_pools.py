@@ -10,7 +10,7 @@ __all__ = ["UpstreamPools"]
 
 
 class UpstreamPools:
-    """By instance id, as a mapping would be. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """The upstreams of one fleet's instances, by id. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
     def __init__(self, make: Callable[[Instance], Upstream]) -> None:
         """`make` opens a pool; it knows how each engine wants to be spoken to."""
@@ -22,20 +22,20 @@ class UpstreamPools:
         return self._now[id]
 
     def for_member(self, member: Member) -> Upstream:
-        """That of one that is there, or on which a leg runs: whatever has its name by now."""
+        """Returns the pool of a member that is in the fleet or still runs a leg, even if its id has been reused."""
         return self._all[member]
 
     def get(self, id: str) -> Upstream | None:
-        """That of an instance, or None where it has left."""
+        """Returns the pool of an instance, or None where it has left."""
         return self._now.get(id)
 
     def joined(self, member: Member) -> None:
-        """A member has come; one of the same id may still have legs."""
+        """Opens the upstream of a new member. An earlier one of the same id may still have legs."""
         pool = self._make(member.instance)
         self._now[member.instance.id] = self._all[member] = pool
 
     def left(self, member: Member) -> None:
-        """A member has gone, and its last leg has ended."""
+        """Closes the upstream of a member whose last leg has ended."""
         pool = self._all.pop(member, None)
         if pool is None:
             return
@@ -45,10 +45,10 @@ class UpstreamPools:
 
     @property
     def open_connections(self) -> int:
-        """To all engines, idle ones included."""
+        """The number of connections to all engines, idle ones included."""
         return sum(pool.open_connections for pool in self._all.values())
 
     def close(self) -> None:
-        """Close every connection; exchanges that run hear that they were cut off."""
+        """Closes all connections; running exchanges are told that they were cut off."""
         for pool in self._all.values():
             pool.close()

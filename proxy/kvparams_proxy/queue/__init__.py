@@ -1,1 +1,1 @@
-"""Prefill and decode with a broker between them: decode nodes pull work when they have room."""
+"""Connects prefill and decode through a broker: decode nodes pull work when they have room."""

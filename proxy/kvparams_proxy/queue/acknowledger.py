@@ -1,6 +1,6 @@
-"""What was read from a queue, acknowledged: all that came within some milliseconds at once.
+"""Acknowledges messages in batches: all that were handled within some milliseconds at once.
 
-The one rule: an acknowledgement goes to the channel that the message came from, or nowhere.
+An acknowledgement goes to the channel that its message came from, or is dropped.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _TOGETHER_S: Final = 0.01
 
 
 class BatchAcknowledger:
-    """The messages of one channel that are dealt with as they come."""
+    """Acknowledges the handled messages of one channel."""
 
     def __init__(self) -> None:
         self._channel: AbstractChannel | None = None
@@ -24,15 +24,15 @@ class BatchAcknowledger:
         self._task: asyncio.Task[None] | None = None
 
     def opened(self, channel: AbstractChannel) -> None:
-        """From now on they come from this one."""
+        """Sets the channel from which messages come from now on."""
         self._channel, self._last = channel, None
 
     def closed(self) -> None:
-        """No more."""
+        """Forgets the channel."""
         self._channel = self._last = None
 
     def acknowledge(self, message: DeliveredMessage) -> None:
-        """It need not come again, nor any before it."""
+        """Acknowledges a message and all before it: they need not come again."""
         if message.channel is self._channel:
             self._last = message.delivery_tag
             if self._task is None or self._task.done():

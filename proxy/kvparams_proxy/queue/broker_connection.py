@@ -1,6 +1,6 @@
 """The connection of one node to the broker: made, lost, made again.
 
-The one rule: whoever uses it declares everything anew each time, as if the broker had never been there before.
+Users declare their queues anew on each connection, since the broker may have lost everything.
 """
 
 import asyncio
@@ -53,25 +53,25 @@ class BrokerConnection:
 
     @property
     def disconnected_for_s(self) -> float:
-        """For how long there has been no connection; 0 while there is one."""
+        """The seconds since the connection was lost; 0 while there is one."""
         return 0.0 if self._lost_s is None else self._loop.time() - self._lost_s
 
     @property
     def connected_for_s(self) -> float:
-        """For how long there has been one; 0 while there is none."""
+        """The seconds since the connection was made; 0 while there is none."""
         return 0.0 if self._lost_s is not None else self._loop.time() - self._found_s
 
     def reconnect(self) -> None:
-        """The broker does not answer on it: make another one."""
+        """Reconnects, when the broker does not answer on the connection."""
         if self._over is not None and not self._over.done():
             self._over.set_result("it does not answer")
 
     def close(self) -> None:
-        """End it, in a moment."""
+        """Begins to close the connection."""
         self._task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for that."""
+        """Waits until the connection is closed."""
         await asyncio.wait([self._task])
 
     async def _keep(self) -> None:
@@ -89,7 +89,7 @@ class BrokerConnection:
             pause_s = min(pause_s * 2, _LONGEST_S)
 
     async def _serve(self, connection: AbstractConnection) -> bool:
-        """As long as it lasts; whether it was of use."""
+        """Serves one connection until it ends. Returns whether it was of use."""
         used = False
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -117,7 +117,7 @@ class BrokerConnection:
     async def _end(
         self, connection: AbstractConnection, reading: OuterChannel, writing: OuterChannel, reads: AbstractChannel
     ) -> str:
-        """Wait until one of them is closed, or the broker gives us no more of a queue; why."""
+        """Waits until a channel is closed, or the broker cancels a consumer. Returns the reason."""
         over: asyncio.Future[str] = self._loop.create_future()
         self._over = over
 

@@ -1,7 +1,7 @@
 """A decode node: pulls work when it has room, has its engine do it, and tells the answer to the node that asked.
 
-The one rule: work is acknowledged when all of its answer is with the broker, or when nobody waits for it, or when
-somebody has been told that it is not done; never before.
+Work is acknowledged when all of its response is with the broker, when nobody waits for it any more, or when the
+requester has been told that it is not done; never before.
 """
 
 import asyncio
@@ -49,7 +49,10 @@ _TELL_S: Final = 2.0
 
 
 class WorkConsumer:
-    """One decode node. An async context: at its end no more work is taken, and what runs has a moment to end."""
+    """Pulls work for one decode node.
+
+    On exit of the async context it takes no more work, and running work gets a moment to end.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class WorkConsumer:
         Args:
             url: the broker's.
             engine: the way to it.
-            name: of the pool of decode nodes, see `kvparams_proxy.queue.topology.Names`.
+            name: of the pool of decode nodes, see `kvparams_proxy.queue.topology.QueueNames`.
             room: how much work it does at a time.
             silence_s: the longest silence of the engine.
             probe_s: how often the engine is asked whether it is there.
@@ -113,53 +116,53 @@ class WorkConsumer:
         await self._link.wait_closed()
 
     async def _ended(self, limit_s: float) -> None:
-        """Wait until nothing runs, but not for longer."""
+        """Waits until nothing runs, up to the time limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What became of the work so far."""
+        """The number of pieces of work by outcome."""
         return MappingProxyType(self._counts)
 
     @property
     def running_count(self) -> int:
-        """Work that is being done."""
+        """The number of pieces of work that are running."""
         return len(self._running)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a broker."""
+        """True while the broker is connected."""
         return self._reads is not None
 
     @property
     def engine_ready(self) -> bool:
-        """Whether its engine is there and works."""
+        """True while the engine is reachable and works."""
         return self._appetite.ready
 
     # for what runs
 
     def watch(self, running: RunningWork, limit_s: float) -> None:
-        """See `running.Owner.watch`."""
+        """See `WorkOwner.watch`."""
         self._watch.start(running, limit_s)
 
     def put(self, letter: OutboundMessage, to: str) -> None:
-        """See `running.Owner.put`."""
+        """See `WorkOwner.put`."""
         letter.queue_name = self._names.results(to)
         self._outbox.put(letter)
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """See `running.Owner.withdraw`."""
+        """See `WorkOwner.withdraw`."""
         self._outbox.withdraw(letter)
 
     def engine_finished(self, running: RunningWork, error: UpstreamError | None, status: int) -> None:
-        """See `running.Owner.over`."""
+        """See `WorkOwner.engine_finished`."""
         self._watch.stop(running)
         self._appetite.record_outcome(error, well=error is None and status < _FAULTS)
 
     def work_finished(self, running: RunningWork) -> None:
-        """See `running.Owner.done`."""
+        """See `WorkOwner.work_finished`."""
         self._watch.stop(running)
         self._running.pop(running.id, None)
         self._counts["done" if running.complete else "cancelled"] += 1
@@ -198,7 +201,7 @@ class WorkConsumer:
             running.set_broker_backpressure(stopped)
 
     async def _told(self, message: DeliveredMessage) -> None:
-        """A prefill node wants something. Without a wait in it, as all that comes."""
+        """Handles an order of a prefill node. It never waits, like all handlers of messages."""
         try:
             control = read_control(message.body)
         except MalformedMessage as malformed:
@@ -213,7 +216,7 @@ class WorkConsumer:
                 del self._called_off[next(iter(self._called_off))]
 
     async def _take(self, message: DeliveredMessage) -> None:
-        """Work has come."""
+        """Handles new work."""
         tag = message.delivery_tag
         if tag is None or message.channel is not self._reads:
             return
@@ -252,7 +255,7 @@ class WorkConsumer:
             running.set_broker_backpressure(True)
 
     def _refuse(self, tag: int, malformed: MalformedMessage) -> None:
-        """Put it aside, when whoever asked has been told, where that can be read."""
+        """Rejects the message to the dead letters, after telling its sender where that can be read."""
         self._counts["refused"] += 1
         _log.warning("work is put aside: %s", malformed)
         if malformed.id is None:
@@ -262,7 +265,7 @@ class WorkConsumer:
             self._say(tag, said, malformed.id, well=False)
 
     def _say(self, tag: int, body: bytes, id: str, *, well: bool) -> None:
-        """Tell whoever asked; then it is done, or put aside."""
+        """Tells the sender; then the work is acknowledged, or put aside."""
         reads = self._reads
         self.put(OutboundMessage("", body, lambda _: self._later(reads, tag, well=well), joins=True), node_of(id))
 

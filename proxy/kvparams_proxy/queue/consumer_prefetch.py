@@ -1,6 +1,6 @@
-"""How much work a decode node takes: as much as it has room for, one piece on trial, or none while its engine fails.
+"""Decides how much work a decode node takes: up to its room, one piece on trial, or none while its engine fails.
 
-The one rule: a node whose engine is not there takes nothing. It would fail fastest, and so take the most.
+A node whose engine is missing takes no work: it would fail fastest, and so take the most.
 """
 
 import asyncio
@@ -61,16 +61,16 @@ class ConsumerPrefetch:
         self._ask()
 
     async def on_broker_opened(self, channel: AbstractChannel, queue: str) -> None:
-        """There is a broker."""
+        """Hears that the broker is connected."""
         self._channel, self._queue, self._asked = channel, queue, 0
         self._changed.set()
 
     def on_broker_closed(self) -> None:
-        """There is none."""
+        """Hears that the broker is gone."""
         self._channel, self._asked = None, 0
 
     async def close(self) -> None:
-        """Take no more; done when the broker has heard it, if there is one."""
+        """Stops taking work. Done when the broker has heard it, if there is one."""
         self._closed = True
         self._clock.close()
         if self._timer is not None:
@@ -84,13 +84,13 @@ class ConsumerPrefetch:
         self._task.cancel()
 
     def work_started(self) -> None:
-        """A piece of work has been begun."""
+        """Hears that a piece of work has begun."""
         if self._breaker.state is BreakerState.HALF_OPEN:
             self._breaker.trial = True
             self._changed.set()
 
     def record_outcome(self, error: UpstreamError | None, *, well: bool) -> None:
-        """A piece of work has ended."""
+        """Records the outcome of a piece of work."""
         if well:
             if self._breaker.record_success():
                 self._changed.set()
@@ -105,14 +105,14 @@ class ConsumerPrefetch:
             self._tell("its work fails" if error is None else error.reason)
 
     def release_trial(self) -> None:
-        """A piece of work has ended and tells nothing."""
+        """Hears that a piece of work has ended without a result for the breaker."""
         if self._breaker.trial:
             self._breaker.end_trial()
             self._changed.set()
 
     @property
     def ready(self) -> bool:
-        """Whether the engine is there and works."""
+        """True while the engine is reachable and works."""
         return self._ready and self._breaker.state is not BreakerState.OPEN
 
     @property
@@ -133,7 +133,7 @@ class ConsumerPrefetch:
             )
 
     async def _follow(self) -> None:
-        """Make the broker's idea of it ours, one change after the other."""
+        """Brings the broker's prefetch limit to ours, one change after the other."""
         while True:
             self._changed.clear()
             channel = self._channel

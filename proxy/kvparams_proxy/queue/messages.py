@@ -1,8 +1,9 @@
-"""What prefill and decode nodes say to each other through a broker: one line of JSON, a line feed, and raw bytes. What
-goes to one result queue at a time goes as one letter, one message after the other.
+"""Messages between prefill and decode nodes: one line of JSON, a line feed, and raw bytes.
 
-`README.md` beside this file is the page for other implementers. The one rule: what is not exactly one of these messages
-is refused, whoever sent it; members that a later version adds are passed over.
+Messages for one result queue that are sent together share one broker message, one after the other.
+
+`README.md` beside this file is the page for other implementers. Anything that is not exactly one of these messages is
+refused. Members added by a later version are ignored.
 """
 
 import json
@@ -56,7 +57,7 @@ _FAILURES: Final = ("failed", "timeout", "full")
 
 
 class MalformedMessage(KVParamsError, ValueError):
-    """A message is not one of these. `id` and `node` are whose it is and who said it, where that could be read."""
+    """A message is not valid. `id` and `node` name its work and its sender, where they could be read."""
 
     def __init__(self, message: str, id: str | None = None, node: str | None = None) -> None:
         super().__init__(message)
@@ -65,7 +66,7 @@ class MalformedMessage(KVParamsError, ValueError):
 
 
 class WorkItem(NamedTuple):
-    """One request to one engine, for whoever takes it."""
+    """A request to one engine, for any decode node."""
 
     id: str
     """Names the node that asks, a full stop, and the attempt: never the same twice."""
@@ -76,14 +77,14 @@ class WorkItem(NamedTuple):
 
 
 class WorkTaken(NamedTuple):
-    """A decode node runs it. Said at first, when it is asked, and when it has found the broker again."""
+    """Says that a decode node runs the work. It is sent at first, on request, and after a reconnect."""
 
     id: str
     node: str
 
 
 class ResultHead(NamedTuple):
-    """How an engine's answer begins."""
+    """The head of an engine's response."""
 
     status: int
     content_type: bytes
@@ -91,7 +92,7 @@ class ResultHead(NamedTuple):
 
 
 class ResultEnd(NamedTuple):
-    """How it ended badly."""
+    """The failure that ended a response."""
 
     failure: ResultFailure
     """`full`: the engine has no more connections. `timeout`: it said nothing for too long."""
@@ -115,15 +116,17 @@ class ResultPart(NamedTuple):
 
 
 class WorkLost(NamedTuple):
-    """The broker has handed the work to `node` after it had handed it to another one, which did not say that it is
-    done. It is not run again."""
+    """Says that the broker has handed the work to `node` after another node, which did not say that it is done.
+
+    The work is not run again.
+    """
 
     id: str
     node: str
 
 
 class WorkRefused(NamedTuple):
-    """The work cannot be run, by nobody of this version. It is among the dead letters."""
+    """Says that no node of this version can run the work. It is among the dead letters."""
 
     id: str
     node: str
@@ -131,7 +134,7 @@ class WorkRefused(NamedTuple):
 
 
 class ControlMessage(NamedTuple):
-    """What a prefill node asks of the decode node that runs its work."""
+    """An order of a prefill node for the decode node that runs its work."""
 
     order: ControlOrder
     id: str
@@ -141,12 +144,12 @@ ResultMessage = WorkTaken | ResultPart | WorkLost | WorkRefused
 
 
 def node_of(id: str) -> str:
-    """The node that asks: its result queue is named after it."""
+    """Returns the node that asks: its result queue is named after it."""
     return id.partition(".")[0]
 
 
 def write_work(work: WorkItem) -> bytes:
-    """As it is sent."""
+    """Serializes a piece of work."""
     headers = work.headers.decode("latin-1")
     head = {"queue": MESSAGE_VERSION, "kind": "work", "id": work.id, "path": work.path, "headers": headers}
     return b"%b\n%b" % (json.dumps(head, separators=(",", ":")).encode(), work.body)
@@ -154,7 +157,7 @@ def write_work(work: WorkItem) -> bytes:
 
 def read_work(raw: bytes) -> WorkItem:
     """Raises:
-    Malformed: it is none.
+    MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)
     id = _id(head)
@@ -171,7 +174,7 @@ def read_work(raw: bytes) -> WorkItem:
 
 
 def write_result(result: WorkTaken | WorkLost | WorkRefused) -> bytes:
-    """As it is sent."""
+    """Serializes a result message."""
     kind = {WorkTaken: "taken", WorkLost: "lost", WorkRefused: "refused"}[type(result)]
     head = {"queue": MESSAGE_VERSION, "kind": kind, **result._asdict()}
     if isinstance(result, WorkRefused):
@@ -180,7 +183,7 @@ def write_result(result: WorkTaken | WorkLost | WorkRefused) -> bytes:
 
 
 def write_part(part: ResultPart) -> bytes:
-    """As it is sent."""
+    """Serializes a part of a response."""
     begin = b'{"queue":1,"kind":"part","id":"%b","node":"%b","number":%d,"size":%d' % (
         part.id.encode(),
         part.node.encode(),
@@ -196,7 +199,7 @@ def write_part(part: ResultPart) -> bytes:
 
 
 def validated_head(head: ResultHead) -> ResultHead:
-    """The same, if it may be sent. One that is too long could take all that goes with it in one letter along.
+    """Returns the head, if it may be sent. One that is too long could invalidate all that shares its broker message.
 
     Raises:
         MalformedMessage: nobody would read it.
@@ -205,7 +208,9 @@ def validated_head(head: ResultHead) -> ResultHead:
 
 
 def read_results(raw: bytes) -> Iterator[ResultMessage | MalformedMessage]:
-    """All that one letter holds, in order; `MalformedMessage` stands for what is none though it is known where it ends.
+    """Yields all messages of one broker message, in order.
+
+    A message that is invalid but has a known end is yielded as `MalformedMessage`.
 
     Raises:
         MalformedMessage: where the next one ends cannot be read; nothing after it is.
@@ -250,13 +255,13 @@ def _result(head: dict[str, object], body: bytes) -> ResultMessage:
 
 
 def write_control(control: ControlMessage) -> bytes:
-    """As it is sent."""
+    """Serializes a control message."""
     return b'{"queue":1,"kind":"control","order":"%b","id":"%b"}\n' % (control.order.encode(), control.id.encode())
 
 
 def read_control(raw: bytes) -> ControlMessage:
     """Raises:
-    Malformed: it is none.
+    MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)
     _kind(head, "control")
@@ -274,7 +279,7 @@ def _split(raw: bytes) -> tuple[dict[str, object], bytes]:
 
 
 def _first_line(raw: bytes, at: int) -> tuple[dict[str, object], int]:
-    """What the line there says, and where the next one begins."""
+    """Parses the line of JSON at `at`, and returns it with the start of the next byte."""
     feed = raw.find(b"\n", at, at + _MOST_HEAD + 1)
     if feed < 0:
         raise MalformedMessage("it must begin with a line of JSON that is not too long")

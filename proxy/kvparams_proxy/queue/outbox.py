@@ -1,10 +1,10 @@
-"""Letters on their way to the broker, each kept until the broker has answered for it.
+"""Keeps messages on their way to the broker, each until the broker has confirmed or refused it.
 
 A message costs nodes and broker about the same however much is in it, and a step of an engine brings tokens of many
 streams: letters that may be joined leave together, at most once in a few milliseconds for each queue.
 
-The one rule: what the broker has not confirmed is sent again, in order, as soon as there is a connection; so whoever
-reads must know a letter that comes twice.
+Messages that the broker has not confirmed are sent again, in order, after a reconnect. Readers must therefore recognize
+duplicates.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _CONTENT_TOO_LARGE: Final = 311
 
 
 class OutboundMessage:
-    """Something to say to one queue."""
+    """A message for one queue."""
 
     __slots__ = (
         "body",
@@ -79,7 +79,7 @@ class OutboundMessage:
 
 
 class Outbox:
-    """All letters of one node that the broker has not answered for."""
+    """The unconfirmed messages of one node."""
 
     def __init__(self, most_bytes: int, full: Callable[[bool], None] | None = None) -> None:
         """`full` hears when they are more bytes than that, and when they are few again."""
@@ -104,7 +104,7 @@ class Outbox:
         return len(self._letters)
 
     def put(self, letter: OutboundMessage) -> None:
-        """Send it, now or when there is a connection."""
+        """Sends a message, now or when there is a connection."""
         self._letters[letter] = None
         self._bytes += len(letter.body)
         if self._longest is not None and len(letter.body) > self._longest:
@@ -114,14 +114,14 @@ class Outbox:
         self._look()
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """Forget it: it is not sent again, and nobody hears of it."""
+        """Withdraws a message: it is not sent again, and its outcome is not reported."""
         if letter in self._letters:
             del self._letters[letter]
             self._bytes -= len(letter.body)
             self._look()
 
     def opened(self, channel: AbstractChannel) -> None:
-        """There is a connection: everything that the broker has not answered for goes out, in order."""
+        """Sends all unconfirmed messages, in order, on a new connection."""
         self._channel = channel
         if self._broken is None:  # it may be another broker
             self._longest, self._most_joined = None, _MOST_JOINED
@@ -130,7 +130,7 @@ class Outbox:
             self._post(letter, channel)
 
     def closed(self) -> None:
-        """There is none any more."""
+        """Hears that the connection is lost."""
         self._channel = None
         self._gathered.clear()
 
@@ -144,7 +144,7 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self._flush, letter.queue_name)
 
     def _flush(self, to: str) -> None:
-        """Send what has been gathered for a queue."""
+        """Sends the messages that were gathered for a queue."""
         letters = [letter for letter in self._gathered.pop(to, ()) if letter in self._letters]
         if letters and self._channel is not None:
             self._gathered[to] = []
@@ -191,7 +191,9 @@ class Outbox:
                 self._post(letter, self._channel)
 
     def _learn(self, channel: AbstractChannel, said: str) -> None:
-        """The broker has closed the channel: a message was too large, so the largest was. All that flew hear it.
+        """Learns the size limit from a channel that the broker closed because a message was too large.
+
+        Without a stated limit, the largest message in flight was too large. All in flight that exceed it hear so.
 
         Where it does not say what it takes, and the largest was of several letters, they go one by one from now on:
         then the next one that is too large is known.
@@ -225,7 +227,7 @@ class Outbox:
 
 
 def _bundles(letters: Sequence[OutboundMessage], most_bytes: int) -> Iterator[Sequence[OutboundMessage]]:
-    """In order, as many at a time as are no longer than that together; one at least."""
+    """Yields messages in order, in groups up to that total size, but at least one each."""
     begin, size = 0, 0
     for place, letter in enumerate(letters):
         size += len(letter.body)

@@ -1,6 +1,6 @@
-"""One attempt that a prefill node has put into the queue, and the answer that it waits for: a `ExchangeHandle`.
+"""A prefill node's attempt in the queue, and the response that it waits for: an `ExchangeHandle`.
 
-The one rule: its sink hears the parts of one node's answer, in order, each once, and nothing after the end.
+The sink receives the parts of one node's response in order, each once, and nothing after the end.
 """
 
 import asyncio
@@ -47,54 +47,54 @@ _SILENT_S: Final = 6.0
 
 
 class ReplyOwner(Protocol):
-    """What it needs of the way it goes."""
+    """The upstream, as its pending replies see it."""
 
     @property
     def wait_s(self) -> float:
-        """For how long it may wait for a node."""
+        """The longest wait for a decode node, in seconds."""
         ...
 
     @property
     def answer_bytes(self) -> int:
-        """What may be kept for a client that takes nothing."""
+        """The bytes that may be kept for a client that does not read."""
         ...
 
     @property
     def connected_for_s(self) -> float:
-        """For how long the connection to the broker has been there."""
+        """The seconds since the connection to the broker was made."""
         ...
 
     @property
     def call_later(self) -> Callable[..., asyncio.TimerHandle]:
-        """The loop's."""
+        """Calls the loop's `call_later`."""
         ...
 
     @property
     def call_soon(self) -> Callable[..., asyncio.Handle]:
-        """The loop's."""
+        """Calls the loop's `call_soon`."""
         ...
 
     @property
     def now(self) -> Callable[[], float]:
-        """The loop's clock."""
+        """Returns the time of the loop's clock."""
         ...
 
     def send_control(
         self, node: str, order: ControlOrder, id: str, settled: Callable[[DeliveryOutcome], None] | None = None
     ) -> None:
-        """Say something to a decode node."""
+        """Sends a control message to a decode node."""
         ...
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """It need not be sent any more."""
+        """Withdraws a message that need not be sent any more."""
         ...
 
     def cancel_unclaimed(self, id: str) -> None:
-        """Nobody is known to have it, and nobody need take it any more."""
+        """Cancels work that no known node has taken, and that need not be taken any more."""
         ...
 
     def forget(self, id: str) -> None:
-        """Nobody waits for it any more."""
+        """Forgets a reply that nobody waits for any more."""
         ...
 
 
@@ -185,11 +185,11 @@ class PendingReply:
     # for its owner
 
     def wait(self) -> None:
-        """For a node that takes it."""
+        """Waits for a node that takes the work."""
         self._timer = self._owner.call_later(self._owner.wait_s, self._waited)
 
     def on_delivery(self, fate: DeliveryOutcome) -> None:
-        """What became of the work in the broker."""
+        """Handles the outcome of the work's delivery to the broker."""
         self.message = None
         if fate == "too large":
             self.answer(413, _TOO_LARGE)
@@ -199,20 +199,20 @@ class PendingReply:
             self.finish(UpstreamError("the queue of work is gone", connected=False))
 
     def answer(self, status: int, body: bytes = b"") -> None:
-        """What is made up here stands for an engine's."""
+        """Answers in place of an engine."""
         if self._sink is not None:
             head = messages.ResultHead(status, b"application/json", b"")
             self._pass(ResultPart(self._id, "", 0, head, body, True, None), self._sink)
 
     def finish(self, error: UpstreamError | None) -> None:
-        """It is over; the node knows that already."""
+        """Ends the exchange; the node knows that already."""
         sink = self._sink
         self._end()
         if sink is not None:
             sink.on_done(error)
 
     def on_result(self, result: ResultMessage) -> None:
-        """A node has said something about it."""
+        """Handles a result message of a node."""
         if isinstance(result, WorkLost):
             self._lost()
             return
@@ -244,7 +244,7 @@ class PendingReply:
             self._deliver()
 
     def on_malformed(self, malformed: MalformedMessage) -> None:
-        """What was said about it cannot be read: the answer would have a hole there."""
+        """Handles a message that cannot be parsed: the response would have a gap."""
         if self._node is None:
             self._node = malformed.node
         if malformed.node in (None, self._node):
@@ -272,14 +272,14 @@ class PendingReply:
         self._throttle()
 
     def _throttle(self) -> None:
-        """Let the node know what the client does, if that has changed."""
+        """Tells the node whether the client reads, if that has changed."""
         if self._node is not None and self._sink is not None and self._paused is not self._throttled:
             self._throttled = self._paused
             self._throttles = True
             self._owner.send_control(self._node, "pause" if self._paused else "resume", self._id)
 
     def _deliver(self) -> None:
-        """Pass on what is kept: some of it, and the rest in further turns."""
+        """Delivers a part of the buffered response, and the rest in further turns."""
         self._more = False
         turn_bytes = 0
         while self._kept and not self._paused and self._sink is not None:
@@ -330,7 +330,7 @@ class PendingReply:
     # whether the node is still there
 
     def _lost(self) -> None:
-        """The broker has given the work to another node as well. The first may only have lost its connection."""
+        """Handles work that the broker has given to another node, too. The first may only have lost its connection."""
         if self._node is None:
             self._gone()
         elif not self._asked:
@@ -348,7 +348,7 @@ class PendingReply:
         self._timer = self._owner.call_later(_ASK_S, self._ask)
 
     def _asked_at(self, fate: DeliveryOutcome) -> None:
-        """It has no queue any more: unless the broker has just come back, so will not the node."""
+        """Handles a node whose queue is gone. Unless the broker has just come back, the node is gone too."""
         if fate == "nowhere" and self._sink is not None and self._owner.connected_for_s > _SILENT_S:
             self._gone()
 
@@ -357,7 +357,7 @@ class PendingReply:
 
 
 def _error(end: ResultEnd) -> UpstreamError:
-    """The broker was reached: whatever happened behind it says nothing of the way."""
+    """Converts the failure of a node to an error. The broker was reached, so the way to it works."""
     kinds = {"failed": UpstreamError, "timeout": UpstreamTimeout, "full": UpstreamOverflow}
     error = kinds[end.failure](end.reason)
     error.sent = end.sent

@@ -1,7 +1,7 @@
-"""The way of a prefill node to all decode nodes: work goes into one queue, answers come back through one of its own.
+"""Connects a prefill node to all decode nodes: work goes into one queue, and answers come back through the node's own.
 
-The one rule: an attempt has an id of its own and hears one decode node, the first that takes it; whatever else comes
-for it is a duplicate, and whoever sent that is told to stop.
+An attempt has an id of its own and accepts one decode node, the first that takes it. Any other node that answers it is
+a duplicate and is told to stop.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _AGAIN: Final = 16
 
 
 class QueueUpstream:
-    """One way to all engines behind a queue: an `Upstream`."""
+    """An `Upstream` for all engines behind a queue."""
 
     def __init__(
         self, url: Secret, *, name: str = "kvparams", wait_s: float = 60.0, answer_bytes: int = 64 << 20
@@ -93,12 +93,12 @@ class QueueUpstream:
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
-        """Nobody: who takes the work is not known before."""
+        """Returns no addresses: the node that takes the work is not known before."""
         return ()
 
     @property
     def open_connections(self) -> int:
-        """That to the broker."""
+        """The number of connections to the broker."""
         return int(not self._link.disconnected_for_s)
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
@@ -140,7 +140,7 @@ class QueueUpstream:
         self._link.close()
 
     def _answer_probe(self, awaited: PendingReply) -> None:
-        """Whether there is a broker; of the engines behind it nothing is known."""
+        """Answers a probe by the state of the broker. Nothing is known of the engines behind it."""
         if self._closed or self._link.disconnected_for_s > self._away_s:
             awaited.finish(UpstreamError("the broker is not there", connected=False))
         else:
@@ -150,37 +150,37 @@ class QueueUpstream:
 
     @property
     def call_later(self) -> Callable[..., asyncio.TimerHandle]:
-        """The loop's."""
+        """Calls the loop's `call_later`."""
         return self._loop.call_later
 
     @property
     def call_soon(self) -> Callable[..., asyncio.Handle]:
-        """The loop's."""
+        """Calls the loop's `call_soon`."""
         return self._loop.call_soon
 
     @property
     def now(self) -> Callable[[], float]:
-        """The loop's clock."""
+        """Returns the time of the loop's clock."""
         return self._loop.time
 
     @property
     def connected_for_s(self) -> float:
-        """For how long the connection has been there."""
+        """The seconds since the connection was made."""
         return self._link.connected_for_s
 
     def send_control(
         self, node: str, order: ControlOrder, id: str, settled: Callable[[DeliveryOutcome], None] | None = None
     ) -> None:
-        """Say something to a decode node, if it is there."""
+        """Sends a control message to a decode node, if it is there."""
         to = self._names.control(node)
         self._outbox.put(OutboundMessage(to, write_control(ControlMessage(order, id)), settled or _heed, durable=False))
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """It need not be sent any more."""
+        """Withdraws a message that need not be sent any more."""
         self._outbox.withdraw(letter)
 
     def cancel_unclaimed(self, id: str) -> None:
-        """Nobody need take it any more: decode nodes that are known hear it before it comes to them."""
+        """Cancels work that nobody need take any more: known decode nodes hear it before the work comes to them."""
         for node in self._nodes:
             self.send_control(node, "cancel", id, partial(self._called_off, node))
 
@@ -189,7 +189,7 @@ class QueueUpstream:
             self._nodes.pop(node, None)
 
     def forget(self, id: str) -> None:
-        """Nobody waits for it any more."""
+        """Forgets a reply that nobody waits for any more."""
         self._running.pop(id, None)
 
     # the broker
@@ -208,7 +208,7 @@ class QueueUpstream:
         self._outbox.closed()
 
     async def _heard(self, message: DeliveredMessage) -> None:
-        """A message for this node. Without a wait in it: they are taken in order."""
+        """Handles a message for this node. It never waits: messages are taken in order."""
         self._settled.acknowledge(message)
         try:
             for result in read_results(message.body):
@@ -241,4 +241,4 @@ class QueueUpstream:
 
 
 def _heed(_: DeliveryOutcome) -> None:
-    """What became of it changes nothing."""
+    """Ignores the outcome of a delivery."""

@@ -1,6 +1,6 @@
-"""One piece of work on a decode node: its engine's answer, told in numbered parts to the node that asked.
+"""A piece of work on a decode node: sends its engine's response in numbered parts to the node that asked.
 
-The one rule: it counts as done only when the broker has all of its answer; until then the work is not acknowledged.
+Work is acknowledged only when the broker has all of its response.
 """
 
 from collections.abc import Callable
@@ -33,41 +33,41 @@ _MOST_BYTES: Final = 1 << 20
 
 
 class WorkOwner(Protocol):
-    """The decode node."""
+    """The decode node, as its running work sees it."""
 
     @property
     def node(self) -> str:
-        """Its name."""
+        """The node's name."""
         ...
 
     @property
     def silence_s(self) -> float:
-        """The longest silence of its engine."""
+        """The longest silence of the engine, in seconds."""
         ...
 
     @property
     def now(self) -> Callable[[], float]:
-        """The loop's clock."""
+        """Returns the time of the loop's clock."""
         ...
 
     def watch(self, running: "RunningWork", limit_s: float) -> None:
-        """Have it looked at when this time is over."""
+        """Has the work checked when this time is over."""
         ...
 
     def put(self, letter: OutboundMessage, to: str) -> None:
-        """Send it to the node of that name; `letter.to` is filled in."""
+        """Sends a message to the node of that name, and fills in its `to`."""
         ...
 
     def withdraw(self, letter: OutboundMessage) -> None:
-        """It need not be sent any more."""
+        """Withdraws a message that need not be sent any more."""
         ...
 
     def engine_finished(self, running: "RunningWork", error: UpstreamError | None, status: int) -> None:
-        """The engine's part is over: how it went."""
+        """Hears how the engine's exchange has ended."""
         ...
 
     def work_finished(self, running: "RunningWork") -> None:
-        """Nothing of it is left to do: its deliveries may be acknowledged."""
+        """Hears that the work is finished: its deliveries may be acknowledged."""
         ...
 
 
@@ -125,18 +125,18 @@ class RunningWork:
         self._heard_s = owner.now()
 
     def begin(self, handle: ExchangeHandle) -> None:
-        """Its engine has been asked."""
+        """Hears that the engine has been asked."""
         if not self._over and not self._last:
             self._handle = handle
         self.announce_taken()
 
     def announce_taken(self) -> None:
-        """Tell the node that asked who has it."""
+        """Tells the requesting node which node has the work."""
         if not self._over:
             self._post(write_result(WorkTaken(self.id, self._owner.node)))
 
     def on_control(self, order: ControlOrder) -> None:
-        """The node that asked wants something."""
+        """Handles an order of the requesting node."""
         if order == "cancel":
             self.abandon()
         elif order == "ask":
@@ -146,12 +146,12 @@ class RunningWork:
             self._throttle()
 
     def set_broker_backpressure(self, stopped: bool) -> None:
-        """The broker does not keep up, or does again."""
+        """Starts or ends throttling for a broker that does not keep up."""
         self._stopped = stopped
         self._throttle()
 
     def abandon(self) -> None:
-        """Nobody waits for it."""
+        """Ends work that nobody waits for."""
         if self._over:
             return
         self._over = True
@@ -164,12 +164,12 @@ class RunningWork:
         self._owner.work_finished(self)
 
     def abort_for_shutdown(self) -> None:
-        """Its node is shut down: the node that asked is told."""
+        """Ends work because the node shuts down, and tells the requesting node."""
         if self._handle is not None:
             self._handle.abort(UpstreamError("its decode node is shut down"))
 
     def expire(self) -> None:
-        """For the watch: the engine may have said nothing for too long."""
+        """Ends work whose engine may have been silent for too long; the watch calls it."""
         left_s = self._owner.silence_s - (self._owner.now() - self._heard_s)
         if self._paused or self._stopped or left_s > 0:
             self._owner.watch(self, max(left_s, 1.0))
@@ -208,7 +208,7 @@ class RunningWork:
     # inside
 
     def _send(self) -> None:
-        """What there is, unless many parts are on their way."""
+        """Sends the buffered response, unless many parts are in flight."""
         crowded = len(self._body) > _MOST_BYTES
         while self._dirty and not self._over and len(self._letters) < _ON_THE_WAY:
             body = bytes(self._body[:_MOST_BYTES])
@@ -223,7 +223,7 @@ class RunningWork:
             self._throttle()
 
     def _post(self, body: bytes, number: int | None = None) -> None:
-        """`number` is that of a part of the answer."""
+        """Sends a message; `number` is that of a part of the response."""
 
         def settled(fate: DeliveryOutcome) -> None:
             self._letters.discard(letter)
@@ -247,7 +247,7 @@ class RunningWork:
             self._owner.work_finished(self)
 
     def _break_off(self, number: int) -> None:
-        """That part cannot be told, so nothing after it can: the answer ends there."""
+        """Ends the response at a part that cannot be sent: no later part can follow it."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.discard()

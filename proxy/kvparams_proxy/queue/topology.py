@@ -1,6 +1,6 @@
-"""The queues: what they are called, what they promise, who declares them.
+"""Names, properties and declarations of the queues.
 
-The one rule: only what may wait is durable and bounded; what belongs to one node goes with it.
+Only work that may wait is in a durable, bounded queue. The queues of one node disappear with it.
 """
 
 from collections.abc import Mapping
@@ -22,31 +22,31 @@ _ORPHAN_MS: Final = 15_000
 
 
 class QueueNames(NamedTuple):
-    """Of the queues of one pool of decode nodes."""
+    """Names of the queues of one pool of decode nodes."""
 
     prefix: str
 
     @property
     def work(self) -> str:
-        """One for all: prefill nodes write, decode nodes pull."""
+        """The shared work queue: prefill nodes write, decode nodes pull."""
         return f"{self.prefix}.work"
 
     @property
     def dead_letter(self) -> str:
-        """Work that nobody could or would do."""
+        """The queue of work that no node could or would run."""
         return f"{self.prefix}.dead"
 
     def results(self, node: str) -> str:
-        """Of one prefill node."""
+        """Returns the name of one prefill node's result queue."""
         return f"{self.prefix}.results.{node}"
 
     def control(self, node: str) -> str:
-        """Of one decode node."""
+        """Returns the name of one decode node's control queue."""
         return f"{self.prefix}.control.{node}"
 
 
 async def declare_work(channel: AbstractChannel, names: QueueNames) -> None:
-    """The work and its dead letters; whoever comes first makes them, alike."""
+    """Declares the queues of work and of dead letters; all nodes declare them alike."""
     bounds: Mapping[str, int | str] = {"x-max-length": _DEAD_MOST, "x-message-ttl": _DEAD_MS}
     await channel.queue_declare(names.dead_letter, durable=True, arguments=dict(bounds))
     await channel.queue_declare(
@@ -64,10 +64,10 @@ async def declare_work(channel: AbstractChannel, names: QueueNames) -> None:
 
 
 async def declare_results(channel: AbstractChannel, name: str) -> None:
-    """Outlives the broker, and its node by a moment."""
+    """Declares a result queue, which outlives the broker, and its node by a moment."""
     await channel.queue_declare(name, durable=True, arguments={"x-expires": _ORPHAN_MS})
 
 
 async def declare_control(channel: AbstractChannel, name: str) -> None:
-    """Is there exactly as long as its node is connected."""
+    """Declares a control queue, which exists exactly as long as its node is connected."""
     await channel.queue_declare(name, exclusive=True, auto_delete=True)

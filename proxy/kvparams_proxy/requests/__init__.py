@@ -1,1 +1,1 @@
-"""The way in: from a client's connection to a request that may be executed, and back."""
+"""Handles the way in, from a client's connection to a request that may be executed, and back."""

@@ -4,7 +4,7 @@
 
 Keys are made here, from 256 bits of randomness; nobody chooses one. So a plain SHA-256 at rest is right: a slow hash
 (argon2, scrypt) makes guessing words dear, but there is nothing to guess in 2^256, and it would cost every request
-milliseconds. The one rule: a line that is not exactly as it should be refuses the whole file, by its number.
+milliseconds. An invalid line makes the whole file invalid; the error gives its number.
 """
 
 import json
@@ -54,7 +54,7 @@ class APIKeysError(KVParamsError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class APIKeyRecord:
-    """One client key, as it is kept.
+    """A client key, as the file keeps it.
 
     Raises:
         APIKeysError: a value is not one that the file may hold.
@@ -84,7 +84,7 @@ class APIKeyRecord:
 def create_api_key(
     tenant: str, created: datetime, *, priority: int = 0, expires: datetime | None = None
 ) -> tuple[str, APIKeyRecord]:
-    """A key and what is kept of it. The key itself is nowhere else: whoever loses it makes another.
+    """Creates a key and its record. The key itself is stored nowhere: a lost key must be replaced.
 
     Raises:
         APIKeysError: see `APIKeyRecord`.
@@ -95,12 +95,12 @@ def create_api_key(
 
 
 def hash_api_key(key: bytes) -> bytes:
-    """What is kept in place of a key: 32 bytes."""
+    """Returns the hash that is kept in place of a key: 32 bytes."""
     return sha256(key).digest()
 
 
 def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
-    """The keys in a file, by id, and which state of it they are.
+    """Reads the keys in a file, by id, and the file's state.
 
     Raises:
         APIKeysError: it cannot be read, others than its owner and group may write to it, or a line is wrong.

@@ -1,7 +1,7 @@
-"""Who asks: clients are known by their keys, and what they may share in engines' caches is bound to their tenant.
+"""Authenticates clients by their keys, and isolates what tenants share in engines' caches.
 
-What is kept of a key, and why a fast hash is right for it, stands in `api_keys_file.py`. The one rule: a refusal tells
-nothing but that the key is not valid here, neither in words nor in the time it takes.
+What is kept of a key, and why a fast hash is right for it, stands in `api_keys_file.py`. A refusal reveals only that
+the key is not valid here, neither in words nor by its timing.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _FOREVER: Final = float("inf")
 
 
 class AuthenticatedClient(NamedTuple):
-    """Who asks, as far as the proxy knows."""
+    """The client that sent a request, as far as the proxy knows it."""
 
     key_id: str
     """Which of the tenant's keys it was."""
@@ -41,7 +41,7 @@ class AuthenticatedClient(NamedTuple):
 
 
 class Unauthorized(ProxyError):
-    """401: no key was sent, or none that is valid here."""
+    """An error 401: no key was sent, or none that is valid here."""
 
     def __init__(self, *, given: bool) -> None:
         """`given`: whether there was an Authorization header."""
@@ -65,12 +65,12 @@ class _ValidKey(NamedTuple):
 
 
 class APIKeyAuthenticator:
-    """The client keys that are valid now."""
+    """Authenticates clients by the keys that are valid now."""
 
     __slots__ = ("_entries", "_nobody", "_now", "_path", "_seen")
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        """Read the keys in `path`. `now` is in seconds since 1970.
+        """Reads the keys in `path`. `now` is in seconds since 1970.
 
         Raises:
             APIKeysError: the file cannot be used; see `read_api_keys`.
@@ -87,7 +87,10 @@ class APIKeyAuthenticator:
         return len(self._entries)
 
     def authenticate(self, authorization: bytes | None) -> AuthenticatedClient | None:
-        """Who sent this Authorization header; None if nobody with a valid key did. About 1 us; nothing is kept."""
+        """Returns the client that sent this Authorization header, or None without a valid key.
+
+        Takes about 1 us; nothing is kept.
+        """
         if authorization is None:
             return None
         scheme, _, key = authorization.partition(b" ")
@@ -99,8 +102,9 @@ class APIKeyAuthenticator:
         return entry.client
 
     def reload(self) -> bool:
-        """Read the file again if it has changed since it was last looked at; whether its keys are others now. May be
-        called in a thread of its own: the keys change all at once.
+        """Reads the file again if it has changed since the last check.
+
+        Returns whether the keys have changed. May be called in a thread of its own: the keys change all at once.
 
         Raises:
             APIKeysError: it cannot be used; the keys stay as they were. The same state of the file is not tried again.
@@ -114,7 +118,7 @@ class APIKeyAuthenticator:
         return True
 
     async def watch_file(self, every_s: float) -> NoReturn:
-        """Keep the keys as the file has them, until cancelled. What is wrong with it is logged once."""
+        """Reloads the keys whenever the file changes, until cancelled. An error in it is logged once."""
         before = self._seen
         while True:
             await asyncio.sleep(every_s)
@@ -128,7 +132,7 @@ class APIKeyAuthenticator:
             before = seen
 
     def _look(self) -> FileState | None:
-        """The state of the file; None where there is none."""
+        """Returns the state of the file, or None where there is none."""
         try:
             return file_state(self._path.stat())
         except OSError:
@@ -147,7 +151,7 @@ def _entries(records: dict[str, APIKeyRecord]) -> dict[bytes, _ValidKey]:
 
 
 def tenant_cache_salt(tenant: str, client_salt: str | None) -> str:
-    """The cache salt of a tenant's request: 43 letters, digits, - and _.
+    """Returns the cache salt of a tenant's request: 43 letters, digits, - and _.
 
     Distinct pairs of tenant and salt give distinct salts, whatever is in them, so no tenant can name another's cache;
     a client's own salt only divides what is its tenant's. Texts that look alike but are other code points are other

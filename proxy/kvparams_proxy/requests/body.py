@@ -48,7 +48,7 @@ class BodyBudget:
 
 
 class RequestBody:
-    """One body, gathered piece by piece under a limit of its own and the budget of all, where it is given one."""
+    """Gathers a request body piece by piece, under its own limit and the shared budget if one is given."""
 
     __slots__ = ("_budget", "_limit_bytes", "_pieces", "_size")
 

@@ -16,42 +16,45 @@ HIGH_WATERMARK_BYTES: Final = 64 << 10
 
 
 class DownstreamObserver(Protocol):
-    """Whoever must know what becomes of the client."""
+    """An object that hears about the client's connection."""
 
     def client_gone(self) -> None:
-        """It left before the answer was complete."""
+        """Hears that the client left before the answer was complete."""
         ...
 
     def client_slow(self) -> None:
-        """It takes less than it is given: pause."""
+        """Hears that the client reads less than it is sent, so that the sender should pause."""
         ...
 
     def client_ready(self) -> None:
-        """It has caught up: go on."""
+        """Hears that the client has caught up, so that the sender should go on."""
         ...
 
 
 class Downstream(Protocol):
-    """One answer to one client. `head`, then `body` as often as needed, then `end`; each at once."""
+    """A response to one client. Call `head`, then `body` as often as needed, then `end`; none of them waits."""
 
     def watch(self, watcher: DownstreamObserver) -> None:
-        """Tell `watcher` from now on. If the client has left already, it hears so now."""
+        """Notifies `watcher` from now on, and at once if the client has left already."""
         ...
 
     def head(self, status: int, headers: bytes, length: int | None) -> None:
-        """Begin. `headers` are whole lines, each ending in CRLF; `length` of the body, or None for a stream."""
+        """Begins the response.
+
+        `headers` are whole lines, each ending in CRLF; `length` is that of the body, or None for a stream.
+        """
         ...
 
     def body(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Sends a piece of the body."""
         ...
 
     def end(self) -> None:
-        """The body is complete."""
+        """Ends the body."""
         ...
 
     def drop(self) -> None:
-        """Break the connection: the client does not take what it is given. The watcher hears `client_gone`."""
+        """Breaks the connection to a client that does not read. The watcher hears `client_gone`."""
         ...
 
 
@@ -107,7 +110,7 @@ class ASGIDownstream:
         self._writer.cancel()
 
     async def finished(self) -> None:
-        """Wait until the client has taken everything, or has left."""
+        """Waits until the client has taken everything, or has left."""
         try:
             await asyncio.wait([self._writer])
             if not self._writer.cancelled():
@@ -116,7 +119,7 @@ class ASGIDownstream:
             self._gone = True
 
     def close(self) -> None:
-        """Nothing will be written or heard any more, whatever came between."""
+        """Stops writing and watching."""
         self._reader.cancel()
         self._writer.cancel()
 

@@ -1,7 +1,7 @@
 """The engines' endpoints that are served here, and how a request to each is cut to a prefill leg.
 
-Generating ones are split between prefill and decode; others are passed to one engine as they are. The one rule: what an
-endpoint is called for the client it is called for the engine.
+Generating ones are split between prefill and decode; others are passed to one engine as they are. An endpoint has the
+same path for clients and engines.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ EndpointKind = Literal["completions", "chat", "generate", "other"]
 
 @dataclass(frozen=True, slots=True)
 class APIEndpoint:
-    """One path."""
+    """An endpoint of the engines' API."""
 
     path: str
     kind: EndpointKind
@@ -30,12 +30,12 @@ class APIEndpoint:
 
     @property
     def has_choices(self) -> bool:
-        """Whether what it answers stands in `has_choices`: without one it is no answer."""
+        """True if its responses have `choices`: a response without one is invalid."""
         return self.kind != "other"
 
     @property
     def supports_streaming(self) -> bool:
-        """Whether it answers `"stream": true` with a stream."""
+        """True if it answers `"stream": true` with a stream."""
         return self.role is not Role.PREFILL
 
 
@@ -82,8 +82,11 @@ _OPENAI_GONE: Final = _ANSWER | _STREAM
 def one_token_changes(
     kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan], sampling: Mapping[str, MemberSpan] | None = None
 ) -> dict[str, bytes | None]:
-    """What changes in a client's body, as for `kvparams.jsontext.editing.edit`, so that its prompt alone is computed.
-    `sampling`: where the members of `sampling_params` stand in its text, if that is known already."""
+    """Computes the changes to a client's body after which only its prompt is computed.
+
+    They are as for `kvparams.jsontext.editing.edit`. `sampling`: the spans of the members of `sampling_params`, if they
+    are known already.
+    """
     if kind == "generate":
         changes = _changes(_WHOLE, _STREAM, spans)
         field = spans.get("sampling_params")

@@ -1,9 +1,8 @@
-"""What only a proxy may say to an engine, as one table: whatever a client says of it is taken away.
+"""Table of the fields that only a proxy may send to an engine. They are removed from clients' requests.
 
 An engine can be told where to fetch KV, under which key or id, from which rank. Each row names one way to tell it, and
 who reads it. Members are removed from the body; of headers and request ids only what is known to be harmless is let
-through, and the table says what that keeps back. The one rule: a way in that becomes known is a row here, and nothing
-else has to change.
+through, and the table says what that keeps back. A newly found field needs a new row here and no other change.
 
 Not in it is what an engine fetches because the API says so, such as images by URL (vLLM: --allowed-media-domains).
 """
@@ -28,7 +27,7 @@ FieldLocation = Literal["body", "nvext", "header", "request id", "medium", "feat
 
 
 class ForbiddenField(NamedTuple):
-    """One way to steer an engine's KV."""
+    """A field that steers an engine's KV."""
 
     location: FieldLocation
     """`body`: a member of the body, or of an object of `NESTED_CARRIERS`; `nvext`: a member of that one; `header`: a
@@ -131,10 +130,10 @@ _HINT_ENDS: Final = tuple(name[1:] for name in _HINTS if name.startswith("*"))
 
 
 def is_safe_request_id(request_id: bytes) -> bool:
-    """Whether a client's X-Request-Id may reach engines as it is: engines have read addresses out of it."""
+    """Returns whether a client's X-Request-Id may reach engines unchanged: engines have read addresses out of it."""
     return _SAFE_ID.fullmatch(request_id) is not None and not any(part in request_id for part in _STEERING_IDS)
 
 
 def forbidden_nvext_members(names: Iterable[str]) -> list[str]:
-    """Which of these members of `nvext` steer an engine."""
+    """Returns the names among these members of `nvext` that steer an engine."""
     return [name for name in names if name in _HINTS or name.endswith(_HINT_ENDS)]

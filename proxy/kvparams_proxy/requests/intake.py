@@ -44,7 +44,7 @@ _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
 class ParsedRequest(NamedTuple):
-    """One request that may be planned."""
+    """A parsed request that is ready to be planned."""
 
     facts: RequestFacts
     body: bytes
@@ -77,7 +77,7 @@ def parse_request(
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> ParsedRequest | None:
-    """Check a request's body, at once, or return None for one that is to be read in steps.
+    """Parses a request's body at once, or returns None for one that is to be read in steps.
 
     The cache salt of one whose client is known is bound to its tenant. `session` is what the client calls its
     conversation; where it is empty, the body's `prompt_cache_key`.
@@ -111,7 +111,7 @@ def parse_request_in_steps(
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> Generator[None, None, ParsedRequest]:
-    """Do the same in steps of bounded work, for a body of any length.
+    """Parses a request's body of any length in steps of bounded work.
 
     Raises:
         ProxyError: as for `parse_request`.

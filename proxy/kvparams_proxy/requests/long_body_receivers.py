@@ -1,4 +1,4 @@
-"""What is kept of a long request body while it is read in steps: as much as its checks need, and no more.
+"""Receivers for long request bodies read in steps. They keep no more than the checks need.
 
 A prompt of ids becomes an array as it comes. Of messages only their verdict is kept: whether each has a role, and
 whether there is more than text in them.
@@ -37,7 +37,7 @@ def invalid_member_error(name: str, message: str) -> ProxyError:
 
 
 def has_role(message: object) -> bool:
-    """Whether a message is an object with a role."""
+    """Returns whether a message is an object with a role."""
     return isinstance(message, dict) and type(cast("dict[str, object]", message).get("role")) is str
 
 
@@ -162,7 +162,7 @@ class CompletionPromptReceiver(PromptInputReceiver):
         return self._ids if self._begins(kind) else None
 
     def _begins(self, kind: type, *, empty: bool = False) -> bool:
-        """Whether an element of this kind may come next."""
+        """Returns whether an element of this kind may come next."""
         self.problem = self.problem or self._ids.problem
         if self.problem is not None:
             return False

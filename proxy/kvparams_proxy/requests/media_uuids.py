@@ -153,7 +153,7 @@ def _find_names(body: bytes, field: MemberSpan, cuts: list[tuple[int, int]]) -> 
 
 
 def _may_name(body: bytes, start: int, end: int) -> bool:
-    """Whether there may be a name in `body[start:end]`: the pattern takes long to find none, as in a long picture."""
+    """Returns whether `body[start:end]` may contain a name. The pattern is slow to find none, as in a long picture."""
     if body.find(b'"', start, end) < 0:
         return False
     if body.find(b'uuid"', start, end) >= 0:
@@ -182,7 +182,7 @@ def _generate(
 
 
 def _bound(names: object, tenant: str) -> object:
-    """Hashes of one modality, bound to the tenant; what is none is left for the engine to refuse."""
+    """Returns the hashes of one modality, bound to the tenant. Other values are left for the engine to refuse."""
     if type(names) is not list:
         return names
     return [tenant_cache_salt(tenant, name) if type(name) is str else name for name in cast("list[object]", names)]
@@ -217,7 +217,7 @@ def _has_name(part: object) -> bool:
 
 
 def _unnamed(value: object, where: str) -> object:
-    """A member that holds messages, without the names of media in them."""
+    """Returns a member that holds messages, without the names of media in them."""
     if type(value) is list:
         return [_unnamed(item, where) for item in cast("list[object]", value)]
     if type(value) is not dict:
@@ -230,7 +230,7 @@ def _unnamed(value: object, where: str) -> object:
 
 
 def _part(part: object, where: str) -> object:
-    """A part of a message without its name."""
+    """Returns a part of a message without its name."""
     if not _has_name(part):
         return part
     kept = {name: value for name, value in cast("dict[str, object]", part).items() if name != MEDIA_UUID_MEMBER}

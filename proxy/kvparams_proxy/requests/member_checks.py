@@ -46,7 +46,7 @@ _MAX_SESSION: Final = 256
 
 
 class RareMembers(NamedTuple):
-    """What most requests do not ask for."""
+    """Members that most requests do not have."""
 
     choices: int = 1
     salt: str | None = None
@@ -63,7 +63,7 @@ _ORDINARY: Final = RareMembers()
 
 
 class CheckedMembers(NamedTuple):
-    """What a body says, as far as the proxy acts on it."""
+    """The members of a body that the proxy acts on, checked."""
 
     model: str | None
     prompts: int

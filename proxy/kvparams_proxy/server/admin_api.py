@@ -15,8 +15,8 @@
     PUT    /admin/modes                    the same from now on; requests that run are not touched
     POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
 
-What is added here is forgotten when the proxy ends. The one rule: nothing is looked at before the token is right, and
-no secret is ever in an answer.
+What is added here is forgotten when the proxy ends. A request is read only after its token has been verified, and no
+response contains a secret.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ _Endpoint = Callable[[Registry, Request], Awaitable[Response]]
 
 
 def admin_routes(token: Secret) -> list[Route]:
-    """The routes; they find the `Registry` as `registry` in the state of the lifespan.
+    """Returns the routes. They find the `Registry` as `registry` in the state of the lifespan.
 
     Args:
         token: what callers must show: `Authorization: Bearer <token>`.
@@ -274,7 +274,7 @@ def _document(raw: bytes) -> Generator[None, None, dict[str, object]]:
 
 
 async def _checked(registry: Registry, document: object) -> InstanceSpec:
-    """An entry as it may come over the network, with its access."""
+    """Checks an entry that came over the network, and its access."""
     problems = ConfigProblems()
     rules = replace(registry.spec_rules, may_name_credentials=False)
     entry = parse_spec(document, "", rules, problems)
@@ -331,7 +331,7 @@ def _leases(request: Request) -> Mapping[str, int]:
 
 
 def _instance_document(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[str, object]:
-    """What an operator wants to know of it; no secrets."""
+    """Returns the description of an instance for an operator, without secrets."""
     instance = member.instance
     owned = registry.owned[instance.id]
     return {

@@ -24,7 +24,7 @@ __all__ = ["AppPlugins", "load_app_plugins"]
 
 
 class AppPlugins(NamedTuple):
-    """What is loaded once for an app, however often it starts."""
+    """Plugins that an app loads once, however often it starts."""
 
     policy: type[SchedulingPolicy]
     dialects: Mapping[str, Dialect]

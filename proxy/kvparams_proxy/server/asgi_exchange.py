@@ -21,7 +21,7 @@ _LINE: Final = frozenset(b"\r\n\0")
 
 
 class ASGIExchange(ResponseWriter):
-    """One request and its response, as the app receives and sends it."""
+    """A request and its response, as the ASGI app receives and sends them."""
 
     __slots__ = (
         "_bodiless",

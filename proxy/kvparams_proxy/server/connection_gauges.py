@@ -1,4 +1,4 @@
-"""The connections of clients, for Prometheus."""
+"""Prometheus gauges of clients' connections."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,13 @@ __all__ = ["ConnectionGauges"]
 
 
 class ConnectionGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of connections at each scrape."""
 
     def __init__(self, connections: ClientConnections) -> None:
         self._connections = connections
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         connections = self._connections
         yield _gauge("client_connections", "Connections of clients.", len(connections))
         yield _gauge("client_connections_limit", "Connections that clients may have.", connections.limits.total)

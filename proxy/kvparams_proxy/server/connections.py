@@ -26,7 +26,7 @@ _EVICTED_SHARE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections clients may have."""
+    """Limits on the connections of clients."""
 
     total: int
     """Open at a time."""
@@ -41,7 +41,7 @@ class ConnectionLimits:
 
 
 class ClientConnection(Protocol):
-    """One connection, as `ClientConnections` sees it."""
+    """A connection, as `ClientConnections` sees it."""
 
     address: str
     """The client's IP address; empty where there is none."""
@@ -52,12 +52,12 @@ class ClientConnection(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the connection waits for a request to begin."""
+        """True while the connection waits for a request to begin."""
         ...
 
     @property
     def has_left(self) -> bool:
-        """Whether the client has left while nothing was read from it, which the event loop does not notice."""
+        """True if the client has left while the connection was not read. The event loop does not notice this."""
         ...
 
     def expire(self) -> None:

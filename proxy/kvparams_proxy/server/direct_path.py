@@ -20,7 +20,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class DirectEndpoint(Protocol):
-    """What is done with a generating request."""
+    """Handles generating requests."""
 
     max_bytes: int
     """The largest body that is accepted."""
@@ -41,7 +41,7 @@ class DirectEndpoint(Protocol):
 
 
 class DirectDownstream(ResponseWriter):
-    """One generating request and its answer: a `Downstream`, and the receiver of the body."""
+    """A generating request and its response: a `Downstream`, and the receiver of the body."""
 
     __slots__ = ("_admission", "_body", "_endpoint", "_watcher")
 

@@ -1,4 +1,4 @@
-"""Whether the proxy is about to shut down: said by the server, read by `/health`."""
+"""Drain state of the proxy: set by the server before it shuts down, read by `/health`."""
 
 __all__ = ["DrainState"]
 

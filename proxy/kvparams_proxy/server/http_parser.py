@@ -140,7 +140,7 @@ class RequestParser:
                 return
 
     def _piece_end(self, data: bytes, at: int) -> int:
-        """The position up to which `data[at:]` belongs to the head or the body that is coming, as far as may be."""
+        """Returns the end of the head or body that `data[at:]` belongs to, as far as may be parsed."""
         size = len(data)
         if self._in_message and self._headers_done:
             left = self._body_left
@@ -196,7 +196,7 @@ class RequestParser:
     # httptools' callbacks
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Handles the beginning of a request."""
         if self._ended:  # behind the last chunk of another one, in one piece with it
             self._not_served()
         self._in_message = True
@@ -211,11 +211,11 @@ class RequestParser:
             self.limit_s = HEAD_S
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the target."""
+        """Receives a piece of the target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer: these are dropped."""
+        """Receives a header. Trailers are dropped."""
         if self._headers_done:
             return
         name = name.lower()
@@ -247,14 +247,14 @@ class RequestParser:
         self._open(head)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Receives a piece of the body."""
         self._framing = max(0, self._framing - _OVERHEAD * len(body))
         receiving = self._receiving
         if receiving is not None:
             receiving.feed_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Handles the end of a request."""
         self._in_message = False
         self._ended = True
         receiving, self._receiving = self._receiving, None
@@ -284,7 +284,7 @@ class RequestParser:
             self._transfer_encoding = value if known is None else b"%b, %b" % (known, value)
 
     def _head_error(self, version: str) -> ProxyError | None:
-        """Why the request is refused for its head, or None."""
+        """Returns the reason to refuse the request for its head, or None."""
         if version != "1.1" and version != "1.0":
             return bad_request(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
         if self._hosts != 1 and (version == "1.1" or self._hosts):

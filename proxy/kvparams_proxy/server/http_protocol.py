@@ -38,7 +38,7 @@ _FOREVER: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What all connections of one server share."""
+    """The context that all connections of one server share."""
 
     loop: asyncio.AbstractEventLoop
     app: ASGIApp
@@ -54,7 +54,7 @@ class ServerContext:
 
 
 class HTTPProtocol(PipelinedInput, asyncio.Protocol):
-    """One connection: a `ClientConnections` member, and the owner of the response that is being written."""
+    """A client connection: a `ClientConnections` member, and the owner of the response that is being written."""
 
     __slots__ = ("_leaving", "_lingering", "_service", "address")
 
@@ -79,7 +79,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
             self._refuse(ProxyError(503, "service_unavailable", message, code="too_many_connections", retry_after_s=1))
 
     def eof_received(self) -> None:
-        """A client that closes its side has left."""
+        """Treats a client that closes its side as gone."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells whoever answers, and lets go of everything: a body must not wait for the garbage collector."""
@@ -94,7 +94,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
             current.client_gone()
 
     def pause_writing(self) -> None:
-        """The client is slow."""
+        """Hears that the client is slow."""
         self._write_paused = True
         current = self._current
         if current is None:
@@ -104,7 +104,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         current.client_slow()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Hears that the client has caught up."""
         self._write_paused = False
         current = self._current
         if current is not None:
@@ -219,7 +219,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         task.add_done_callback(tasks.discard)
 
     def _wait(self) -> None:
-        """The client is waited for: to take what was written, for the rest of a head, or for its next request."""
+        """Starts the time-out for the client: to read the response, for the rest of a head, or for its next request."""
         self.since_s = self._loop.time()
         self.limit_s = _REQUEST_S if self._write_paused else HEAD_S if self._in_message else _IDLE_S
 

@@ -42,7 +42,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How clients are served."""
+    """Settings of the HTTP server."""
 
     connections: ConnectionLimits = field(default_factory=lambda: ConnectionLimits(10_000))
     drain_delay_s: float = 0.0
@@ -99,7 +99,7 @@ async def _until_signal(app: Starlette, listener: socket.socket, settings: Serve
 
 
 async def _tune_garbage_collection(server: "ProxyServer") -> None:
-    """What is there once the server has started stays for good: no collection needs to look at it again."""
+    """Excludes the objects that exist after the start from garbage collection: they stay until the end."""
     await server.started.wait()
     gc.collect()
     gc.freeze()

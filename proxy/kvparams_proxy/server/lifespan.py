@@ -75,7 +75,7 @@ _RELEASE_S: Final = 2.0
 
 
 class _Telemetry(NamedTuple):
-    """Where the records of requests go."""
+    """The consumers of request records."""
 
     metrics: Metrics
     request_log: RequestLog | None
@@ -83,7 +83,7 @@ class _Telemetry(NamedTuple):
 
 
 class _AppParts(NamedTuple):
-    """What runs between the start and the end of the app."""
+    """The parts that live from the start to the end of the app."""
 
     loop: asyncio.AbstractEventLoop
     clock: StallAwareClock

@@ -31,7 +31,7 @@ class MemoryTrimmer:
             self._timer = self._loop.call_later(_APART_S, self._run)
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._trim = None

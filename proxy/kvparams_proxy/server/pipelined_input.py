@@ -67,7 +67,7 @@ class PipelinedInput(RequestParser):
 
     @property
     def _busy(self) -> bool:
-        """Whether the client has to wait: for an answer, or until it has taken one."""
+        """Returns whether the client has to wait: for a response, or until it has read one."""
         return (self._current is not None and self._receiving is None) or (self._write_paused and self._current is None)
 
     def _keep(self, data: bytes, at: int) -> None:

@@ -1,4 +1,4 @@
-"""From a request on the wire to its execution: who asks, what is asked, and the words when it is refused.
+"""Handles a request from the wire to its execution: authentication, parsing, and error responses.
 
 The same for both ways in, the short one (`direct_path.py`) and ASGI. Invariant: a client that may not ask is refused
 before the body is read.
@@ -54,7 +54,7 @@ _COSTLY_BYTES: Final = 1 << 20
 
 
 class Admission(NamedTuple):
-    """A request that may be read, or why it may not."""
+    """The admission of a request, or the reason to refuse it."""
 
     request_id: str
     transfer_id: str
@@ -69,7 +69,7 @@ class Admission(NamedTuple):
 
 
 class RequestHandler:
-    """One endpoint: a `kvparams_proxy.server.direct_path.DirectEndpoint`."""
+    """Handles the requests of one endpoint: a `kvparams_proxy.server.direct_path.DirectEndpoint`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RequestHandler:
         self.max_bytes = resources.settings.body.max_bytes
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> Admission:
-        """Look at the headers, whose names are in lower case."""
+        """Checks the headers, whose names are in lower case."""
         given: bytes | None = None
         error: ProxyError | None = None
         authorization: bytes | None = None
@@ -146,7 +146,7 @@ class RequestHandler:
     def handle(
         self, admission: Admission, body: bytes, downstream: Downstream, done: Callable[[], None] | None = None
     ) -> None:
-        """Refuse the request or have it executed, now or later; `done` hears of its end."""
+        """Executes the request or refuses it, now or later. `done` hears of its end."""
         if admission.error is not None:  # raised once more, it would hold what it is raised through
             self.refuse(admission, admission.error, downstream)
             if done is not None:
@@ -165,11 +165,11 @@ class RequestHandler:
 
     @property
     def step_runner(self) -> StepRunner:
-        """What does long work."""
+        """The runner of long work."""
         return self._resources.step_runner
 
     def parse_with(self, how: Callable[..., T], admission: Admission, body: bytes) -> T:
-        """Read a body with `parse_request` or `parse_request_in_steps`.
+        """Parses a body with `parse_request` or `parse_request_in_steps`.
 
         Raises:
             ProxyError: it is refused.
@@ -190,7 +190,7 @@ class RequestHandler:
     def execute(
         self, admission: Admission, inbound: ParsedRequest, downstream: Downstream, done: Callable[[], None] | None
     ) -> None:
-        """Have a request executed whose body was read.
+        """Executes a request whose body was parsed.
 
         Raises:
             ProxyError: its model is not served here.
@@ -225,12 +225,12 @@ class RequestHandler:
             resources.token_service.find(self._endpoint.kind, inbound, execute)
 
     def _manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
-        """Who coordinates it from now on. Where one engine does both, it also does what is not split."""
+        """Returns the request's manager. Where one engine does both, it also serves requests that are not split."""
         manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
         return manager if self._alone is None or manager.roles == _BOTH else self._alone
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
-        """Answer with an error in place of an execution."""
+        """Answers with an error in place of an execution."""
         self._tell(admission, error)
         answer = error.body()
         request_id = admission.request_id.encode()
@@ -240,7 +240,7 @@ class RequestHandler:
         downstream.end()
 
     def _tell(self, admission: Admission, error: ProxyError) -> None:
-        """Of a request that nobody executes."""
+        """Records a request that is refused before its execution."""
         resources = self._resources
         tenant = "" if admission.client is None else admission.client.tenant
         trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
@@ -251,7 +251,7 @@ class RequestHandler:
 
 
 class _LongBodyRead:
-    """A request whose body is being read in steps: a `downstream.Watcher`."""
+    """A request whose body is being read in steps: a `DownstreamObserver`."""
 
     __slots__ = ("_admission", "_done", "_downstream", "_generate", "_work")
 
@@ -265,7 +265,7 @@ class _LongBodyRead:
         self._work: StepTask | None = None
 
     def begin(self, body: bytes) -> None:
-        """Read it, now or later. Most are read within the time that is there in any turn of the loop."""
+        """Parses the body, now or later. Most are parsed within the time available in any turn of the loop."""
         generate = self._generate
         steps = generate.parse_with(parse_request_in_steps, self._admission, body)
         work = generate.step_runner.run(steps, self._read, self._failed, at_once=len(body) < _COSTLY_BYTES)
@@ -288,7 +288,7 @@ class _LongBodyRead:
             self._done()
 
     def client_gone(self) -> None:
-        """See `Watcher`. What is read of the body is dropped."""
+        """See `DownstreamObserver`. What is read of the body is dropped."""
         work, self._work = self._work, None
         if work is not None:
             work.cancel()
@@ -296,10 +296,10 @@ class _LongBodyRead:
                 self._done()
 
     def client_slow(self) -> None:
-        """See `Watcher`. Nothing is written yet."""
+        """See `DownstreamObserver`. Nothing is written yet."""
 
     def client_ready(self) -> None:
-        """See `Watcher`."""
+        """See `DownstreamObserver`."""
 
 
 class ASGIRequestHandler:
@@ -347,7 +347,7 @@ class ASGIRequestHandler:
 
 
 def _routed(inbound: ParsedRequest, prompt: RoutingTokens) -> ParsedRequest:
-    """With ids to route by: they also say how long the prompt is."""
+    """Returns the request with ids to route by, which also give the length of the prompt."""
     facts = inbound.facts
     return inbound._replace(
         facts=facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
@@ -360,7 +360,7 @@ def _set(done: asyncio.Future[None]) -> None:
 
 
 def require_client(keys: APIKeyAuthenticator, authorization: bytes | None) -> AuthenticatedClient:
-    """Whose key this is.
+    """Returns the client that a key belongs to, or raises `Unauthorized`.
 
     Raises:
         Unauthorized: nobody's.

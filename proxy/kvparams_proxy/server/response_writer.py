@@ -25,7 +25,7 @@ class ResponseConnection(Protocol):
 
     @property
     def write_paused(self) -> bool:
-        """Whether the client has still to take what was written before."""
+        """True while the client has not read what was written before."""
         ...
 
     def pause_reading(self) -> None:
@@ -42,7 +42,7 @@ class ResponseConnection(Protocol):
 
 
 class ResponseWriter:
-    """One response. Call `head`, then `body` as often as needed, then `end`."""
+    """Writes one response. Call `head`, then `body` as often as needed, then `end`."""
 
     __slots__ = ("_chunked", "_pending", "_transport", "complete", "disconnected", "http_1_0", "keep_alive", "owner")
 

@@ -1,7 +1,6 @@
-"""`POST /admin/explain-route`: where a request would go now, and why. The body is what a client would send.
+"""Serves `POST /admin/explain-route`, which explains where a request would go now. The body is a client's request.
 
-The one rule: no leg is sent and no load is counted; only an engine's `/tokenize` is asked, where prompts get their ids
-there.
+It sends no leg and counts no load. It asks an engine's `/tokenize` only where prompts get their ids there.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ __all__ = ["explain_route"]
 
 
 async def explain_route(request: Request) -> Response:
-    """The answer.
+    """Returns the explanation as a response.
 
     Raises:
         ProxyError: as the proxy would answer such a request; 400 where no engine is chosen by what it has cached.

@@ -1,8 +1,8 @@
 """The way to an engine whose ASGI app runs in this process: an `Upstream` without a socket.
 
-To whoever listens its answers look like those that come over HTTP. The one rule: an app is told first that nobody
-waits any more, by `http.disconnect`, and its task is cancelled only where it does not mind: many servers abort what
-they compute for a request when they hear the first, and never when they are cancelled.
+To whoever listens its answers look like those that come over HTTP. An app is first told by `http.disconnect` that
+nobody waits any more. Its task is cancelled only where that is harmless: many servers abort the computation for a
+request on the disconnect, and never on a cancellation.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _HERE: Final = ("127.0.0.1", 0)
 
 
 class InProcessUpstream:
-    """One engine's app. See `kvparams_proxy.upstream.interface.Upstream`."""
+    """The app of one engine, as an upstream. See `kvparams_proxy.upstream.interface.Upstream`."""
 
     def __init__(self, app: ASGIApp, base: Mapping[str, Any], *, key: Secret | None = None) -> None:
         """
@@ -64,17 +64,20 @@ class InProcessUpstream:
         self._closed = False
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
-        """A POST. `headers` are whole lines, each ending in CRLF."""
+        """Builds a POST request. `headers` are whole lines, each ending in CRLF."""
         body = join_body(body)
         head = b"POST %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%bcontent-length: %d\r\n"
         return head % (path, self._own, headers, len(body)), body
 
     def get(self, path: bytes) -> UpstreamRequest:
-        """A GET."""
+        """Builds a GET request."""
         return b"GET %b\r\naccept: */*\r\n%b" % (path, self._own), b""
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> "InProcessExchange":
-        """Have `request` answered, to `sink`. It is never sent twice, whatever `once` says: nothing gets lost here."""
+        """Runs `request` and passes its response to `sink`.
+
+        It is never sent twice, whatever `once` says: nothing gets lost here.
+        """
         call = InProcessExchange(self, self._loop, sink)
         if self._closed:
             self._loop.call_soon(call.finish, UpstreamError("the engine has been removed", connected=False))
@@ -84,22 +87,22 @@ class InProcessUpstream:
         return call
 
     def forget(self, call: "InProcessExchange") -> None:
-        """For a call: its app has ended."""
+        """Forgets a call whose app has ended."""
         self._calls.discard(call)
 
     @property
     def open_connections(self) -> int:
-        """Calls that the app has not ended."""
+        """The number of calls that the app has not ended."""
         return len(self._calls)
 
     def close(self) -> None:
-        """Calls that run hear that they were cut off, and none begins any more."""
+        """Ends running calls, which are told that they were cut off, and refuses new ones."""
         self._closed = True
         for call in self._calls:
             self._loop.call_soon(call.abort, UpstreamError("the engine has been removed"))
 
     async def wait_closed(self) -> None:
-        """After `close`: wait, within bounds, for the app to let go of its calls."""
+        """Waits, within bounds, until the app has ended its calls after `close`."""
         tasks = [call.task for call in self._calls if call.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSING_S)
@@ -130,7 +133,7 @@ class InProcessUpstream:
 
 
 class InProcessExchange:
-    """One request to the app and its answer. See `kvparams_proxy.upstream.interface.Handle`."""
+    """A request to the app and its response. See `kvparams_proxy.upstream.interface.ExchangeHandle`."""
 
     __slots__ = (
         "_begun",
@@ -165,13 +168,13 @@ class InProcessExchange:
     # what the owner calls
 
     def begin(self, app: ASGIApp, scope: Scope, body: bytes, context: Context) -> None:
-        """Start the app. It is a task of its own: nothing is heard before this returns."""
+        """Starts the app in a task of its own: the sink is not called before this returns."""
         self._body = body
         self.task = self._loop.create_task(self._run(app, scope), context=context)
         self.task.add_done_callback(self._ended)
 
     def finish(self, error: UpstreamError | None) -> None:
-        """The answer has ended, or will not come. What the app still does is its own affair."""
+        """Ends the exchange: the answer has ended, or will not come. The app may still run."""
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.on_done(error)

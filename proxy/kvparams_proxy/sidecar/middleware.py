@@ -5,9 +5,8 @@
         Settings((me, *decode_engines), beside=me.id),  # `me`: Instance("p0", ..., Role.PREFILL, "http://10.0.0.1:8000")
     )
 
-The one rule: who does not show the engines' key is a client. It may ask for what the proxy serves, and read a few
-things that name no address; what it says of KV reaches no engine. Legs of other proxies come with the key and go to the
-app as they are.
+A caller without the engines' key is a client. It may use the proxy's endpoints and read a few that reveal no address;
+its KV fields reach no engine. Legs of other proxies carry the key and go to the app unchanged.
 """
 
 import asyncio
@@ -83,7 +82,7 @@ class DisaggregatedServerMixin:
         self._calls: list[InProcessUpstream] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one scope."""
+        """Serves one scope."""
         if scope["type"] == "lifespan":
             await _CombinedLifespan(self, scope, receive, send).run()
         elif self._is_proxy(scope):
@@ -94,7 +93,7 @@ class DisaggregatedServerMixin:
             await self._client(scope, receive, send)
 
     async def enter(self, scope: Scope, stack: AsyncExitStack) -> None:
-        """For the lifespan: the app has started, the proxy starts."""
+        """Starts the proxy in the lifespan, after the app has started."""
         self._base = {name: scope[name] for name in _KEPT if name in scope}
         stack.push_async_callback(self._ended)
         state = await stack.enter_async_context(self._proxy.router.lifespan_context(self._proxy))
@@ -147,7 +146,7 @@ class DisaggregatedServerMixin:
 
 
 class _CombinedLifespan:
-    """Both lifespans as one: the app's around the proxy's, whose probes and last legs need the app."""
+    """Combines both lifespans: the app's encloses the proxy's, whose probes and last legs need the app."""
 
     def __init__(self, owner: DisaggregatedServerMixin, scope: Scope, receive: Receive, send: Send) -> None:
         self._owner = owner
@@ -160,7 +159,7 @@ class _CombinedLifespan:
         self._answered = False
 
     async def run(self) -> None:
-        """To the end of the server."""
+        """Runs until the end of the server."""
         async with self._stack:
             try:
                 await self._owner._app(self._scope, self._hear, self._say)  # pyright: ignore[reportPrivateUsage]

@@ -1,1 +1,1 @@
-"""What is told of requests: metrics, request log, traces."""
+"""Telemetry of requests: metrics, request log, traces."""

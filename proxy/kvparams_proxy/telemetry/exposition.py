@@ -1,6 +1,6 @@
-"""What Prometheus is answered: the text of all metrics, in the format that it asks for.
+"""Writes the text of all metrics for Prometheus, in the format that it asks for.
 
-The one rule: however many instances there are, requests go on between two metrics.
+The event loop serves requests between two metrics, however many instances there are.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class MetricsExposition:
         self._registry.register(collector)
 
     async def text(self, accept: str) -> tuple[bytes, str]:
-        """The text and its content type.
+        """Returns the text and its content type.
 
         Args:
             accept: the header of that name; the plain format, unless it has OpenMetrics in it.
@@ -50,13 +50,13 @@ class MetricsExposition:
 
 
 class _SingleMetricCollector(Collector):
-    """A single metric, where a registry is wanted."""
+    """Exposes a single metric as a registry."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
 
     def collect(self) -> Iterable[Metric]:
-        """That one."""
+        """Returns the single metric."""
         return (self._family,)
 
 

@@ -1,6 +1,6 @@
 """A histogram that costs a search in a few numbers and two additions.
 
-The one rule: everything else (labels, running totals, text) happens when somebody asks for it.
+Labels, running totals and text are computed only when they are read.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ TOKENS_BUCKETS: Final = (*(float(digit * 10**power) for power in range(6) for di
 
 
 class Histogram:
-    """How often, and how much in all."""
+    """Counts and sums observed values by bucket."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -32,25 +32,25 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Counts one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of observations."""
         return sum(self._counts)
 
     def add(self, other: "Histogram") -> None:
-        """Take in what another one of the same bounds has seen."""
+        """Adds the observations of another histogram with the same bounds."""
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
     def add_zeros(self, number: int) -> None:
-        """Count `number` times nothing."""
+        """Counts `number` observations of zero."""
         self._counts[0] += number
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Say it to Prometheus."""
+        """Adds the samples to a Prometheus metric."""
         bounds = (*(str(bound) for bound in self._bounds), "+Inf")
         family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)

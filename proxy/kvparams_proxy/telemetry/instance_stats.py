@@ -1,7 +1,6 @@
-"""What is summed of each instance, and what became of it in about the last minute.
+"""Statistics of each instance: totals, and changes within about the last minute.
 
-The one rule: sums only grow, and whoever wants a mean or a rate looks at them again and again: nothing is kept of
-single requests, and nothing happens while nobody looks.
+Sums only grow. Readers that want a mean or a rate sample them repeatedly; single requests are not stored.
 """
 
 from collections import deque
@@ -12,7 +11,7 @@ __all__ = ["InstanceStats", "InstanceTotals", "SlidingWindow", "WindowDelta"]
 
 
 class InstanceTotals(NamedTuple):
-    """Of one instance since it came, or of a part of this time."""
+    """Totals of an instance since it joined, or of a part of this time."""
 
     begun: int = 0
     """Legs that were given to it; one that was taken back before it was sent is no longer among them."""
@@ -36,7 +35,7 @@ class InstanceTotals(NamedTuple):
     gaps_s: float = 0.0
 
     def minus(self, before: "InstanceTotals") -> "InstanceTotals":
-        """What has been added since `before`."""
+        """Returns the differences from an earlier state."""
         return InstanceTotals(*(now - then for now, then in zip(self, before, strict=True)))  # pyright: ignore[reportArgumentType]  member by member
 
 
@@ -72,7 +71,7 @@ class InstanceStats:
         self.gaps_s = 0.0
 
     def totals(self, running: int) -> InstanceTotals:
-        """As they are now; `running` legs have not ended."""
+        """Returns the totals now; `running` legs have not ended."""
         return InstanceTotals(
             self.legs + running,
             self.legs,
@@ -89,7 +88,7 @@ class InstanceStats:
 
 
 class WindowDelta(NamedTuple):
-    """What was added since the beginning of a window."""
+    """Differences between now and the beginning of a window."""
 
     seconds: float
     """How long ago that is."""
@@ -101,7 +100,7 @@ class SlidingWindow:
     """Looks at sums from time to time, and remembers what it saw for as long as it takes."""
 
     def __init__(self, now_s: float, length_s: float = 60.0, apart_s: float = 5.0) -> None:
-        """Everything is nought now.
+        """Starts with all totals at zero.
 
         Args:
             now_s: on the clock of whoever looks.
@@ -115,11 +114,14 @@ class SlidingWindow:
         self._looks: deque[tuple[float, dict[str, InstanceTotals]]] = deque([(now_s, {})])
 
     def __len__(self) -> int:
-        """How many looks are remembered."""
+        """Returns the number of samples kept."""
         return len(self._looks)
 
     def observe(self, now_s: float, sums: Mapping[str, InstanceTotals]) -> WindowDelta:
-        """What was added. An instance that is not among `sums` is forgotten: should its id come back, it is another."""
+        """Adds a sample and returns the differences within the window.
+
+        An instance that is not among `sums` is forgotten: a later one of the same id is another instance.
+        """
         looks = self._looks
         for _, seen in looks:
             for id in seen.keys() - sums.keys():

@@ -1,4 +1,4 @@
-"""Engines' KV events, for Prometheus; only where the policy looks at prefix caches."""
+"""Prometheus gauges of engines' KV events. They exist only where the policy looks at prefix caches."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ __all__ = ["KVEventGauges"]
 
 
 class KVEventGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of KV events at each scrape."""
 
     def __init__(self, events: "KVEventConsumer") -> None:
         self._events = events
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         heard = self._events.stats()
         connected = GaugeMetricFamily(
             "kvparams_proxy_kv_events_connected",

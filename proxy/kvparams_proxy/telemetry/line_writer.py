@@ -1,7 +1,7 @@
 """Writes lines to stdout, stderr or a file from a thread of its own.
 
-The one rule: whoever gives lines never waits and never fails; what a slow, full or closed place does not take within
-its bounded room is dropped and counted.
+Writers never wait and never fail. Lines that a slow, full or closed destination does not take within the bounded buffer
+are dropped and counted.
 """
 
 import os
@@ -24,7 +24,7 @@ class _LineBatch(NamedTuple):
 
 
 class LineWriter:
-    """One place to write to. Lines stay whole, and in order."""
+    """Writes lines to one destination. Lines stay whole and in order."""
 
     def __init__(self, place: str | int) -> None:
         """
@@ -55,11 +55,11 @@ class LineWriter:
 
     @property
     def dropped(self) -> int:
-        """Lines that were given and not written."""
+        """The number of lines that were dropped."""
         return self._refused + self._lost
 
     def put(self, data: bytes, lines: int) -> None:
-        """Write this when there is time. `data` are `lines` whole lines."""
+        """Writes the data when there is time. `data` are `lines` whole lines."""
         if self._closed or self._given_bytes - self._taken_bytes + len(data) > _ROOM_BYTES:
             self._refused += lines
             return
@@ -67,7 +67,7 @@ class LineWriter:
         self._batches.put(_LineBatch(data, lines))
 
     def close(self, timeout_s: float) -> None:
-        """Write what was given, for at most that long."""
+        """Writes the remaining lines, for at most that long."""
         if not self._closed:
             self._closed = True
             self._batches.put(None)
@@ -95,7 +95,7 @@ class LineWriter:
         self._torn = False
 
     def _reopen(self) -> None:
-        """If the file is not there any more, begin another one."""
+        """Opens a new file if the old one has been moved away."""
         if self._path is None:
             return
         try:
@@ -111,7 +111,7 @@ class LineWriter:
 
 
 def _open(path: str) -> int:
-    """To write at its end. A pipe that nobody reads is an error, not a reason to wait."""
+    """Opens the file for appending. A pipe without a reader is an error, not a reason to wait."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, _MODE)
     os.set_blocking(fd, True)
     return fd

@@ -13,7 +13,7 @@ _CLOSE_S: Final = 1.0
 
 
 class LineWriterHandler(logging.Handler):
-    """A logging handler over a `LineWriter`: a record that finds no room is dropped and counted there."""
+    """Writes log records through a `LineWriter`. A record that finds no room is dropped and counted there."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()

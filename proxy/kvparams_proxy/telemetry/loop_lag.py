@@ -1,6 +1,6 @@
-"""How late the event loop is: a timer that notes by how much it was called too late.
+"""Measures event loop lag: a timer records its own delay.
 
-The one rule: it costs nothing that could be measured, four calls a second.
+It takes four calls a second, too little to be measured.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class LoopLag:
         self._set()
 
     def close(self) -> None:
-        """No timer is left."""
+        """Cancels the timer."""
         self._timer.cancel()
 
     def _set(self) -> None:

@@ -1,7 +1,6 @@
-"""What the proxy counts of its requests, for Prometheus. `METRICS.md` has all names; `proxy_gauges.py` what is true
-now.
+"""Prometheus counters of requests. `METRICS.md` lists all names; `proxy_gauges.py` has the gauges.
 
-The one rule: a request pays for additions, not for a label look-up and a lock; the rest happens when it is scraped.
+A request pays for additions only; labels and locks are needed only when metrics are scraped.
 """
 
 from collections.abc import Iterable
@@ -43,7 +42,7 @@ _FIRST_TOKEN: Final[dict[Role, tuple[LifecycleState, LifecycleState]]] = {
 
 
 class Metrics(Collector):
-    """Counters and histograms. A `kvparams_proxy.telemetry.request_record.Reader`."""
+    """Counters and histograms. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
     def __init__(self) -> None:
         self.outcomes: dict[RequestOutcome, int] = dict.fromkeys(get_args(RequestOutcome), 0)
@@ -81,28 +80,28 @@ class Metrics(Collector):
     # on the way of a request
 
     def request_began(self, life: RequestLifecycle) -> None:
-        """A request begins; how long it was where is counted when it is over."""
+        """Counts the beginning of a request; the durations are counted when it is over."""
         self._live.add(life)
 
     def leg_ended(self, instance: Instance, spent_s: float) -> None:
-        """A leg is over, however it went."""
+        """Counts the end of a leg, whatever its result."""
         self.legs[instance.role].observe(spent_s)
         tally = self._legs_of.get(instance.id) or self._tally(instance.id)
         tally.legs += 1
         tally.legs_s += spent_s
 
     def leg_failed(self, instance: Instance, kind: str) -> None:
-        """One of `FAILURE_KINDS`."""
+        """Counts a failed leg. `kind` is one of `FAILURE_KINDS`."""
         self._failures[instance.role, kind] += 1
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         status = refusal.error.status
         self.outcomes["refused" if status < 500 else "failed"] += 1
         self.refusals[status] = self.refusals.get(status, 0) + 1
 
     def ended(self, account: RequestRecord) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         life = account.lifecycle
         self._live.discard(life)
         ways = self._ways
@@ -151,36 +150,36 @@ class Metrics(Collector):
     # when it is scraped
 
     def count_in_states(self, *states: LifecycleState) -> int:
-        """How many requests are in one of these states."""
+        """Returns the number of requests in these states."""
         return sum(life.state in states for life in self._live)
 
     def held_leases(self) -> Iterable[KVLease]:
-        """KV that engines hold for requests that run."""
+        """The leases of KV that engines hold for running requests."""
         for life in self._live:
             if life.lease is not None and life.lease.release_request is not None:
                 yield life.lease
 
     def retain_instances(self, ids: Iterable[str]) -> None:
-        """Forget instances that are not among these."""
+        """Forgets instances that are not among these."""
         known = set(ids)
         for id in [id for id in self._legs_of if id not in known]:
             del self._legs_of[id]
 
     def leg_count(self, id: str) -> int:
-        """How many legs have ended on an instance."""
+        """Returns the number of legs that have ended on an instance."""
         return self.instance_totals(id, 0).legs
 
     def instance_totals(self, id: str, running: int) -> InstanceTotals:
-        """What is summed of an instance, on which so many legs run now."""
+        """Returns the totals of an instance, on which `running` legs run now."""
         return (self._legs_of.get(id) or InstanceStats()).totals(running)
 
     def _tally(self, id: str) -> InstanceStats:
-        """Of an instance that has none yet."""
+        """Creates the statistics of an instance that has none yet."""
         tally = self._legs_of[id] = InstanceStats()
         return tally
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         yield from self._requests()
         yield from self._times()
         yield from self._legs()
@@ -308,7 +307,7 @@ class Metrics(Collector):
 
 
 def failure_kind(head: ResponseHead, error: UpstreamError | None) -> str:
-    """Which of `FAILURE_KINDS` the end of a leg is."""
+    """Classifies the end of a leg as one of `FAILURE_KINDS`."""
     if error is None:
         return "error" if head.status >= 500 else "refused"
     if isinstance(error, UpstreamErrorResponse):

@@ -1,4 +1,4 @@
-"""What is believed of prefix caches and how far it comes true, for Prometheus; only where the policy looks at it.
+"""Prometheus gauges of the prefix cache model and its accuracy. They exist only where the policy uses the model.
 
 Queries and hits are counted in tokens, as vLLM counts its own (`vllm:prefix_cache_queries`, `vllm:prefix_cache_hits`).
 """
@@ -16,13 +16,13 @@ __all__ = ["PrefixCacheGauges"]
 
 
 class PrefixCacheGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of the prefix cache model at each scrape."""
 
     def __init__(self, prefixes: "PrefixCacheModel") -> None:
         self._prefixes = prefixes
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         seen = self._prefixes.prediction_stats
         for name, text, value in (
             (

@@ -2,7 +2,7 @@
 
 Source of names and label: production-stack 0c740a25, src/vllm_router/services/metrics_service/__init__.py and
 routers/metrics_router.py; `avg_prefill_length` and `router_queueing_delay_seconds` are in its dashboard only
-(observability/vllm-dashboard.json, version 18). The one rule: what is not known is not said, neither as 0 nor as -1.
+(observability/vllm-dashboard.json, version 18). A value that is not known is left out, instead of reported as 0 or -1.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -58,7 +58,7 @@ _MEANS: Final[tuple[tuple[str, str, Callable[[InstanceTotals], float | None]], .
 
 
 class ProductionStackGauges(Collector):
-    """Looks at the sums of all instances at each scrape."""
+    """Collects the gauges from the totals of all instances at each scrape."""
 
     def __init__(self, metrics: Metrics, fleet: Fleet, now: Callable[[], float]) -> None:
         """`now` is a clock, in seconds: nothing was counted before it is made."""
@@ -68,7 +68,7 @@ class ProductionStackGauges(Collector):
         self._window = SlidingWindow(now())
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         members = list(self._fleet.members)
         seconds, added = self._window.observe(
             self._now(),

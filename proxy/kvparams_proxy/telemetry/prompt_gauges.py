@@ -1,4 +1,4 @@
-"""Where the ids came from by which prompts were routed, for Prometheus; only with `--tokenizer`."""
+"""Prometheus counts of the sources of token ids for routing. They exist only with `--tokenizer`."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,13 @@ __all__ = ["PromptGauges"]
 
 
 class PromptGauges(Collector):
-    """Read at each scrape."""
+    """Collects the counts of token id sources at each scrape."""
 
     def __init__(self, tokens: TokenService) -> None:
         self._tokens = tokens
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         found = CounterMetricFamily(
             "kvparams_proxy_prompts", "Prompts with ids to route by, by where these came from.", labels=["source"]
         )

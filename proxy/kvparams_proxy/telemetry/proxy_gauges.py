@@ -1,6 +1,6 @@
-"""What is true of the proxy at this moment, for Prometheus: nothing here is counted while a request runs.
+"""Prometheus gauges of the proxy's present state. Requests do not update them; a scrape computes them.
 
-The one rule: labels are roles, instances' ids and words of our own; a client invents none.
+Label values are roles, instance ids and fixed words; none comes from a client.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ _BREAKERS: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerSt
 
 
 class KVReleaseCounts(Protocol):
-    """What is known of KV that nobody fetched: `kvparams_proxy.execution.kv_releaser.Releases`."""
+    """Counts of unfetched KV, as `kvparams_proxy.execution.kv_releaser.KVReleaser` keeps them."""
 
     released: int
     """Transfers whose KV an engine was told to free."""
@@ -35,16 +35,16 @@ class KVReleaseCounts(Protocol):
     """Transfers whose KV stays until its lease ends."""
 
     def __len__(self) -> int:
-        """How many engines are being told now."""
+        """Returns the number of engines that are being told."""
         ...
 
     def leases(self) -> Iterable[KVLease]:
-        """What they are told to free."""
+        """The leases that they are told to free."""
         ...
 
 
 def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[str]:
-    """By the id of an instance, how much KV it holds that nobody has fetched yet: one for each transfer.
+    """Returns the number of KV leases that each instance holds, by instance id: one for each unfetched transfer.
 
     KV that may stay, in a store, is not among it. An engine that is to be stopped can be once it has no leg and none of
     these.
@@ -53,7 +53,7 @@ def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[s
 
 
 class ProxyGauges(Collector):
-    """Read at each scrape."""
+    """Collects the gauges of the proxy at each scrape."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ProxyGauges(Collector):
         self._bodies = bodies
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Collects the metrics for the registry."""
         yield InfoMetricFamily("kvparams_proxy", "Which proxy this is.", value={"version": __version__})
         yield from self._requests()
         yield from self._roles()

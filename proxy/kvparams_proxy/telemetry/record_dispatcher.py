@@ -1,8 +1,8 @@
-"""Accounts of requests that are over, handed in batches to whoever reads them: metrics, journal, traces.
+"""Passes the records of ended requests in batches to their readers: metrics, request log, traces.
 
 Read one by one, between two requests, an account costs two to three times as much: its readers' code and data have to
-come back into the processor's caches each time. The one rule: who reads later must not see less, so whatever an account
-says is fixed before it comes here.
+come back into the processor's caches each time. A record is complete before it comes here, so that late readers see the
+same.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _LATEST_S: Final = 0.1
 
 
 class RecordDispatcher:
-    """What is not read yet."""
+    """Passes request records to their readers in batches."""
 
     __slots__ = ("_accounts", "_loop", "_readers", "_timer")
 
@@ -31,7 +31,7 @@ class RecordDispatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     def ended(self, account: RequestRecord) -> None:
-        """A request is over; its readers hear of it within a tenth of a second."""
+        """Takes the record of an ended request; its readers hear of it within a tenth of a second."""
         accounts = self._accounts
         accounts.append(account)
         if len(accounts) == _BATCH:
@@ -40,20 +40,20 @@ class RecordDispatcher:
             self._timer = self._loop.call_later(_LATEST_S, self._tick)
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """One was answered with an error before it began to be executed; see `RecordReader.refused`."""
+        """Passes on a request that was refused before its execution. See `RecordReader.refused`."""
         self.flush()  # what ended before it is told before it
         for reader in self._readers:
             reader.refused(refusal)
 
     def flush(self) -> None:
-        """Have everything read that is here."""
+        """Passes all pending records to their readers."""
         accounts, self._accounts = self._accounts, []
         for reader in self._readers:
             for account in accounts:
                 reader.ended(account)
 
     def close(self) -> None:
-        """Settle, and leave no timer."""
+        """Passes on all pending records and cancels the timer."""
         self.flush()
         if self._timer is not None:
             self._timer.cancel()

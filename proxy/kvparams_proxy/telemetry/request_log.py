@@ -1,8 +1,7 @@
 """The request log: one JSON line for each request, at its end.
 
-Lines are gathered on the event loop and written by a thread (`line_writer.py`), several at once. The one rule: nothing
-of what was asked or answered, no address and no key is in a line, and whatever a client has chosen is bounded and
-escaped.
+Lines are gathered on the event loop and written by a thread (`line_writer.py`), several at once. A line contains no
+part of the prompt or the answer, no address and no key. Values that a client chooses are bounded and escaped.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _LINE: Final = (
 
 
 class RequestLog:
-    """A `kvparams_proxy.telemetry.request_record.Reader`."""
+    """Writes a log line for each request. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, place: str) -> None:
         """
@@ -60,11 +59,11 @@ class RequestLog:
 
     @property
     def dropped(self) -> int:
-        """Lines that were not written: the place took them too slowly, or not at all."""
+        """The number of lines that were dropped because their destination was too slow or missing."""
         return self._writer.dropped
 
     def ended(self, account: RequestRecord) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         facts, life = account.facts, account.lifecycle
         # How long it was in each state, all visits together.
         spent = _NOTHING.copy()
@@ -111,7 +110,7 @@ class RequestLog:
         )
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         error = refusal.error
         outcome = "refused" if error.status < 500 else "failed"
         identity = (_text(refusal.request_id), "", _text(refusal.tenant[:_WORD]), _model(refusal.model))
@@ -127,7 +126,7 @@ class RequestLog:
         )
 
     def close(self) -> None:
-        """Write what is left, for a second at most. A second call does nothing."""
+        """Writes the remaining lines, for a second at most. A second call does nothing."""
         atexit.unregister(self.close)
         self._flush()
         if self._timer is not None:

@@ -1,6 +1,6 @@
-"""What is told about one request: gathered while it runs, read once when it is over, by metrics, journal and traces.
+"""Record of one request: filled while it runs, and read once at its end by metrics, request log and traces.
 
-The one rule: nothing of what was asked or answered is in it, no address and no key.
+A record contains no part of the prompt or the answer, no address and no key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _MOST_TOKENS: Final = 1 << 40
 
 
 class RequestRecord:
-    """One request's."""
+    """The record of one request."""
 
     __slots__ = (
         "answer_bytes",
@@ -87,21 +87,23 @@ class RequestRecord:
         return self.error_status or (200 if self.lifecycle.answering else None)
 
     def record_prefill(self, answer: Mapping[str, object]) -> None:
-        """The answer of whoever computed the prompt is here."""
+        """Records that the engine of the prompt has answered."""
         usage = answer.get("usage")
         if isinstance(usage, dict):
             self.record_usage(cast("dict[str, object]", usage))
 
     def record_usage(self, usage: Mapping[str, object]) -> None:
-        """Whoever computed the prompt has said what it cost."""
+        """Records the usage that the engine of the prompt reports."""
         self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
 
     def record_decode(self, usage: Mapping[str, object], *, split: bool) -> None:
-        """Whoever answered has said what the answer cost, once or again and again; the last word counts. Not `split`:
-        it has computed the prompt, too."""
+        """Records the usage that the answering engine reports; the last call counts.
+
+        Without `split` that engine has computed the prompt as well.
+        """
         self.completion_tokens = _tokens(usage.get("completion_tokens"))
         if not split:
             self.record_usage(usage)
@@ -109,13 +111,13 @@ class RequestRecord:
             self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
 
     def record_error(self, error: ProxyError) -> None:
-        """The client is told of an error."""
+        """Records an error that the client is told of."""
         if not self.lifecycle.answering:
             self.error_status = error.status
         self.code = error.name
 
     def add_transfer(self, transfer_id: str) -> str:
-        """A further transfer is begun."""
+        """Records a further transfer."""
         if self.further_transfers is None:
             self.further_transfers = []
         self.further_transfers.append(transfer_id)
@@ -138,15 +140,17 @@ class RefusedRequest(NamedTuple):
 
 
 class RecordReader(Protocol):
-    """Wants to know of every request that is over."""
+    """Reads the records of all requests that are over."""
 
     def ended(self, account: RequestRecord) -> None:
-        """One is, some time ago: nothing of its account changes any more. Costs a few microseconds, never raises, never
-        waits."""
+        """Reads the record of a request that has ended: it does not change any more.
+
+        Takes a few microseconds, never raises, never waits.
+        """
         ...
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """One was answered with an error before it began to be executed."""
+        """Reads a request that was answered with an error before its execution."""
         ...
 
 

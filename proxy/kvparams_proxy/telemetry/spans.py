@@ -2,8 +2,8 @@
 
 What takes time (the request, each wait, each leg) is a span; every step of a request's life is an event on its span.
 
-Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). The one rule: only requests that
-are sampled cost anything here, a thread sends what they leave, and a collector that is not there holds up nobody.
+Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). Only sampled requests cost
+anything here. A thread exports their spans, so a missing collector blocks nothing.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _OPERATIONS: Final = {b"/v1/completions": "text_completion", b"/v1/chat/completi
 
 
 class RequestSpanExporter:
-    """A `kvparams_proxy.telemetry.request_record.Reader`: one span for a request, below it one for each leg and each
-    wait."""
+    """A `kvparams_proxy.telemetry.request_record.RecordReader`: exports one span for each
+    request, and below it one for each leg and each wait."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         """`exporter` is by default OTLP over HTTP. Starts a thread."""
@@ -48,7 +48,7 @@ class RequestSpanExporter:
         self._scope = InstrumentationScope("kvparams_proxy", __version__)
 
     def ended(self, account: RequestRecord) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
         trace, life = account.trace_context, account.lifecycle
         if trace is None or not trace.sampled:
             return
@@ -82,7 +82,7 @@ class RequestSpanExporter:
         )
 
     def refused(self, refusal: RefusedRequest) -> None:
-        """See `kvparams_proxy.telemetry.request_record.Reader`. Its span has no length: it never came to life."""
+        """See `kvparams_proxy.telemetry.request_record.RecordReader`. Its span has no length: it never came to life."""
         trace, error = refusal.trace, refusal.error
         if trace is None or not trace.sampled:
             return
@@ -104,7 +104,7 @@ class RequestSpanExporter:
         )
 
     async def close(self) -> None:
-        """Send what is left, for three seconds at most."""
+        """Exports the remaining spans, for three seconds at most."""
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -149,7 +149,7 @@ class RequestSpanExporter:
 
 
 class _SpanClock:
-    """From the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
+    """Converts the executor's seconds to nanoseconds since 1970, with the end of the request as the fixed point."""
 
     def __init__(self, end_s: float, since_1970_s: float) -> None:
         self._end_s = end_s
@@ -160,7 +160,7 @@ class _SpanClock:
 
 
 class _SpanInterval:
-    """One leg, or one wait."""
+    """The span of one leg or one wait."""
 
     def __init__(self, begun: StateSpan, ended_s: float, well: bool, first_byte_s: float | None = None) -> None:
         self.begun = begun
@@ -190,7 +190,7 @@ def _visits(spans: list[StateSpan], well: bool) -> Iterator[_SpanInterval]:
 
 
 def _place(trace: TraceContext) -> tuple[SpanContext, SpanContext | None]:
-    """Of the request's span, and of its parent if the client has begun the trace."""
+    """Returns the context of the request's span, and of its parent if the client has begun the trace."""
     flags = TraceFlags(trace.flags)
     context = SpanContext(trace.trace_id, trace.span_id, is_remote=False, trace_flags=flags)
     if trace.parent_id is None:
@@ -217,7 +217,7 @@ def _attributes(account: RequestRecord) -> _Values:
 
 
 def _known(endpoint: bytes, request_id: str, outcome: str) -> _Values:
-    """What every request has."""
+    """Returns the attributes that every request has."""
     return {
         "http.request.method": "POST",
         "http.route": endpoint.decode("latin-1"),
@@ -234,7 +234,7 @@ def _present(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> _Values:
-    """What is there of what may be missing."""
+    """Returns the optional attributes that are known."""
     optional: tuple[tuple[str, str | int | None], ...] = (
         ("http.response.status_code", status),
         ("error.type", code),

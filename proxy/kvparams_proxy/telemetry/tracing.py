@@ -1,7 +1,7 @@
 """W3C trace context: which trace a request belongs to, and what each leg tells its engine of it.
 
 Ids are made before a leg starts, so that the engine's spans hang below the leg's; spans are made when the request is
-over (`spans.py`). The one rule: without tracing none of this runs, and the client's headers pass through untouched.
+over (`spans.py`). Without tracing this module is not used, and the client's headers pass through unchanged.
 """
 
 import re
@@ -22,7 +22,7 @@ _RANDOM: Final = 2
 
 
 class TraceContext:
-    """One request's place in a trace."""
+    """The position of one request in a trace."""
 
     __slots__ = ("_random", "flags", "legs", "parent_id", "span_id", "trace_id")
 
@@ -38,15 +38,15 @@ class TraceContext:
 
     @property
     def sampled(self) -> bool:
-        """Whether spans are made of it."""
+        """True if spans are recorded for the request."""
         return bool(self.flags & _SAMPLED)
 
     def traceparent_header(self) -> bytes:
-        """The header for what is done for this request beside its legs."""
+        """Returns the header for requests other than legs."""
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, self.span_id, self.flags)
 
     def leg_traceparent_header(self) -> bytes:
-        """A leg begins: its header."""
+        """Returns the header of a leg that begins."""
         if not self.flags & _SAMPLED:
             return self.traceparent_header()
         span_id = self.new_span_id()
@@ -54,7 +54,7 @@ class TraceContext:
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace_id, span_id, self.flags)
 
     def new_span_id(self) -> int:
-        """Never 0."""
+        """Returns a new span id, which is never 0."""
         return self._random.getrandbits(64) or 1
 
 
@@ -71,7 +71,7 @@ class Tracer:
         self._random = random
 
     def begin(self, lines: Sequence[bytes]) -> tuple[TraceContext, list[bytes]]:
-        """A request has come.
+        """Begins the trace context of a new request.
 
         Args:
             lines: the client's headers that are passed on, whole lines, names in lower case.

@@ -1,1 +1,1 @@
-"""Token ids of a prompt that came as text, so that routing can ask who holds its prefix."""
+"""Finds token ids of text prompts, so that routing can look up their prefixes."""

@@ -1,8 +1,8 @@
 """A model's chat template, rendered as the engine renders it.
 
 The environment is that of transformers 5.19 (utils/chat_template_utils.py) as vLLM 0.32.0 uses it: jinja2's immutable
-sandbox, blocks trimmed, `tojson`, `strftime_now`, `raise_exception`, loop controls, `{% generation %}`. The one rule:
-the template is the operator's, what is put into it a stranger's; so what comes out is bounded in size and time.
+sandbox, blocks trimmed, `tojson`, `strftime_now`, `raise_exception`, loop controls, `{% generation %}`. The operator
+provides the template, but a client provides its input; so the output is bounded in size and time.
 """
 
 import json
@@ -27,11 +27,11 @@ _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class RenderLimitError(ValueError):
-    """What the template makes of a chat is too long, or takes too long."""
+    """The rendered chat is too long, or takes too long to render."""
 
 
 class ChatTemplate:
-    """One template."""
+    """Renders one chat template."""
 
     def __init__(self, text: str, specials: Mapping[str, str], most_s: float = _MOST_S) -> None:
         """
@@ -60,7 +60,7 @@ class ChatTemplate:
         self._most_s = most_s
 
     def render(self, document: Mapping[str, object], max_chars: int) -> str:
-        """The prompt of a chat request.
+        """Returns the prompt of a chat request.
 
         Raises:
             UnsupportedChatError: it cannot be rendered here.
@@ -88,7 +88,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def _going_on(self, given: Mapping[str, object], messages: list[dict[str, object]], max_chars: int) -> str:
-        """Up to the end of the last message's text, without what closes it."""
+        """Returns the text up to the end of the last message, without what closes it."""
         last = dict(messages[-1])
         content = last["content"]
         if isinstance(content, list):
@@ -111,12 +111,12 @@ class ChatTemplate:
 
 
 class _GenerationExtension(Extension):
-    """`{% generation %}` marks what assistants said; for a prompt it is only a block."""
+    """Accepts `{% generation %}` blocks, which mark assistants' text; for a prompt they have no effect."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own form
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block, as a call, so that what is set in it stays in it."""
+        """Parses the block to a call, so that variables set in it stay local."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
@@ -140,5 +140,5 @@ def _raise(message: str) -> None:
 
 
 def _now(form: str) -> str:
-    """On this machine: an engine in another time zone writes another date at night."""
+    """Formats the time on this machine: an engine in another time zone writes another date at night."""
     return datetime.now().strftime(form)

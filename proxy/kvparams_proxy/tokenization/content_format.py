@@ -1,7 +1,7 @@
-"""Which form of a message's content a chat template reads: one text, or a list of parts.
+"""Detects the form of message content that a chat template reads: one text, or a list of parts.
 
 vLLM decides this from the template itself: one that loops over a message's content wants parts (vLLM 0.32.0
-renderers/hf.py, _detect_content_format). The one rule: this decides alike, for the same templates.
+renderers/hf.py, _detect_content_format). This module must decide as that function does for the same templates.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
 
 
 def _message_names(template: nodes.Template) -> Iterator[str]:
-    """What loops over the messages call one of them."""
+    """Yields the names of loop variables that stand for a message."""
     lists = [_MESSAGES]
     for name in lists:  # grows: a list under another name is the same list
         for assignment in template.find_all(nodes.Assign):
@@ -52,7 +52,7 @@ def _message_names(template: nodes.Template) -> Iterator[str]:
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: set[str]) -> Iterator[str]:
-    """The parameters of a macro that some call gives the content of a message."""
+    """Yields the parameters of a macro that receive the content of a message in some call."""
     names = [argument.name for argument in macro.args]
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
@@ -63,7 +63,7 @@ def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: 
 
 
 def _reads(node: nodes.Node, name: str, key: str | None = None) -> bool:
-    """Whether it is the variable, or its member `key`: also filtered, tested or sliced."""
+    """Returns whether the node is the variable, or its member `key`: also filtered, tested or sliced."""
     while True:
         if isinstance(node, nodes.Filter | nodes.Test):
             if node.node is None:

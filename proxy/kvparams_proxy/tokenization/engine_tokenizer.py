@@ -1,7 +1,7 @@
-"""Token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
+"""Gets token ids from the engine's own `/tokenize`, for a model whose tokenizer is not at hand.
 
-The one rule: it is worth a little time and no more. An engine that is slow, busy or does not know the path is not
-waited for, and not held to be broken.
+The question has a short time limit. An engine that is slow, busy or does not know the path is not waited for, and is
+not marked as broken.
 """
 
 from array import array
@@ -74,8 +74,10 @@ class EngineTokenizer:
         self._asking = 0
 
     def request_tokens(self, kind: EndpointKind, inbound: ParsedRequest, answered: TokenizeCallback) -> None:
-        """Ask an engine that serves the model, prefill engines before others. `answered` hears once: the answer's
-        body, or None where there is none."""
+        """Asks an engine that serves the model, prefill engines first.
+
+        `answered` is called once, with the answer's body or None.
+        """
         body = build_tokenize_body(kind, inbound)
         able = [each for each in self._members() if each.available and each.serves(inbound.facts.model)]
         able = [each for each in able if each.instance.role is Role.PREFILL] or able
@@ -96,7 +98,7 @@ class EngineTokenizer:
 
 
 class _TokenizeRequest:
-    """One of them, until it is answered or its time is over."""
+    """A request to `/tokenize`, until it is answered or its time is over."""
 
     def __init__(self, watch: Deadlines, answered: TokenizeCallback, ended: Callable[[], None]) -> None:
         self._watch = watch
@@ -115,7 +117,10 @@ class _TokenizeRequest:
 
 
 def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | None:
-    """What to ask `/tokenize` about a request, its members as the client wrote them; None where it cannot be asked."""
+    """Builds the `/tokenize` body for a request, with the client's own members.
+
+    Returns None for a request that it cannot express.
+    """
     names = _MEMBERS.get(kind)
     document = inbound.document
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
@@ -135,13 +140,15 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
 
 
 def _is_long(field: MemberSpan | None) -> bool:
-    """Whether a member's value is not what stands in the document of a body that was read in steps."""
+    """Returns whether a member's value is missing from the document of a body that was read in steps."""
     return field is not None and field.end - field.start > SHORT_BYTES
 
 
 def parse_tokenize_response(raw: bytes) -> "array[int] | None":
-    """The ids in an answer of `/tokenize`; None where it is none. No part of it takes long, so that other threads run
-    beside it."""
+    """Parses the ids in an answer of `/tokenize`, or returns None.
+
+    No part of it takes long, so that other threads run beside it.
+    """
     answer = AbridgedObjectReceiver(special={"tokens": (tokens := TokenIdsReceiver("tokens"))})
     try:
         for _ in read_object(raw, answer, UNLIMITED, strict=False):

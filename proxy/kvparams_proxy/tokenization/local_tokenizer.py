@@ -1,6 +1,6 @@
 """A model's own tokenizer in this process: HF `tokenizers`, its chat template, and what was encoded before.
 
-The one rule: the ids are those of the whole text, however much of it was known.
+The ids are always those of the whole text, however much of it was cached.
 """
 
 import json
@@ -26,7 +26,7 @@ lock away, `encode` does not (tokenizers 0.23), but is there at once."""
 
 
 class LocalEncodingJob:
-    """One text on its way to its token ids: what is known of it, and what is still to be encoded."""
+    """Encodes one text: keeps the known token ids, and the parts that are still to be encoded."""
 
     __slots__ = ("_begun", "_finer", "_ids", "_parts", "_special", "_text", "_tokenizer", "missing_chars")
 
@@ -46,7 +46,7 @@ class LocalEncodingJob:
         self.missing_chars: Final = sum(missing)
 
     def encode(self) -> "array[int]":
-        """All token ids; encodes what is missing. For any thread.
+        """Returns all token ids, after encoding the missing ones. Any thread may call it.
 
         Raises:
             UnicodeError: the text has half a surrogate pair in it.
@@ -76,7 +76,7 @@ class LocalEncodingJob:
 
 
 class LocalTokenizer:
-    """One model's."""
+    """The tokenizer of one model."""
 
     def __init__(
         self,
@@ -105,13 +105,13 @@ class LocalTokenizer:
         """The special tokens before and behind a text that is no chat."""
 
     def encode(self, part: str) -> "array[int]":
-        """The ids of one part, without special tokens around it."""
+        """Returns the ids of one part, without special tokens around it."""
         if len(part) > _LONGEST_CHARS:
             return array("I", self._tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids)
         return array("I", self._tokenizer.encode(part, add_special_tokens=False).ids)
 
     def encode_chat(self, document: Mapping[str, object], max_chars: int) -> LocalEncodingJob:
-        """That of a chat request's prompt.
+        """Returns a job that encodes the prompt of a chat request.
 
         Raises:
             UnsupportedChatError: it cannot be rendered here.
@@ -126,7 +126,7 @@ class LocalTokenizer:
         return LocalEncodingJob(self, template.render(document, max_chars), special=special)
 
     def encode_completion(self, document: Mapping[str, object], max_chars: int) -> LocalEncodingJob:
-        """That of a completion request with one prompt of text.
+        """Returns a job that encodes a completion request with one prompt of text.
 
         Raises:
             UnsupportedChatError: it has none, or a longer one than `max_chars`.
@@ -145,7 +145,7 @@ def _said(part: Any) -> object:
 
 
 def _surrounding_special_tokens(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
-    """What the tokenizer puts before and behind a text: seen from what it does with one."""
+    """Finds the tokens that the tokenizer adds before and behind a text, by encoding one."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):

@@ -1,7 +1,7 @@
 """Pseudo tokens for a prompt whose tokenizer nobody has: its bytes, four to a token, about as much as a real one holds.
 
-They cost a copy. The one rule: requests whose prompts begin alike have pseudo tokens that begin alike; what a
-conversation's next turn adds stands behind what was there. No vocabulary is large enough to have one of them.
+They cost a copy. Prompts with a common beginning have pseudo tokens with a common beginning, and the next turn of a
+conversation adds its own behind. No vocabulary is large enough to contain one of them.
 """
 
 from array import array
@@ -40,7 +40,7 @@ def pseudo_tokens(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpa
 
 
 def _end(body: bytes, field: MemberSpan) -> int:
-    """Where a member's value ends, but for what ends any prompt."""
+    """Returns the end of a member's value without the closing bytes that end any prompt."""
     end = field.end
     while end > field.value:
         tail = body[max(field.value, end - _TAIL) : end]

@@ -1,6 +1,6 @@
-"""Where a text may be cut so that its parts have the same token ids as the whole.
+"""Finds places at which a text can be split so that its parts have the same token ids as the whole.
 
-The one rule: a text is cut only where the tokenizer itself is bound to. First, right before an added token that it
+A text is split only where the tokenizer itself must split it. First, right before an added token that it
 finds. HF `tokenizers` looks for added tokens first, leftmost and longest, and normalises, splits and encodes what lies
 between two of them by itself
 (tokenizers 0.23 src/tokenizer/added_vocabulary.rs, extract_and_normalize). So with a token found at a place
@@ -119,7 +119,7 @@ class SafeSplitPoints:
         return _cut(last, edges)
 
     def _between_words(self, text: str, edges: list[int], end: int, size: int) -> None:
-        """Add cuts behind the last one, as long as what follows it up to `end` is longer than `size`, if any."""
+        """Adds split points behind the last one, while the text that follows it up to `end` is longer than `size`."""
         while size and end - edges[-1] > size:
             found = next(_find_all(_WORDS, text, edges[-1] + size, end, 1), None)
             if found is None:
@@ -157,7 +157,7 @@ def _find_all(pattern: "re.Pattern[str]", text: str, at: int, end: int, most: in
 
 
 def _cut(text: str, edges: list[int]) -> list[str]:
-    """What is between these, up to the end. Adds that to them."""
+    """Splits the text at these positions, and appends the end to them."""
     if edges == [0]:
         return [text]
     edges.append(len(text))
@@ -165,7 +165,7 @@ def _cut(text: str, edges: list[int]) -> list[str]:
 
 
 def may_split_between_words(normalizer: object, pre_tokenizer: object) -> bool:
-    """Whether a tokenizer with these parts, as `tokenizer.json` has them, may be cut between words."""
+    """Returns whether a tokenizer with these parts, as in `tokenizer.json`, may be split between words."""
     if normalizer is not None and normalizer != {"type": "NFC"}:
         return False
     match pre_tokenizer:

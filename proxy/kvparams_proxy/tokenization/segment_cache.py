@@ -1,7 +1,6 @@
-"""Token ids of parts of texts that were encoded before, within a bound.
+"""Caches the token ids of parts of texts, within a bound.
 
-The one rule: what does not fit is forgotten, the longest unused first. A part that is not found costs its encoding,
-never a wrong id.
+The least recently used parts are evicted first. A missing part costs its encoding, never a wrong id.
 """
 
 import threading
@@ -29,14 +28,14 @@ class SegmentCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes held now."""
         return self._bytes
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def look_up(self, parts: Sequence[str]) -> "list[array[int] | None]":
-        """The ids of each part, None where they are not known."""
+        """Returns the ids of each part, None where they are not known."""
         entries = self._entries
         found: list[array[int] | None] = []
         with self._lock:
@@ -48,7 +47,7 @@ class SegmentCache:
         return found
 
     def add(self, part: str, ids: "array[int]") -> None:
-        """Remember these. `ids` are never changed again."""
+        """Adds parts and their ids. `ids` are never changed again."""
         size = _size(part, ids)
         if size > self.max_bytes // 8:
             return

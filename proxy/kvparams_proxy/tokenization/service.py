@@ -1,7 +1,7 @@
-"""Token ids for routing, of every request: the client's own, a tokenizer's, the engine's, or pseudo tokens.
+"""Finds the token ids by which a request is routed: the client's own, a tokenizer's, the engine's, or pseudo tokens.
 
-The one rule: they say where a request should go, never what it is. A wrong id costs a misroute; so whatever goes wrong
-ends in pseudo tokens, never in an error, and nothing of a prompt is logged.
+The ids affect only the choice of an instance, so a wrong id costs a misroute. All errors end in pseudo tokens, and no
+part of a prompt is logged.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _ROOM_BYTES: Final = 16 << 20
 
 
 class TokenIdSource(StrEnum):
-    """Whose token ids they are."""
+    """The source of token ids."""
 
     CLIENT = "client"
     TOKENIZER = "tokenizer"
@@ -59,33 +59,35 @@ class RoutingTokens(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Returns all token ids."""
         return len(self.ids) + self.omitted_count
 
 
 class EncodingJob(Protocol):
-    """A text on its way to its ids: see `kvparams_proxy.tokenization.local_tokenizer.Work`."""
+    """A text on its way to its ids: see `kvparams_proxy.tokenization.local_tokenizer.LocalEncodingJob`."""
 
     @property
     def missing_chars(self) -> int:
-        """How much of it is still to be encoded."""
+        """The number of characters that are still to be encoded."""
         ...
 
     def encode(self) -> "array[int]":
-        """All its ids."""
+        """Returns all token ids of the text."""
         ...
 
 
 class Tokenizer(Protocol):
-    """One of this process: see `kvparams_proxy.tokenization.local_tokenizer.LocalTokenizer`, whose libraries need not
-    be installed."""
+    """A tokenizer in this process, independent of optional libraries.
+
+    See `kvparams_proxy.tokenization.local_tokenizer.LocalTokenizer`.
+    """
 
     def encode_chat(self, document: Mapping[str, object], max_chars: int) -> EncodingJob:
-        """The prompt of a chat request."""
+        """Returns a job that encodes the prompt of a chat request."""
         ...
 
     def encode_completion(self, document: Mapping[str, object], max_chars: int) -> EncodingJob:
-        """That of a completion request."""
+        """Returns a job that encodes a completion request."""
         ...
 
 
@@ -95,7 +97,7 @@ RoutingTokensCallback = Callable[[RoutingTokens | None], None]
 
 
 class TokenService:
-    """Finds them. Everything is called in the event loop, and everything it tells, it tells there."""
+    """Finds token ids. All calls and callbacks are in the event loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizers: TokenizersByModel, engines: EngineTokenizer
@@ -109,8 +111,10 @@ class TokenService:
         """Prompts that went by bytes since this did not work."""
 
     def find(self, kind: EndpointKind, inbound: ParsedRequest, found: RoutingTokensCallback) -> None:
-        """Tell `found` once, now or later: None where nobody has said how, or there is not one prompt of
-        text."""
+        """Calls `found` once, now or later.
+
+        It gets None without a chosen method, or without exactly one prompt of text.
+        """
         facts = inbound.facts
         ids = facts.routing_ids if facts.token_ids is None else facts.token_ids
         if ids is not None:
@@ -127,7 +131,7 @@ class TokenService:
             self._by_tokenizer(tokenizer, kind, inbound, found)
 
     def close(self) -> None:
-        """Whoever still waits hears nothing any more."""
+        """Stops the service; callbacks of pending requests are not called."""
         self._lane.close()
 
     def _by_tokenizer(

@@ -1,8 +1,8 @@
 """A chat request as its template sees it: messages flattened, tools and further variables in place.
 
 All of it as vLLM 0.32.0 does before it renders (renderers/chat_utils.py, parse_chat_messages;
-entrypoints/openai/chat_completion/protocol.py, build_chat_params and _normalize_messages_before). The one rule: what is
-not text, or what the engine would refuse, is not guessed at.
+entrypoints/openai/chat_completion/protocol.py, build_chat_params and _normalize_messages_before). Content that is not
+text, or that the engine would refuse, is rejected instead of guessed.
 """
 
 import json
@@ -43,7 +43,7 @@ _ARGUMENTS: Final = frozenset(
 
 
 def template_messages(messages: object, form: ContentFormat, *, developer: bool) -> list[dict[str, object]]:
-    """The messages that a template gets. `developer`: whether it knows that role; else it is `system`.
+    """Returns the messages that a template gets. `developer`: whether it knows that role; else it is `system`.
 
     Raises:
         UnsupportedChatError: they cannot be said as text here.
@@ -57,7 +57,7 @@ def template_messages(messages: object, form: ContentFormat, *, developer: bool)
 
 
 def template_variables(document: Mapping[str, object], declared: Collection[str]) -> dict[str, object]:
-    """What else a template gets, of a chat request; `declared` are the names that it reads.
+    """Returns the further variables of a template for a chat request. `declared` are the names that it reads.
 
     Raises:
         UnsupportedChatError: the client wants another template, or says what the engine refuses.
@@ -151,7 +151,7 @@ def _without_billing(text: str) -> str | None:
 
 
 def _calls(calls: object) -> list[dict[str, object]]:
-    """Calls of tools, their members in the order that vLLM's typed dictionaries give them."""
+    """Returns calls of tools, with their members in the order that vLLM's typed dictionaries give them."""
     if not isinstance(calls, list):
         raise UnsupportedChatError("tool_calls is no list")
     found: list[dict[str, object]] = []
@@ -170,7 +170,7 @@ def _calls(calls: object) -> list[dict[str, object]]:
 
 
 def _arguments(arguments: object) -> dict[str, object]:
-    """Always an object: what is none is an empty one."""
+    """Returns the arguments as an object; another value becomes an empty one."""
     if isinstance(arguments, str):
         if len(arguments) > _MOST_ARGUMENTS:
             raise UnsupportedChatError("the arguments of a call are too long")
@@ -182,7 +182,7 @@ def _arguments(arguments: object) -> dict[str, object]:
 
 
 def _tools(tools: object) -> list[dict[str, object]]:
-    """Tools with the members that vLLM knows, in its order, absent ones named."""
+    """Returns tools with the members that vLLM knows, in its order, absent ones named."""
     if not isinstance(tools, list) or not tools:
         raise UnsupportedChatError("tools must be a list of at least one")
     found: list[dict[str, object]] = []
@@ -202,7 +202,7 @@ def _tools(tools: object) -> list[dict[str, object]]:
 
 
 def _as_system(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What a developer says is said by the system; if that is not the first message alone, all of it comes first."""
+    """Merges all system and developer messages into one system message at the front."""
     system = ("system", "developer")
     said = [message for message in messages if message["role"] in system]
     if len(said) == 1 and messages[0] is said[0]:

@@ -1,7 +1,7 @@
-"""Texts that were encoded, as a whole: one that begins like one of them has those ids without a look at its parts.
+"""Caches encoded texts as a whole: a text with the same beginning reuses their ids without a look at its parts.
 
-The one rule: ids are taken up to a cut of the other text, and only if both go on alike for so many characters behind it
-that it is a cut of this one, too (`safe_split_points.py`).
+Ids are reused up to a split point of the other text. Both texts must agree for enough characters behind it to make it a
+split point of this text, too (`safe_split_points.py`).
 """
 
 import threading
@@ -34,7 +34,7 @@ class EncodedText(NamedTuple):
 
 
 class TextPrefixCache:
-    """Those of one tokenizer, for several threads."""
+    """The encoded texts of one tokenizer, for several threads."""
 
     def __init__(self, max_bytes: int, margin: int) -> None:
         """
@@ -50,12 +50,14 @@ class TextPrefixCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes held now."""
         return self._bytes
 
     def find(self, text: str, *, special: bool) -> tuple[EncodedText, int] | None:
-        """A text that begins like this one, and how many of its cuts are in what is alike. `special`: whether ids stand
-        around it."""
+        """Finds a text with the same beginning, and the number of its split points in the common part.
+
+        `special`: whether ids stand around it.
+        """
         key = special, text[:_OPENING]
         with self._lock:
             found = self._kept.get(key)
@@ -66,7 +68,7 @@ class TextPrefixCache:
         return (found, alike) if alike else None
 
     def add(self, encoded: EncodedText, *, special: bool) -> None:
-        """Remember it, in place of another one that begins with the same characters."""
+        """Adds a text, in place of another one that begins with the same characters."""
         size = _size(encoded)
         if len(encoded.text) < _OPENING or not encoded.split_points or size > self.max_bytes // 8:
             return
@@ -79,12 +81,15 @@ class TextPrefixCache:
                 self._bytes -= _size(self._kept.popitem(last=False)[1])
 
     def _alike(self, other: EncodedText, text: str) -> int:
-        """How many cuts of the other text lie so far within what both have in common that they are cuts of this one."""
+        """Returns the number of split points of the other text that are valid for this one too.
+
+        They lie far enough within the common prefix.
+        """
         return bisect_right(other.split_points, _alike_chars(other.text, text) - self._margin)
 
 
 def _alike_chars(one: str, other: str) -> int:
-    """How many characters both begin with. No operation takes long: other threads wait meanwhile."""
+    """Returns the length of the common prefix in characters. No operation takes long: other threads wait meanwhile."""
     most = min(len(one), len(other))
     at = 0
     while at < most and one[at : at + _COMPARED] == other[at : at + _COMPARED]:

@@ -1,6 +1,6 @@
-"""Which way the prompts of each model become token ids: what an operator says, and what is made of it.
+"""Parses the operator's choice of tokenization for each model, and loads the tokenizers.
 
-The one rule: what is named is there when the proxy starts, or it does not start.
+The proxy does not start if a named tokenizer is missing.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ __all__ = ["TokenizationMethod", "TokenizerChoices", "load_tokenizers", "parse_t
 
 
 class TokenizationMethod(StrEnum):
-    """How, where it is not by a tokenizer of ours."""
+    """A method of tokenization other than a local tokenizer."""
 
     ENGINE = "engine"
     BYTES = "bytes"
@@ -30,8 +30,10 @@ _MUST: Final = "must be PATH, engine or bytes, or MODEL=PATH and so on, several 
 
 
 def parse_tokenizer_choices(value: object, folder: Path) -> TokenizerChoices:
-    """What a flag or the fleet file says: `PATH`, `engine` or `bytes` for every model, `MODEL=...` for one, several
-    separated by commas; in the file also an object, `"*"` for every model. Relative paths begin in `folder`.
+    """Parses a value of a flag or the fleet file.
+
+    It is `PATH`, `engine` or `bytes` for every model, `MODEL=...` for one, several separated by commas. In the file it
+    may be an object, with `"*"` for every model. Relative paths begin in `folder`.
 
     Raises:
         ValueError: with what it must be.
@@ -61,7 +63,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def load_tokenizers(choices: TokenizerChoices) -> "dict[str | None, LocalTokenizer | TokenizationMethod]":
-    """The tokenizers that are named; models that share one share what it has encoded. Blocks.
+    """Loads the tokenizers that are named. Models that share one share its caches. Blocks.
 
     Raises:
         TokenizerError: one cannot be used, or the extra `tokens` is not installed.

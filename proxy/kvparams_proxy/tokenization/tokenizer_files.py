@@ -1,7 +1,7 @@
-"""A model's tokenizer from its files: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+"""Loads a model's tokenizer from its files: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
-The one rule: everything is read from the folder that the operator names, nothing from a network; what the files say is
-done as transformers 5.19 does it (tokenization_utils_tokenizers.py, TokenizersBackend).
+All files come from the folder that the operator names, none from a network. They are interpreted as transformers 5.19
+does it (tokenization_utils_tokenizers.py, TokenizersBackend).
 """
 
 import json
@@ -25,7 +25,7 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def load_local_tokenizer(path: Path, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
-    """The tokenizer in a folder that has `tokenizer.json`, or in such a file itself. Blocks.
+    """Loads the tokenizer from a folder with `tokenizer.json`, or from such a file itself. Blocks.
 
     Raises:
         TokenizerError: with what is wrong.
@@ -60,7 +60,7 @@ def _config(path: Path) -> dict[str, object]:
 
 
 def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name. A file beside the configuration goes before what stands in it."""
+    """Returns chat templates by name. A separate file has precedence over the configuration."""
     given = config.get("chat_template")
     found: dict[str, str] = {}
     if isinstance(given, str):
@@ -100,7 +100,7 @@ def _complete(tokenizer: Tokenizer, config: Mapping[str, object]) -> None:
 
 
 def _content(value: object) -> str | None:
-    """A token's text, where it is given plainly or as an object."""
+    """Returns a token's text, given plainly or as an object."""
     if isinstance(value, dict):
         value = cast("dict[str, object]", value).get("content")
     return value if isinstance(value, str) else None

@@ -1,6 +1,6 @@
-"""One thread for work that would hold up the event loop.
+"""A worker thread for work that would block the event loop.
 
-The one rule: whoever gives work never waits; what does not fit into its bounded room is not taken.
+Callers never wait. A job that does not fit into the bounded queue is not taken.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class TokenizerWorker(Generic[T]):
-    """The thread, as long as the event loop runs. Jobs are done in the order in which they came."""
+    """Runs jobs in a thread, as long as the event loop runs. Jobs run in the order in which they came."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, room: int) -> None:
         """`room`: how much may wait at a time, in the unit in which jobs are weighed."""
@@ -33,7 +33,7 @@ class TokenizerWorker(Generic[T]):
         return self._taken
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], weight: int) -> bool:
-        """Do it in the thread and call `done` with its outcome in the event loop; `job` never raises.
+        """Runs the job in the thread and calls `done` with its outcome in the event loop. `job` never raises.
 
         Returns:
             False where there is no room: nothing is done then. Something is always taken by a lane that is empty.
@@ -45,7 +45,7 @@ class TokenizerWorker(Generic[T]):
         return True
 
     def close(self) -> None:
-        """Nothing is begun, and nothing told, from now on."""
+        """Stops the thread: no more jobs begin, and no more callbacks are called."""
         self._closed = True
         self._jobs.put(None)
 

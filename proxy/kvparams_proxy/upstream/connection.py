@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to an engine: asyncio and httptools call, the sink of its exchange hears.
+"""An HTTP/1.1 connection to an engine. Asyncio and httptools call it; it calls the sink of its exchange.
 
 It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. Invariant: whatever an
 engine sends, an exchange ends once, and a connection is used again only when its last answer was whole and alone.
@@ -41,7 +41,7 @@ class ConnectionOwner(Protocol):
 
     @property
     def limits(self) -> UpstreamLimits:
-        """What an engine may take."""
+        """The limits of the engine."""
         ...
 
     @property
@@ -50,16 +50,16 @@ class ConnectionOwner(Protocol):
         ...
 
     def put_back(self, connection: "UpstreamConnection") -> None:
-        """The connection is idle."""
+        """Hears that the connection is idle."""
         ...
 
     def forget(self, connection: "UpstreamConnection") -> None:
-        """The connection is closed."""
+        """Hears that the connection is closed."""
         ...
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to an engine; carries one exchange at a time."""
+    """A connection to an engine. It carries one exchange at a time."""
 
     __slots__ = (
         "_bodiless_bytes",
@@ -109,7 +109,7 @@ class UpstreamConnection(asyncio.Protocol):
     # what the pool and the exchange call
 
     def begin(self, exchange: UpstreamExchange, sink: ResponseSink | None, request: UpstreamRequest) -> None:
-        """Send a request; the answer goes to `sink`."""
+        """Sends a request; the answer goes to `sink`."""
         self._exchange = exchange
         self._sink = sink
         self._reset()
@@ -123,12 +123,12 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.writelines((head, body))
 
     def close(self) -> None:
-        """Close at once; whoever waits has been told."""
+        """Closes the connection at once; its sink has been told."""
         self._exchange = self._sink = None
         self.transport.abort()
 
     def half_close(self) -> bool:
-        """Close the way to the engine, not the way back; whether that was possible."""
+        """Closes the sending direction only. Returns whether that was possible."""
         if not self.transport.can_write_eof() or self.transport.is_closing():
             return False
         self._strange = True
@@ -136,13 +136,13 @@ class UpstreamConnection(asyncio.Protocol):
         return True
 
     def pause(self) -> None:
-        """Stop reading from the socket."""
+        """Stops reading from the socket."""
         if not self._paused:
             self._paused = True
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read from the socket again."""
+        """Reads from the socket again."""
         if self._paused:
             self._paused = False
             if self._later:
@@ -159,11 +159,11 @@ class UpstreamConnection(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Keeps the transport."""
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came and deliver it at once; of much, some in each turn of the event loop."""
+        """Parses the data and delivers it at once; of much data, some in each turn of the event loop."""
         if self._later:  # of what TLS has decrypted, more may come while nothing is read
             self._later += data
             return
@@ -213,7 +213,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({wrong})"))
 
     def _go_on(self) -> None:
-        """Deliver more of what a read has brought, unless the answer is over or nobody takes it now."""
+        """Delivers more of the last read, unless the answer is over or paused."""
         later = self._later
         if not later or self._paused or self._sink is None:
             return
@@ -232,7 +232,7 @@ class UpstreamConnection(asyncio.Protocol):
             raise ValueError("its headers are too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Complete a body that only the end delimits; otherwise the answer is cut off."""
+        """Completes a body that ends with the connection; any other answer is cut off."""
         self._pool.forget(self)
         del self._parser  # it holds this connection
         exchange, self._exchange, self._sink = self._exchange, None, None
@@ -249,12 +249,12 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools' callbacks
 
     def on_message_begin(self) -> None:
-        """A second answer to one request would be somebody else's."""
+        """Refuses a second answer to one request, which would be another client's."""
         if self._complete:
             self._strange = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep the few headers that matter."""
+        """Keeps the few headers that matter."""
         if self._head_done:  # trailers
             return
         name = name.lower()
@@ -268,7 +268,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._head.framed = True
 
     def on_headers_complete(self) -> None:
-        """Deliver the head, unless it is a mere 100 Continue."""
+        """Delivers the head, unless it is a mere 100 Continue."""
         if self._complete:  # of a second answer: nobody's
             return
         status = self._parser.get_status_code()
@@ -285,12 +285,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink.on_head(head)
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body; what comes together is delivered together."""
+        """Collects a piece of the body; pieces of one read are delivered together."""
         if not self._complete:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Remember it: the connection must not be used again before the parser has returned."""
+        """Notes the end of the message: the connection must not be used again before the parser has returned."""
         if self._head_done:
             self._complete = True
             self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns

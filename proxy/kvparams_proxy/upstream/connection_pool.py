@@ -1,7 +1,7 @@
 """The HTTP/1.1 client of the data path: the connections to one engine.
 
-It does only what two legs need. The one rule: a connection that waited is tried once; if the engine had closed it, a
-new one is made and nobody notices.
+It does only what two legs need. A request tries an idle connection once. If the engine has closed it, the request is
+sent on a new connection.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class UpstreamConnectionPool:
         self.now: Final = self._clock.time
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
-        """A POST. `headers` are whole lines, each ending in CRLF."""
+        """Builds a POST request. `headers` are whole lines, each ending in CRLF."""
         prefix = self._prefixes.get(path)
         if prefix is None:
             prefix = self._prefixes[path] = (
@@ -94,11 +94,11 @@ class UpstreamConnectionPool:
         return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, size), body
 
     def get(self, path: bytes) -> UpstreamRequest:
-        """A GET."""
+        """Builds a GET request."""
         return b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b\r\n" % (path, self._authority, self._own), b""
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> UpstreamExchange:
-        """Send `request`, deliver its answer to `sink`. `once`: see `UpstreamExchange`."""
+        """Sends `request` and delivers its answer to `sink`. `once`: see `UpstreamExchange`."""
         exchange = UpstreamExchange(self, request, sink, once=once)
         while self._idle:
             connection = self._idle.pop()
@@ -113,7 +113,7 @@ class UpstreamConnectionPool:
         return exchange
 
     def restart(self, exchange: UpstreamExchange) -> None:
-        """Run `exchange` on a new connection."""
+        """Runs `exchange` on a new connection."""
         if self._closed:
             gone = UpstreamError("the engine has been removed", connected=False)
             self._loop.call_soon(exchange.finish, gone)
@@ -128,7 +128,7 @@ class UpstreamConnectionPool:
         exchange.set_connecting(task)
 
     def _connected(self, exchange: UpstreamExchange, task: asyncio.Task[None]) -> None:
-        """Or not: it may have been cancelled, even before it had begun."""
+        """Handles the end of an attempt to connect; it may have been cancelled, even before it had begun."""
         self._connecting.discard(task)
         if task.cancelled():
             exchange.finish(UpstreamError("no connection to the engine (given up)", connected=False))
@@ -183,25 +183,25 @@ class UpstreamConnectionPool:
         raise AssertionError  # a time-out raises
 
     def put_back(self, connection: UpstreamConnection) -> None:
-        """For the connection: it is idle."""
+        """Takes back an idle connection; only the connection calls it."""
         now = connection.idle_since = self._loop.time()
         self._idle.append(connection)
         while now - self._idle[0].idle_since > self.limits.idle_s:
             self._idle.popleft().transport.close()
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """For the connection: it is closed."""
+        """Forgets a closed connection; only the connection calls it."""
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     @property
     def open_connections(self) -> int:
-        """Idle ones included."""
+        """The number of connections, idle ones included."""
         return len(self._open)
 
     def close(self) -> None:
-        """Close every connection; exchanges that run hear that they were cut off, and none begins any more."""
+        """Closes all connections and refuses new exchanges. Running exchanges are told that they were cut off."""
         self._closed = True
         for task in self._connecting:
             task.cancel()

@@ -1,4 +1,4 @@
-"""One request to an engine and its answer, whatever connection it runs on."""
+"""A request to an engine and its response, independent of the connection."""
 
 import asyncio
 from typing import Protocol
@@ -41,7 +41,7 @@ class ExchangeConnection(Protocol):
 
 
 class UpstreamExchange:
-    """One request and its answer: a handle to abort or throttle it."""
+    """A request and its response: a handle to abort or throttle them."""
 
     __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
 
@@ -57,7 +57,7 @@ class UpstreamExchange:
         self._paused = False
 
     def abort(self, error: UpstreamError) -> None:
-        """End it now: the connection is closed, the engine sees that, the sink hears `error`. No-op when it is over."""
+        """Aborts the exchange: its connection is closed, and the sink hears `error`. Does nothing once it is over."""
         sink = self._sink
         if sink is not None:
             error.connected = error.sent = self._begun
@@ -71,7 +71,7 @@ class UpstreamExchange:
         return self._sink is not None and self._connection is not None and self._connection.half_close()
 
     def discard(self) -> None:
-        """End it now; the sink hears nothing more."""
+        """Ends the exchange; the sink hears nothing more."""
         sink, self._sink = self._sink, None
         if sink is None:
             return
@@ -81,20 +81,22 @@ class UpstreamExchange:
             self._connection.close()
 
     def pause(self) -> None:
-        """Stop reading: what the engine goes on sending fills the socket, then stalls its stream. Where there is no
-        connection yet, nothing is read from the one that will be."""
+        """Stops reading, so that the engine fills the socket and then stalls.
+
+        Without a connection yet, the future one is not read.
+        """
         self._paused = True
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resumes reading."""
         self._paused = False
         if self._connection is not None:
             self._connection.resume()
 
     def start_on(self, connection: ExchangeConnection) -> None:
-        """For the pool: send the request there."""
+        """Sends the request on a connection; only the pool calls it."""
         self._connection = connection
         self._begun = True
         connection.begin(self, self._sink, self._request)
@@ -102,16 +104,19 @@ class UpstreamExchange:
             connection.pause()
 
     def set_connecting(self, task: asyncio.Task[None]) -> None:
-        """For the pool: a connection is being made."""
+        """Notes that a connection is being made; only the pool calls it."""
         self._connecting = task
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still wants the answer."""
+        """True while a sink still wants the response."""
         return self._sink is not None
 
     def finish(self, error: UpstreamError | None, *, untouched: bool = False) -> None:
-        """For the connection: the answer ended. `untouched`: a reused connection was closed before any byte came."""
+        """Ends the exchange; only the connection calls it.
+
+        `untouched`: a reused connection was closed before any byte came.
+        """
         sink = self._sink
         if sink is None:
             return

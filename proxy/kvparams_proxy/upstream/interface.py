@@ -14,15 +14,18 @@ __all__ = ["ExchangeHandle", "Upstream", "UpstreamFactory"]
 
 
 class ExchangeHandle(Protocol):
-    """One exchange that runs. Everything is a no-op once it is over."""
+    """A running exchange. All methods do nothing once it is over."""
 
     def abort(self, error: UpstreamError) -> None:
-        """End it now: the engine learns that nobody waits, the sink hears `error`, which is told whether the engine may
-        have seen the request (`connected` and `sent`)."""
+        """Aborts the exchange.
+
+        The engine learns that nobody waits, and the sink hears `error`, which is told whether the engine may have seen
+        the request (`connected` and `sent`).
+        """
         ...
 
     def discard(self) -> None:
-        """End it now: the engine learns that nobody waits, the sink hears nothing more."""
+        """Ends the exchange. The engine learns that nobody waits; the sink hears nothing more."""
         ...
 
     def half_close(self) -> bool:
@@ -31,52 +34,54 @@ class ExchangeHandle(Protocol):
         ...
 
     def pause(self) -> None:
-        """Deliver nothing until `resume`, but for what is on its way, and let the engine feel it."""
+        """Pauses delivery until `resume`, except for data in flight, and lets the engine feel it."""
         ...
 
     def resume(self) -> None:
-        """Deliver again."""
+        """Resumes delivery."""
         ...
 
 
 class Upstream(Protocol):
-    """One engine, as legs, releases and probes reach it."""
+    """An engine, as legs, releases and probes reach it."""
 
     @property
     def has_own_key(self) -> bool:
-        """Whether requests carry the engine's own key: then no other Authorization may be among their headers."""
+        """True if requests carry the engine's own key: then no other Authorization may be among their headers."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether several engines are behind it, so that the failure of one says nothing of the next."""
+        """True if several engines are behind it, so that the failure of one says nothing of the next."""
         ...
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
-        """The IP addresses that its name has led to, the last few; empty where it is not reached by one."""
+        """The IP addresses that its name has led to, the last few. Empty for an upstream without addresses."""
         ...
 
     @property
     def open_connections(self) -> int:
-        """Idle ones included."""
+        """The number of connections, idle ones included."""
         ...
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
-        """A POST, as `exchange` takes it. `headers` are whole lines, each ending in CRLF."""
+        """Builds a POST request for `exchange`. `headers` are whole lines, each ending in CRLF."""
         ...
 
     def get(self, path: bytes) -> UpstreamRequest:
-        """A GET."""
+        """Builds a GET request."""
         ...
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> ExchangeHandle:
-        """Send `request`, deliver its answer to `sink`. `once`: never send it twice, even where the engine has most
-        likely not seen it."""
+        """Sends `request` and delivers its answer to `sink`.
+
+        `once`: never send it twice, even where the engine has most likely not seen it.
+        """
         ...
 
     def close(self) -> None:
-        """Exchanges that run hear that they were cut off, and none begins any more."""
+        """Refuses new exchanges. Running exchanges are told that they were cut off."""
         ...
 
 

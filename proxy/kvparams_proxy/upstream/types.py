@@ -1,7 +1,7 @@
-"""The terms in which an exchange with an engine is spoken of: limits, errors, the head of an answer, who hears it.
+"""Types of exchanges with an engine: limits, errors, the head of an answer, and its sink.
 
-The client itself is `pool.py` (one for each engine) over `connection.py`. The one rule: a sink hears `on_done` exactly
-once, whatever happens, and nothing after it.
+The client itself is `connection_pool.py` (one for each engine) over `connection.py`. A sink's `on_done` is called
+exactly once, whatever happens, and no method of it after that.
 """
 
 import ssl
@@ -37,13 +37,13 @@ UpstreamRequest = tuple[bytes, UpstreamBody]
 
 
 def join_body(body: UpstreamBody) -> bytes:
-    """A body in one piece."""
+    """Joins the pieces of a body."""
     return body if isinstance(body, bytes) else b"".join(body)
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamLimits:
-    """What one engine may take of this process."""
+    """Limits on the resources that one engine may use in this process."""
 
     connections: int = 2048
     """Open to one engine at a time, idle ones included."""
@@ -58,7 +58,7 @@ class UpstreamLimits:
 
 
 class UpstreamError(Exception):
-    """An exchange with an engine did not come to its end."""
+    """An exchange with an engine did not complete."""
 
     def __init__(self, reason: str, *, connected: bool = True) -> None:
         super().__init__(reason)
@@ -108,15 +108,15 @@ class ResponseSink(Protocol):
     """Hears an answer. All calls come from the event loop; an exception from one of them aborts the exchange."""
 
     def on_head(self, head: ResponseHead) -> None:
-        """Status and headers are complete."""
+        """Receives the status and the headers."""
         ...
 
     def on_body(self, data: bytes) -> None:
-        """What came of the body in one read, chunk framing removed."""
+        """Receives the part of the body that came in one read, without chunk framing."""
         ...
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """The answer is complete, or will never be."""
+        """Hears that the answer is complete, or will never be."""
         ...
 
 
@@ -173,23 +173,23 @@ class ResponseCollector(BodyBuffer):
         self._head = _NONE
 
     def on_head(self, head: ResponseHead) -> None:
-        """Keep it."""
+        """Keeps the head."""
         self._head = head
 
     def on_body(self, data: bytes) -> None:
-        """Gather, up to the limit."""
+        """Gathers the body, up to the limit."""
         if self._first or self._rest is not None or len(data) > self._limit:
             self.add(data)
         else:
             self._first = data
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Hand it over."""
+        """Passes the answer to `done`."""
         self._done(self._head, self._first if self._rest is None else self.take(), error)
 
 
 def describe_error(error: BaseException) -> str:
-    """In words, without addresses."""
+    """Describes an error in words, without addresses."""
     cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) and error.__context__ else error
     if isinstance(cause, ConnectionRefusedError):
         return "refused"

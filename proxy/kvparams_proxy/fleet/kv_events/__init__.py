@@ -1,1 +1,1 @@
-"""What engines say of their caches over ZMQ, heard and entered into the books. Needs the extra `events`."""
+"""Subscribes to engines' KV events over ZMQ and enters them into the prefix index. Needs the extra `events`."""

@@ -1,7 +1,7 @@
 """Enters into the books what engines say of their caches: who is listened to, and how much of it in one turn of the
 event loop.
 
-The one rule: requests go first. However much engines say, a turn takes about a millisecond.
+Requests have priority: a turn takes about a millisecond, however many events engines send.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _LOOK_S: Final = 0.25
 
 
 class KVEventStats(NamedTuple):
-    """Of one engine."""
+    """Statistics of one engine's KV events."""
 
     connected: bool
     batches: int
@@ -39,7 +39,7 @@ class KVEventStats(NamedTuple):
 
 
 class KVEventConsumer:
-    """A `kvparams_proxy.fleet.fleet.FleetListener`. Everything is called in the event loop."""
+    """Consumes the KV events of a fleet's engines, in the event loop. A `kvparams_proxy.fleet.fleet.FleetListener`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, prefixes: PrefixCacheModel) -> None:
         self._loop = loop
@@ -70,7 +70,7 @@ class KVEventConsumer:
             self._prefixes.remove_event_source(member)
 
     def stats(self) -> dict[str, KVEventStats]:
-        """Of each engine that publishes, by its id."""
+        """The statistics of each engine that publishes, by its id."""
         found = {member.instance.id: KVEventStats(False, 0, 0, 0, 0) for member in self._unnamed}
         if self._listening is not None:
             for member in self._members:
@@ -79,11 +79,11 @@ class KVEventConsumer:
 
     @property
     def unplaced_blocks(self) -> int:
-        """Blocks that could not be placed."""
+        """The number of blocks that could not be placed."""
         return self._prefixes.unplaced_blocks
 
     def close(self) -> None:
-        """Nobody is listened to any more."""
+        """Ends all subscriptions."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -91,7 +91,7 @@ class KVEventConsumer:
             self._listening.close()
 
     def _look(self) -> None:
-        """Listen to those who have said what they serve."""
+        """Subscribes to the publishers whose models are known."""
         self._timer = None
         for member in list(self._unnamed):
             if member.base_model is None:
@@ -111,19 +111,19 @@ class KVEventConsumer:
         listening.subscribe(member, PublisherEndpoint(instance.kv_events or "", instance.kv_events_replay))
 
     def _ready(self) -> None:
-        """Called in the other thread."""
+        """Schedules `_enter` in the event loop; the subscriber's thread calls it."""
         try:
             self._loop.call_soon_threadsafe(self._enter)
         except RuntimeError:  # the loop is closed: nobody waits
             return
 
     def _enter(self) -> None:
-        """There is something to take, where there was nothing. What still has to be entered goes first."""
+        """Enters new events, after those that are still pending."""
         if not self._further:
             self._turn()
 
     def _turn(self) -> None:
-        """Some of what was said; the rest in further turns, never two of them at once."""
+        """Enters a part of the pending events. The rest follows in further turns, never two of them at once."""
         self._further = False
         until = perf_counter() + _TURN_S
         while not self._closed:
@@ -150,7 +150,7 @@ class KVEventConsumer:
 
 
 def _parts(said: ReceivedBatch) -> Iterator[tuple[Member, EventBatch | None]]:
-    """Of a size that can be entered at once."""
+    """Splits a batch into parts that are small enough to be entered at once."""
     who, batch = said
     if not isinstance(who, Member):
         return

@@ -1,8 +1,6 @@
-"""What one publisher says, in the order in which it said it: gaps are filled by a replay, or what was said before is
-given up.
+"""Orders the events of one publisher. A replay fills gaps; without one, earlier events are discarded.
 
-The one rule: nothing here waits or knows a socket. Who has the sockets hands in what comes, asks what is wanted, and
-says when time is up.
+This class does no I/O. The owner of the sockets passes in messages, sends the requested replays, and reports time-outs.
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ _UNIT_BYTES: Final = 256
 
 
 def batch_weight(batch: EventBatch | None) -> int:
-    """What a batch weighs in memory, in blocks, about: whatever a publisher has filled it with."""
+    """Estimates the memory that a batch takes, in blocks, whatever its publisher has filled it with."""
     if batch is None:
         return 1
     blocks = sum(1 if isinstance(event, AllBlocksCleared) else 1 + event.blocks for event in batch.events)
@@ -68,16 +66,19 @@ class OrderedEventStream:
 
     @property
     def replaying(self) -> bool:
-        """Whether a replay is wanted or runs."""
+        """True while a replay is wanted or running."""
         return self._asked is not None
 
     def on_connected(self) -> None:
-        """The publisher is there, for the first time or again: it may have said something before, or be another one."""
+        """Handles a connection to the publisher, the first or a later one.
+
+        It may have published before, or be another process.
+        """
         if self._replays:
             self._ask(self._tracker.last)
 
     def restart(self) -> None:
-        """Whoever keeps the books has forgotten everything."""
+        """Starts over, after the consumer has lost its state."""
         self._tracker = SequenceTracker()
         self._held.clear()
         self._held_weight = 0
@@ -85,7 +86,7 @@ class OrderedEventStream:
         self.on_connected()
 
     def on_live_batch(self, batch: EventBatch) -> None:
-        """It has said this now."""
+        """Handles a batch that was published now."""
         if self._asked is None:
             self._take(batch, self._replays)
             return
@@ -98,7 +99,7 @@ class OrderedEventStream:
         self._held_weight += batch_weight(batch)
 
     def on_replayed_batch(self, batch: EventBatch) -> None:
-        """It says this again."""
+        """Handles a batch that was replayed."""
         asked = self._asked
         if asked is None or self.replay_wanted_from is not None:  # of a replay before the one that is wanted now
             return
@@ -108,7 +109,7 @@ class OrderedEventStream:
         self._take(batch, False)
 
     def on_replay_end(self) -> None:
-        """The replay has ended, or takes too long."""
+        """Handles the end of a replay, or its time-out."""
         if self._asked is not None and self.replay_wanted_from is None:
             self._end()
 
@@ -143,7 +144,7 @@ class OrderedEventStream:
         self._brought = False
 
     def _give_up(self, goes_on: int) -> None:
-        """What lies before is lost, and so is what was told."""
+        """Skips lost events and invalidates the earlier ones."""
         if self._tracker.next or goes_on:
             self.gaps += 1
         self._tell(None)

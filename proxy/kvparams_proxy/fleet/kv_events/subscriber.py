@@ -40,14 +40,14 @@ _AT_ONCE_BYTES: Final = 4 << 20
 
 
 class PublisherEndpoint(NamedTuple):
-    """Where an engine publishes."""
+    """The addresses at which an engine publishes."""
 
     endpoint: str
     replay: str | None
 
 
 class ReceivedBatch(NamedTuple):
-    """What is to be entered."""
+    """A batch that is to be entered."""
 
     who: Hashable
     batch: EventBatch | None
@@ -55,7 +55,7 @@ class ReceivedBatch(NamedTuple):
 
 
 class KVEventSubscriber:
-    """Call it from one thread, the event loop's."""
+    """Receives the events of all publishers in a thread. Only one thread, the event loop's, may call it."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
         """`ready` is called in the thread when there is something to take, and there was nothing before."""
@@ -73,19 +73,19 @@ class KVEventSubscriber:
         self._thread.start()
 
     def subscribe(self, who: Hashable, publisher: PublisherEndpoint) -> None:
-        """To this publisher, as `who`."""
+        """Subscribes to a publisher, whose batches are marked with `who`."""
         self._order(who, publisher, anew=False)
 
     def request_full_replay(self, who: Hashable) -> None:
-        """Everything that it can say again is wanted again."""
+        """Requests a replay of everything that the publisher still has."""
         self._order(who, None, anew=True)
 
     def unsubscribe(self, who: Hashable) -> None:
-        """Listen no longer. What was said may still be there to take."""
+        """Ends a subscription. Batches that were received may still be taken."""
         self._order(who, None, anew=False)
 
     def take_batch(self) -> ReceivedBatch | None:
-        """The next thing that was said."""
+        """Takes the next received batch."""
         with self._lock:
             if not self._said:
                 return None
@@ -97,18 +97,18 @@ class KVEventSubscriber:
 
     @property
     def pending_weight(self) -> int:
-        """What is decoded and not taken out yet, by its weight."""
+        """The weight of batches that are decoded and not taken yet."""
         return self._ahead
 
     def counts(self, who: Hashable) -> tuple[bool, int, int, int, int]:
-        """Whether it is connected; batches taken, messages that were none, gaps that stay, restarts."""
+        """Returns whether it is connected, and its counts of batches, invalid messages, unfilled gaps and restarts."""
         ear = self._ears.get(who)
         if ear is None:
             return False, 0, 0, 0, 0
         return ear.connected, ear.batches, ear.refused, ear.stream.gaps, ear.stream.restarts
 
     def close(self) -> None:
-        """The thread ends, within half a second or so."""
+        """Ends the thread, within half a second or so."""
         self._closed = True
         self._room.set()
         self._wake()
@@ -212,7 +212,7 @@ class _PublisherSockets:
             raise
 
     def hear(self, ready: "set[object]") -> None:
-        """Take what has come; ask for what is wanted."""
+        """Receives new messages and requests replays."""
         if self._monitor in ready:
             while self._monitor.poll(0):
                 self.connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -263,7 +263,7 @@ class _PublisherSockets:
                 self.stream.on_replayed_batch(batch)
 
     def _ask(self, first: int) -> None:
-        """By a socket of its own: answers to an earlier question find nobody."""
+        """Requests a replay on a new socket, so that answers to an earlier request are dropped."""
         self.stream.replay_wanted_from = None
         self._hang_up()
         try:
@@ -304,7 +304,7 @@ class _PublisherSockets:
 
 
 def _received(socket: "zmq.Socket[bytes]") -> "list[list[bytes]]":
-    """What is there now, some of it."""
+    """Receives a bounded number of the messages that are available now."""
     found: list[list[bytes]] = []
     size = 0
     with suppress(zmq.Again):

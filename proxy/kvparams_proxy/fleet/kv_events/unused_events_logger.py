@@ -1,6 +1,6 @@
-"""Where nobody hears engines' KV events, says of whom that was declared for nothing.
+"""Logs the instances whose declared KV events are not used.
 
-The one rule: what an operator has declared is done or spoken of, never passed over.
+An operator's declaration is either used or reported in the log.
 """
 
 import logging
@@ -17,7 +17,10 @@ _NAMED: Final = 5
 
 
 class UnusedEventsLogger:
-    """A `kvparams_proxy.fleet.fleet.FleetListener`; those who come in one turn of the event loop share a line."""
+    """Logs declared publishers that are not used; those of one turn of the event loop share a line.
+
+    A `kvparams_proxy.fleet.fleet.FleetListener`.
+    """
 
     def __init__(self, soon: Callable[[Callable[[], None]], object], why: str) -> None:
         """`soon` calls in the next turn; `why` says what to do, too."""

@@ -1,1 +1,1 @@
-"""Which engines there are: what operators, files and (later) DNS or Kubernetes say of them, applied to the fleet."""
+"""Discovery of engines: entries from operators, files and (later) DNS or Kubernetes, applied to the fleet."""

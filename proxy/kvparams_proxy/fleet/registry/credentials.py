@@ -1,6 +1,6 @@
-"""How one engine is spoken to: the API key it wants to see and TLS, read from where an operator said they are.
+"""Credentials for one engine: its API key and TLS settings, read from the places that an operator names.
 
-The one rule: an entry names places; what is read there stays in memory and shows itself to nobody (`secret.py`).
+An entry names only places; the secrets read there stay in memory (`secret.py`).
 """
 
 import os
@@ -19,7 +19,7 @@ __all__ = ["NO_CREDENTIALS", "NO_CREDENTIAL_SOURCES", "CredentialSources", "Engi
 
 @dataclass(frozen=True, slots=True)
 class CredentialSources:
-    """Where the key and the certificates for an engine are. Hashable: many engines share one."""
+    """The places of an engine's key and certificates. Hashable: many engines share one."""
 
     key_file: Path | None = None
     """Holds the engine's API key, alone."""
@@ -30,14 +30,14 @@ class CredentialSources:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that is named."""
+        """All files that are named."""
         tls = self.tls or EngineTLSSettings()
         return tuple(path for path in (self.key_file, tls.ca, tls.certificate, tls.key) if path is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCredentials:
-    """What was read. Equal exactly if an engine would see no difference."""
+    """The credentials that were read. Two are equal exactly if an engine would see no difference."""
 
     key: Secret | None = None
     """The engine's API key."""
@@ -54,7 +54,10 @@ NO_CREDENTIALS: Final = EngineCredentials()
 
 
 def load_credentials(places: CredentialSources, where: str, problems: ConfigProblems) -> EngineCredentials:
-    """Read what `places` names. Blocks, for milliseconds. What is wrong is added to `problems` and left out."""
+    """Reads the files that `places` names.
+
+    Blocks for milliseconds. Errors are added to `problems`, and their values left out.
+    """
     key: Secret | None = None
     try:
         if places.key_file is not None:

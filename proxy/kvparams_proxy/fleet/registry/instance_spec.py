@@ -1,6 +1,6 @@
-"""What a source wants of one instance, and by which rules what it says is read.
+"""Specifications of instances as their source declares them, and the rules that parse them.
 
-The one rule: an entry is a value. Two are equal exactly if nothing about the instance has changed.
+A specification is a value: two are equal exactly if nothing about the instance has changed.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ LabelSelector = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One instance as its source wants it. Equal exactly if nothing about it has changed."""
+    """An instance as its source declares it. Two are equal exactly if nothing about the instance has changed."""
 
     id: str
     url: str
@@ -58,7 +58,7 @@ class InstanceSpec:
     """Whose KV it understands: of all with an equal one."""
 
     def make_instance(self) -> Instance:
-        """A new incarnation of it."""
+        """Creates a new incarnation of the instance."""
         return Instance(
             self.id,
             token_hex(8),
@@ -78,7 +78,7 @@ class InstanceSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpecRules:
-    """How entries are read: what is known, and what holds for all that do not say otherwise."""
+    """Rules that parse entries: the known names, and the defaults."""
 
     connectors: frozenset[str]
     """The names of the dialects that are spoken here."""
@@ -109,7 +109,7 @@ class SpecRules:
 
 
 def spec_of(instance: Instance, rules: SpecRules) -> InstanceSpec:
-    """The entry of an instance that was given as such; its key and certificates are those of the rules."""
+    """Returns the specification of an existing instance; its key and certificates are those of the rules."""
     i = instance
     return InstanceSpec(
         i.id,

@@ -1,7 +1,7 @@
-"""The interface of whoever knows engines: the fleet file now, DNS and Kubernetes next.
+"""The interface of sources of instances: the fleet file now, DNS and Kubernetes next.
 
-A provider knows the complete set of instances of its own source and says it anew whenever it changes. The one rule: a
-provider never touches the fleet, and its trouble is never the proxy's: what it said last stays in force.
+A provider knows the complete set of instances of its own source and says it anew whenever it changes. A provider never
+touches the fleet. If it fails, its last set stays in force.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ _log = logging.getLogger(__name__)
 
 
 class InstanceProvider(Protocol):
-    """One source of instances."""
+    """A source of instances."""
 
     @property
     def source(self) -> str:
-        """Its name, unique in the proxy: `file`, `dns:engines.example`, ..."""
+        """The source's name, unique in the proxy: `file`, `dns:engines.example`, ..."""
         ...
 
     def publish_initial(self, registry: Registry) -> None:
-        """Publish what is known already, if anything is. Does not wait."""
+        """Publishes the instances that are known already, if any. Does not wait."""
         ...
 
     async def watch(self, registry: Registry) -> None:
-        """`registry.publish` the complete set whenever it changes, `registry.refuse` what cannot be used; for ever."""
+        """Publishes the complete set with `registry.publish` whenever it changes, and reports invalid ones, forever."""
         ...
 
 
@@ -52,7 +52,7 @@ async def run_providers(
 
 @asynccontextmanager
 async def run_provider(provider: InstanceProvider, registry: Registry) -> AsyncGenerator[None]:
-    """Let `provider` speak for as long as the context lasts."""
+    """Runs `provider` for as long as the context lasts."""
     provider.publish_initial(registry)
     task = asyncio.create_task(provider.watch(registry), name=f"follow {provider.source}")
     task.add_done_callback(lambda done: _report(provider.source, done))
@@ -64,6 +64,6 @@ async def run_provider(provider: InstanceProvider, registry: Registry) -> AsyncG
 
 
 def _report(source: str, task: asyncio.Task[None]) -> None:
-    """Say aloud that a provider has ended, which it never should. The fleet stays as it said last."""
+    """Logs that a provider has ended, which it never should. Its last set stays in force."""
     if not task.cancelled():
         _log.error("%s is not followed any more; restart the proxy", source, exc_info=task.exception())

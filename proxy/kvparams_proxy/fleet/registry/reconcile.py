@@ -1,7 +1,7 @@
-"""What has to happen so that the fleet is what a source wants: a pure decision, and the law of sources.
+"""Computes the changes that bring the fleet to the state that a source declares: a pure decision.
 
-The one rule: a source changes and removes only what is its own. An id belongs to the source that named it first;
-whoever names it later waits until it is free.
+A source changes and removes only its own instances. An id belongs to the source that named it first; another source
+that names it waits until it is free.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ __all__ = ["FleetChanges", "OwnedInstance", "reconcile", "rollout_steps"]
 
 
 class OwnedInstance(NamedTuple):
-    """An instance that is in the fleet, and by whose word."""
+    """An instance in the fleet, and the source that owns it."""
 
     source: str
     spec: InstanceSpec
 
 
 class FleetChanges(NamedTuple):
-    """What has to be done to the fleet. An id is in one of them at most."""
+    """Changes to the fleet. An id is in at most one of them."""
 
     adds: tuple[InstanceSpec, ...] = ()
     replaces: tuple[InstanceSpec, ...] = ()
@@ -34,7 +34,7 @@ class FleetChanges(NamedTuple):
 
 
 def reconcile(owned: Mapping[str, OwnedInstance], source: str, desired: Sequence[InstanceSpec]) -> FleetChanges:
-    """What has to happen so that of `source` exactly `desired` is there, conflicts aside.
+    """Computes the changes after which the fleet has exactly `desired` of `source`, conflicts aside.
 
     Args:
         owned: everything in the fleet by id, of every source.
@@ -65,7 +65,7 @@ def reconcile(owned: Mapping[str, OwnedInstance], source: str, desired: Sequence
 def rollout_steps(
     before: Sequence[InstanceSpec], after: Sequence[InstanceSpec], most: int
 ) -> Iterator[list[InstanceSpec]]:
-    """The way from one set to another: the sets between them, each `most` instances further than the one before.
+    """Yields the sets between two sets of instances, each `most` instances further than the one before.
 
     New ones come first, so that the fleet is never smaller than it has to be.
     """

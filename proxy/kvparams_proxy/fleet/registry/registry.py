@@ -1,7 +1,7 @@
-"""Every source's word about the engines, and the fleet made to follow it.
+"""Combines the sources' declarations of engines, and applies them to the fleet.
 
-The one rule: all changes to who is in the fleet go through here, and each is one call without a wait in it, so that no
-request ever sees half of one.
+All changes of the fleet's membership go through here. Each is one call without a wait, so that no request sees half of
+one.
 """
 
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SourceState:
-    """How it stands with one source."""
+    """The state of one source."""
 
     __slots__ = ("applied_count", "conflicts", "desired_specs", "problems", "refused_count")
 
@@ -39,7 +39,7 @@ class SourceState:
 
 
 class Registry:
-    """Who is in the fleet, and by whose word."""
+    """Records the members of the fleet and the source that owns each."""
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class Registry:
 
     @property
     def owned(self) -> Mapping[str, OwnedInstance]:
-        """Everything in the fleet, by id."""
+        """All instances in the fleet, by id."""
         return MappingProxyType(self._owned)
 
     @property
     def sources(self) -> Mapping[str, SourceState]:
-        """Those that have spoken, by name, in the order in which they did first."""
+        """All sources that have published, by name, in the order of their first publication."""
         return MappingProxyType(self._sources)
 
     def credentials_for(self, id: str) -> EngineCredentials:
-        """How the instance of this id is spoken to. Known before the fleet's listeners hear that it has joined."""
+        """Returns the instance's credentials. They are known before the fleet's listeners hear that it has joined."""
         owned = self._owned.get(id)
         return NO_CREDENTIALS if owned is None else owned.spec.credentials
 
     def publish(self, source: str, desired: Sequence[InstanceSpec], *, partly: bool = False) -> FleetChanges:
-        """A source says its complete set; ids are unique in it. What has been done about it.
+        """Applies the complete set of a source, in which ids are unique, and returns the changes.
 
         `partly`: it is on the way to a new version that is not reached yet; see `portions`.
         """
@@ -93,12 +93,12 @@ class Registry:
         return changes
 
     def is_local(self, entry: InstanceSpec) -> bool:
-        """Whether only the engine beside this proxy may do what `entry` is for."""
+        """Returns whether the role of `entry` is reserved for the engine beside this proxy."""
         local = self._owned.get(self._local) if self._local is not None else None
         return local is not None and local.spec.role is entry.role
 
     def report_invalid(self, source: str, problems: tuple[str, ...]) -> None:
-        """A source's new version cannot be used: what it said before stays in force."""
+        """Records that a source's new version cannot be used: its last set stays in force."""
         state = self._sources.setdefault(source, SourceState())
         state.refused_count += 1
         state.problems = problems
@@ -106,7 +106,7 @@ class Registry:
             _log.warning("%s is not put to use, the fleet stays as it is: %s", source, problem)
 
     def drain(self, id: str, on: bool) -> None:
-        """Send it no new requests, or again. It holds until its source says something else about draining.
+        """Starts or ends draining of an instance. This holds until its source says something else about draining.
 
         Raises:
             KeyError: no instance has this id.
