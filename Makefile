@@ -19,12 +19,13 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm install-sglang test-sglang servers demo serve check unit fast lint test test-long soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-sglang test-sglang servers demo serve check unit fast lint test test-long soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make test does it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (25 min; 3.8 GB into .venv-vllm)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (12 min; 3.8 GB into .venv-vllm)"
+	@echo "make test-vllm-long  variants of that: hybrid models, adapters, pictures, ranks, storms (15 min)"
 	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
 	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
@@ -74,9 +75,15 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 # Two files at a time, each with its engines.
+VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest tests/interop/vllm
+
 test-vllm: $(READY) install-vllm install-lmcache servers .cache/sources/.ready
-	$(VLLM_VENV)/bin/python -m pytest tests/interop/vllm --cache-clear -n 2 --dist loadfile || $(VLLM_VENV)/bin/python -m pytest tests/interop/vllm $(ALONE)
+	$(VLLM_TESTS) -m "not extended" --cache-clear -n 2 --dist loadfile || $(VLLM_TESTS) -m "not extended" $(ALONE)
 	$(BIN)/pytest tests/contract/test_dialect_sources.py
+
+# Hybrid models, adapters, pictures, ranks, storms, other weights: variants of the above, 15 minutes more.
+test-vllm-long: $(READY) install-vllm install-lmcache servers
+	$(VLLM_TESTS) -m extended --cache-clear -n 2 --dist loadfile || $(VLLM_TESTS) -m extended $(ALONE)
 
 # SGLang's package without its GPU libraries: host pools and controllers run on a CPU.
 install-sglang: .venv-sglang/.ready

@@ -140,7 +140,7 @@ class PlanContext:
             self._resources.fleet.record_decode(route[-1], self.inbound.facts, *said)
 
     def may_retry(self) -> bool:
-        """See `ExecutionContext.may_retry`. The settings limit retries for one request and for all requests together."""
+        """See `ExecutionContext.may_retry`. Settings limit retries per request and of all requests together."""
         metrics = self._resources.metrics
         if self._attempts >= self._resources.settings.retries:
             metrics.retries_denied += 1

@@ -9,7 +9,7 @@ from demo.processes import Processes, Server, free_port
 from tests.interop.vllm.engines import READY_S, complete, counters, start_engine, transfer_config
 from tests.interop.vllm.legs import decode, prefill, tokens_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _PATIENT = {"promise_s": 60.0}
 

@@ -13,7 +13,7 @@ from typing import Final
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _COMMAND: Final = [sys.executable, "-u", "-m", "demo", "--engine", "vllm", "--each", "1"]
 _URL: Final = re.compile(r"is ready at (http://\S+)")

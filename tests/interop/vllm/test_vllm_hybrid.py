@@ -26,6 +26,7 @@ from tests.support.connectors.valkey_server import ValkeyServer
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(is_earlier(), reason="refused in words there"),
 ]

@@ -25,6 +25,7 @@ from tests.interop.vllm.version import is_earlier
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(is_earlier(), reason="refused in words there"),
 ]

@@ -10,7 +10,7 @@ from demo.processes import Processes, Server
 from tests.interop.vllm.engines import READY_S, counters, start_engine, transfer_config
 from tests.interop.vllm.traffic import Ask, answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _LATE_S = 3.0
 

@@ -31,6 +31,7 @@ from tests.interop.vllm.version import is_earlier
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(is_earlier(), reason="the only model with images that runs without a GPU is of 0.32"),
 ]

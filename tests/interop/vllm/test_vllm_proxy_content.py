@@ -22,7 +22,7 @@ from tests.interop.vllm.traffic import answers
 from tests.interop.vllm.version import is_earlier
 from tests.support.connectors.mooncake_cluster import MASTER, Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 
 # Without a GPU 0.28's MooncakeStoreConnector finds nothing: tokens are right, and every prompt is computed again.

@@ -22,7 +22,7 @@ from tests.interop.vllm.engines import (
     wait_saved,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 
 def _answers(server: Server, prompts: Sequence[Sequence[int]], salt: str | None = None) -> list[list[int]]:

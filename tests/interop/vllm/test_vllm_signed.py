@@ -14,7 +14,7 @@ from kvparams.signing.keyring_file import create_keyring, read_keyring
 from kvparams.signing.signer import Signer
 from tests.interop.vllm.engines import READY_S, complete, counters, start_engine, transfer_config, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _PROMPT: Final = list(range(300, 900))
 _SAVED: Final = "vllm:kvparams_pages_saved_total"

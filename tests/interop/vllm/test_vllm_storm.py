@@ -18,7 +18,7 @@ from demo.processes import Processes, Server
 from tests.interop.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, transfer_config
 from tests.interop.vllm.traffic import Ask, answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _AT_ONCE = 16
 """Twice what an engine runs: the others wait behind their lookups."""

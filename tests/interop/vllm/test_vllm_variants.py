@@ -37,7 +37,7 @@ from tests.interop.vllm.engines import (
 from tests.interop.vllm.legs import decode, prefill, tokens_of
 from tests.interop.vllm.traffic import Ask, answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _ROOT = Path(__file__).parents[3]
 
