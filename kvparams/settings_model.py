@@ -61,7 +61,7 @@ _NULL: Final = _Null()
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a value must be, in words that follow "must be". They replace those of pydantic.
+    """Words for what a value must be, which follow "must be". They replace those of pydantic.
 
     It comes last in `Annotated`, after the constraints. What is wrong inside of the value keeps its own words.
     """

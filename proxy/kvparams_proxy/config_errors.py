@@ -1,4 +1,4 @@
-"""What is wrong with something an operator wrote: everything at once, each with where it stands.
+"""Errors in what an operator wrote: all of them at once, each with its place.
 
 A message names members and says what to do; it never repeats a value that may be a secret.
 """
@@ -17,7 +17,7 @@ _SHOWN: Final = 20
 
 
 class ConfigError(ValueError):
-    """What an operator wrote cannot be used. `problems` are sentences, each beginning with where it stands."""
+    """An operator wrote something that cannot be used. `problems` are sentences, each beginning with where it stands."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))

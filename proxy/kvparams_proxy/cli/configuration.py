@@ -47,7 +47,7 @@ __all__ = ["Configuration", "build_configuration"]
 
 
 class Configuration(NamedTuple):
-    """What to start."""
+    """The checked configuration of a proxy that is about to start."""
 
     settings: Settings
     host: str
@@ -204,7 +204,7 @@ def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: ConfigP
 
 
 def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
-    """Of `label=value,label=value`; a label that stands twice may have either value."""
+    """Parses `label=value,label=value`; a label that is given twice may have either value."""
     wanted: dict[str, frozenset[str]] = {}
     for pair in text.split(","):
         label, _, value = pair.strip().partition("=")
@@ -254,7 +254,7 @@ def _entries(
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
-    """Where flags say that bootstrap servers are, by the name of their engine."""
+    """Returns the bootstrap servers that flags name, by the name of their engine."""
     found: dict[str, str] = {}
     for text in cast("Sequence[str]", arguments.bootstrap):
         name, _, url = text.partition("=")

@@ -63,7 +63,7 @@ class ProxyCommand:
     summary = "Put a proxy in front of prefill and decode engines."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One argument for each setting, and those that name engines."""
+        """Adds one argument for each setting, and those that name engines."""
         parser.epilog = _EXAMPLE
         engines = parser.add_argument_group("engines")
         for role in Role:
@@ -90,7 +90,7 @@ class ProxyCommand:
 
 
 def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
-    """What is said of engines, beside their names."""
+    """Adds the flags that describe engines, beside their names."""
     group.add_argument(
         "--config",
         metavar="FILE",
@@ -142,7 +142,7 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
 
 
 def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """One for each setting, but those that a command decides itself."""
+    """Adds one flag for each setting, except those that a command decides itself."""
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
         if option.name in without:
@@ -154,7 +154,7 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
 
 
 def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
-    """What was asked for; None where that is wrong, which was said then."""
+    """Returns the configuration that was asked for; None where it is wrong, after saying so."""
     logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR))])
     logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
     raise_descriptor_limit()

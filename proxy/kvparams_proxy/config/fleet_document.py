@@ -112,7 +112,7 @@ class FleetFile(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class FleetDocument:
-    """What the file says."""
+    """The checked contents of a fleet file."""
 
     settings: ProxyOptions
     rules: SpecRules

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _FileState(NamedTuple):
-    """Of a file; another content has another one."""
+    """The identity of a file's contents; other contents have another one."""
 
     device: int
     inode: int

@@ -20,7 +20,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class SigningSettings(NamedTuple):
-    """What an operator decides."""
+    """Holds the settings of signing that an operator decides."""
 
     keys_file: Path
     """The file (`kvparams signing-keys`)."""

@@ -35,7 +35,7 @@ DocumentPath = tuple[str | int, ...]
 
 
 class YAMLDocument(NamedTuple):
-    """What a text holds."""
+    """A YAML document is the value of a text, and the line of every path in it."""
 
     value: object
     lines: Mapping[DocumentPath, int]

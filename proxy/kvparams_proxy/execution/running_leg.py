@@ -75,7 +75,7 @@ class RunningLeg:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether a long answer is being read."""
+        """Returns True while a long answer is being read."""
         return self._parse is not None and not self._parse.is_finished
 
     def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:

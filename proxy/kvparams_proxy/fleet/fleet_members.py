@@ -104,7 +104,7 @@ class FleetMembers:
 
     @property
     def members(self) -> Iterable[Member]:
-        """All members that have not been removed, in the order they were named."""
+        """Returns the members that have not been removed, in the order they were named."""
         return self._members.values()
 
     def add(self, instance: Instance, why: str = "") -> Member:

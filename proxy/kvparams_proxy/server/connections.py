@@ -86,7 +86,7 @@ class ClientConnection(Protocol):
 
 
 class ClientConnections:
-    """All connections to one server."""
+    """Holds the connections to one server."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         self._loop = loop

@@ -16,7 +16,7 @@ from kvparams_proxy.execution import kv_releaser as proxy_releases
 from kvparams_proxy.fleet import prefix_cache_model as proxy_prefixes
 from kvparams_proxy.queue import broker_connection as proxy_link
 from kvparams_proxy.requests import downstream as proxy_downstream
-from kvparams_proxy.server import app as proxy_app
+from kvparams_proxy.server import lifespan
 from kvparams_proxy.telemetry import request_log as proxy_journal
 from kvparams_proxy.upstream import connection_pool as proxy_pool
 from kvparams_proxy.upstream.connection import UpstreamConnection
@@ -108,7 +108,7 @@ def prepare() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("kvparams_proxy") and hasattr(module, "token_hex"):
             cast("Any", module).token_hex = next_id
-    cast("Any", proxy_app).RetryBudget = Budget
+    cast("Any", lifespan).RetryBudget = Budget
     cast("Any", proxy_releases)._TIMEOUT_S = 1.0
     cast("Any", proxy_downstream).HIGH_WATERMARK_BYTES = 400
     cast("Any", proxy_journal).LineWriter = Lines

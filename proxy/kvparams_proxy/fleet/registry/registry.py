@@ -63,12 +63,12 @@ class Registry:
 
     @property
     def owned(self) -> Mapping[str, OwnedInstance]:
-        """All instances in the fleet, by id."""
+        """Returns the instances in the fleet, by id."""
         return MappingProxyType(self._owned)
 
     @property
     def sources(self) -> Mapping[str, SourceState]:
-        """All sources that have published, by name, in the order of their first publication."""
+        """Returns the sources that have published, by name, in the order of their first publication."""
         return MappingProxyType(self._sources)
 
     def credentials_for(self, id: str) -> EngineCredentials:
