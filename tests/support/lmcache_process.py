@@ -83,7 +83,7 @@ class LMCacheWorker:
             LMCacheError: it did not get ready.
         """
         self._log = log
-        command = [lmcache_python(), "-m", "tests.support.lmcache_worker", json.dumps(asdict(spec))]
+        command = [lmcache_python(), str(Path(__file__).with_name("lmcache_worker.py")), json.dumps(asdict(spec))]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, cwd=ROOT, env=lmcache_environment()

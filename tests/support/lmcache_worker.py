@@ -1,6 +1,6 @@
 """LMCache's `StorageManager` behind a pipe: puts and gets chunks when it is told. It runs in LMCache's interpreter.
 
-    python -m tests.support.lmcache_worker SPEC
+    python tests/support/lmcache_worker.py SPEC
 
 SPEC is a `tests.support.lmcache_process.Spec` as JSON. Each line on stdin is a question, each on stdout its answer.
 The one rule: what LMCache is measured at is its own path: `batched_put` until its own callback says that the remote
