@@ -112,7 +112,7 @@ class FleetFile(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class FleetDocument:
-    """What the file says."""
+    """The parsed content of the fleet file."""
 
     settings: ProxyOptions
     rules: SpecRules

@@ -25,7 +25,7 @@ __all__ = ["OPTIONS", "OPTION_GROUPS", "Option", "ProxyOptions"]
 
 
 class Flag(NamedTuple):
-    """How a type is written as the value of a flag."""
+    """Describes how a type is written as the value of a flag."""
 
     metavar: str
     """Empty for a flag without a value."""
@@ -277,7 +277,7 @@ class ProxyOptions(
     _ClientOptions,
     _ListenOptions,
 ):
-    """All of them. pydantic orders the fields from the last base to the first."""
+    """The options of the proxy. Pydantic orders the fields from the last base to the first."""
 
     def override(self, flags: "ProxyOptions") -> "ProxyOptions":
         """Returns these settings with those that `flags` sets in their place."""
@@ -288,7 +288,7 @@ OPTION_GROUPS: Final[tuple[type[_OptionGroup], ...]] = tuple(reversed(ProxyOptio
 
 
 class Option(NamedTuple):
-    """One setting."""
+    """An option of the proxy."""
 
     name: str
     """Of the flag, without dashes before it, and in the file."""

@@ -35,7 +35,7 @@ DocumentPath = tuple[str | int, ...]
 
 
 class YAMLDocument(NamedTuple):
-    """What a text holds."""
+    """The parsed content of a YAML text."""
 
     value: object
     lines: Mapping[DocumentPath, int]

@@ -51,7 +51,8 @@ class RunningLeg:
         on_fault: Callable[[Exception], None],
         batcher: TurnBatcher | None,
     ) -> None:
-        """
+        """Creates the leg; its exchange has not begun.
+
         Args:
             leg: which one.
             resources: what executions share.
@@ -91,8 +92,10 @@ class RunningLeg:
             self.on_answer(head, EngineResponse(raw), error)
 
     def read(self, raw: bytes, head: ResponseHead) -> None:
-        """Reads a long answer in steps, unless the leg is given up meanwhile. `on_answer` hears of it, at once if there
-        is time."""
+        """Reads a long answer in steps, unless the leg is given up meanwhile.
+
+        `on_answer` hears of it, at once if there is time.
+        """
         done = self.on_answer
 
         def finish(answer: EngineResponse) -> None:
