@@ -218,7 +218,7 @@ class _MemberProbe:
         """For the time-out of the probe that runs, or for the next one."""
 
     def begin(self, apart_s: float, apart_share: float) -> asyncio.Future[None]:
-        """Sends the first probe at once; its result is applied at once.
+        """Sends the first probe at once, and returns a future that is done with its answer.
 
         The second probe comes `apart_s` later, or where the engine is missing `apart_share` of the time between two.
         """
